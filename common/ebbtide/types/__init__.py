@@ -1,0 +1,1 @@
+"""Records: immutable, checked when they are parsed, and free of behaviour beyond their own consistency."""

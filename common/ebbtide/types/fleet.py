@@ -1,0 +1,63 @@
+"""Workers as the fleet sees them."""
+
+from enum import IntEnum
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.types.weights import PolicyVersion
+
+#: Raised when the streams' meaning changes; peers that do not speak the same one refuse each other at attach.
+PROTOCOL_VERSION: Final = 1
+
+
+class WorkerKind(IntEnum):
+    RESERVED = 1
+    SPOT = 2
+    BORROWED = 3
+
+
+class WorkerState(IntEnum):
+    BOOTING = 1
+    READY = 2
+    INSTALLING = 3
+    DRAINING = 4
+    LOST = 5
+
+
+class AppendStatus(IntEnum):
+    STORED = 1
+    GAP = 2
+    SUPERSEDED = 3
+
+
+class AttemptRef(Struct, frozen=True):
+    run_id: str
+    rollout_id: str
+    attempt_id: str
+
+
+class EngineInfo(Struct, frozen=True, kw_only=True):
+    """What an engine can take: token ids below `vocab_size`, prompt plus response up to `max_model_len` tokens."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    architecture: str = ""
+
+
+class Worker(Struct, frozen=True, kw_only=True):
+    worker_id: str
+    kind: WorkerKind
+    state: WorkerState
+    slots: int
+    site: str = ""
+    running: int = 0
+    tokens_per_s: float = 0.0
+    installed: tuple[PolicyVersion, ...] = ()
+    last_heartbeat_s: float = 0.0
+    tokens_generated: int = 0
+    busy_s: float = 0.0
+    uptime_s: float = 0.0
+    engine: EngineInfo | None = None

@@ -1,0 +1,101 @@
+"""Rollouts, their ends, episodes and trajectories."""
+
+from enum import IntEnum
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.types.run import Sampling
+
+
+class RolloutKind(IntEnum):
+    TRAIN = 1
+    EVAL = 2
+
+
+class FinishReason(IntEnum):
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    DEAD_LETTERED = 4
+
+
+class SubmitOutcome(IntEnum):
+    ACCEPTED = 1
+    KNOWN = 2
+    COMPLETED = 3
+
+
+class DropReason:
+    """Why a training rollout was not trained on. Environments may add `environment_...` reasons of their own."""
+
+    ENVIRONMENT: Final = "environment_failure"
+    TIMEOUT: Final = "episode_timeout"
+    CANCELLED: Final = "cancelled"
+    TOO_STALE: Final = "too_stale"
+    DEAD_LETTERED: Final = "dead_lettered"
+    GROUP_INCOMPLETE: Final = "group_incomplete"
+    RUN_ENDED: Final = "run_ended"
+
+
+class RolloutRequest(Struct, frozen=True, kw_only=True):
+    """One completion wanted. `prompt_ids` is packed u32; version bounds of 0 are none."""
+
+    rollout_id: str
+    group_id: str
+    episode_id: str
+    prompt_ids: bytes
+    sampling: Sampling
+    kind: RolloutKind = RolloutKind.TRAIN
+    turn: int = 0
+    min_version: int = 0
+    max_version: int = 0
+    priority: int = 0
+
+
+class FinishedRollout(Struct, frozen=True, kw_only=True):
+    rollout_id: str
+    group_id: str
+    episode_id: str
+    reason: FinishReason
+    tokens: bytes
+    cursor: str = ""
+    turn: int = 0
+    kind: RolloutKind = RolloutKind.TRAIN
+    attempts: int = 1
+    message: str = ""
+
+
+class TokenChunk(Struct, frozen=True, kw_only=True):
+    offset: int
+    tokens: bytes
+    reason: FinishReason | None = None
+
+
+class Trajectory(Struct, frozen=True, kw_only=True):
+    """A finished episode: packed `tokens` follow packed `prompt_ids`; `loss_mask` has a byte per token."""
+
+    episode_id: str
+    group_id: str
+    step: int
+    group_size: int
+    prompt_ids: bytes
+    tokens: bytes
+    loss_mask: bytes
+    reward: float
+    cursor: str = ""
+    truncated: bool = False
+    rollouts: int = 1
+    metrics: dict[str, float] = {}
+
+
+class Episode(Struct, frozen=True, kw_only=True):
+    episode_id: str
+    rollout_ids: tuple[str, ...]
+    drop_reason: str = ""
+    trajectory: Trajectory | None = None
+
+
+class TrajectoryOutcome(Struct, frozen=True, kw_only=True):
+    cursor: str
+    drop_reason: str = ""

@@ -1,0 +1,177 @@
+"""A run as submitted (`RunSpec`) and as it stands (`Run`)."""
+
+import math
+from enum import IntEnum
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.types.ids import check_id
+from ebbtide.types.weights import PolicyVersion
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+
+
+class RunStatus(IntEnum):
+    PENDING = 1
+    RUNNING = 2
+    FINISHED = 3
+    FAILED = 4
+    CANCELLED = 5
+
+    @property
+    def ended(self) -> bool:
+        return self >= RunStatus.FINISHED
+
+
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are sampled; fields and bounds as in `types.proto`."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 512
+    min_tokens: Natural = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    structured_output: str = ""
+
+
+class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    params: dict[str, Any] = {}
+
+
+class BatchSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many groups a step takes, and how far generation may run ahead of training."""
+
+    groups_per_step: Positive = 32
+    group_size: Annotated[int, Meta(ge=2, le=4096)] = 8
+    max_staleness: Natural = 0
+    incomplete_group: Literal["replace", "shrink", "drop"] = "replace"
+    episode_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
+    max_turns: Positive = 16
+
+
+class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = "grpo"
+    steps: Positive = 100
+    learning_rate: Annotated[float, Meta(gt=0, le=1)] = 1e-6
+    warmup_steps: Natural = 0
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Meta(gt=0)] = 0.2
+    kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0
+    importance_cap: Annotated[float, Meta(gt=0)] = 2.0
+    minibatches: Positive = 1
+    epochs: Positive = 1
+    micro_batch_tokens: Positive = 16384
+    normalize_std: bool = True
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpoint_every: Positive = 10
+    permute_rewards: bool = False
+
+
+class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    problems: Natural = 0
+    every: Natural = 0
+
+
+class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    model: str
+    policy: str = "policy"
+    seed: Natural = 0
+    environment: EnvironmentSpec
+    sampling: Sampling = Sampling()
+    batch: BatchSpec = BatchSpec()
+    trainer: TrainerSpec = TrainerSpec()
+    evaluation: EvaluationSpec = EvaluationSpec()
+    output: str = "runs"
+    quota_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    run_id: str
+    spec: RunSpec
+    status: RunStatus = RunStatus.PENDING
+    message: str = ""
+    age_s: float = 0.0
+    newest: PolicyVersion | None = None
+    counters: dict[str, int] = {}
+    dropped: dict[str, int] = {}
+    holders: dict[str, str] = {}
+
+
+class RunEvent(Struct, frozen=True, kw_only=True):
+    kind: str
+    cursor: str = ""
+    key: str = ""
+    message: str = ""
+    values: dict[str, float] = {}
+    labels: dict[str, str] = {}
+    age_s: float = 0.0
+
+
+class LeaseRef(Struct, frozen=True):
+    run_id: str
+    role: str
+    fence: str
+
+
+ROLES = ("trainer", "driver")
+
+
+def check_spec(spec: RunSpec) -> RunSpec:
+    """Check what field bounds cannot say. Raises `InvalidRequest` naming the field."""
+    for name in ("name", "policy"):
+        check_id(getattr(spec, name), field=name)
+    if len(spec.name) > 100:
+        raise InvalidRequest("at most 100 characters, so that ids fit", field="name")
+    check_sampling(spec.sampling, field="sampling")
+    for name in spec.trainer.__struct_fields__:
+        value = getattr(spec.trainer, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequest("must be finite", field=f"trainer.{name}")
+    if not math.isfinite(spec.batch.episode_timeout_s):
+        raise InvalidRequest("must be finite", field="batch.episode_timeout_s")
+    return spec
+
+
+def check_sampling(sampling: Sampling, *, field: str) -> Sampling:
+    """Refuse non-finite values and what a resumed rollout could not continue exactly, each by name.
+
+    Repetition penalty is allowed: it counts prompt and response alike, so a partial given as prompt weighs the same.
+    Presence and frequency penalties count the response alone, a seeded generator and a grammar hold hidden state.
+    """
+    for name in ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if not math.isfinite(getattr(sampling, name)):
+            raise InvalidRequest("must be finite", field=f"{field}.{name}")
+    for name in ("presence_penalty", "frequency_penalty", "seed", "structured_output"):
+        if (value := getattr(sampling, name)) is not None and (value or name == "seed"):
+            raise InvalidRequest(
+                "not supported: a rollout resumed on another worker could not continue it exactly; leave it out",
+                field=f"{field}.{name}",
+            )
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest(f"must be at most max_tokens ({sampling.max_tokens})", field=f"{field}.min_tokens")
+    if any(not text for text in sampling.stop):
+        raise InvalidRequest("a stop string must not be empty", field=f"{field}.stop")
+    if any(not 0 <= token < 1 << 32 for token in sampling.stop_token_ids):
+        raise InvalidRequest("token ids are unsigned 32-bit", field=f"{field}.stop_token_ids")
+    return sampling
+
+
+def to_mapping(record: Struct) -> dict[str, Any]:
+    """The record as plain builtins, for JSON and TOML."""
+    built: dict[str, Any] = msgspec.to_builtins(record)
+    return built

@@ -1,0 +1,29 @@
+"""Build hook: compiles `protos/` into `common/ebbtide/v1`, for wheels and for installs in place alike."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class ProtoHook(BuildHookInterface[Any]):
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
+        from grpc_tools import protoc
+
+        root = Path(self.root)
+        out = str(root / "common")
+        plugin = Path(sys.executable).parent
+        sources = [str(path) for path in sorted((root / "protos").rglob("*.proto"))]
+        status = protoc.main(
+            ["protoc", f"-I{root / 'protos'}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
+            + [f"--plugin={name}={plugin / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+            + [f"--{kind}={out}" for kind in ("python_out", "grpc_python_out", "mypy_out")]
+            + [f"--mypy_grpc_out=only_async:{out}"]
+            + sources
+        )
+        if status:
+            raise RuntimeError(f"protoc ended with status {status}")
+        build_data["artifacts"].append("common/ebbtide/v1/*_pb2*")
