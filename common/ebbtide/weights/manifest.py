@@ -1,0 +1,157 @@
+"""Manifests: the tensors of one policy version and the digests of their tiles, bound together by a root digest.
+
+The root is BLAKE2b-256, personalised, over a canonical encoding of run, version, parent, step and all tensors in
+order: every field is fixed-width little-endian or preceded by its length, so no two manifests share an encoding.
+"""
+
+import hashlib
+import re
+import struct
+from collections.abc import Iterable
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ebbtide.errors import ChunkCorrupt, InvalidRequest
+from ebbtide.types.ids import check_id
+from ebbtide.types.weights import DIGEST_BYTES, TILE_BYTES, Manifest, PolicyVersion, TensorEntry
+from ebbtide.weights.dtypes import carrier
+from ebbtide.weights.tensors import NamedTensor
+from ebbtide.weights.tiles import describe, tile_count, tile_size
+
+_PERSON: Final = b"ebbtide manifest"
+# Letters first, so that no name can climb out of a folder or hide; dots inside, as parameters are named.
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,511}")
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """What a manifest may ask for at most; checked before anything is allocated for it."""
+
+    bytes: Annotated[int, Meta(ge=1)] = 4 << 40
+    tensors: Annotated[int, Meta(ge=1)] = 1 << 20
+    tiles: Annotated[int, Meta(ge=1)] = 4 << 20  # their digests take 128 MiB
+    rank: Annotated[int, Meta(ge=0)] = 16
+
+
+def build_manifest(
+    run_id: str, version: PolicyVersion, tensors: Iterable[NamedTensor], tile_bytes: int = TILE_BYTES
+) -> Manifest:
+    """Describe `tensors`, one at a time, and seal them. Raises `InvalidRequest` naming the tensor at fault."""
+    return seal_manifest(run_id, version, [describe(tensor, tile_bytes) for tensor in tensors], tile_bytes)
+
+
+def seal_manifest(
+    run_id: str, version: PolicyVersion, entries: Iterable[TensorEntry], tile_bytes: int = TILE_BYTES
+) -> Manifest:
+    """The checked manifest of `entries`, whose version carries its root digest."""
+    manifest = Manifest(run_id=run_id, version=version, tile_bytes=tile_bytes, tensors=tuple(entries))
+    version = msgspec.structs.replace(version, root=root_digest(manifest))
+    manifest = msgspec.structs.replace(manifest, version=version)
+    check_manifest(manifest)
+    return manifest
+
+
+def root_digest(manifest: Manifest) -> bytes:
+    """The digest, 32 bytes, that stands for the whole version. Ignores `manifest.version.root` itself."""
+    root = hashlib.blake2b(digest_size=DIGEST_BYTES, person=_PERSON)
+    version = manifest.version
+    for text in (manifest.run_id, version.policy):
+        _add_text(root, text)
+    root.update(struct.pack("<QQQ", version.version, version.parent, version.step))
+    root.update(struct.pack("<QQ", manifest.tile_bytes, len(manifest.tensors)))
+    for entry in manifest.tensors:
+        _add_text(root, entry.name)
+        _add_text(root, entry.dtype)
+        root.update(struct.pack(f"<Q{len(entry.shape)}Q", len(entry.shape), *entry.shape))
+        root.update(struct.pack("<QQ", entry.size, len(entry.digests)))
+        root.update(b"".join(entry.digests))
+    return root.digest()
+
+
+def _add_text(root: hashlib.blake2b, text: str) -> None:
+    encoded = text.encode()
+    root.update(struct.pack("<Q", len(encoded)))
+    root.update(encoded)
+
+
+def check_manifest(manifest: Manifest, limits: Limits = Limits()) -> None:  # noqa: B008 - immutable
+    """Refuse a manifest that is malformed, too large or not what its root says; nothing is allocated for its tensors.
+
+    Raises `InvalidRequest` naming the field or tensor, and `ChunkCorrupt` when only the root digest is wrong.
+    """
+    check_head(manifest.run_id, manifest.version, manifest.tile_bytes)
+    if not manifest.tensors:
+        raise InvalidRequest("a version has at least one tensor", field="tensors")
+    tally = Tally(limits)
+    sizes: dict[bytes, int] = {}
+    for entry in manifest.tensors:
+        check_entry(entry, manifest.tile_bytes, limits)
+        tally.add(entry)
+        for index, digest in enumerate(entry.digests):
+            size = tile_size(entry, index, manifest.tile_bytes)
+            if sizes.setdefault(digest, size) != size:
+                raise InvalidRequest("gives one tile two sizes", field=entry.name)
+    if root_digest(manifest) != manifest.version.root:
+        raise ChunkCorrupt("the manifest does not match its root digest: fetch or send it again")
+
+
+class Tally:
+    """Counts entries against the limits while they arrive. `add` raises `InvalidRequest` at the first one too many."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._names: set[str] = set()
+        self._bytes = self._tiles = 0
+
+    def add(self, entry: TensorEntry) -> None:
+        if entry.name in self._names:
+            raise InvalidRequest("stands in the manifest twice", field=entry.name)
+        self._names.add(entry.name)
+        self._bytes += entry.size
+        self._tiles += len(entry.digests)
+        for count, most, what in (
+            (len(self._names), self._limits.tensors, "tensors"),
+            (self._tiles, self._limits.tiles, "tiles"),
+            (self._bytes, self._limits.bytes, "bytes"),
+        ):
+            if count > most:
+                raise InvalidRequest(f"more than {most} {what} in all", field="tensors")
+
+
+def check_head(run_id: str, version: PolicyVersion, tile_bytes: int) -> None:
+    """Refuse a manifest for what its tensors share. Raises `InvalidRequest` naming the field."""
+    check_id(run_id, field="run_id")
+    check_id(version.policy, field="version.policy")
+    if not 1 <= version.version < 1 << 32:
+        raise InvalidRequest("policy versions start at 1 and have 32 bits", field="version.version")
+    if not 0 <= version.parent < version.version:
+        raise InvalidRequest("must be an earlier version, or 0 for none", field="version.parent")
+    if not 0 <= version.step < 1 << 32:
+        raise InvalidRequest("must be an unsigned 32-bit number", field="version.step")
+    if len(version.root) != DIGEST_BYTES:
+        raise InvalidRequest(f"must have {DIGEST_BYTES} bytes", field="version.root")
+    if not 1 <= tile_bytes <= TILE_BYTES:
+        raise InvalidRequest(f"must be 1 to {TILE_BYTES}", field="tile_bytes")
+
+
+def check_entry(entry: TensorEntry, tile_bytes: int, limits: Limits) -> None:
+    """Refuse an entry whose name, dtype, shape, size and digests do not fit together. Raises `InvalidRequest`."""
+    if not _NAME.fullmatch(entry.name) or ".." in entry.name:
+        raise InvalidRequest(f"{entry.name[:64]!r} must be made of letters, digits and _ . : -", field="tensors.name")
+    width = carrier(entry.dtype, field=entry.name).itemsize
+    if len(entry.shape) > limits.rank:
+        raise InvalidRequest(f"has more than {limits.rank} dimensions", field=entry.name)
+    size = width
+    for length in entry.shape:
+        if not 0 <= length < 1 << 63:
+            raise InvalidRequest("has a dimension out of range", field=entry.name)
+        size *= length
+    if size > limits.bytes:
+        raise InvalidRequest(f"has more than {limits.bytes} bytes", field=entry.name)
+    if size != entry.size:
+        raise InvalidRequest(f"{entry.dtype}{list(entry.shape)} has {size} bytes, not {entry.size}", field=entry.name)
+    if len(entry.digests) != tile_count(size, tile_bytes):
+        raise InvalidRequest(f"{size} bytes are not {len(entry.digests)} tiles of {tile_bytes}", field=entry.name)
+    if any(len(digest) != DIGEST_BYTES for digest in entry.digests):
+        raise InvalidRequest(f"has a digest that is not {DIGEST_BYTES} bytes", field=entry.name)
