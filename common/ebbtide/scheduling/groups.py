@@ -1,0 +1,62 @@
+"""What becomes of a group whose episodes end one by one, some of them without a reward.
+
+A group's episodes are completed all at once, when all of it is decided: so that every trajectory states the true size
+of its group, and a driver that starts again finds a group either wholly undecided or decided.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Final, Literal, NamedTuple
+
+Setting = Literal["replace", "shrink", "drop"]
+
+#: Tries at one sample before its group gives it up: what failed three times fails for a reason that trying does not cure.
+MAX_TRIES: Final = 3
+#: The least that group-normalised advantages can be computed of.
+MIN_GROUP: Final = 2
+
+
+class SampleState(Enum):
+    RUNNING = "running"
+    SCORED = "scored"
+    FAILED = "failed"
+
+
+class Sample(NamedTuple):
+    """One of a group's samples: the state of its newest episode, and how many episodes were tried for it."""
+
+    state: SampleState = SampleState.RUNNING
+    tries: int = 1
+
+
+class Verdict(Enum):
+    WAIT = "wait"
+    REPLACE = "replace"
+    COMPLETE = "complete"
+    DROP = "drop"
+
+
+class Decision(NamedTuple):
+    """`samples` (indices): to try again for REPLACE, the group's trajectories for COMPLETE."""
+
+    verdict: Verdict
+    samples: tuple[int, ...] = ()
+
+
+def decide(samples: Sequence[Sample], *, setting: Setting) -> Decision:
+    """What to do with a group now. Called again whenever a sample's state changes, until it says COMPLETE or DROP."""
+    failed = _having(samples, SampleState.FAILED)
+    if setting == "drop" and failed:
+        return Decision(Verdict.DROP)
+    if setting == "replace":
+        again = tuple(index for index in failed if samples[index].tries < MAX_TRIES)
+        if again:
+            return Decision(Verdict.REPLACE, again)
+    if _having(samples, SampleState.RUNNING):
+        return Decision(Verdict.WAIT)
+    scored = _having(samples, SampleState.SCORED)
+    return Decision(Verdict.COMPLETE, scored) if len(scored) >= MIN_GROUP else Decision(Verdict.DROP)
+
+
+def _having(samples: Sequence[Sample], state: SampleState) -> tuple[int, ...]:
+    return tuple(index for index, sample in enumerate(samples) if sample.state is state)
