@@ -1,0 +1,128 @@
+"""What stands before every servicer: token, status table, a deadline for unary calls, and a record of each call.
+
+Handlers are wrapped once per method; what is left per call is the token, and per message of a stream one
+generator step.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+from grpc import StatusCode
+
+from ebbtide.errors import Unauthenticated, Unavailable
+from ebbtide.rpc.security import TokenCheck
+from ebbtide.rpc.status import to_status
+
+#: Told of each call that ended: full method name, status name, seconds. Must not raise.
+Observer = Callable[[str, str, float], None]
+if TYPE_CHECKING:  # generic in the stubs alone
+    Handler = grpc.RpcMethodHandler[Any, Any]
+    Context = grpc.aio.ServicerContext[Any, Any]
+else:
+    Handler, Context = grpc.RpcMethodHandler, grpc.aio.ServicerContext
+#: (request streams, response streams) to the handler's attribute and to what makes such a handler.
+_KINDS: Final[dict[tuple[bool, bool], tuple[str, Any]]] = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Refuses calls without the token and turns exceptions into statuses."""
+
+    def __init__(self, check: TokenCheck, *, max_unary_s: float, observe: Observer | None = None) -> None:
+        self._check, self._max_unary_s, self._observe = check, max_unary_s, observe
+        self._wrapped: dict[str, Handler] = {}  # at most one per method that exists
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        method = handler_call_details.method
+        handler = self._wrapped.get(method)
+        if handler is None:
+            inner = await continuation(handler_call_details)
+            if inner is None:
+                return None  # gRPC answers UNIMPLEMENTED
+            handler = self._wrapped[method] = self._wrap(method, inner)
+        if self._check(handler_call_details.invocation_metadata):
+            return handler
+        if self._observe:
+            self._observe(method, StatusCode.UNAUTHENTICATED.name, 0.0)
+        refusal: Handler = _KINDS[handler.request_streaming, handler.response_streaming][1](_refuse)
+        return refusal
+
+    def _wrap(self, method: str, handler: Handler) -> Handler:
+        kind = handler.request_streaming, handler.response_streaming
+        name, make = _KINDS[kind]
+        behaviour = getattr(handler, name)
+        if inspect.isasyncgenfunction(behaviour):
+            wrapped: Any = self._generator(method, behaviour)
+        else:
+            wrapped = self._coroutine(method, behaviour, None if any(kind) else self._max_unary_s)
+        made: Handler = make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return made
+
+    def _coroutine(self, method: str, behaviour: Callable[..., Awaitable[Any]], limit: float | None) -> Any:
+        async def call(request: Any, context: Context) -> Any:
+            with self._recorded(method, context):
+                try:
+                    async with asyncio.timeout(limit) as clock:
+                        return await behaviour(request, context)
+                except (asyncio.CancelledError, grpc.aio.AbortError):
+                    raise
+                except Exception as error:  # noqa: BLE001 - the last one to see it; logged by the table
+                    late = isinstance(error, TimeoutError) and clock.expired()
+                    await _abort(context, Unavailable(f"not done within {limit} s; retry") if late else error)
+
+        return call
+
+    def _generator(self, method: str, behaviour: Callable[..., AsyncIterator[Any]]) -> Any:
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            with self._recorded(method, context):
+                try:
+                    async for response in behaviour(request, context):
+                        yield response
+                except (asyncio.CancelledError, grpc.aio.AbortError):
+                    raise
+                except Exception as error:  # noqa: BLE001 - the last one to see it; logged by the table
+                    await _abort(context, error)
+
+        return stream
+
+    @contextmanager
+    def _recorded(self, method: str, context: Context) -> Iterator[None]:
+        start, code = time.monotonic(), "OK"
+        try:
+            yield
+        except grpc.aio.AbortError:
+            code = _name(context.code())
+            raise
+        except BaseException:
+            code = StatusCode.CANCELLED.name
+            raise
+        finally:
+            if self._observe:
+                self._observe(method, code, time.monotonic() - start)
+
+
+async def _abort(context: Context, error: Exception) -> None:
+    status = to_status(error)
+    await context.abort(status.code, status.details, status.metadata)
+
+
+async def _refuse(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind, its request unparsed
+    await _abort(context, Unauthenticated("the token is missing or wrong; set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE"))
+
+
+def _name(code: object) -> str:
+    """gRPC's context gives a code back as its integer."""
+    return next((known.name for known in StatusCode if code in (known, known.value[0])), StatusCode.UNKNOWN.name)

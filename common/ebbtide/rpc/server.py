@@ -1,0 +1,77 @@
+"""The gRPC server that every service runs.
+
+Invariant: it accepts calls from `start` to `stop`; its health says SERVING only between `set_serving(True)` and `stop`,
+for the server as a whole ("") and for each of its services alike. It holds nothing that a restart would miss.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.rpc.channel import check_address
+from ebbtide.rpc.interceptors import Gate, Observer
+from ebbtide.rpc.options import KEEPALIVE_S, server_options
+from ebbtide.rpc.security import ServerSettings, TokenCheck
+
+#: What registers a servicer (generated), the servicer, and the service's full name.
+Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
+_STATUS: Final = health_pb2.HealthCheckResponse
+
+
+class Server:
+    """Authenticated, limited, with health and reflection. `services` as in [(add_X_to_server, servicer, "pkg.X")].
+
+    Raises `InvalidRequest` at once for settings that cannot be served: no token, or no TLS off the loopback.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        services: Sequence[Service],
+        *,
+        observe: Observer | None = None,
+        keepalive_s: float = KEEPALIVE_S,
+    ) -> None:
+        self._listen = check_address(settings.listen, field="listen")
+        self._credentials = settings.credentials()
+        gate = Gate(TokenCheck(settings.bearer()), max_unary_s=settings.max_unary_s, observe=observe)
+        options = server_options(keepalive_s, max_streams=settings.max_streams)
+        self._server = grpc.aio.server(interceptors=[gate], options=options)
+        self._names = [name for _, _, name in services]
+        for add, servicer, _ in services:
+            add(servicer, self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """Where clients reach it; known once started."""
+        return self._listen if self._listen.startswith("unix:") else f"{self._listen.rpartition(':')[0]}:{self.port}"
+
+    async def start(self) -> None:
+        """Bind and accept calls, not yet SERVING. Raises `InvalidRequest` naming `listen` if the address is taken."""
+        await self.set_serving(False)
+        try:
+            if self._credentials is None:
+                self.port = self._server.add_insecure_port(self._listen)
+            else:
+                self.port = self._server.add_secure_port(self._listen, self._credentials)
+        except RuntimeError:
+            raise InvalidRequest(f"cannot bind {self._listen}: is it in use?", field="listen") from None
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        status = _STATUS.SERVING if serving else _STATUS.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+    async def stop(self, grace: float = 5.0) -> None:
+        """Report NOT_SERVING for good, stop listening, give running calls `grace` seconds, then cancel them."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace)

@@ -1,0 +1,170 @@
+"""The life of a service process: event loop, signals, background tasks, readiness, exit code.
+
+Invariant: a process is either working or ending, and it ends as a whole. SIGTERM or SIGINT asks it to end, a second one
+ends it at once; a background task that crashes ends it too. What the process leaves behind when it dies here is the
+ready file, which the next start replaces.
+
+Exit codes: 0 ended when asked, 1 failed (the last log line says why), 2 bad settings, 130 second signal.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NoReturn
+
+import uvloop
+from msgspec import Meta, Struct
+
+from ebbtide import telemetry
+from ebbtide.errors import EbbtideError
+
+log = telemetry.get_logger(__name__)
+
+_PR_SET_PDEATHSIG: Final = 1
+#: After a crash, how long the main function may take to end by itself.
+_CRASH_GRACE_S: Final = 10.0
+
+
+class ProcessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every service process takes; services' settings inherit it."""
+
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+    metrics_port: Annotated[int, Meta(ge=-1, le=65535, description="Prometheus port on loopback; 0: any, -1: off")] = -1
+    ready_file: Annotated[str, Meta(description="file to write once ready: JSON with address, metrics, pid")] = ""
+    die_with_parent: Annotated[
+        int, Meta(ge=0, description="pid of the parent process whose death kills this one; 0: none")
+    ] = 0
+
+
+class Shutdown:
+    """A running service's handle on its process."""
+
+    def __init__(self, name: str, settings: ProcessSettings) -> None:
+        self.requested = asyncio.Event()
+        self.name = name
+        self.failure: BaseException | None = None
+        self._settings = settings
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._metrics: telemetry.MetricsServer | None = None
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run `work` beside the main function. If it raises, the process ends; at the end it is cancelled."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def fail(self, error: BaseException, task: str = "main") -> None:
+        """End the process with exit code 1; the first reason given is the one logged."""
+        if self.failure is None:
+            self.failure = error
+            log_failure(error, task)
+        self.requested.set()
+
+    def ready(self, address: str) -> None:
+        """Say on stdout, and in the ready file, that the service can be used at `address`."""
+        metrics = self._metrics.port if self._metrics else 0
+        if self._settings.ready_file:
+            body = json.dumps({"address": address, "metrics": metrics, "pid": os.getpid()})
+            write_atomically(Path(self._settings.ready_file), body)
+        tail = f" metrics {metrics}" if metrics else ""
+        print(f"READY {self.name} {address}{tail}", flush=True)  # noqa: T201 - for people and launchers
+
+    def start_metrics(self) -> None:
+        if self._settings.metrics_port >= 0:
+            self._metrics = telemetry.MetricsServer(self._settings.metrics_port)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._metrics:
+            self._metrics.close()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error, task.get_name())
+
+
+def run(main: Callable[[Shutdown], Awaitable[None]], name: str, settings: ProcessSettings | None = None) -> NoReturn:
+    """Run a service until it ends, and exit. `main` waits for `shutdown.requested`, then stops what it started."""
+    settings = settings or ProcessSettings()
+    telemetry.configure(name, level=settings.log_level)
+    if settings.die_with_parent:
+        die_with_parent(settings.die_with_parent)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(_supervise(main, name, settings))
+    sys.exit(code)
+
+
+async def _supervise(main: Callable[[Shutdown], Awaitable[None]], name: str, settings: ProcessSettings) -> int:
+    shutdown = Shutdown(name, settings)
+    _watch_signals(shutdown)
+    try:
+        shutdown.start_metrics()
+        task = asyncio.ensure_future(main(shutdown))
+        crash = asyncio.create_task(_overdue(shutdown))
+        await asyncio.wait({task, crash}, return_when=asyncio.FIRST_COMPLETED)
+        crash.cancel()
+        if not task.done():
+            log.error("not ended in time after a failure")
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    except Exception as error:  # noqa: BLE001 - the last one to see it
+        shutdown.fail(error)
+    finally:
+        await shutdown.close()
+    log.info("ended", failed=shutdown.failure is not None)
+    return 1 if shutdown.failure else 0
+
+
+async def _overdue(shutdown: Shutdown) -> None:
+    """Ends some time after a failure, and never without one."""
+    await shutdown.requested.wait()
+    if shutdown.failure is None:
+        await asyncio.Event().wait()
+    await asyncio.sleep(_CRASH_GRACE_S)
+
+
+def _watch_signals(shutdown: Shutdown) -> None:
+    def on_signal(number: int) -> None:
+        if shutdown.requested.is_set():
+            os._exit(130)
+        log.info("asked to end", signal=signal.Signals(number).name)
+        shutdown.requested.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+
+
+def log_failure(error: BaseException, task: str) -> None:
+    """One line for errors of our own, whose text says it all; a traceback for the others."""
+    if isinstance(error, EbbtideError):
+        log.error("failed", task=task, error=type(error).__name__, reason=str(error))
+    else:
+        log.error("failed", task=task, exc_info=error)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process (SIGKILL) when process `parent`, which started it, dies; at once if it has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by a file with `text`; readers see the old one or the whole new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)

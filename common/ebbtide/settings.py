@@ -1,0 +1,267 @@
+"""Settings of a program: a msgspec struct filled from flags, environment, TOML file and defaults, in this order.
+
+A field `flush_tokens` of the program `worker` is the flag `--flush-tokens`, the variable `EBBTIDE_WORKER_FLUSH_TOKENS`
+and the key `flush_tokens`, at the file's top or in its table `[worker]`. A nested struct puts its name in front
+(`--server-listen`, `[worker.server]`). Fields marked as shared are read from `EBBTIDE_<FIELD>` too; fields marked as
+secret take no flag, because process lists show those. Unknown names are refused everywhere. An empty variable is none.
+"""
+
+import argparse
+import difflib
+import math
+import os
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import NODEFAULT, Meta, Struct
+
+from ebbtide.errors import InvalidRequest
+
+S = TypeVar("S", bound=Struct)
+_CONFIG = "config"
+
+
+def load(kind: type[S], *, prog: str, argv: Sequence[str] | None = None, description: str = "") -> S:
+    """The settings of `prog` (its last word names the service). Bad ones end the program with status 2 and one line."""
+    try:
+        return read(kind, prog=prog, argv=argv, description=description)
+    except InvalidRequest as error:
+        print(f"{prog}: {error}\n(see {prog} --help)", file=sys.stderr)  # noqa: T201 - before there are logs
+        raise SystemExit(2) from None
+
+
+def read(
+    kind: type[S],
+    *,
+    prog: str,
+    argv: Sequence[str] | None = None,
+    description: str = "",
+    environ: Mapping[str, str] | None = None,
+) -> S:
+    """Like `load`, but raises `InvalidRequest` whose field is the flag, variable or key that is bad."""
+    environ = os.environ if environ is None else environ
+    source = _Source(prog.rsplit(maxsplit=1)[-1], list(_fields(kind)))
+    flags = source.flags(prog, description, sys.argv[1:] if argv is None else argv)
+    values = source.environment(environ)
+    path = flags.pop((_CONFIG,), None) or environ.get(f"{source.prefix}CONFIG") or environ.get("EBBTIDE_CONFIG")
+    return _build(kind, {**(source.file(Path(path)) if path else {}), **values, **flags}, source.prefix)
+
+
+class _Field(NamedTuple):
+    path: tuple[str, ...]
+    hint: Any
+    default: Any
+    meta: Meta
+
+    @property
+    def flag(self) -> str:
+        return "--" + "-".join(self.path).replace("_", "-")
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+    def variables(self, prefix: str) -> list[str]:
+        own = prefix + "_".join(self.path).upper()
+        return [own, f"EBBTIDE_{self.path[-1].upper()}"] if self.marked("shared") else [own]
+
+    def marked(self, what: str) -> bool:
+        return bool((self.meta.extra or {}).get(what))
+
+
+Values = dict[tuple[str, ...], Any]
+
+
+class _Source:
+    """Reads values for the fields of one program, each already of its field's type."""
+
+    def __init__(self, service: str, fields: list[_Field]) -> None:
+        self.service, self.fields = service, fields
+        self.prefix = f"EBBTIDE_{service.upper().replace('-', '_')}_"
+
+    def flags(self, prog: str, description: str, argv: Sequence[str]) -> Values:
+        parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env EBBTIDE_CONFIG)")
+        for field in self.fields:
+            if not field.marked("secret"):
+                _add_flag(parser, field, self.prefix)
+        given, unknown = parser.parse_known_args(argv)
+        known = {field.flag: field for field in self.fields}
+        for name in (text.partition("=")[0] for text in unknown):
+            if name in known:
+                variables = " or ".join(known[name].variables(self.prefix))
+                raise InvalidRequest(f"a secret takes no flag, which process lists show; set {variables}", field=name)
+            raise _unknown(name, [*known, "--config"], "flag")
+        found: Values = {(_CONFIG,): given.config} if hasattr(given, _CONFIG) else {}
+        for field in self.fields:
+            if hasattr(given, field.key):
+                found[field.path] = _from_text(getattr(given, field.key), field, field.flag)
+        return found
+
+    def environment(self, environ: Mapping[str, str]) -> Values:
+        known = {name: field for field in self.fields for name in reversed(field.variables(self.prefix))}
+        own = [name for name in known if name.startswith(self.prefix)] + [f"{self.prefix}CONFIG"]
+        for name in environ:
+            if name.startswith(self.prefix) and name not in own:
+                raise _unknown(name, own, "variable")
+        found: Values = {}
+        for field in self.fields:
+            for name in field.variables(self.prefix):
+                if environ.get(name):
+                    found[field.path] = _from_text(environ[name], field, name)
+                    break
+        return found
+
+    def file(self, path: Path) -> Values:
+        try:
+            table = tomllib.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(str(error), field=str(path)) from None
+        own = table.get(self.service)
+        if isinstance(own, dict):
+            # Other tables belong to the other programs that share the file.
+            if loose := [name for name, value in table.items() if not isinstance(value, dict)]:
+                raise InvalidRequest(f"belongs into a table such as [{self.service}]", field=f"{path}: {loose[0]}")
+            table = own
+        known = {field.path: field for field in self.fields}
+        found: Values = {}
+        for key, value in _leaves(table, (), known):
+            if key not in known:
+                raise _unknown(".".join(key), [*(field.key for field in self.fields), self.service], "key", path)
+            found[key] = _checked(value, known[key], f"{path}: {'.'.join(key)}", strict=True)
+        return found
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        name, _, text = message.removeprefix("argument ").partition(": ")
+        raise InvalidRequest(text, field=name) if text else InvalidRequest(message)
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: _Field, prefix: str) -> None:
+    default = "required" if field.default is NODEFAULT else f"default: {_shown(field.default)}"
+    text = f"{field.meta.description or ''} ({default}; env {', '.join(field.variables(prefix))})"
+    if field.hint is bool:
+        parser.add_argument(
+            field.flag, dest=field.key, action=argparse.BooleanOptionalAction, help=text.replace("%", "%%")
+        )
+        return
+    names = _names(field.hint)
+    metavar = "{" + ",".join(names) + "}" if names else getattr(_bare(field.hint), "__name__", "value").upper()
+    parser.add_argument(field.flag, dest=field.key, metavar=metavar, help=text.replace("%", "%%"))
+
+
+def _fields(kind: type[Struct], defaults: Struct | None = None, prefix: tuple[str, ...] = ()) -> Iterator[_Field]:
+    hints = get_type_hints(kind, include_extras=True)
+    for info in msgspec.structs.fields(kind):
+        hint, path = hints[info.name], (*prefix, info.name)
+        default = getattr(defaults, info.name) if defaults is not None else _default(info)
+        metas = [meta for meta in get_args(hint)[1:] if isinstance(meta, Meta)] if get_origin(hint) is Annotated else []
+        bare = get_args(hint)[0] if metas else hint
+        if isinstance(bare, type) and issubclass(bare, Struct):
+            yield from _fields(bare, None if default is NODEFAULT else default, path)
+        else:
+            yield _Field(path, bare if bare is bool else hint, default, metas[0] if metas else Meta())
+
+
+def _default(info: msgspec.structs.FieldInfo) -> Any:
+    return info.default_factory() if info.default_factory is not NODEFAULT else info.default
+
+
+def _build(kind: type[S], values: Values, prefix: str) -> S:
+    missing = [f for f in _fields(kind) if f.default is NODEFAULT and f.path not in values]
+    if missing:
+        first = missing[0]
+        ways = [*([] if first.marked("secret") else [first.flag]), *first.variables(prefix)]
+        raise InvalidRequest(f"is required: set {' or '.join(ways)}", field=first.key)
+    tree: dict[str, Any] = {}
+    for field in _fields(kind):
+        node = tree
+        for name in field.path[:-1]:
+            node = node.setdefault(name, {})
+        node[field.path[-1]] = values.get(field.path, field.default)
+    return _assemble(kind, tree)
+
+
+def _assemble(kind: type[S], tree: dict[str, Any]) -> S:
+    hints = get_type_hints(kind)
+    nested = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Struct)}
+    return kind(**{name: _assemble(nested[name], value) if name in nested else value for name, value in tree.items()})
+
+
+def _leaves(
+    table: Mapping[str, Any], path: tuple[str, ...], known: Iterable[tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    inner = {key[: i + 1] for key in known for i in range(len(key) - 1)}
+    for name, value in table.items():
+        below = (*path, name.replace("-", "_"))
+        if below in inner and isinstance(value, dict):
+            yield from _leaves(value, below, known)
+        else:
+            yield below, value
+
+
+def _from_text(value: Any, field: _Field, source: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    bare = _bare(field.hint)
+    parsed: Any = value
+    if get_origin(bare) is tuple:
+        parsed = [part.strip() for part in value.split(",") if part.strip()]
+    elif get_origin(bare) is dict or bare is dict:
+        try:
+            parsed = msgspec.json.decode(value)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"must be a JSON object ({error})", field=source) from None
+    return _checked(parsed, field, source, strict=False)
+
+
+def _checked(value: Any, field: _Field, source: str, *, strict: bool) -> Any:
+    bare = _bare(field.hint)
+    if isinstance(bare, type) and issubclass(bare, Enum):
+        members = {member.name.lower(): member for member in bare}
+        if not isinstance(value, str) or value.lower() not in members:
+            raise InvalidRequest(f"must be one of {', '.join(members)}", field=source)
+        return members[value.lower()]
+    try:
+        made = msgspec.convert(value, field.hint, strict=strict)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        raise InvalidRequest(text[0].lower() + text[1:], field=source) from None
+    if isinstance(made, float) and not math.isfinite(made):
+        raise InvalidRequest("must be finite", field=source)
+    return made
+
+
+def _bare(hint: Any) -> Any:
+    """The type inside `Annotated` and `| None`."""
+    if get_origin(hint) is Annotated:
+        return _bare(get_args(hint)[0])
+    rest = [arg for arg in get_args(hint) if arg is not type(None)]
+    return _bare(rest[0]) if len(rest) == 1 and type(None) in get_args(hint) else hint
+
+
+def _names(hint: Any) -> list[str]:
+    bare = _bare(hint)
+    if isinstance(bare, type) and issubclass(bare, Enum):
+        return [member.name.lower() for member in bare]
+    return [str(arg) for arg in get_args(bare)] if "Literal" in str(get_origin(bare)) else []
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None or value in ("", {}) else str(value)
+
+
+def _unknown(name: str, known: Iterable[str], what: str, path: Path | None = None) -> InvalidRequest:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return InvalidRequest(f"unknown {what}{hint}", field=f"{path}: {name}" if path else name)

@@ -1,0 +1,99 @@
+"""Structured logs on stderr and Prometheus metrics on loopback."""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import structlog
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+#: The only labels there are: each has few values. What grows with use (runs, rollouts, workers) belongs into logs.
+LABELS: Final = frozenset({"method", "code", "kind", "state", "status", "outcome", "phase", "reason"})
+_TIMES: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+T = TypeVar("T", Counter, Gauge, Histogram)
+
+
+def configure(service: str, *, level: str = "info") -> None:
+    """Send all logs of this process, the standard library's too, to stderr: one JSON object a line."""
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.dict_tracebacks,
+        lambda _logger, _method, event: {"service": service, **event},
+    ]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, structlog.processors.JSONRenderer()],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A logger that takes values by keyword: `log.info("resumed", run_id=..., rollout_id=..., offset=...)`."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+def bind(**values: Any) -> None:
+    """Add `run_id`, `rollout_id`, `worker_id` or others to every further log line of this asyncio task."""
+    structlog.contextvars.bind_contextvars(**values)
+
+
+def counter(name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
+    return _metric(Counter, name, help_text, labels)
+
+
+def gauge(name: str, help_text: str, labels: Sequence[str] = ()) -> Gauge:
+    return _metric(Gauge, name, help_text, labels)
+
+
+def histogram(name: str, help_text: str, labels: Sequence[str] = (), buckets: Sequence[float] = _TIMES) -> Histogram:
+    return _metric(Histogram, name, help_text, labels, buckets=tuple(buckets))
+
+
+def _metric(kind: Callable[..., T], name: str, help_text: str, labels: Sequence[str], **options: Any) -> T:
+    """Registers `ebbtide_<name>`. Raises `ValueError` for a label without a bound."""
+    if unbounded := set(labels) - LABELS:
+        raise ValueError(f"ebbtide_{name}: no bound is known for the labels {sorted(unbounded)}; log them instead")
+    return kind(f"ebbtide_{name}", help_text, tuple(labels), **options)
+
+
+def rpc_observer() -> Callable[[str, str, float], None]:
+    """Metrics of a server's calls, for `ebbtide.rpc.server.Server(observe=...)`. Once per process."""
+    calls = counter("rpc_calls_total", "RPCs ended", ("method", "code"))
+    seconds = histogram("rpc_seconds", "Duration of RPCs", ("method",))
+
+    def observe(method: str, code: str, duration_s: float) -> None:
+        calls.labels(method, code).inc()
+        seconds.labels(method).observe(duration_s)
+
+    return observe
+
+
+class MetricsServer:
+    """Serves this process's metrics at http://host:port/metrics from a thread of its own. Port 0: any free one."""
+
+    def __init__(self, port: int, *, host: str = "127.0.0.1", registry: CollectorRegistry = REGISTRY) -> None:
+        self._server, self._thread = start_http_server(port, host, registry=registry)
+        self.port = self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
