@@ -1,0 +1,38 @@
+"""Starts the weight-relay."""
+
+from collections.abc import Sequence
+
+from ebbtide.runtime import Shutdown, run
+from ebbtide.settings import load
+from ebbtide.weight_relay.settings import RelaySettings
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve policy versions until told to end."""
+    settings = load(RelaySettings, prog="ebbtide weight-relay", argv=argv, description=main.__doc__ or "")
+    run(lambda shutdown: serve(settings, shutdown), "weight-relay", settings)
+
+
+async def serve(settings: RelaySettings, shutdown: Shutdown) -> None:
+    from ebbtide.rpc.server import Server
+    from ebbtide.telemetry import rpc_observer
+    from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
+    from ebbtide.weight_relay.service import Relay
+    from ebbtide.weight_relay.servicer import SERVICE, Servicer
+
+    relay = Relay(settings)
+    services = [(add_WeightsServicer_to_server, Servicer(relay), SERVICE)]
+    server = Server(settings.server, services, observe=rpc_observer())
+    await relay.open()
+    await server.start()
+    shutdown.spawn(relay.sweep(), "sweep")
+    await server.set_serving(True)
+    shutdown.ready(server.address)
+    await shutdown.requested.wait()
+    relay.drain()
+    await server.stop()
+    await relay.close()
+
+
+if __name__ == "__main__":
+    main()

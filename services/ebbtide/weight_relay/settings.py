@@ -1,0 +1,21 @@
+"""Settings of the weight-relay."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from ebbtide.rpc.security import ServerSettings
+from ebbtide.runtime import ProcessSettings
+
+
+class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    server: ServerSettings = ServerSettings.at("127.0.0.1:7610")
+    data_dir: Annotated[str, Meta(description="directory of the relay's tiles and manifests")] = "relay-data"
+    keep_versions: Annotated[int, Meta(ge=1, description="newest versions kept of each policy of each run")] = 4
+    budget_bytes: Annotated[int, Meta(ge=1 << 20, description="bytes of all tiles kept on disk")] = 64 << 30
+    stage_ttl_s: Annotated[float, Meta(gt=0, description="seconds after which a silent publisher counts as dead")] = (
+        600.0
+    )
+    abandoned_s: Annotated[
+        float, Meta(gt=0, description="seconds unread after which a policy's newest version may make room for others")
+    ] = 3600.0
