@@ -1,0 +1,69 @@
+"""Every key in Redis: its type, who owns it, and when it ends.
+
+All keys of a run carry the run id as hash tag, so they lie in one slot of a cluster and one script may touch them
+all. Scripts get the run's prefix as their only key and the names below as Lua constants of the same names, so that
+this is the one place that names a key. Only a coordinator writes, and only through scripts that check its term; "the
+run's end" is FinishRun or CancelRun.
+"""
+
+from typing import Final
+
+#: string: the term of the coordinator that may write. Set at each start of a coordinator; never ends.
+TERM: Final = "ebbtide:{fleet}:term"
+#: zset run id -> order of submission. Added to before the run is made, taken from when the run's record has expired.
+INDEX: Final = "ebbtide:{fleet}:runs"
+
+#: name -> suffix behind the run's prefix.
+RUN_KEYS: Final[dict[str, str]] = {
+    # hash: spec, status, message, created (ms, the store's clock), seq (next place in line), version (last number
+    # reserved), newest, newest_record. Owner: submit_run, lease_claim, announce_version, end_run. Expires some days
+    # after the run's end.
+    "RUN": "run",
+    # hash: counter -> integer, and `dropped:REASON`. Each changes in the script that makes the transition. Expires
+    # with RUN.
+    "COUNT": "count",
+    # stream: k(ind), key, m(essage), v(alues) and l(abels) as JSON, at (ms since submission). Capped. Expires with RUN.
+    "EVENTS": "events",
+    # set: `kind:key` of events, so that a repeat is dropped. Expires with RUN.
+    "EVENT_KEYS": "eventkeys",
+    # hash: term, `lease:ROLE` -> fence, and `r:ROLLOUT` -> "ATTEMPT:stored" for each running rollout: what every
+    # write compares. Owner: claim_term, lease_*, place, append, requeue. Deleted at the run's end, which bars all
+    # further writes.
+    "FENCE": "fence",
+    # string with an expiry: the role's holder; gone once the lease was not renewed in time. (The role follows the
+    # suffix.)
+    "CLAIM": "claim:",
+    # hash: version -> msgpack of its PolicyVersion, all that were announced. Deleted at the run's end.
+    "VERSIONS": "versions",
+    # zset: rollout -> place in line, of queued and running ones. A member leaves when it finishes, is cancelled or
+    # completed.
+    "OPEN": "open",
+    # hash per rollout: req (msgpack, without the prompt), prompt, digest, kind, state, attempt, attempts, worker,
+    # from, barren, evidence, reason, message, cursor. Owner: submit .. complete. Deleted when acknowledged,
+    # completed, cancelled, or at the run's end.
+    "ROLLOUT": "rollout:",
+    # string per rollout: its token records so far. Owner: append. Ends with ROLLOUT.
+    "TOKENS": "tokens:",
+    # stream: id -> rollout, finished ones that nobody has acknowledged or completed. An entry ends with ROLLOUT.
+    "FINISHED": "finished",
+    # set: `r:ROLLOUT` and `e:EPISODE` that are over, so that a late repeat is known. Some 50 bytes each. Deleted at
+    # the run's end.
+    "DONE": "done",
+    # stream: n (training rollouts it stands for), data (msgpack of the Trajectory). An entry is deleted when committed.
+    "TRAJECTORIES": "trajectories",
+}
+
+
+def run_prefix(run_id: str) -> str:
+    """What all keys of the run begin with."""
+    return f"ebbtide:{{{run_id}}}:"
+
+
+def run_key(run_id: str, name: str, member: str = "") -> str:
+    """The key `name` of `RUN_KEYS` in the run; `member` for those kept per rollout or role."""
+    return run_prefix(run_id) + RUN_KEYS[name] + member
+
+
+def lua_constants() -> str:
+    """Lua that names the keys of the run whose prefix is `KEYS[1]`."""
+    return "".join(f"local {name} = KEYS[1] .. '{suffix}'\n" for name, suffix in RUN_KEYS.items())

@@ -1,0 +1,18 @@
+-- ARGV: term, role, fence, drop reason ('' if trained), then ids. All or nothing; ones that are over are passed by.
+local bad = barred(ARGV[1], ARGV[2], ARGV[3])
+if bad then return bad end
+local kinds = {}
+for at = 5, #ARGV do
+  local r = redis.call('HMGET', ROLLOUT .. ARGV[at], 'state', 'kind')
+  if r[1] and r[1] ~= 'finished' then return refuse('OPEN', tostring(at - 5)) end
+  if not r[1] and redis.call('SISMEMBER', DONE, 'r:' .. ARGV[at]) == 0 then return refuse('UNKNOWN', tostring(at - 5)) end
+  kinds[ARGV[at]] = r[2]
+end
+for id, kind in pairs(kinds) do
+  if kind then
+    forget(id)
+    close(kind, ARGV[4])
+  end
+end
+settle()
+return 1

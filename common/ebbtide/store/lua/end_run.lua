@@ -1,0 +1,20 @@
+-- ARGV: term, role, fence, status, message, drop reason, strict, ttl in seconds, then the roles.
+-- Ends a live run and its books; strict refuses while training rollouts are open. Returns 1, or 0 if it had ended.
+local bad = barred(ARGV[1], ARGV[2], ARGV[3])
+if bad then
+  if string.sub(bad['err'], 1, 5) == 'ENDED' then return 0 end
+  return bad
+end
+local function counter(name) return tonumber(redis.call('HGET', COUNT, name) or 0) end
+local open = counter('submitted') - counter('trained') - counter('dropped')
+if ARGV[7] == '1' and open > 0 then return refuse('UNSETTLED', tostring(open)) end
+redis.call('DEL', FENCE)
+for i = 9, #ARGV do redis.call('DEL', CLAIM .. ARGV[i]) end
+redis.call('HSET', RUN, 'status', ARGV[4], 'message', ARGV[5])
+count('dropped', open)
+count('dropped:' .. ARGV[6], open)
+for _, name in ipairs({'queued', 'running', 'finished', 'trajectories', 'bytes'}) do count(name, -counter(name)) end
+settle()
+emit('status', ARGV[4], ARGV[5], '{}', cjson.encode({status = ARGV[4]}))
+for _, key in ipairs({RUN, COUNT, EVENTS, EVENT_KEYS}) do redis.call('EXPIRE', key, ARGV[8]) end
+return 1

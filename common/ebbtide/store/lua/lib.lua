@@ -1,0 +1,73 @@
+-- Shared by all scripts that write to a run. ARGV[1] is the coordinator's term.
+-- Deletions come first in each script: a store that is out of memory allows them, and what follows them is then allowed too.
+local EVENTS_KEPT = 100000
+
+local function refuse(code, text)
+  return redis.error_reply(code .. ' ' .. (text or ''))
+end
+
+-- The refusal for a writer whose term or lease is not the current one; nil for one that may write.
+local function barred(term, role, fence)
+  local role = role or ''
+  local have = redis.call('HMGET', FENCE, 'term', 'lease:' .. role)
+  if not have[1] then
+    local status = redis.call('HGET', RUN, 'status')
+    if status then return refuse('ENDED', status) end
+    return refuse('NORUN')
+  end
+  if have[1] ~= term then return refuse('TERM') end
+  if role ~= '' and have[2] ~= fence then return refuse('LEASE') end
+  return nil
+end
+
+local change = {}  -- counter -> by how much; written once by settle()
+local function count(name, by) change[name] = (change[name] or 0) + by end
+local function settle()
+  for name, by in pairs(change) do
+    if by ~= 0 then redis.call('HINCRBY', COUNT, name, by) end
+  end
+  change = {}
+end
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function emit(kind, key, message, values, labels)
+  if key ~= '' and redis.call('SADD', EVENT_KEYS, kind .. ':' .. key) == 0 then return end
+  local age = now_ms() - tonumber(redis.call('HGET', RUN, 'created'))
+  redis.call('XADD', EVENTS, 'MAXLEN', '~', EVENTS_KEPT, '*',
+    'k', kind, 'key', key, 'm', message, 'v', values, 'l', labels, 'at', string.format('%.0f', age))
+end
+
+-- Ends a training rollout in the books: trained if there is no reason, else dropped. Evaluation is counted apart.
+local function close(kind, reason)
+  if kind ~= 'train' then count('eval_completed', 1)
+  elseif reason == '' then count('trained', 1)
+  else count('dropped', 1); count('dropped:' .. reason, 1) end
+end
+
+-- Deletes a rollout's data and remembers that it is over. Returns its attempt if one was running.
+local function forget(id)
+  local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'cursor', 'attempt')
+  local bytes = redis.call('HSTRLEN', ROLLOUT .. id, 'prompt') + redis.call('STRLEN', TOKENS .. id)
+  redis.call('DEL', ROLLOUT .. id, TOKENS .. id)
+  if r[2] then redis.call('XDEL', FINISHED, r[2]) end
+  redis.call('ZREM', OPEN, id)
+  redis.call('HDEL', FENCE, 'r:' .. id)
+  redis.call('SADD', DONE, 'r:' .. id)
+  count(r[1], -1)
+  count('bytes', -bytes)
+  return r[1] == 'running' and r[3] or nil
+end
+
+-- A queued or running rollout comes to its end and waits in the finished stream.
+local function finish(id, state, reason, message)
+  redis.call('HDEL', FENCE, 'r:' .. id)
+  redis.call('ZREM', OPEN, id)
+  local cursor = redis.call('XADD', FINISHED, '*', 'id', id)
+  redis.call('HSET', ROLLOUT .. id, 'state', 'finished', 'reason', reason, 'message', message, 'cursor', cursor)
+  count(state, -1)
+  count('finished', 1)
+end

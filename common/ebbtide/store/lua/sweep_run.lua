@@ -1,0 +1,15 @@
+-- ARGV: how many rollouts at most. Deletes the data of an ended run, a page at a time. Returns how many went; 0: all is gone.
+if redis.call('EXISTS', FENCE) == 1 then return refuse('LIVE') end
+local gone = 0
+for _, id in ipairs(redis.call('ZRANGE', OPEN, 0, ARGV[1] - 1)) do
+  redis.call('DEL', ROLLOUT .. id, TOKENS .. id)
+  redis.call('ZREM', OPEN, id)
+  gone = gone + 1
+end
+for _, entry in ipairs(redis.call('XRANGE', FINISHED, '-', '+', 'COUNT', ARGV[1])) do
+  redis.call('DEL', ROLLOUT .. entry[2][2], TOKENS .. entry[2][2])
+  redis.call('XDEL', FINISHED, entry[1])
+  gone = gone + 1
+end
+if gone == 0 then redis.call('UNLINK', OPEN, FINISHED, TRAJECTORIES, DONE, VERSIONS) end
+return gone

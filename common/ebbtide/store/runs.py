@@ -1,0 +1,106 @@
+"""Runs: their records, ends, and policy versions."""
+
+from typing import Final
+
+import msgspec
+
+from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
+from ebbtide.store.codec import pack, unpack
+from ebbtide.store.faults import Refused, TermSuperseded
+from ebbtide.store.keys import INDEX, TERM, run_key
+from ebbtide.store.topic import Topic, no_run
+from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
+from ebbtide.types.weights import PolicyVersion
+
+_SWEEP_PAGE: Final = 500
+_DROPPED: Final = "dropped:"
+
+
+class Runs(Topic):
+    async def take_over(self) -> list[str]:
+        """Become the store's coordinator: every other's writes are refused from here on. Returns the live runs,
+        oldest first.
+        """
+        await self._link.call("SET", TERM, self._term)
+        return [run_id for run_id in await self.ids() if await self._write("claim_term", run_id)]
+
+    async def ids(self) -> list[str]:
+        """All runs with a record, oldest first."""
+        return [member.decode() for member in await self._link.call("ZRANGE", INDEX, 0, -1)]
+
+    async def submit(self, run_id: str, spec: RunSpec) -> bool:
+        """Make the run; False if the same one is there. Raises `AlreadyExists` for another spec under this id."""
+        if await self._link.call("GET", TERM) != self._term.encode():
+            raise TermSuperseded
+        await self._link.call("ZADD", INDEX, "NX", await self._next_place(), run_id)
+        try:
+            return bool(await self._write("submit_run", run_id, msgspec.json.encode(spec, order="deterministic")))
+        except Refused:
+            raise AlreadyExists(f"run {run_id} exists with another spec; choose another run_id") from None
+
+    async def _next_place(self) -> int:
+        last = await self._link.call("ZRANGE", INDEX, -1, -1, "WITHSCORES")
+        return int(float(last[1])) + 1 if last else 1
+
+    async def read(self, run_id: str) -> Run:
+        found = await self._run("read_run", run_id, *ROLES)
+        if not found:
+            raise no_run(run_id)
+        record, counts, age_ms, holders = found
+        have = {key.decode(): value for key, value in zip(record[::2], record[1::2], strict=True)}
+        counters = {key.decode(): int(value) for key, value in zip(counts[::2], counts[1::2], strict=True)}
+        return Run(
+            run_id=run_id,
+            spec=msgspec.json.decode(have["spec"], type=RunSpec),
+            status=RunStatus[have["status"].decode()],
+            message=have["message"].decode(),
+            age_s=age_ms / 1000,
+            newest=unpack(have["newest_record"], PolicyVersion) if "newest_record" in have else None,
+            counters={name: value for name, value in counters.items() if not name.startswith(_DROPPED)},
+            dropped={name.removeprefix(_DROPPED): n for name, n in counters.items() if name.startswith(_DROPPED)},
+            holders={role: holder.decode() for role, holder in zip(ROLES, holders, strict=True) if holder},
+        )
+
+    async def forget(self, run_id: str) -> None:
+        """Take a run whose record has expired off the list."""
+        await self._link.call("ZREM", INDEX, run_id)
+
+    async def end(
+        self, run_id: str, status: RunStatus, message: str, *, drop: str, lease: LeaseRef | None, keep_s: float
+    ) -> None:
+        """End the run: open training rollouts are dropped as `drop`. FINISHED with open ones raises `NotReady`.
+        Idempotent.
+        """
+        role, fence = (lease.role, lease.fence) if lease else ("", "")
+        strict = int(status is RunStatus.FINISHED)
+        try:
+            await self._write("end_run", run_id, role, fence, status.name, message, drop, strict, round(keep_s), *ROLES)
+        except Refused as refused:
+            raise NotReady(
+                f"{refused.detail} training rollouts of run {run_id} are neither trained nor dropped; "
+                "commit, acknowledge or cancel them first"
+            ) from None
+
+    async def sweep(self, run_id: str) -> bool:
+        """Delete a page of an ended run's data; False when all is gone."""
+        return bool(await self._run("sweep_run", run_id, _SWEEP_PAGE))
+
+    async def reserve_version(self, lease: LeaseRef) -> int:
+        return int(await self._leased("reserve_version", lease))
+
+    async def announce(self, lease: LeaseRef, version: PolicyVersion) -> bool:
+        """Make `version` the newest; False for a repeat. Raises `AlreadyExists`, `InvalidRequest`."""
+        try:
+            return bool(await self._leased("announce_version", lease, version.version, pack(version), version.step))
+        except Refused as refused:
+            if refused.code == "TAKEN":
+                raise AlreadyExists(f"version {version.version} was announced with another content") from None
+            remedy = (
+                "reserve it first" if refused.code == "UNRESERVED" else f"{refused.detail} is newer; reserve a new one"
+            )
+            raise InvalidRequest(f"{version.version} cannot be announced: {remedy}", field="version.version") from None
+
+    async def versions(self, run_id: str) -> dict[int, PolicyVersion]:
+        """All announced versions of a live run."""
+        flat = await self._link.call("HGETALL", run_key(run_id, "VERSIONS"))
+        return {int(key): unpack(value, PolicyVersion) for key, value in zip(flat[::2], flat[1::2], strict=True)}
