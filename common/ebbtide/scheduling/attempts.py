@@ -1,0 +1,18 @@
+"""How attempts end, and when a rollout has had too many that came to nothing."""
+
+from typing import Final
+
+#: Reasons to hand an attempt back that say nothing about its rollout.
+_LEAVING: Final = ("drain", "preempt", "reclaim", "shutdown", "stopped", "version")
+
+
+def blames(reason: str) -> bool:
+    """Whether an attempt that a worker handed back for `reason`, without a new token, counts against its rollout."""
+    return bool(reason) and not reason.lower().startswith(_LEAVING)
+
+
+def dead_letter(barren: int, evidence: str, *, limit: int) -> str | None:
+    """The message of the dead letter that a rollout becomes after `limit` attempts in a row without a new token."""
+    if barren < limit:
+        return None
+    return f"{barren} attempts in a row ended without a new token: {evidence.rstrip('; ')}"

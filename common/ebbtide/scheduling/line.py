@@ -1,0 +1,59 @@
+"""The line of queued rollouts of one run: by priority, then by place, so that a re-queued rollout is where it was.
+
+Invariant: `_order` holds the key of each member of `_waiting`, sorted. A mirror of what the store holds: lost with the
+process, and read back at its start.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from ebbtide.scheduling.pacing import Bounds
+
+
+class Waiting(Struct, frozen=True, kw_only=True):
+    """A queued rollout. `length`: tokens of its prompt and partial; `place`: its place in line, lower first."""
+
+    rollout_id: str
+    episode_id: str
+    bounds: Bounds
+    length: int
+    place: int
+    priority: int = 0
+
+
+class Line:
+    def __init__(self) -> None:
+        self._order: list[tuple[int, int, str]] = []
+        self._waiting: dict[str, Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, rollout_id: str) -> bool:
+        return rollout_id in self._waiting
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return (self._waiting[key[2]] for key in self._order)
+
+    def add(self, one: Waiting) -> None:
+        """Put `one` in line; a member of the same id gives way."""
+        self.remove(one.rollout_id)
+        self._waiting[one.rollout_id] = one
+        insort(self._order, _key(one))
+
+    def remove(self, rollout_id: str) -> Waiting | None:
+        """Take a rollout out of line; None if it is not there."""
+        one = self._waiting.pop(rollout_id, None)
+        if one is not None:
+            del self._order[bisect_left(self._order, _key(one))]
+        return one
+
+    def bounds(self) -> set[Bounds]:
+        """The distinct version bounds in line."""
+        return {one.bounds for one in self._waiting.values()}
+
+
+def _key(one: Waiting) -> tuple[int, int, str]:
+    return one.priority, one.place, one.rollout_id

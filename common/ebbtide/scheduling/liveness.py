@@ -1,0 +1,30 @@
+"""Which workers have been silent for too long, judged by one that may itself have been asleep.
+
+Invariant: a worker is silent only for time that the judge was awake in. Lost with the process: whoever starts anew
+hears every worker attach.
+"""
+
+
+class Liveness:
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._heard: dict[str, float] = {}
+        self._judged: float | None = None
+
+    def heard(self, session: str, now: float) -> None:
+        self._heard[session] = now
+
+    def forget(self, session: str) -> None:
+        self._heard.pop(session, None)
+
+    def since(self, session: str, now: float) -> float:
+        """Seconds since the session was heard."""
+        return now - self._heard.get(session, now)
+
+    def silent(self, now: float) -> list[str]:
+        """Sessions not heard for the timeout. Call it often: a gap of half the timeout is taken for our own sleep."""
+        if self._judged is not None and (asleep := now - self._judged) > self._timeout_s / 2:
+            for session in self._heard:
+                self._heard[session] += asleep
+        self._judged = now
+        return [session for session, heard in self._heard.items() if now - heard > self._timeout_s]
