@@ -1,0 +1,120 @@
+"""The ledger: how many tokens each attempt generated, in a mapped file that survives the worker's SIGKILL.
+
+Format, in the machine's byte order: a header of 64 bytes (`EBBLEDG1`, u32 record size, the rest zero), then
+records of 400 bytes:
+
+    0  u32 state: 0 unused, 1 complete     4  u32 start: tokens of the partial that the attempt began with
+    8  u32 generated: tokens since         12 3 x (u8 length, 128 bytes): run_id, rollout_id, attempt_id; the rest zero
+
+Invariant: a record's state is written last and its `generated` grows by aligned four-byte writes, so that a
+reader, now or after the writer's death, finds each record whole or not at all. One process writes a file; it
+appends to what it finds. Pages of a shared mapping belong to the kernel: they outlive the process, though not
+the machine.
+"""
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Final, Self
+
+from msgspec import Struct
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.types.fleet import AttemptRef
+
+_MAGIC: Final = b"EBBLEDG1"
+_HEADER_BYTES: Final = 64
+_RECORD_BYTES: Final = 400
+_RECORD: Final = struct.Struct("=III129s129s129s")
+_COUNT: Final = struct.Struct("I")  # native: one store, which a SIGKILL cannot cut in two
+_GROW: Final = 1024  # records; 400 KiB
+
+
+class AttemptRecord(Struct, frozen=True):
+    """One attempt: `generated` tokens left its engine, behind the `start` tokens that were there before."""
+
+    run_id: str
+    rollout_id: str
+    attempt_id: str
+    start: int
+    generated: int
+
+
+class Ledger:
+    """The writer. `entry = ledger.open(...)`, then `ledger.add(entry, n)` as tokens come."""
+
+    def __init__(self, path: Path) -> None:
+        """Create or reopen the file at `path`. Raises `InvalidRequest` if it is something else."""
+        size = path.stat().st_size if path.exists() else 0
+        if size == 0:
+            path.write_bytes((_MAGIC + _COUNT.pack(_RECORD_BYTES)).ljust(_HEADER_BYTES, b"\0"))
+        with path.open("rb") as file:
+            _check_header(file.read(_HEADER_BYTES), path)
+        self._file = path.open("r+b")
+        self._map = self._grow(max(0, size - _HEADER_BYTES) // _RECORD_BYTES)
+        self._next = self._first_unused()
+
+    def open(self, attempt: AttemptRef, start: int) -> int:
+        """Begin the record of an attempt; returns its entry."""
+        offset = _HEADER_BYTES + self._next * _RECORD_BYTES
+        if offset + _RECORD_BYTES > len(self._map):
+            self._map.close()
+            self._map = self._grow(self._next)
+        ids = (_text(value) for value in (attempt.run_id, attempt.rollout_id, attempt.attempt_id))
+        self._map[offset : offset + _RECORD.size] = _RECORD.pack(0, start, 0, *ids)
+        _COUNT.pack_into(self._map, offset, 1)
+        self._next += 1
+        return offset
+
+    def add(self, entry: int, tokens: int) -> None:
+        """Count `tokens` more, the moment they came."""
+        (before,) = _COUNT.unpack_from(self._map, entry + 8)
+        _COUNT.pack_into(self._map, entry + 8, before + tokens)
+
+    def close(self) -> None:
+        self._map.close()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _first_unused(self) -> int:
+        record = 0
+        while _COUNT.unpack_from(self._map, _HEADER_BYTES + record * _RECORD_BYTES)[0]:
+            record += 1
+        return record
+
+    def _grow(self, used: int) -> mmap.mmap:
+        size = _HEADER_BYTES + (used + _GROW) * _RECORD_BYTES
+        self._file.truncate(size)
+        return mmap.mmap(self._file.fileno(), size)
+
+
+def read_ledger(path: Path) -> list[AttemptRecord]:
+    """All whole records, in the order they were begun; a torn one at the end is left out. Raises `InvalidRequest`."""
+    data = path.read_bytes()
+    _check_header(data[:_HEADER_BYTES], path)
+    records = []
+    for offset in range(_HEADER_BYTES, len(data) - _RECORD.size + 1, _RECORD_BYTES):
+        state, start, generated, *ids = _RECORD.unpack_from(data, offset)
+        if state == 1:
+            run_id, rollout_id, attempt_id = (raw[1 : 1 + raw[0]].decode() for raw in ids)
+            records.append(AttemptRecord(run_id, rollout_id, attempt_id, start, generated))
+    return records
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode()
+    if len(encoded) > 128:
+        raise InvalidRequest("an id has at most 128 characters", field="attempt")
+    return bytes([len(encoded)]) + encoded
+
+
+def _check_header(header: bytes, path: Path) -> None:
+    if header[: len(_MAGIC)] != _MAGIC or _COUNT.unpack_from(header.ljust(12, b"\0"), 8)[0] != _RECORD_BYTES:
+        raise InvalidRequest(
+            f"{path} is no ledger of this version; name another file, or remove it", field="counter_file"
+        )

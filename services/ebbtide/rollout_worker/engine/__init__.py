@@ -1,0 +1,82 @@
+"""Engines: what generates tokens. `Engine` is all that the worker knows of one; vLLM and a script implement it."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from msgspec import Struct
+
+from ebbtide.errors import Internal
+from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.rollout import FinishReason
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class EngineFailed(Internal):
+    """The engine can no longer be trusted to serve one whole version: the worker leaves the fleet."""
+
+
+class EngineRequest(Struct, frozen=True, kw_only=True):
+    """One generation: `token_ids` are prompt and partial; bounds count tokens still to come.
+
+    `stop_token_ids` holds the end-of-sequence tokens too, unless the rollout ignores them. A stop token is
+    generated, with its logprob, and ends the request with `STOP`.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    repetition_penalty: float = 1.0
+    priority: int = 0
+
+
+class TokenDelta(NamedTuple):
+    """Tokens as they leave the engine: ids, logprobs in nats and versions of equal length; `finish` with the last."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish: FinishReason | None = None
+
+
+class Engine(Protocol):
+    """One engine. It serves whole versions only; 0 stands for the checkpoint that it was started from."""
+
+    async def start(self) -> EngineInfo:
+        """Boot. Called once, first, from the main thread. Raises `InvalidRequest` for a model it cannot serve."""
+        ...
+
+    @property
+    def shapes(self) -> Shapes:
+        """Names and shapes of the tensors that a version must consist of; empty: any."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Generate until a delta has a finish. Closing the generator aborts the request. Raises `EngineFailed`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included."""
+        ...
+
+    async def install(self, version: int, weights: Path) -> float:
+        """Replace the weights by the safetensors file `weights`; requests in flight go on under the new version.
+
+        Returns the seconds for which generation stood still. Raises `InvalidRequest` if the old version is
+        still whole and serving, `EngineFailed` if it may not be.
+        """
+        ...
+
+    async def pause(self, reason: str) -> None:
+        """Hold all requests, keeping their state, until every reason to pause is resumed."""
+        ...
+
+    async def resume(self, reason: str) -> None: ...
+
+    async def stop(self) -> None: ...

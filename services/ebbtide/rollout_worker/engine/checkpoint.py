@@ -1,0 +1,78 @@
+"""What a checkpoint directory says about itself, read from its JSON files and safetensors headers alone."""
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any, Final
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.rollout_worker.engine import Shapes
+
+#: safetensors refuses larger headers too.
+_MAX_HEADER: Final = 100_000_000
+
+
+def check_directory(path: str) -> Path:
+    """The directory `path`, if it holds a Hugging Face checkpoint in safetensors. Raises `InvalidRequest`."""
+    if not path:
+        raise InvalidRequest("is required: give a Hugging Face checkpoint directory", field="model")
+    root = Path(path)
+    if not (root / "config.json").is_file():
+        raise InvalidRequest(f"{path} is no checkpoint directory: it has no config.json", field="model")
+    if not any(root.glob("*.safetensors")):
+        raise InvalidRequest(
+            f"{path} has no safetensors weights; convert them, other formats are not read", field="model"
+        )
+    return root
+
+
+def tensor_shapes(root: Path) -> Shapes:
+    """Names and shapes of all tensors of the checkpoint. Raises `InvalidRequest` for an unreadable header."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(root.glob("*.safetensors")):
+        for name, entry in _header(file).items():
+            if name != "__metadata__":
+                found[name] = tuple(entry["shape"])
+    return found
+
+
+def architecture(shapes: Shapes) -> str:
+    """A digest that two checkpoints share when their tensors have the same names and shapes."""
+    lines = "\n".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items()))
+    return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+
+def end_tokens(root: Path) -> tuple[int, ...]:
+    """The end-of-sequence token ids that `generation_config.json` and `config.json` name, sorted."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        ids.update(_ids(_json(root / name).get("eos_token_id")))
+    ids.update(_ids(_json(root / "config.json").get("text_config", {}).get("eos_token_id")))
+    return tuple(sorted(ids))
+
+
+def _ids(value: Any) -> list[int]:
+    return [value] if isinstance(value, int) else list(value or ())
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}", field="model") from None
+    return found
+
+
+def _header(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as source:
+            (size,) = struct.unpack("<Q", source.read(8))
+            if size > _MAX_HEADER:
+                raise InvalidRequest(f"{file} has a safetensors header of {size} bytes", field="model")
+            found: dict[str, Any] = json.loads(source.read(size))
+    except (struct.error, ValueError) as error:
+        raise InvalidRequest(f"{file} is not a safetensors file: {error}", field="model") from None
+    return found

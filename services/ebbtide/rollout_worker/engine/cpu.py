@@ -1,0 +1,46 @@
+"""What a CPU build of vLLM needs in the environment. Nothing of it is set for any other build."""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from ebbtide.errors import InvalidRequest
+
+#: vLLM's own default on CPUs is a share of all memory, which a machine with several processes does not have.
+_KV_CACHE_MIB: Final = 512
+#: One process less than vLLM's choice, which exists to bind OpenMP threads; `threads` says how many there are.
+_IN_ENGINE_CORE: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM chooses its CPU platform, by the rule that it uses itself. Raises
+    `InvalidRequest`."""
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        raise InvalidRequest("vLLM is not installed: install ebbtide[worker]", field="engine") from None
+
+
+def set_environment(threads: int) -> None:
+    """Prepare this process and those below it. Must come before torch is imported: OpenMP reads its threads then."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def engine_arguments(threads: int, tensor_parallel_size: int, kv_cache_mib: int) -> dict[str, Any]:
+    """Engine arguments that suit CPUs; explicit ones of the user win over them."""
+    arguments: dict[str, Any] = {"kv_cache_memory_bytes": (kv_cache_mib or _KV_CACHE_MIB) << 20}
+    if threads and tensor_parallel_size == 1:
+        arguments["distributed_executor_backend"] = _IN_ENGINE_CORE
+    return arguments
+
+
+def start_by_fork(threads: int) -> None:
+    """Let the engine core be forked, not spawned: all imports are shared then, which halves boot time and memory.
+
+    Sound with one OpenMP thread only (more than one leaves a pool that the child believes to have), and before gRPC is
+    used. Called between the engine's configuration, which demands spawn, and its start.
+    """
+    if threads == 1:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

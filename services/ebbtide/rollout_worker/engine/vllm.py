@@ -1,0 +1,255 @@
+"""A real engine: vLLM's AsyncLLM, with weights replaced in place.
+
+Invariant: every token is labelled by vLLM itself with the version whose weights made it; labels change only
+while generation is paused and after all layers were replaced. Prompts never see cached keys and values of other
+weights (cache salt). Only this object talks to AsyncLLM. If this process dies, by whatever signal, so do the
+engine's own processes.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint, cpu, plugin
+from ebbtide.rollout_worker.settings import VllmSettings
+from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.rollout import FinishReason
+
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+#: vLLM's label before any version was installed.
+_UNLABELLED = "default"
+
+
+class VllmEngine:
+    """Implements `Engine`; see there for what each method promises and raises."""
+
+    def __init__(self, model: str, slots: int, settings: VllmSettings) -> None:
+        self._root = checkpoint.check_directory(model)
+        self._slots = slots
+        self._settings = settings
+        self._shapes: Shapes = {}
+        self._paused: set[str] = set()
+        self._pausing = asyncio.Lock()
+        self._salt = 0
+        self._tokenizer: Any = None
+        self._llm: Any = None
+
+    @property
+    def shapes(self) -> Shapes:
+        return self._shapes
+
+    async def start(self) -> EngineInfo:
+        self._shapes = checkpoint.tensor_shapes(self._root)
+        arguments = self._arguments()
+        self._environment()
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        plugin.register()
+        try:
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"vLLM refuses: {error}", field="vllm") from error
+        info = self._info(config)
+        if cpu.is_cpu_build():
+            cpu.start_by_fork(self._settings.threads)
+        self._llm = AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
+        init = {"shapes": {name: list(shape) for name, shape in self._shapes.items()}}
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+        await self._warm_up()
+        return info
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        prompt = tokens_input(list(request.token_ids), cache_salt=str(self._salt))
+        stream = self._llm.generate(prompt, _sampling(request), request.request_id, priority=request.priority)
+        made = 0
+        try:
+            async for output in stream:
+                completion = output.outputs[0]
+                ids = completion.token_ids
+                if not ids and not output.finished:
+                    continue
+                versions = self._versions(request.request_id, completion, made, len(ids))
+                made += len(ids)
+                yield TokenDelta(ids, _logprobs(completion), versions, _REASONS.get(completion.finish_reason))
+        except EngineDeadError as error:
+            raise EngineFailed("the engine's process died; its log says why") from error
+        finally:
+            await stream.aclose()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._root, local_files_only=True)
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    async def install(self, version: int, weights: Path) -> float:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        def update(*, apply: bool) -> Any:
+            return WeightTransferUpdateRequest(update_info={"path": str(weights), "apply": apply})
+
+        try:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(update(apply=False))
+        except Exception as error:
+            raise InvalidRequest(f"version {version} was refused: {error}", field="weights") from error
+        start = time.monotonic()
+        await self.pause("install")
+        try:
+            await self._llm.update_weights(update(apply=True))
+            await self._llm.finish_weight_update(weight_version=str(version))
+        except Exception as error:
+            raise EngineFailed(f"version {version} could not be applied whole: {error}") from error
+        self._salt += 1
+        await self.resume("install")
+        return time.monotonic() - start
+
+    async def pause(self, reason: str) -> None:
+        async with self._pausing:
+            if not self._paused:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+            self._paused.add(reason)
+
+    async def resume(self, reason: str) -> None:
+        async with self._pausing:
+            if self._paused == {reason}:
+                await self._llm.resume_generation()
+            self._paused.discard(reason)
+
+    async def stop(self) -> None:
+        if self._llm is not None:
+            # Not in a thread: its output task must not run between the engine's end and its own.
+            self._llm.shutdown()
+            self._llm = None
+
+    def _arguments(self) -> dict[str, Any]:
+        settings = self._settings
+        arguments: dict[str, Any] = {
+            "model": str(self._root),
+            "dtype": settings.dtype,
+            "tensor_parallel_size": settings.tensor_parallel_size,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "max_model_len": settings.max_model_len or None,
+            "max_num_seqs": self._slots,
+            "enforce_eager": settings.enforce_eager,
+            "kv_cache_memory_bytes": settings.kv_cache_mib << 20 or None,
+            # Fixed by what a rollout is: ids in and out, exact logprobs of what was sampled from, lower
+            # priorities first, sampling as the rollout says and not as the checkpoint suggests, no pickled
+            # weights, our own weight transfer.
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            "scheduling_policy": "priority",
+            "generation_config": "vllm",
+            "load_format": "safetensors",
+            "weight_transfer_config": {"backend": plugin.BACKEND},
+        }
+        if cpu.is_cpu_build():
+            arguments |= cpu.engine_arguments(settings.threads, settings.tensor_parallel_size, settings.kv_cache_mib)
+        return arguments | _extra(settings.engine_args)
+
+    def _environment(self) -> None:
+        os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+        plugin.own_engine_processes()
+        if cpu.is_cpu_build():
+            cpu.set_environment(self._settings.threads)
+
+    def _info(self, config: Any) -> EngineInfo:
+        model = config.model_config
+        if cpu.is_cpu_build() and getattr(model.hf_text_config, "tie_word_embeddings", False):
+            raise InvalidRequest(
+                "ties its embeddings, whose reload leaves vLLM's packed output layer stale on CPUs; "
+                "use an untied checkpoint, or a GPU",
+                field="model",
+            )
+        return EngineInfo(
+            model=self._root.name,
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            eos_token_ids=checkpoint.end_tokens(self._root),
+            architecture=checkpoint.architecture(self._shapes),
+        )
+
+    async def _warm_up(self) -> None:
+        """One token, so that what the first request sets up is not charged to a rollout."""
+        request = EngineRequest(
+            request_id="warm-up",
+            token_ids=[0],
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=1,
+            min_tokens=0,
+            stop_token_ids=(),
+        )
+        async for _ in self.generate(request):
+            pass
+
+    def _versions(self, request_id: str, completion: Any, start: int, count: int) -> list[int]:
+        """The version of each of the tokens `start` to `start + count` of a request.
+
+        vLLM labels a request's outputs as they arrive, but shows the labels only with its last one: until then
+        they are read where it keeps them.
+        """
+        if completion.weight_versions is not None:
+            starts = [(span.version, span.start) for span in completion.weight_versions]
+        else:
+            processor = self._llm.output_processor
+            internal = processor.external_req_ids[request_id][0]
+            starts = processor.request_states[internal].weight_version_starts
+        versions, newest = [0] * count, start + count
+        for label, since in reversed(starts):
+            first = max(since, start)
+            for index in range(first - start, newest - start):
+                versions[index] = 0 if label == _UNLABELLED else int(label)
+            newest = min(newest, first)
+        return versions
+
+
+def _sampling(request: EngineRequest) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        repetition_penalty=request.repetition_penalty,
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,  # they are among the stop tokens, where they count
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _logprobs(completion: Any) -> list[float]:
+    """One per token: with `logprobs=0` the sampled token's stands first, and alone."""
+    flat = completion.logprobs
+    return [flat.logprobs[index] for index in flat.start_indices] if flat is not None else []
+
+
+def _extra(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise InvalidRequest(f"is not JSON: {error}", field="vllm.engine_args") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("must be a JSON object of vLLM engine arguments", field="vllm.engine_args")
+    return found

@@ -1,0 +1,85 @@
+"""The ledger counts what left an engine, whatever becomes of the process that counted."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.ledger import AttemptRecord, Ledger, read_ledger
+from ebbtide.types.fleet import AttemptRef
+
+WRITER = """
+import os, sys, time
+from pathlib import Path
+from ebbtide.ledger import Ledger
+from ebbtide.types.fleet import AttemptRef
+ledger = Ledger(Path(sys.argv[1]))
+entry = ledger.open(AttemptRef("run", "s0.g0.0.t0", "a1"), 7)
+for _ in range(1000):
+    ledger.add(entry, 3)
+print("counted", flush=True)
+time.sleep(60)
+"""
+
+
+def ref(number: int) -> AttemptRef:
+    return AttemptRef("run-1", f"s0.g{number}.0.t0", f"attempt{number}")
+
+
+def test_a_record_reads_as_it_was_written(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger") as ledger:
+        entry = ledger.open(ref(1), 12)
+        ledger.add(entry, 5)
+        ledger.add(entry, 1)
+    assert read_ledger(tmp_path / "ledger") == [AttemptRecord("run-1", "s0.g1.0.t0", "attempt1", 12, 6)]
+
+
+def test_tokens_counted_before_a_sigkill_are_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "counted\n"
+        os.kill(writer.pid, signal.SIGKILL)
+    assert read_ledger(path) == [AttemptRecord("run", "s0.g0.0.t0", "a1", 7, 3000)]
+
+
+def test_it_grows_and_keeps_open_entries_valid(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "ledger") as ledger:
+        entries = [ledger.open(ref(number), 0) for number in range(3000)]
+        for number, entry in enumerate(entries):
+            ledger.add(entry, number)
+    records = read_ledger(tmp_path / "ledger")
+    assert [record.generated for record in records] == list(range(3000))
+    assert records[2999].rollout_id == "s0.g2999.0.t0"
+
+
+def test_a_restarted_worker_appends_to_its_ledger(tmp_path: Path) -> None:
+    for number in range(3):
+        with Ledger(tmp_path / "ledger") as ledger:
+            ledger.add(ledger.open(ref(number), 0), number + 1)
+    assert [record.generated for record in read_ledger(tmp_path / "ledger")] == [1, 2, 3]
+
+
+def test_a_torn_last_record_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    with Ledger(path) as ledger:
+        ledger.add(ledger.open(ref(1), 0), 4)
+        ledger.add(ledger.open(ref(2), 0), 5)
+    path.write_bytes(path.read_bytes()[: 64 + 400 + 90])
+    assert [record.generated for record in read_ledger(path)] == [4]
+    with Ledger(path) as ledger:
+        ledger.add(ledger.open(ref(3), 0), 6)
+    assert 6 in [record.generated for record in read_ledger(path)]
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("not a ledger at all, but longer than its header would be" * 3)
+    with pytest.raises(InvalidRequest, match="no ledger"):
+        Ledger(path)
+    with pytest.raises(InvalidRequest, match="no ledger"):
+        read_ledger(path)
