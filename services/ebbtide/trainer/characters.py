@@ -1,0 +1,35 @@
+"""A character tokenizer for networks too small for words: printable ASCII, newline, and what a chat needs."""
+
+import string
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD, UNKNOWN, END, USER, ASSISTANT = "<|pad|>", "<|unknown|>", "<|end|>", "<|user|>", "<|assistant|>"
+SPECIAL = (PAD, UNKNOWN, END, USER, ASSISTANT)
+CHARACTERS = "\n" + "".join(sorted(string.ascii_letters + string.digits + string.punctuation + " "))
+#: The marker of a turn, its text; an assistant's turn is closed by the end token, which the policy samples itself.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|assistant|>' if message.role == 'assistant' else '<|user|>' }}{{ message.content }}"
+    "{{ '<|end|>' if message.role == 'assistant' else '' }}"
+    "{% endfor %}{{ '<|assistant|>' if add_generation_prompt else '' }}"
+)
+
+
+def character_tokenizer() -> Any:
+    """One token a character, as a fast tokenizer that `AutoTokenizer` loads; other characters become unknown."""
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

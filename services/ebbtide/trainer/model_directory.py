@@ -1,0 +1,70 @@
+"""What makes a directory a model that can be trained: found without loading it, so that it is told at submit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ebbtide.errors import InvalidRequest
+
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def check_model_directory(directory: Path, *, field: str = "model") -> None:
+    """Raises `InvalidRequest` naming `field` and the remedy unless `directory` is a Hugging Face checkpoint of a causal
+    language model in safetensors, with a tokenizer whose every id has a row in the embedding."""
+    if not directory.is_dir():
+        raise InvalidRequest(f"{str(directory)!r} is no directory; give the path of a local checkpoint", field=field)
+    if (directory / "adapter_config.json").exists():
+        raise InvalidRequest(
+            "LoRA adapters are not supported yet; merge the adapter into its base model and give that", field=field
+        )
+    config = _read(directory / "config.json", field)
+    if not any(directory.glob("*.safetensors")):
+        pickled = any(path for pattern in _PICKLED for path in directory.glob(pattern))
+        reason = "has only pickled weights, which are never loaded; convert them to" if pickled else "holds no"
+        raise InvalidRequest(f"{str(directory)!r} {reason} safetensors", field=field)
+    for shard in _shards(directory, field):
+        if not (directory / shard).is_file():
+            raise InvalidRequest(f"the index names {shard!r}, which is missing; copy the checkpoint again", field=field)
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise InvalidRequest(f"{str(directory)!r} has no tokenizer; save one beside the weights", field=field)
+    rows = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    highest = highest_token_id(directory, field=field)
+    if isinstance(rows, int) and highest >= rows:
+        raise vocabulary_mismatch(highest, rows, field)
+
+
+def highest_token_id(directory: Path, *, field: str = "model") -> int:
+    """The highest id that `tokenizer.json` can give, or -1 where the tokenizer is stored in another form."""
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return -1
+    content = _read(path, field)
+    vocabulary = content.get("model", {}).get("vocab", {})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+    return max([*ids, *(token["id"] for token in content.get("added_tokens", []))], default=-1)
+
+
+def vocabulary_mismatch(highest: int, rows: int, field: str = "model") -> InvalidRequest:
+    return InvalidRequest(
+        f"vocabulary mismatch: the tokenizer gives ids up to {highest}, the embedding has {rows} rows; "
+        "use the tokenizer that belongs to the weights",
+        field=field,
+    )
+
+
+def _shards(directory: Path, field: str) -> set[str]:
+    index = directory / "model.safetensors.index.json"
+    return set(_read(index, field).get("weight_map", {}).values()) if index.exists() else set()
+
+
+def _read(path: Path, field: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidRequest(f"{str(path.parent)!r} is no checkpoint: it has no {path.name}", field=field) from None
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{str(path)!r} cannot be read: {error}", field=field) from error
+    if not isinstance(content, dict):
+        raise InvalidRequest(f"{str(path)!r} holds no JSON object", field=field)
+    return content
