@@ -1,0 +1,15 @@
+"""The SDK: submit a run and watch it, or bring your own trainer.
+
+async with Client() as client:
+    run = await client.submit("run.toml")
+    async for event in client.watch(run.run_id):
+        print(event.kind, event.message)
+
+A trainer claims a run and works under its lease: see `Lease`. `SyncClient` is the same without asyncio.
+"""
+
+from ebbtide.client.client import Client
+from ebbtide.client.lease import Lease
+from ebbtide.client.sync import SyncClient, SyncLease
+
+__all__ = ["Client", "Lease", "SyncClient", "SyncLease"]

@@ -1,0 +1,211 @@
+"""The client: one coordinator, one relay, and what may be asked of them without a lease."""
+
+import asyncio
+import os
+import socket
+import tomllib
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from ebbtide.client.lease import Lease
+from ebbtide.client.retry import Peer
+from ebbtide.errors import InvalidRequest, NoCapacity, NotFound, NotReady
+from ebbtide.rpc.convert import from_proto, to_proto
+from ebbtide.rpc.retry import pauses
+from ebbtide.rpc.security import ClientSecurity
+from ebbtide.types.fleet import Worker
+from ebbtide.types.ids import new_run_id
+from ebbtide.types.parse import parse
+from ebbtide.types.rollout import TokenChunk
+from ebbtide.types.run import Run, RunEvent, RunSpec, check_spec
+from ebbtide.types.weights import Manifest, VersionInfo
+from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
+from ebbtide.v1.fleet_pb2_grpc import FleetStub
+from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
+from ebbtide.v1.runs_pb2_grpc import RunsStub
+
+if TYPE_CHECKING:
+    from ebbtide.client.weights import Relay
+    from ebbtide.weights import NamedTensor
+
+Role = Literal["trainer", "driver"]
+COORDINATOR = "127.0.0.1:7600"
+RELAY = "127.0.0.1:7610"
+
+
+class Client:
+    """An async context manager. Unset arguments come from EBBTIDE_COORDINATOR, EBBTIDE_RELAY, EBBTIDE_TOKEN or
+    EBBTIDE_TOKEN_FILE, EBBTIDE_TLS_CA, EBBTIDE_TLS_CERT and EBBTIDE_TLS_KEY.
+
+    Calls repeat themselves, and streams resume where they were, while a service is away: a restarted coordinator is not
+    noticed. After `patience_s` seconds they raise `Unavailable`, which names the service and its address.
+    """
+
+    def __init__(
+        self,
+        coordinator: str | None = None,
+        relay: str | None = None,
+        *,
+        token: str | None = None,
+        tls_ca: str | None = None,
+        security: ClientSecurity | None = None,
+        patience_s: float = 60.0,
+    ) -> None:
+        """Raises `InvalidRequest` for a bad address, a missing token, or an address off the loopback without TLS."""
+        self._security = security or _security(token, tls_ca)
+        self._patience_s = patience_s
+        self._coordinator = self._peer("coordinator", coordinator or os.environ.get("EBBTIDE_COORDINATOR", COORDINATOR))
+        self._relay_address = relay or os.environ.get("EBBTIDE_RELAY", RELAY)
+        self._relay: Relay | None = None
+        self._runs = RunsStub(self._coordinator.channel)
+        self._rollouts = RolloutsStub(self._coordinator.channel)
+        self._peers = [self._coordinator]
+
+    def _peer(self, service: str, target: str) -> Peer:
+        return Peer(service, target, self._security, self._patience_s)
+
+    def _weights(self) -> "Relay":
+        if self._relay is None:
+            from ebbtide.client.weights import Relay
+
+            peer = self._peer("weight-relay", self._relay_address)
+            self._peers.append(peer)
+            self._relay = Relay(peer)
+        return self._relay
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        for peer in self._peers:
+            await peer.close()
+
+    # -- runs ----------------------------------------------------------------------------------------------------
+
+    async def submit(self, spec: RunSpec | Mapping[str, Any] | str | Path, run_id: str | None = None) -> Run:
+        """Submit a run: a spec, a mapping, or the path of a TOML file. Idempotent if `run_id` is given.
+
+        Raises `InvalidRequest` naming the field that is wrong, `AlreadyExists` if `run_id` is another run's.
+        """
+        checked = check_spec(read_spec(spec))
+        request = runs_pb2.SubmitRunRequest(
+            run_id=run_id or new_run_id(checked.name), spec=to_proto(checked, types_pb2.RunSpec)
+        )
+        return from_proto(await self._coordinator.call(self._runs.SubmitRun, request), Run)
+
+    async def run(self, run_id: str) -> Run:
+        """The run as it stands. Raises `NotFound`."""
+        return from_proto(await self._coordinator.call(self._runs.GetRun, runs_pb2.GetRunRequest(run_id=run_id)), Run)
+
+    async def runs(self) -> list[Run]:
+        answer = await self._coordinator.call(self._runs.ListRuns, runs_pb2.ListRunsRequest())
+        return [from_proto(run, Run) for run in answer.runs]
+
+    async def cancel(self, run_id: str) -> Run:
+        """End a run; its live rollouts are dropped. Raises `NotFound`."""
+        request = runs_pb2.CancelRunRequest(run_id=run_id)
+        return from_proto(await self._coordinator.call(self._runs.CancelRun, request), Run)
+
+    async def watch(self, run_id: str, cursor: str = "") -> AsyncGenerator[RunEvent, None]:
+        """Events of a run after `cursor`, then new ones until it has ended."""
+        request = runs_pb2.WatchRunRequest(run_id=run_id, cursor=cursor)
+        async for message in self._coordinator.follow(lambda: self._runs.WatchRun(request)):
+            request.cursor = message.cursor
+            yield from_proto(message, RunEvent)
+
+    async def workers(self) -> list[Worker]:
+        stub = FleetStub(self._coordinator.channel)
+        answer = await self._coordinator.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())
+        return [from_proto(worker, Worker) for worker in answer.workers]
+
+    async def stream_tokens(self, run_id: str, rollout_id: str, offset: int = 0) -> AsyncGenerator[TokenChunk, None]:
+        """A rollout's tokens from `offset` as they are generated; the last chunk has a reason. Raises `NotFound`."""
+        from ebbtide.types.tokens import token_count
+
+        request = rollouts_pb2.StreamTokensRequest(run_id=run_id, rollout_id=rollout_id, offset=offset)
+        async for message in self._coordinator.follow(lambda: self._rollouts.StreamTokens(request)):
+            request.offset = message.offset + token_count(message.tokens)
+            chunk = from_proto(message, TokenChunk)
+            yield chunk
+            if chunk.reason is not None:
+                return
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    async def versions(self, run_id: str, policy: str = "policy") -> AsyncGenerator[VersionInfo, None]:
+        """The versions of a policy that the relay holds, then each new one as it is committed."""
+        async for info in self._weights().versions(run_id, policy):
+            yield info
+
+    async def fetch_weights(
+        self, run_id: str, policy: str = "policy", version: int = 0
+    ) -> "tuple[Manifest, dict[str, NamedTensor]]":
+        """A version (0: the newest) and its tensors, verified; `ebbtide.weights.as_array` views them as numpy arrays.
+
+        Raises `VersionUnavailable` if the relay does not hold it.
+        """
+        return await self._weights().fetch(run_id, policy, version)
+
+    # -- leases --------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def claim(
+        self, run_id: str | None = None, role: Role = "trainer", *, holder: str = "", wait: bool = True
+    ) -> AsyncIterator[Lease]:
+        """`acquire` for the length of a block; the lease is released at its end, unless it was lost."""
+        lease = await self.acquire(run_id, role, holder=holder, wait=wait)
+        try:
+            yield lease
+        finally:
+            await lease.release()
+
+    async def acquire(
+        self, run_id: str | None = None, role: Role = "trainer", *, holder: str = "", wait: bool = True
+    ) -> Lease:
+        """Take the lease of a role of a run, or of any run that wants one.
+
+        `holder` names who holds it; the same holder claiming again ends its former lease at once. With `wait`, waits
+        until the lease is free; else raises `NotReady` or `NotFound`.
+        """
+        holder = holder or f"{socket.gethostname()}-{os.getpid()}"
+        request = runs_pb2.ClaimRunRequest(run_id=run_id or "", role=role, holder=holder)
+        return Lease(self._coordinator, await self._claim(request, wait=wait), self._weights)
+
+    async def _claim(self, request: runs_pb2.ClaimRunRequest, *, wait: bool) -> runs_pb2.Lease:
+        for pause in pauses(0.2, 2.0):
+            try:
+                return await self._coordinator.call(self._runs.ClaimRun, request)
+            except (NotReady, NotFound, NoCapacity) as error:
+                if not wait or (isinstance(error, NotFound) and request.run_id):
+                    raise
+            await asyncio.sleep(pause)
+        raise NotReady("not claimed")
+
+
+def read_spec(spec: RunSpec | Mapping[str, Any] | str | Path) -> RunSpec:
+    """A run's spec out of a mapping or a TOML file. Raises `InvalidRequest` naming the key, or the file."""
+    if isinstance(spec, RunSpec):
+        return spec
+    if isinstance(spec, Mapping):
+        return parse(RunSpec, spec)
+    try:
+        return parse(RunSpec, tomllib.loads(Path(spec).read_text()))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequest(f"cannot be read ({error})", field=str(spec)) from None
+
+
+def _security(token: str | None, tls_ca: str | None) -> ClientSecurity:
+    given = {name: os.environ.get(f"EBBTIDE_{name.upper()}", "") for name in ClientSecurity.__struct_fields__}
+    if token is not None:
+        given |= {"token": token, "token_file": ""}
+    if tls_ca is not None:
+        given["tls_ca"] = tls_ca
+    return parse(ClientSecurity, {name: value for name, value in given.items() if value}, strict=False)

@@ -1,0 +1,146 @@
+"""A lease on a run: what its trainer or its driver may do, for as long as nobody else has claimed it."""
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ebbtide.client.batches import batches
+from ebbtide.client.hold import Hold
+from ebbtide.client.retry import Peer
+from ebbtide.errors import NoCapacity
+from ebbtide.rpc.convert import from_proto, to_proto
+from ebbtide.types.rollout import (
+    Episode,
+    FinishedRollout,
+    RolloutRequest,
+    SubmitOutcome,
+    Trajectory,
+    TrajectoryOutcome,
+)
+from ebbtide.types.run import Run, RunEvent, RunStatus
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
+from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
+from ebbtide.v1.runs_pb2_grpc import RunsStub
+
+if TYPE_CHECKING:
+    from ebbtide.client.weights import Relay, Tensors
+
+
+class Lease(Hold):
+    """Made by `Client.claim`; renews itself until left.
+
+    Once another holder has claimed the run, or the run has ended, `lost` is set and every call raises
+    `LeaseSuperseded`: step down then. All calls may be repeated, and repeat themselves while the coordinator is away;
+    once the client's patience is used up they raise `Unavailable`.
+    """
+
+    def __init__(self, peer: Peer, claimed: runs_pb2.Lease, relay: "Callable[[], Relay]") -> None:
+        super().__init__(peer, claimed)
+        self._runs = RunsStub(peer.channel)
+        self._rollouts = RolloutsStub(peer.channel)
+        self._relay = relay
+
+    # -- rollouts ------------------------------------------------------------------------------------------------
+
+    async def submit_rollouts(self, rollouts: Iterable[RolloutRequest], *, wait: bool = True) -> list[SubmitOutcome]:
+        """Queue rollouts, idempotent by id; an outcome each, in order.
+
+        A full queue or used-up quota is waited out as long as the lease lasts, or raises `NoCapacity` if not `wait`.
+        Raises `InvalidRequest` naming the field, `AlreadyExists` for an id taken by another rollout.
+        """
+        outcomes: list[SubmitOutcome] = []
+        for batch in batches(rollouts, lambda item: len(item.prompt_ids) + 256):
+            request = rollouts_pb2.SubmitRequest(
+                lease=self._fence, rollouts=[to_proto(item, rollouts_pb2.RolloutRequest) for item in batch]
+            )
+            while True:
+                try:
+                    answer = await self._call(self._rollouts.Submit, request)
+                    break
+                except NoCapacity as error:
+                    if not wait:
+                        raise
+                    await self._pause(error.retry_after_s)
+            outcomes.extend(SubmitOutcome(outcome) for outcome in answer.outcomes)
+        return outcomes
+
+    async def finished(self, cursor: str = "") -> AsyncGenerator[FinishedRollout, None]:
+        """Finished rollouts after `cursor`, oldest first, then new ones; at least once each over a reconnect."""
+        request = rollouts_pb2.WatchFinishedRequest(run_id=self.run_id, cursor=cursor)
+        async for message in self._follow(lambda: self._rollouts.WatchFinished(request)):
+            request.cursor = message.cursor
+            yield from_proto(message, FinishedRollout)
+
+    async def acknowledge(self, rollout_ids: Iterable[str], drop_reason: str = "") -> None:
+        """End finished rollouts as trained, or as dropped with a reason, and delete their data."""
+        for batch in batches(rollout_ids):
+            request = rollouts_pb2.AcknowledgeRequest(lease=self._fence, rollout_ids=batch, drop_reason=drop_reason)
+            await self._call(self._rollouts.Acknowledge, request)
+
+    async def cancel_rollouts(self, rollout_ids: Iterable[str], reason: str = "") -> None:
+        """End rollouts wherever they are; training rollouts count as dropped with `reason` (default "cancelled")."""
+        for batch in batches(rollout_ids):
+            request = rollouts_pb2.CancelRequest(lease=self._fence, rollout_ids=batch, reason=reason)
+            await self._call(self._rollouts.Cancel, request)
+
+    # -- episodes and trajectories -------------------------------------------------------------------------------
+
+    async def complete_episodes(self, episodes: Iterable[Episode]) -> None:
+        """End episodes: each becomes a trajectory, or is dropped; its rollouts' data is deleted."""
+        for batch in batches(episodes, _episode_size):
+            request = rollouts_pb2.CompleteEpisodesRequest(
+                lease=self._fence, episodes=[to_proto(item, rollouts_pb2.Episode) for item in batch]
+            )
+            await self._call(self._rollouts.CompleteEpisodes, request)
+
+    async def trajectories(self, cursor: str = "") -> AsyncGenerator[Trajectory, None]:
+        """Trajectories after `cursor`, oldest first, then new ones; at least once each over a reconnect."""
+        request = rollouts_pb2.WatchTrajectoriesRequest(run_id=self.run_id, cursor=cursor)
+        async for message in self._follow(lambda: self._rollouts.WatchTrajectories(request)):
+            request.cursor = message.cursor
+            yield from_proto(message, Trajectory)
+
+    async def commit(self, outcomes: Iterable[TrajectoryOutcome]) -> None:
+        """Count trajectories as trained or dropped and delete them: once a checkpoint that contains them is durable."""
+        for batch in batches(outcomes):
+            request = rollouts_pb2.CommitTrajectoriesRequest(
+                lease=self._fence, outcomes=[to_proto(item, rollouts_pb2.TrajectoryOutcome) for item in batch]
+            )
+            await self._call(self._rollouts.CommitTrajectories, request)
+
+    # -- weights and the run itself ------------------------------------------------------------------------------
+
+    async def publish(self, tensors: "Tensors", *, step: int, parent: int = 0) -> PolicyVersion:
+        """Publish weights as the policy's next version and make it the newest, once the relay holds all of it.
+
+        `tensors` is a mapping or an iterable of `NamedTensor` or (name, tensor) pairs; numpy and torch tensors are read
+        in place, twice, so leave them alone meanwhile. A one-shot iterator is kept in memory. Tiles that the relay has
+        are not sent again. Raises `InvalidRequest` naming a tensor, `NoCapacity` if the relay cannot hold the version,
+        and `Unavailable` naming the service that is down.
+        """
+        number = (await self._call(self._runs.ReserveVersion, self._fence)).version
+        version = PolicyVersion(policy=self.run.spec.policy, version=number, parent=parent, step=step)
+        version = await self._relay().publish(self.run_id, version, tensors)
+        request = runs_pb2.AnnounceVersionRequest(lease=self._fence, version=to_proto(version, types_pb2.PolicyVersion))
+        await self._call(self._runs.AnnounceVersion, request)
+        return version
+
+    async def report(self, events: Sequence[RunEvent]) -> None:
+        """Append events to the run, once per kind and key."""
+        for batch in batches(events, lambda event: 64 * (len(event.values) + len(event.labels)) + len(event.message)):
+            messages = [to_proto(item, runs_pb2.RunEvent) for item in batch]
+            await self._call(self._runs.Report, runs_pb2.ReportRequest(lease=self._fence, events=messages))
+
+    async def finish(self, status: RunStatus = RunStatus.FINISHED, message: str = "") -> Run:
+        """End the run. Raises `NotReady` while training rollouts are neither trained nor dropped."""
+        request = runs_pb2.FinishRunRequest(
+            lease=self._fence, status=types_pb2.RunStatus.ValueType(status.value), message=message
+        )
+        self.run = from_proto(await self._call(self._runs.FinishRun, request), Run)
+        return self.run
+
+
+def _episode_size(episode: Episode) -> int:
+    end = episode.trajectory
+    ids = sum(len(name) + 2 for name in episode.rollout_ids)
+    return 256 + ids + (len(end.prompt_ids) + len(end.tokens) + len(end.loss_mask) if end else 0)
