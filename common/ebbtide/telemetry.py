@@ -8,6 +8,8 @@ from typing import Any, Final, TypeVar
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from ebbtide.errors import InvalidRequest
+
 #: The only labels there are: each has few values. What grows with use (runs, rollouts, workers) belongs into logs.
 LABELS: Final = frozenset({"method", "code", "kind", "state", "status", "outcome", "phase", "reason"})
 _TIMES: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -22,7 +24,7 @@ def configure(service: str, *, level: str = "info") -> None:
         structlog.stdlib.add_logger_name,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.dict_tracebacks,
+        structlog.processors.format_exc_info,  # without local variables: they hold tokens and data
         lambda _logger, _method, event: {"service": service, **event},
     ]
     formatter = structlog.stdlib.ProcessorFormatter(
@@ -87,10 +89,16 @@ def rpc_observer() -> Callable[[str, str, float], None]:
 
 
 class MetricsServer:
-    """Serves this process's metrics at http://host:port/metrics from a thread of its own. Port 0: any free one."""
+    """Serves this process's metrics at http://host:port/metrics from a thread of its own. Port 0: any free one.
+
+    Raises `InvalidRequest` naming `metrics_port` if the port is taken.
+    """
 
     def __init__(self, port: int, *, host: str = "127.0.0.1", registry: CollectorRegistry = REGISTRY) -> None:
-        self._server, self._thread = start_http_server(port, host, registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry=registry)
+        except OSError as error:
+            raise InvalidRequest(f"cannot bind {host}:{port} ({error.strerror})", field="metrics_port") from None
         self.port = self._server.server_port
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ The token is added where a call is made, not by gRPC's interceptors: those pass 
 queue.
 """
 
+import asyncio
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -38,6 +39,16 @@ def check_address(address: str, *, field: str) -> str:
     if not host or not port.isdecimal() or int(port) > 65535 or "/" in host:
         raise InvalidRequest(f"{address!r} is no address: give host:port or unix:path", field=field)
     return address
+
+
+async def write(call: Any, message: Any) -> None:
+    """`call.write(message)`, which for a stream that ended raises its status, an `AioRpcError`, and nothing else."""
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        raise grpc.aio.AioRpcError(
+            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        ) from None
 
 
 class _Call:

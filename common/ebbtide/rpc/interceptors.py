@@ -7,14 +7,14 @@ generator step.
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import grpc
 from grpc import StatusCode
 
-from ebbtide.errors import Unauthenticated, Unavailable
+from ebbtide.errors import Draining, Unauthenticated, Unavailable
 from ebbtide.rpc.security import TokenCheck
 from ebbtide.rpc.status import to_status
 
@@ -35,11 +35,22 @@ _KINDS: Final[dict[tuple[bool, bool], tuple[str, Any]]] = {
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token and turns exceptions into statuses."""
+    """Refuses calls without the token, turns exceptions into statuses, and ends streams when the server leaves."""
 
     def __init__(self, check: TokenCheck, *, max_unary_s: float, observe: Observer | None = None) -> None:
         self._check, self._max_unary_s, self._observe = check, max_unary_s, observe
         self._wrapped: dict[str, Handler] = {}  # at most one per method that exists
+        self._waiting: set[asyncio.Task[Any]] = set()  # response streams whose servicer runs, not gRPC's sending
+        self._leaving = False
+
+    def end_streams(self) -> None:
+        """End response streams as `Draining`: most have no end of their own to wait for.
+
+        Cancelled in the midst of a message, gRPC would tell the client nothing; those end behind the message.
+        """
+        self._leaving = True
+        for task in self._waiting:
+            task.cancel()
 
     async def intercept_service(
         self,
@@ -85,16 +96,30 @@ class Gate(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _generator(self, method: str, behaviour: Callable[..., AsyncIterator[Any]]) -> Any:
+    def _generator(self, method: str, behaviour: Callable[..., AsyncGenerator[Any, None]]) -> Any:
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            self._waiting.add(task)
             with self._recorded(method, context):
                 try:
-                    async for response in behaviour(request, context):
-                        yield response
-                except (asyncio.CancelledError, grpc.aio.AbortError):
+                    async with aclosing(behaviour(request, context)) as responses:
+                        async for response in responses:
+                            self._waiting.discard(task)
+                            yield response
+                            if self._leaving:
+                                break
+                            self._waiting.add(task)
+                except asyncio.CancelledError:
+                    if not self._leaving:
+                        raise
+                except grpc.aio.AbortError:
                     raise
                 except Exception as error:  # noqa: BLE001 - the last one to see it; logged by the table
                     await _abort(context, error)
+                finally:
+                    self._waiting.discard(task)
+                if self._leaving:
+                    await _abort(context, Draining("the service is leaving; connect again"))
 
         return stream
 

@@ -4,7 +4,7 @@ import hmac
 import ipaddress
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Final, Self
+from typing import Annotated, Any, Final, Self
 
 import grpc
 from msgspec import Meta, Struct
@@ -29,9 +29,12 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tls_key: Annotated[str, _shared("PEM file of the own private key")] = ""
     allow_insecure: Annotated[bool, _shared("allow addresses other than loopback without TLS")] = False
 
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """All but the token, which is never shown."""
+        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "token"]
+
     def __repr__(self) -> str:
-        shown = ", ".join(f"{k}={getattr(self, k)!r}" for k in self.__struct_fields__ if k != "token")
-        return f"{type(self).__name__}({shown})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
 
     def bearer(self) -> str:
         """The value of the authorization header. Raises `InvalidRequest` when there is no usable token."""

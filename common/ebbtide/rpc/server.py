@@ -38,7 +38,7 @@ class Server:
     ) -> None:
         self._listen = check_address(settings.listen, field="listen")
         self._credentials = settings.credentials()
-        gate = Gate(TokenCheck(settings.bearer()), max_unary_s=settings.max_unary_s, observe=observe)
+        self._gate = gate = Gate(TokenCheck(settings.bearer()), max_unary_s=settings.max_unary_s, observe=observe)
         options = server_options(keepalive_s, max_streams=settings.max_streams)
         self._server = grpc.aio.server(interceptors=[gate], options=options)
         self._names = [name for _, _, name in services]
@@ -72,6 +72,7 @@ class Server:
             await self._health.set(name, status)
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Report NOT_SERVING for good, stop listening, give running calls `grace` seconds, then cancel them."""
+        """Report NOT_SERVING for good, end streams as `Draining`, and cancel other calls after `grace` seconds."""
         await self._health.enter_graceful_shutdown()
+        self._gate.end_streams()
         await self._server.stop(grace)

@@ -38,6 +38,8 @@ _BY_NAME: Final = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, EbbtideError)
 }
 _ERROR, _FIELD, _RETRY = "ebbtide-error", "ebbtide-field", "retry-after-ms"
+#: What grpc.aio puts over the server's status when a write was under way as the stream ended (grpc/grpc#36066).
+_LOST_STATUS: Final = "Internal error from Core"
 #: Details travel percent-encoded in a header block of at most 8 KiB.
 _MAX_DETAILS: Final = 1000
 _MAX_FIELD: Final = 200
@@ -93,7 +95,7 @@ def _from_transport(code: StatusCode, text: str, peer: str) -> EbbtideError:
         return errors.Unavailable(f"{peer} cannot be reached ({text}); is it running, with TLS as here?")
     if code is StatusCode.DEADLINE_EXCEEDED:
         return errors.Unavailable(f"{peer} did not answer in time; retry")
-    if code is StatusCode.CANCELLED:
+    if code in (StatusCode.CANCELLED, StatusCode.OK) or text == _LOST_STATUS:
         return errors.Unavailable(f"{peer} ended the call; retry")
     if code is StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return errors.InvalidRequest(f"message too large for {peer} ({text}); send less at a time")

@@ -3,20 +3,28 @@
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
 
 
+@overload
 async def wait_until(
-    predicate: Callable[[], T | Awaitable[T]], timeout: float = 10.0, *, interval: float = 0.01, what: str = ""
-) -> T:
+    predicate: Callable[[], Coroutine[Any, Any, T]], timeout: float = ..., *, interval: float = ..., what: str = ...
+) -> T: ...
+@overload
+async def wait_until(
+    predicate: Callable[[], T], timeout: float = ..., *, interval: float = ..., what: str = ...
+) -> T: ...
+async def wait_until(
+    predicate: Callable[[], Any], timeout: float = 10.0, *, interval: float = 0.01, what: str = ""
+) -> Any:
     """The first truthy value of `predicate()` (plain or async). Raises `TimeoutError` after `timeout` seconds."""
     end = time.monotonic() + timeout
     while True:
         result = predicate()
-        value: T = await result if inspect.isawaitable(result) else result
+        value = await result if inspect.isawaitable(result) else result
         if value:
             return value
         if time.monotonic() > end:
