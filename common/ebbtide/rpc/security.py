@@ -12,6 +12,8 @@ from msgspec import Meta, Struct
 from ebbtide.errors import InvalidRequest
 
 AUTHORIZATION: Final = "authorization"
+#: gRPC refuses more than 8 KiB of headers.
+_MAX_TOKEN: Final = 1024
 
 
 def _shared(description: str, *, secret: bool = False) -> Meta:
@@ -43,8 +45,8 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         token = self.token or (_read(self.token_file, "token_file").decode().strip() if self.token_file else "")
         if not token:
             raise InvalidRequest("is required: set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE", field="token")
-        if not token.isascii() or not token.isprintable():
-            raise InvalidRequest("must be printable ASCII on one line", field="token")
+        if not token.isascii() or not token.isprintable() or len(token) > _MAX_TOKEN:
+            raise InvalidRequest(f"must be printable ASCII on one line of at most {_MAX_TOKEN}", field="token")
         return f"Bearer {token}"
 
     def _pair(self) -> tuple[bytes, bytes] | None:

@@ -97,7 +97,7 @@ def _from_transport(code: StatusCode, text: str, peer: str) -> EbbtideError:
         return errors.Unavailable(f"{peer} did not answer in time; retry")
     if code in (StatusCode.CANCELLED, StatusCode.OK) or text == _LOST_STATUS:
         return errors.Unavailable(f"{peer} ended the call; retry")
-    if code is StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
+    if code is StatusCode.RESOURCE_EXHAUSTED and ("larger than max" in text or "metadata size" in text):
         return errors.InvalidRequest(f"message too large for {peer} ({text}); send less at a time")
     if code is StatusCode.UNIMPLEMENTED:
         return errors.Internal(f"{peer} does not offer this call; is it an Ebbtide service of the same version?")

@@ -7,12 +7,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ebbtide.errors import InvalidRequest, Unauthenticated
+from ebbtide.errors import Unauthenticated
 from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.status import translated
 
 METHODS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
-WRONG = ["correct hors", "correct horse ", "Correct horse", "x" * 10_000]
+WRONG = ["correct hors", "correct horse ", "Correct horse", "x" * 4000]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -36,7 +36,7 @@ async def test_a_wrong_token_stops_every_kind_of_call(cluster: Any, method: str,
 async def test_only_the_whole_token_counts(cluster: Any, token: str) -> None:
     address = (await cluster.serve()).address
     async with grpc.aio.insecure_channel(address) as bare:
-        with pytest.raises((Unauthenticated, InvalidRequest)), translated("coordinator"):
+        with pytest.raises(Unauthenticated), translated("coordinator"):
             await cluster.call(bare, "unary_unary", metadata=(("authorization", f"Bearer {token}"),), timeout=10)
     assert cluster.probe.calls == []
 
