@@ -122,7 +122,7 @@ class _Source:
             table = tomllib.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise InvalidRequest(str(error), field=str(path)) from None
-        own = table.get(self.service)
+        own = table.get(self.service, table.get(self.service.replace("-", "_")))
         if isinstance(own, dict):
             # Other tables belong to the other programs that share the file.
             if loose := [name for name, value in table.items() if not isinstance(value, dict)]:

@@ -1,0 +1,177 @@
+"""A service process: readiness, signals, crashes, exit codes, and no orphan behind a parent that died."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ebbtide.runtime import write_atomically
+from ebbtide.testing import wait_until
+
+PREAMBLE = """
+import asyncio, os, sys
+from ebbtide.errors import StoreUnavailable
+from ebbtide.runtime import ProcessSettings, Shutdown, run
+
+async def wait(shutdown):
+    shutdown.ready("127.0.0.1:1")
+    await shutdown.requested.wait()
+    print("stopping", flush=True)
+
+async def crash(error):
+    await asyncio.sleep(0)
+    raise error
+"""
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(body: str, name: str = "wait", settings: str = "ProcessSettings()") -> subprocess.Popen[str]:
+        code = f"{PREAMBLE}\n{body}\nrun({name}, 'probe', {settings})"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def events(text: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_asks_the_service_to_end_and_it_ends_well(start: Start, number: signal.Signals) -> None:
+    process = start("")
+    assert first_line(process) == "READY probe 127.0.0.1:1\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "stopping\n")
+    assert [event["event"] for event in events(err)] == ["asked to end", "ended"]
+
+
+def test_a_second_signal_ends_it_at_once(start: Start) -> None:
+    process = start(
+        "async def stuck(shutdown):\n    await wait(shutdown)\n    await asyncio.Event().wait()", name="stuck"
+    )
+    first_line(process)
+    process.send_signal(signal.SIGINT)
+    assert first_line(process) == "stopping\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+
+
+def test_the_ready_file_is_whole_and_tells_address_metrics_and_pid(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    process = start("", settings=f"ProcessSettings(ready_file={str(path)!r}, metrics_port=0)")
+    line = first_line(process).split()
+    told = json.loads(path.read_text())
+    assert told == {"address": "127.0.0.1:1", "metrics": int(line[-1]), "pid": process.pid}
+    assert told["metrics"] > 0
+    assert [child.name for child in tmp_path.iterdir()] == ["ready.json"]
+
+
+def test_a_crashed_background_task_ends_the_process_and_says_why(start: Start) -> None:
+    process = start(
+        "async def main(shutdown):\n"
+        "    shutdown.spawn(crash(StoreUnavailable('redis at /s is gone; start it')), 'renewal')\n"
+        "    await wait(shutdown)",
+        name="main",
+    )
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert out.endswith("stopping\n")
+    (failed,) = [event for event in events(err) if event["event"] == "failed"]
+    assert failed["task"] == "renewal"
+    assert failed["reason"] == "redis at /s is gone; start it"
+
+
+def test_a_crash_ends_the_process_though_its_main_function_hangs(start: Start) -> None:
+    process = start(
+        "import ebbtide.runtime\n"
+        "ebbtide.runtime._CRASH_GRACE_S = 0.1\n"
+        "async def main(shutdown):\n"
+        "    shutdown.spawn(crash(KeyError('x')), 'pump')\n"
+        "    await asyncio.Event().wait()",
+        name="main",
+    )
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "KeyError: 'x'" in err
+    assert "not ended in time" in err
+
+
+def test_a_main_function_that_fails_gives_exit_code_1(start: Start) -> None:
+    process = start("", name="lambda shutdown: crash(StoreUnavailable('no redis'))")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert [event.get("reason") for event in events(err) if event["event"] == "failed"] == ["no redis"]
+
+
+def test_background_tasks_are_cancelled_and_awaited_at_the_end(start: Start) -> None:
+    process = start(
+        "async def background():\n"
+        "    try:\n"
+        "        await asyncio.Event().wait()\n"
+        "    finally:\n"
+        "        await asyncio.sleep(0)\n"
+        "        print('cleaned', flush=True)\n"
+        "async def main(shutdown):\n"
+        "    shutdown.spawn(background(), 'b')\n"
+        "    await asyncio.sleep(0)",
+        name="main",
+    )
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "cleaned\n")
+
+
+async def test_a_process_dies_with_the_parent_that_it_was_told_of(tmp_path: Path) -> None:
+    """The parent is SIGKILLed, so that it can do nothing for its child."""
+    ready = tmp_path / "ready"
+    child = f"{PREAMBLE}\nrun(wait, 'c', ProcessSettings(ready_file={str(ready)!r}, die_with_parent=int(sys.argv[1])))"
+    parent = (
+        "import os, subprocess, sys\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())], stdout=subprocess.DEVNULL).wait()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent])  # noqa: ASYNC220 - quick, and killed at once
+    try:
+        await wait_until(ready.exists, timeout=20)
+        pid = json.loads(ready.read_text())["pid"]
+        orphan = psutil.Process(pid)
+    finally:
+        process.kill()
+        process.wait()
+    await wait_until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE, timeout=10)
+
+
+def test_a_process_whose_parent_is_gone_already_does_not_start(start: Start) -> None:
+    process = start("", settings=f"ProcessSettings(die_with_parent={os.getppid()})")
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (1, "")
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    write_atomically(path, "one")
+    write_atomically(path, "two")
+    assert path.read_text() == "two"
+    assert list(tmp_path.iterdir()) == [path]
