@@ -1,8 +1,12 @@
 """Settings of a rollout-worker."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+
+from ebbtide.rpc.security import ClientSecurity
+from ebbtide.runtime import ProcessSettings
+from ebbtide.types.fleet import WorkerKind
 
 
 class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -12,9 +16,48 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tensor_parallel_size: Annotated[int, Meta(ge=1, description="devices that share one model")] = 1
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1, description="share of a device's memory to use")] = 0.9
     max_model_len: Annotated[int, Meta(ge=0, description="prompt plus response, tokens; 0: the model's own")] = 0
-    enforce_eager: Annotated[
-        bool, Meta(description="no compilation, no captured graphs: boots faster, runs slower")
-    ] = False
+    enforce_eager: Annotated[bool, Meta(description="no compilation: boots faster, runs slower")] = False
     kv_cache_mib: Annotated[int, Meta(ge=0, description="memory for keys and values, MiB; 0: by the memory share")] = 0
     threads: Annotated[int, Meta(ge=0, description="OpenMP threads of a CPU engine; 0: as vLLM decides")] = 0
     engine_args: Annotated[str, Meta(description="further engine arguments of vLLM, a JSON object")] = ""
+
+
+class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the engine that follows a script instead of a model, for tests and for measuring everything else."""
+
+    step_s: Annotated[float, Meta(ge=0, description="seconds for a token of each rollout")] = 0.01
+    first_token_s: Annotated[float, Meta(ge=0, description="seconds before the first token of a request")] = 0.0
+    boot_s: Annotated[float, Meta(ge=0, description="seconds to boot")] = 0.0
+    install_s: Annotated[float, Meta(ge=0, description="seconds for which an install holds generation")] = 0.0
+    vocab_size: Annotated[int, Meta(ge=4, description="token ids are below")] = 128
+    max_model_len: Annotated[int, Meta(ge=2, description="prompt plus response, tokens")] = 4096
+    mean_length: Annotated[int, Meta(ge=0, description="one token in so many ends a response (id 1); 0: none")] = 0
+    stall_after_tokens: Annotated[int, Meta(ge=0, description="then nothing comes any more; 0: never")] = 0
+    fail_after_tokens: Annotated[int, Meta(ge=0, description="then the engine is lost; 0: never")] = 0
+    refuse_version: Annotated[int, Meta(ge=0, description="a version that it refuses to install; 0: none")] = 0
+
+
+class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the worker."""
+
+    coordinator: Annotated[str, Meta(description="address of the coordinator", extra={"shared": True})] = (
+        "127.0.0.1:7600"
+    )
+    relay: Annotated[str, Meta(description="address of the weight-relay", extra={"shared": True})] = "127.0.0.1:7610"
+    client: ClientSecurity = ClientSecurity()
+    worker_id: Annotated[str, Meta(description="its name in the fleet; empty: one made up")] = ""
+    kind: Annotated[WorkerKind, Meta(description="reserved, spot or borrowed")] = WorkerKind.RESERVED
+    site: Annotated[str, Meta(description="cluster or region that it belongs to")] = ""
+    engine: Annotated[Literal["vllm", "scripted"], Meta(description="what generates")] = "vllm"
+    model: Annotated[str, Meta(description="checkpoint directory that the engine boots from")] = ""
+    slots: Annotated[int, Meta(ge=1, description="rollouts held at most")] = 32
+    flush_tokens: Annotated[int, Meta(ge=1, description="unsent tokens of one rollout that make a message due")] = 32
+    flush_interval_ms: Annotated[int, Meta(ge=1, description="longest time that a token waits to be sent")] = 250
+    unacknowledged_tokens: Annotated[int, Meta(ge=1, description="tokens not yet stored from which on it waits")] = (
+        65536
+    )
+    drain_timeout_s: Annotated[float, Meta(gt=0, description="longest time to hand everything over at the end")] = 20.0
+    pull_patience_s: Annotated[float, Meta(gt=0, description="how long the relay may be away during a pull")] = 30.0
+    counter_file: Annotated[str, Meta(description="ledger of generated tokens (ebbtide.ledger); empty: none")] = ""
+    vllm: VllmSettings = VllmSettings()
+    scripted: ScriptedSettings = ScriptedSettings()

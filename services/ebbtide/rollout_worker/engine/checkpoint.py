@@ -31,7 +31,7 @@ def tensor_shapes(root: Path) -> Shapes:
     """Names and shapes of all tensors of the checkpoint. Raises `InvalidRequest` for an unreadable header."""
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(root.glob("*.safetensors")):
-        for name, entry in _header(file).items():
+        for name, entry in header(file).items():
             if name != "__metadata__":
                 found[name] = tuple(entry["shape"])
     return found
@@ -66,7 +66,8 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _header(file: Path) -> dict[str, Any]:
+def header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file. Raises `InvalidRequest` if it is none."""
     try:
         with file.open("rb") as source:
             (size,) = struct.unpack("<Q", source.read(8))

@@ -117,6 +117,7 @@ class VllmEngine:
         return time.monotonic() - start
 
     async def pause(self, reason: str) -> None:
+        self.check()
         async with self._pausing:
             if not self._paused:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -127,6 +128,10 @@ class VllmEngine:
             if self._paused == {reason}:
                 await self._llm.resume_generation()
             self._paused.discard(reason)
+
+    def check(self) -> None:
+        if self._llm.errored:
+            raise EngineFailed("the engine's process died; its log says why")
 
     async def stop(self) -> None:
         if self._llm is not None:

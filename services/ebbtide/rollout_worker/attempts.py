@@ -1,0 +1,207 @@
+"""The attempts that this worker holds: from an assignment to a response that is durable in the store.
+
+Invariant: an attempt is held from `assign` until its finish is durable, or it is cancelled, superseded or
+released, and its output is in the outbox exactly as long. At most one task generates for it. Tokens are counted
+in the ledger before anything else learns of them. When this process dies, each rollout goes on elsewhere from
+its last stored token.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+
+from ebbtide import telemetry
+from ebbtide.errors import EbbtideError
+from ebbtide.ledger import Ledger
+from ebbtide.rollout_worker import metrics
+from ebbtide.rollout_worker.engine import Engine, EngineFailed
+from ebbtide.rollout_worker.generation import Assignment, Generation
+from ebbtide.rollout_worker.outbox import Ack, Outbox
+from ebbtide.types.fleet import AttemptRef, EngineInfo
+from ebbtide.types.tokens import token_count
+from ebbtide.types.weights import PolicyVersion
+
+log = telemetry.get_logger(__name__)
+
+
+class Held:
+    """One attempt. `releasing` gives the reason for which it goes back once all its tokens are stored."""
+
+    def __init__(self, assignment: Assignment, generation: Generation, entry: int) -> None:
+        self.assignment, self.generation, self.entry = assignment, generation, entry
+        self.task: asyncio.Task[None] | None = None
+        self.started = False
+        self.releasing = ""
+
+
+class Attempts:
+    """All attempts held, and the tasks that generate for them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        info: EngineInfo,
+        outbox: Outbox,
+        ledger: Ledger | None,
+        *,
+        release: Callable[[list[AttemptRef], str], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        """`release` hands attempts back to the coordinator; `fail` is told when the engine is lost."""
+        self._engine, self._info, self._outbox, self._ledger = engine, info, outbox, ledger
+        self._release, self._fail = release, fail
+        self._held: dict[str, Held] = {}
+        self.ended = asyncio.Event()  # set when a generation ends
+        self.empty = asyncio.Event()  # set while nothing is held
+        self.empty.set()
+        self.due = asyncio.Event()  # set when the next message is due earlier than it was
+        self.pressure = asyncio.Event()  # set when the outbox is full, and at each acknowledgement
+        self.tokens = 0
+        self._busy_s, self._busy_since = 0.0, 0.0
+
+    def __contains__(self, attempt_id: str) -> bool:
+        return attempt_id in self._held
+
+    @property
+    def running(self) -> int:
+        return sum(held.task is not None for held in self._held.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(held.task is not None and not held.started for held in self._held.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with at least one rollout in the engine."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self._busy_since else 0.0)
+
+    def start(self, assignment: Assignment) -> None:
+        """Take an attempt and generate for it. Raises `InvalidRequest` if this engine cannot."""
+        ref = assignment.attempt
+        generation = Generation(assignment, self._info, self._engine.decode)
+        entry = self._ledger.open(ref, token_count(assignment.partial)) if self._ledger else 0
+        held = self._held[ref.attempt_id] = Held(assignment, generation, entry)
+        self.empty.clear()
+        self._outbox.open(ref, assignment.partial)
+        if generation.finish is None:
+            held.task = asyncio.create_task(self._generate(held), name=f"generate {ref.rollout_id}")
+            held.task.add_done_callback(self._crashed)
+            self._busy_since = self._busy_since or time.monotonic()
+        else:
+            self._outbox.finish(ref.attempt_id, generation.finish, time.monotonic())
+            self.due.set()
+
+    def drop(self, refs: Iterable[AttemptRef], outcome: str) -> None:
+        """Stop generating for these attempts and forget them."""
+        for ref in refs:
+            self._outbox.drop(ref.attempt_id)
+            if held := self._held.pop(ref.attempt_id, None):
+                metrics.ATTEMPTS.labels(outcome).inc()
+                log.debug("attempt ended", run_id=ref.run_id, rollout_id=ref.rollout_id, outcome=outcome)
+                if held.task is not None:
+                    held.task.cancel()
+        if not self._held:
+            self.empty.set()
+
+    def settle(self, acks: Iterable[Ack], *, durable: bool) -> None:
+        """Take note of acknowledgements; `durable` says whether what they name is fsynced."""
+        done = self._outbox.settle(acks, durable=durable, now=time.monotonic())
+        self.drop(done.finished, "finished")
+        self.drop(done.superseded, "superseded")
+        self._release_stored()
+        self.pressure.set()
+
+    def check(self) -> None:
+        """Tell `fail` if the engine is lost."""
+        try:
+            self._engine.check()
+        except EngineFailed as error:
+            self._fail(error)
+
+    async def hand_over(self, reason: str) -> None:
+        """Stop all generation; each attempt is released once its tokens are stored."""
+        try:
+            await self._engine.pause("drain")  # what the engine has made so far still comes out
+        except EngineFailed as error:
+            log.warning("nothing more comes out of the engine", reason=str(error))
+        tasks = [held.task for held in self._held.values() if held.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for held in self._held.values():
+            if held.generation.finish is None:
+                held.releasing = reason
+        self._outbox.flush(time.monotonic())
+        self.due.set()
+        self._release_stored()
+
+    def admit(self, run_id: str, version: PolicyVersion) -> bool:
+        """Whether all that is being generated may go on under `version` of the run's policy."""
+        return all(
+            held.assignment.attempt.run_id == run_id
+            and held.assignment.policy == version.policy
+            and held.assignment.admits(version.version)
+            for held in self._held.values()
+            if held.task is not None
+        )
+
+    async def _generate(self, held: Held) -> None:
+        ref = held.assignment.attempt
+        try:
+            async with aclosing(self._engine.generate(held.generation.request())) as stream:
+                async for delta in stream:
+                    tokens = held.generation.accept(delta)
+                    self._count(held, tokens)
+                    if held.generation.finish is not None:
+                        break
+            if held.generation.finish is None:
+                held.releasing = "the engine ended the request"
+        except EngineFailed as error:
+            held.releasing = f"stopped: {error}"
+            self._fail(error)
+        except EbbtideError as error:
+            held.releasing = str(error)
+            log.warning("attempt failed", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=str(error))
+        finally:
+            self._ended(held)
+
+    def _count(self, held: Held, tokens: bytes) -> None:
+        count = token_count(tokens)
+        if self._ledger:
+            self._ledger.add(held.entry, count)
+        held.started = True
+        self.tokens += count
+        metrics.TOKENS.inc(count)
+        attempt_id, now = held.assignment.attempt.attempt_id, time.monotonic()
+        if attempt_id not in self._outbox:
+            return
+        due = self._outbox.due
+        self._outbox.append(attempt_id, tokens, now)
+        if held.generation.finish is not None:
+            self._outbox.finish(attempt_id, held.generation.finish, now)
+        if self._outbox.due < due:
+            self.due.set()
+        if self._outbox.full:
+            self.pressure.set()
+
+    def _crashed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _ended(self, held: Held) -> None:
+        held.task = None
+        if self._busy_since and not self.running:
+            self._busy_s, self._busy_since = self.busy_s, 0.0
+        self._release_stored()
+        self.ended.set()
+
+    def _release_stored(self) -> None:
+        """Hand back what is to be released and is stored whole."""
+        ready: dict[str, list[AttemptRef]] = {}
+        for attempt_id, held in self._held.items():
+            if held.releasing and held.task is None and self._outbox.stored_whole(attempt_id):
+                ready.setdefault(held.releasing, []).append(held.assignment.attempt)
+        for reason, refs in ready.items():
+            self._release(refs, reason)
+            self.drop(refs, "released")

@@ -1,0 +1,118 @@
+"""Policy versions: which one the engine serves, and the way to the next.
+
+Invariant: `current` is what the engine serves, whole; it changes only here, under `gate`, which also admits
+attempts: so an attempt is judged by the version that its first token will be made by. At most one version is
+pulled or installed at a time; of several wished for meanwhile the last counts. Nothing survives this process: a
+new one pulls again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ebbtide import telemetry
+from ebbtide.errors import EbbtideError
+from ebbtide.rollout_worker import metrics
+from ebbtide.rollout_worker.attempts import Attempts
+from ebbtide.rollout_worker.engine import Engine, EngineFailed
+from ebbtide.rollout_worker.weights import Puller, WeightsFile
+from ebbtide.rpc.convert import to_proto
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.v1 import fleet_pb2, types_pb2
+
+log = telemetry.get_logger(__name__)
+
+
+class Installation(NamedTuple):
+    """A version of one run's policy."""
+
+    run_id: str
+    version: PolicyVersion
+
+
+class Installer:
+    """Pulls and installs what the coordinator wishes for."""
+
+    def __init__(
+        self, engine: Engine, puller: Puller, attempts: Attempts, report: Callable[[fleet_pb2.WorkerMessage], None]
+    ) -> None:
+        self._engine, self._puller, self._attempts, self._report = engine, puller, attempts, report
+        self._wish: Installation | None = None
+        self._wished = asyncio.Event()
+        self._file: WeightsFile | None = None
+        self.gate = asyncio.Lock()
+        self.current: Installation | None = None
+        self.busy = False
+
+    def wish(self, wanted: Installation) -> None:
+        self._wish = wanted
+        self._wished.set()
+        self._attempts.ended.set()  # an install that waits looks again
+
+    async def run(self) -> None:
+        """Install what is wished for, for ever. Raises `EngineFailed` when the engine is lost over it."""
+        try:
+            while True:
+                await self._wished.wait()
+                self._wished.clear()
+                if self._wish is not None:
+                    self.busy = self._wish != self.current
+                    await self._fulfil(self._wish)
+                    self.busy = False
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    async def _fulfil(self, wanted: Installation) -> None:
+        pull_s = pause_s = 0.0
+        try:
+            if wanted != self.current:
+                start = time.monotonic()
+                file = await self._puller.pull(wanted.run_id, wanted.version, self._engine.shapes, self._file)
+                pull_s = time.monotonic() - start
+                if (paused := await self._replace(wanted, file)) is None:
+                    return
+                pause_s = paused
+                metrics.INSTALLS.labels("installed").inc()
+                metrics.PULL_SECONDS.observe(pull_s)
+                metrics.PAUSE_SECONDS.observe(pause_s)
+        except EngineFailed:
+            raise
+        except EbbtideError as error:
+            self._refused(wanted, error)
+            return
+        log.info("installed", **_names(wanted), pull_s=round(pull_s, 4), pause_s=round(pause_s, 4))
+        done = fleet_pb2.Installed(version=_message(wanted), run_id=wanted.run_id, pull_s=pull_s, pause_s=pause_s)
+        self._report(fleet_pb2.WorkerMessage(installed=done))
+
+    async def _replace(self, wanted: Installation, file: WeightsFile) -> float | None:
+        """Install `file` as soon as no attempt forbids it; None if something else was wished for meanwhile."""
+        try:
+            while self._wish == wanted:
+                self._attempts.ended.clear()
+                async with self.gate:
+                    if self._attempts.admit(wanted.run_id, wanted.version):
+                        pause_s = await self._engine.install(wanted.version.version, file.path)
+                        self.current = wanted
+                        self._file, file = file, self._file or file
+                        return pause_s
+                await self._attempts.ended.wait()
+            return None
+        finally:
+            if file is not self._file:
+                file.close()
+
+    def _refused(self, wanted: Installation, error: EbbtideError) -> None:
+        metrics.INSTALLS.labels("refused").inc()
+        log.warning("version refused", **_names(wanted), reason=str(error))
+        failed = fleet_pb2.InstallFailed(version=_message(wanted), run_id=wanted.run_id, message=str(error))
+        self._report(fleet_pb2.WorkerMessage(install_failed=failed))
+
+
+def _message(wanted: Installation) -> types_pb2.PolicyVersion:
+    return to_proto(wanted.version, types_pb2.PolicyVersion)
+
+
+def _names(wanted: Installation) -> dict[str, str | int]:
+    return {"run_id": wanted.run_id, "policy": wanted.version.policy, "version": wanted.version.version}

@@ -1,0 +1,14 @@
+"""What a worker measures."""
+
+from ebbtide import telemetry
+
+TOKENS = telemetry.counter("worker_tokens_total", "tokens that left the engine")
+RUNNING = telemetry.gauge("worker_running", "rollouts in the engine")
+WAITING = telemetry.gauge("worker_waiting", "rollouts in the engine without a token of this attempt yet")
+UNACKNOWLEDGED = telemetry.gauge("worker_unacknowledged_tokens", "tokens generated and not yet stored")
+FLUSH_SECONDS = telemetry.histogram("worker_flush_seconds", "from sending tokens to their acknowledgement")
+ATTEMPTS = telemetry.counter("worker_attempts_total", "attempts ended", ("outcome",))
+INSTALLS = telemetry.counter("worker_installs_total", "policy versions installed or refused", ("outcome",))
+PULL_SECONDS = telemetry.histogram("worker_pull_seconds", "from wanting a version to holding all of it, verified")
+PAUSE_SECONDS = telemetry.histogram("worker_pause_seconds", "generation standing still for an install")
+THROTTLED_SECONDS = telemetry.counter("worker_throttled_seconds_total", "generation held because the store was slow")

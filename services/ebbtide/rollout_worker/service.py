@@ -1,0 +1,102 @@
+"""The worker's life: boot the engine, stay attached, and hand everything over at the end."""
+
+import asyncio
+import os
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from ebbtide import telemetry
+from ebbtide.errors import Unavailable
+from ebbtide.ledger import Ledger
+from ebbtide.rollout_worker.attempts import Attempts
+from ebbtide.rollout_worker.engine import Engine
+from ebbtide.rollout_worker.installer import Installer
+from ebbtide.rollout_worker.outbox import Outbox
+from ebbtide.rollout_worker.session import Session
+from ebbtide.rollout_worker.settings import Settings
+from ebbtide.rollout_worker.weights import Puller
+from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
+from ebbtide.rpc.channel import open_channel
+from ebbtide.runtime import Shutdown
+from ebbtide.types.ids import check_id
+
+log = telemetry.get_logger(__name__)
+
+#: How long the coordinator may take to close the streams of a worker that has handed everything over.
+_GOODBYE_S = 5.0
+
+
+def make_engine(settings: Settings) -> Engine:
+    """The engine that the settings name. Raises `InvalidRequest` for a model it cannot boot from."""
+    if settings.engine == "scripted":
+        from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+
+        return ScriptedEngine(settings.scripted)
+    from ebbtide.rollout_worker.engine.vllm import VllmEngine
+
+    return VllmEngine(settings.model, settings.slots, settings.vllm)
+
+
+async def serve(shutdown: Shutdown, settings: Settings) -> None:
+    """Run one worker until it is asked to end. Raises what keeps it from working."""
+    worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
+    telemetry.bind(worker_id=worker_id)
+    engine = make_engine(settings)
+    try:
+        # First of all: the engine's processes may be forked, which nothing but this thread should live through.
+        info = await engine.start()
+        log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
+        outbox = Outbox(
+            flush_tokens=settings.flush_tokens,
+            flush_interval_s=settings.flush_interval_ms / 1000,
+            limit=settings.unacknowledged_tokens,
+            jitter=lambda: random.uniform(0.75, 1.0),
+        )
+        ledger = Ledger(Path(settings.counter_file)) if settings.counter_file else None
+        outgoing = Outgoing()
+        attempts = Attempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
+        async with (
+            open_channel(settings.coordinator, settings.client) as coordinator,
+            open_channel(settings.relay, settings.client) as relay,
+        ):
+            puller = Puller(relay, settings.relay, patience_s=settings.pull_patience_s)
+            installer = Installer(engine, puller, attempts, outgoing.put)
+            worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
+            session = Session(
+                worker,
+                coordinator,
+                settings.coordinator,
+                attached=_once(shutdown, worker_id),
+                drain=shutdown.requested.set,
+            )
+            shutdown.spawn(installer.run(), "installer")
+            shutdown.spawn(throttle(engine, outbox, attempts.pressure), "throttle")
+            streams = shutdown.spawn(session.run(), "streams")
+            await shutdown.requested.wait()
+            await _leave(worker, streams)
+    finally:
+        await engine.stop()
+
+
+def _once(shutdown: Shutdown, address: str) -> Callable[[], None]:
+    """Says ready at the first call."""
+    said = False
+
+    def say() -> None:
+        nonlocal said
+        if not said:
+            said = True
+            shutdown.ready(address)
+
+    return say
+
+
+async def _leave(worker: Worker, streams: asyncio.Task[None]) -> None:
+    if streams.done():
+        raise Unavailable("the streams to the coordinator had ended: nothing could be handed over")
+    if not await worker.drain(worker.settings.drain_timeout_s):
+        raise Unavailable("not all tokens could be handed over in time; they are generated again elsewhere")
+    await asyncio.wait({streams}, timeout=_GOODBYE_S)
+    log.info("drained", tokens=worker.attempts.tokens)

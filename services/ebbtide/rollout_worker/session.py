@@ -1,0 +1,148 @@
+"""The control stream, opened anew after any failure, and the append stream beside it.
+
+Invariant: one session at a time, which begins with an attach that names all attempts held. The coordinator's
+answer says which of them go on; all others are dropped. While there is no session, generation goes on as far as
+the outbox allows.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+
+from ebbtide import telemetry
+from ebbtide.errors import (
+    EbbtideError,
+    Internal,
+    InvalidRequest,
+    NotReady,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from ebbtide.rollout_worker.appending import Appender
+from ebbtide.rollout_worker.concurrent import first_of
+from ebbtide.rollout_worker.generation import Assignment
+from ebbtide.rollout_worker.installer import Installation
+from ebbtide.rollout_worker.worker import Worker
+from ebbtide.rpc.convert import from_proto
+from ebbtide.rpc.retry import pauses
+from ebbtide.rpc.status import translated
+from ebbtide.types.fleet import AttemptRef
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.v1 import fleet_pb2
+from ebbtide.v1.fleet_pb2_grpc import FleetStub
+
+log = telemetry.get_logger(__name__)
+
+#: Errors that trying again does not cure.
+_FATAL: Final = (InvalidRequest, Unauthenticated, PermissionDenied, NotReady, Internal)
+_ATTACH_S: Final = 15.0
+
+
+class Session:
+    """Keeps the worker attached."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        channel: grpc.aio.Channel,
+        target: str,
+        *,
+        attached: Callable[[], None],
+        drain: Callable[[], None],
+    ) -> None:
+        """`attached` is called after each attach; `drain` when the coordinator asks for one."""
+        self._worker, self._target = worker, target
+        self._stub = FleetStub(channel)
+        self._appender = Appender(self._stub, target, worker.outbox, worker.attempts)
+        self._attached, self._drain = attached, drain
+
+    async def run(self) -> None:
+        """Stay attached until the worker has drained. Raises what trying again does not cure."""
+        waits = pauses(0.1, 2.0)
+        while True:
+            began = time.monotonic()
+            try:
+                await self._attach()
+            except _FATAL:
+                raise
+            except EbbtideError as error:
+                log.warning("detached", reason=str(error))
+            else:
+                return
+            if time.monotonic() - began > 10.0:
+                waits = pauses(0.1, 2.0)
+            await asyncio.sleep(next(waits))
+
+    async def _attach(self) -> None:
+        with translated("coordinator", self._target):
+            call = self._stub.Control()
+            try:
+                await call.write(self._worker.attach())
+                attached = await self._answer(call)
+                self._adopt(attached)
+                await first_of(
+                    self._receive(call),
+                    self._send(call),
+                    self._beat(attached.heartbeat_s),
+                    self._appender.run(attached.session),
+                )
+            except asyncio.InvalidStateError:  # written to a call that had ended
+                await call.read()  # raises why
+                raise Unavailable("the coordinator ended the stream") from None
+            finally:
+                call.cancel()
+
+    async def _answer(self, call: Any) -> fleet_pb2.Attached:
+        try:
+            async with asyncio.timeout(_ATTACH_S):
+                first = await call.read()
+        except TimeoutError:
+            raise Unavailable(f"the coordinator did not answer the attach within {_ATTACH_S:g} s") from None
+        if not isinstance(first, fleet_pb2.CoordinatorMessage) or first.WhichOneof("kind") != "attached":
+            raise Unavailable("the coordinator did not answer the attach")
+        return first.attached
+
+    def _adopt(self, attached: fleet_pb2.Attached) -> None:
+        worker = self._worker
+        adopted = {ref.attempt_id for ref in attached.adopted}
+        lost = [ref for ref, _ in worker.outbox.held() if ref.attempt_id not in adopted]
+        worker.attempts.drop(lost, "superseded")
+        log.info("attached", session=attached.session, adopted=len(adopted), superseded=len(lost))
+        self._attached()
+
+    async def _send(self, call: Any) -> None:
+        queue = self._worker.outgoing.queue
+        while (message := await queue.get()) is not None:
+            await call.write(message)
+        await call.done_writing()
+        await asyncio.Event().wait()  # the coordinator ends the stream, and with it the session
+
+    async def _beat(self, interval_s: float) -> None:
+        while True:
+            self._worker.outgoing.put(self._worker.heartbeat())
+            await asyncio.sleep(interval_s)
+
+    async def _receive(self, call: Any) -> None:
+        async for message in call:
+            await self._handle(message)
+        if not self._worker.drained:
+            raise Unavailable("the coordinator ended the stream")
+
+    async def _handle(self, message: fleet_pb2.CoordinatorMessage) -> None:
+        worker = self._worker
+        match message.WhichOneof("kind"):
+            case "assign":
+                await worker.assign(from_proto(item, Assignment) for item in message.assign.assignments)
+            case "cancel":
+                worker.attempts.drop((from_proto(ref, AttemptRef) for ref in message.cancel.attempts), "cancelled")
+            case "install":
+                version = from_proto(message.install.version, PolicyVersion)
+                worker.installer.wish(Installation(message.install.run_id, version))
+            case "drain":
+                self._drain()
+            case other:
+                log.warning("message not understood", kind=other)
