@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple
 
 Setting = Literal["replace", "shrink", "drop"]
 
-#: Tries at one sample before its group gives it up: what failed three times fails for a reason that trying does not cure.
+#: Tries at one sample before its group gives it up: what failed three times will not be cured by a fourth try.
 MAX_TRIES: Final = 3
 #: The least that group-normalised advantages can be computed of.
 MIN_GROUP: Final = 2
@@ -46,16 +46,14 @@ class Decision(NamedTuple):
 def decide(samples: Sequence[Sample], *, setting: Setting) -> Decision:
     """What to do with a group now. Called again whenever a sample's state changes, until it says COMPLETE or DROP."""
     failed = _having(samples, SampleState.FAILED)
-    if setting == "drop" and failed:
-        return Decision(Verdict.DROP)
-    if setting == "replace":
-        again = tuple(index for index in failed if samples[index].tries < MAX_TRIES)
-        if again:
-            return Decision(Verdict.REPLACE, again)
+    again = tuple(index for index in failed if samples[index].tries < MAX_TRIES)
+    if setting == "replace" and again:
+        return Decision(Verdict.REPLACE, again)
     if _having(samples, SampleState.RUNNING):
         return Decision(Verdict.WAIT)
     scored = _having(samples, SampleState.SCORED)
-    return Decision(Verdict.COMPLETE, scored) if len(scored) >= MIN_GROUP else Decision(Verdict.DROP)
+    enough = len(samples) if setting == "drop" else MIN_GROUP
+    return Decision(Verdict.COMPLETE, scored) if len(scored) >= enough else Decision(Verdict.DROP)
 
 
 def _having(samples: Sequence[Sample], state: SampleState) -> tuple[int, ...]:

@@ -1,0 +1,66 @@
+"""Wires what drives one run, and checks its environment and tokens before anything is submitted."""
+
+from functools import partial
+
+from ebbtide.client import Client, Lease
+from ebbtide.errors import InvalidRequest
+from ebbtide.telemetry import get_logger
+from ebbtide.trainer.conversation import Conversations, load_conversations
+from ebbtide.trainer.driver.episodes import Player
+from ebbtide.trainer.driver.exchange import Exchange
+from ebbtide.trainer.driver.sandbox import Sandbox, TookTooLong
+from ebbtide.trainer.driver.settings import DriverSettings
+from ebbtide.trainer.driver.steps import Steps
+from ebbtide.trainer.environments import EnvironmentSource, load_source
+from ebbtide.trainer.following import Following
+from ebbtide.trainer.race import RunFailed, race
+from ebbtide.types.run import RunSpec
+
+log = get_logger(__name__)
+
+
+async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
+    """Drive the lease's run to its end. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
+    spec, sandbox = lease.run.spec, Sandbox(settings.environment_threads)
+    source, conversations = await _prepare(spec, sandbox)
+    exchange, following = Exchange(lease), Following(client, lease.run_id)
+    player = Player(spec, source, conversations, sandbox, exchange)
+    steps = Steps(lease, player, exchange, following)
+    await race(following.run(), exchange.run(), steps.run())
+
+
+async def _prepare(spec: RunSpec, sandbox: Sandbox) -> tuple[EnvironmentSource, Conversations]:
+    """The run's environments and tokens. Raises `InvalidRequest` for what is wrong with the run as a whole."""
+    limit = spec.batch.episode_timeout_s
+    try:
+        source = await sandbox.call(partial(_load_source, spec), timeout_s=limit)
+        tokens = partial(load_conversations, spec.model, stop_token_ids=spec.sampling.stop_token_ids)
+        conversations = await sandbox.call(tokens, timeout_s=limit)
+        await sandbox.call(partial(_try_out, spec, source, conversations), timeout_s=limit)
+    except TookTooLong:
+        raise RunFailed(
+            f"environment {spec.environment.name!r} was not ready in batch.episode_timeout_s ({limit:g} s); raise it"
+        ) from None
+    return source, conversations
+
+
+def _load_source(spec: RunSpec) -> EnvironmentSource:
+    try:
+        return load_source(spec.environment.name, spec.environment.params, spec.seed)
+    except InvalidRequest:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RunFailed(f"environment {spec.environment.name!r} cannot be made: {reason}") from error
+
+
+def _try_out(spec: RunSpec, source: EnvironmentSource, conversations: Conversations) -> None:
+    """Ask for the first prompt and for the last problem of evaluation. What merely crashes is left to its episode."""
+    try:
+        conversations.opening(source.make("train", 0).reset())
+        if spec.evaluation.problems:
+            source.make("eval", spec.evaluation.problems - 1)
+    except InvalidRequest:
+        raise
+    except Exception as error:  # noqa: BLE001 - user code
+        log.warning("the environment failed when tried out", reason=f"{type(error).__name__}: {error}")

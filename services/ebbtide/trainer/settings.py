@@ -1,0 +1,37 @@
+"""Settings of the trainer, and what it shares with the episode driver."""
+
+import socket
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from ebbtide.rpc.security import ClientSecurity
+from ebbtide.runtime import ProcessSettings
+
+
+class WorkSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a process finds the coordinator and the runs that it works on."""
+
+    coordinator: Annotated[str, Meta(description="address of the coordinator", extra={"shared": True})] = (
+        "127.0.0.1:7600"
+    )
+    relay: Annotated[str, Meta(description="address of the weight-relay", extra={"shared": True})] = "127.0.0.1:7610"
+    security: ClientSecurity = ClientSecurity()
+    run_id: Annotated[str, Meta(description="the run to work on; empty: whichever wants it, one after another")] = ""
+    once: Annotated[bool, Meta(description="end when the run has ended")] = False
+    holder: Annotated[
+        str,
+        Meta(description="name of this process to the coordinator; one started again takes its lease over at once"),
+    ] = ""
+    patience_s: Annotated[float, Meta(gt=0, description="how long a service may be away before work is dropped")] = (
+        60.0
+    )
+
+    def holder_name(self, role: str) -> str:
+        return self.holder or f"{role}@{socket.gethostname()}"
+
+
+class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0: its own choice")] = 0
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda if there is one")] = "auto"
+    keep_checkpoints: Annotated[int, Meta(ge=1, description="newest checkpoints kept of a run")] = 2
