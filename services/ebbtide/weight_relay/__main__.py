@@ -29,7 +29,6 @@ async def serve(settings: RelaySettings, shutdown: Shutdown) -> None:
     await server.set_serving(True)
     shutdown.ready(server.address)
     await shutdown.requested.wait()
-    relay.drain()
     await server.stop()
     await relay.close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ebbtide import telemetry
-from ebbtide.errors import ChunkCorrupt, Draining, EbbtideError, NoCapacity, VersionUnavailable
+from ebbtide.errors import ChunkCorrupt, EbbtideError, NoCapacity, VersionUnavailable
 from ebbtide.scheduling.retention import RetentionPlan, plan_retention
 from ebbtide.types.weights import Manifest, PolicyVersion, VersionInfo
 from ebbtide.weight_relay import metrics
@@ -38,7 +38,6 @@ class Relay:
         self._lock = asyncio.Lock()
         self._unsynced: set[bytes] = set()
         self._changed = asyncio.Event()
-        self._draining = False
         self._unbroken: set[asyncio.Task[object]] = set()
 
     async def open(self) -> None:
@@ -54,11 +53,6 @@ class Relay:
         async with self._lock:
             await self._evict(self._plan())
         log.info("versions found", versions=len(manifests), bytes=sum(self.index.on_disk.values()))
-
-    def drain(self) -> None:
-        """End all watches, so that the server need not wait for them."""
-        self._draining = True
-        self._announce()
 
     async def close(self) -> None:
         """Let changes under way finish, then give up the directory."""
@@ -181,8 +175,6 @@ class Relay:
             for version in fresh:
                 yield held[version].info
             await changed.wait()
-            if self._draining:
-                raise Draining("the relay is leaving; watch again from another, or once it is back")
 
     # -- let go --------------------------------------------------------------------------------------------------
 

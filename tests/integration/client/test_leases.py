@@ -1,0 +1,130 @@
+"""A lease renews itself, pushes back with the coordinator, and ends everything under it once it is lost."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from ebbtide.client import Client, Lease
+from ebbtide.errors import LeaseSuperseded, NoCapacity, NotReady, Unavailable
+from ebbtide.testing import wait_until
+from ebbtide.types.rollout import RolloutRequest, SubmitOutcome
+from ebbtide.types.run import Sampling
+
+
+def rollout(name: str, tokens: int = 4) -> RolloutRequest:
+    return RolloutRequest(
+        rollout_id=name, group_id="g", episode_id=name, prompt_ids=bytes(4 * tokens), sampling=Sampling()
+    )
+
+
+async def test_a_lease_renews_itself_and_is_given_back(client: Client, script: Any) -> None:
+    async with client.claim("run", holder="host-1") as lease:
+        assert (lease.run_id, lease.role, lease.run.spec.name) == ("run", "trainer", "spell")
+        await wait_until(lambda: len(script.calls("RenewLease")) >= 3, what="renewals")
+    (claim,) = script.calls("ClaimRun")
+    assert claim.holder == "host-1"
+    assert len(script.calls("ReleaseLease")) == 1
+    with pytest.raises(LeaseSuperseded, match="released"):
+        await lease.acknowledge(["r"])
+
+
+async def test_a_claim_waits_until_the_lease_is_free(client: Client, script: Any) -> None:
+    script.free = False
+    with pytest.raises(NotReady, match="held by another"):
+        await client.acquire("run", wait=False)
+    claim = asyncio.create_task(client.acquire("run"))
+    await wait_until(lambda: len(script.calls("ClaimRun")) >= 3, what="repeated claims")
+    script.free = True
+    await (await claim).release()
+
+
+async def test_renewals_outlive_a_coordinators_restart(client: Client, coordinator: Any, script: Any) -> None:
+    async with client.claim("run") as lease:
+        await coordinator.stop()
+        await asyncio.wait({asyncio.create_task(lease.lost.wait())}, timeout=0.5)
+        await coordinator.start()
+        before = len(script.calls("RenewLease"))
+        await wait_until(lambda: len(script.calls("RenewLease")) > before + 1, what="renewals")
+        assert not lease.lost.is_set()
+
+
+async def _next_finished(lease: Lease) -> None:
+    await anext(lease.finished())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda lease: lease.submit_rollouts([rollout("r")]),
+        lambda lease: lease.acknowledge(["r"]),
+        lambda lease: lease.publish({}, step=1),
+        _next_finished,
+    ],
+)
+async def test_a_superseded_lease_refuses_every_call(
+    call: Callable[[Lease], Awaitable[Any]], client: Client, script: Any
+) -> None:
+    async with client.claim("run") as lease:
+        script.fence = "fence-of-another"
+        await wait_until(lease.lost.is_set, what="the loss")
+        asked = len(script.asked)
+        with pytest.raises(LeaseSuperseded, match="claimed by another"):
+            await call(lease)
+        assert len(script.asked) == asked
+    assert not script.calls("ReleaseLease")
+
+
+async def test_a_refused_call_loses_the_lease_before_the_next_renewal(client: Client, script: Any) -> None:
+    script.ttl_s = 60.0
+    async with client.claim("run") as lease:
+        script.fence = "fence-of-another"
+        with pytest.raises(LeaseSuperseded):
+            await lease.submit_rollouts([rollout("r")])
+        assert lease.lost.is_set()
+
+
+async def test_a_stream_ends_when_its_lease_is_lost(client: Client, script: Any) -> None:
+    script.finish(1)
+    async with client.claim("run") as lease:
+        finished = lease.finished()
+        assert (await anext(finished)).rollout_id == "f1"
+        waiting = asyncio.ensure_future(anext(finished))
+        script.fence = "fence-of-another"
+        with pytest.raises(LeaseSuperseded):
+            await waiting
+
+
+async def test_a_full_queue_is_waited_out_as_long_as_it_says(client: Client, script: Any) -> None:
+    script.errors["Submit"] = [NoCapacity("full", retry_after_s=0.4), Unavailable("away")]
+    async with client.claim("run") as lease:
+        start = time.monotonic()
+        assert await lease.submit_rollouts([rollout("a"), rollout("b")]) == [SubmitOutcome.ACCEPTED] * 2
+        assert time.monotonic() - start >= 0.4
+        assert len(script.calls("Submit")) == 3
+        script.errors["Submit"] = [NoCapacity("full", retry_after_s=0.4)]
+        with pytest.raises(NoCapacity):
+            await lease.submit_rollouts([rollout("c")], wait=False)
+
+
+async def test_waiting_for_capacity_ends_with_the_lease(client: Client, script: Any) -> None:
+    script.errors["Submit"] = [NoCapacity("full", retry_after_s=60.0)]
+    async with client.claim("run") as lease:
+        submit = asyncio.ensure_future(lease.submit_rollouts([rollout("a")]))
+        await wait_until(lambda: script.calls("Submit"), what="the refusal")
+        script.fence = "fence-of-another"
+        with pytest.raises(LeaseSuperseded):
+            await submit
+
+
+async def test_large_submits_are_cut_below_the_size_of_a_message(client: Client, script: Any) -> None:
+    script.ttl_s = 60.0
+    rollouts = [rollout(f"r{i}", tokens=100_000) for i in range(12)] + [rollout(f"s{i}") for i in range(2000)]
+    async with client.claim("run") as lease:
+        outcomes = await lease.submit_rollouts(rollouts)
+    assert len(outcomes) == 2012
+    sent = [item.rollout_id for request in script.calls("Submit") for item in request.rollouts]
+    assert sent == [item.rollout_id for item in rollouts]
+    assert max(request.ByteSize() for request in script.calls("Submit")) < 3 << 20
