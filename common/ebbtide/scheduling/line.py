@@ -13,7 +13,7 @@ from ebbtide.scheduling.pacing import Bounds
 
 
 class Waiting(Struct, frozen=True, kw_only=True):
-    """A queued rollout. `length`: tokens of its prompt and partial; `place`: its place in line, lower first."""
+    """A queued rollout. `length`: tokens of prompt and partial; `place`: in line, lower first; `since`: when it came."""
 
     rollout_id: str
     episode_id: str
@@ -21,6 +21,7 @@ class Waiting(Struct, frozen=True, kw_only=True):
     length: int
     place: int
     priority: int = 0
+    since: float = 0.0
 
 
 class Line:

@@ -1,5 +1,6 @@
 """Finished rollouts on their way to the driver, and trajectories on theirs to the trainer."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -79,7 +80,7 @@ class Trajectories(Topic):
                 break
         return found
 
-    async def commit(self, lease: LeaseRef, outcomes: list[TrajectoryOutcome]) -> None:
+    async def commit(self, lease: LeaseRef, outcomes: Sequence[TrajectoryOutcome]) -> None:
         """Count each as trained or dropped and delete it; those committed before are passed by."""
         await self._leased("commit", lease, *(part for one in outcomes for part in (one.cursor, one.drop_reason)))
 

@@ -1,0 +1,37 @@
+"""Starts the coordinator."""
+
+from collections.abc import Sequence
+
+from ebbtide.coordinator.settings import Settings
+from ebbtide.runtime import Shutdown, run
+from ebbtide.settings import load
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Keep runs and rollouts, and say which worker generates what, until told to end."""
+    settings = load(Settings, prog="ebbtide coordinator", argv=argv, description=main.__doc__ or "")
+    run(lambda shutdown: serve(settings, shutdown), "coordinator", settings)
+
+
+async def serve(settings: Settings, shutdown: Shutdown) -> None:
+    from ebbtide.coordinator.service import Coordinator
+    from ebbtide.rpc.server import Server
+    from ebbtide.telemetry import rpc_observer
+
+    coordinator = Coordinator(settings)
+    try:
+        server = Server(settings.server, await coordinator.open(), observe=rpc_observer())
+        await server.start()
+        for loop in coordinator.loops():
+            shutdown.spawn(loop, loop.__name__)
+        await server.set_serving(True)
+        shutdown.ready(server.address)
+        await shutdown.requested.wait()
+        coordinator.leave()
+        await server.stop()
+    finally:
+        await coordinator.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The moves of attempts: given to a worker, adopted, orphaned, re-queued, ended.
+
+Invariant: the store moves first, the mirror follows under the run's lock; so whatever this process dies in the midst
+of, the next one reads from the store what had been done.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from ebbtide import telemetry
+from ebbtide.coordinator import metrics
+from ebbtide.coordinator.bells import Bells
+from ebbtide.coordinator.state import Attempt, Orphaned, RunState, Session, State
+from ebbtide.rpc.convert import to_proto
+from ebbtide.scheduling.attempts import dead_letter
+from ebbtide.scheduling.line import Waiting
+from ebbtide.scheduling.pacing import Bounds
+from ebbtide.scheduling.placement import Placement
+from ebbtide.store.rows import Placed
+from ebbtide.store.store import Store
+from ebbtide.types.fleet import AttemptRef
+from ebbtide.types.ids import new_fence
+from ebbtide.types.rollout import RolloutRequest
+from ebbtide.types.tokens import token_count
+from ebbtide.v1 import fleet_pb2, types_pb2
+
+log = telemetry.get_logger(__name__)
+#: Bytes of assignments per message, well under a message's limit together with one rollout of the largest size.
+_BATCH_BYTES: Final = 256 << 10
+
+
+def waiting(request: RolloutRequest, *, place: int, length: int) -> Waiting:
+    """A rollout as it stands in line from now on."""
+    return Waiting(
+        rollout_id=request.rollout_id,
+        episode_id=request.episode_id,
+        bounds=Bounds(request.min_version, request.max_version),
+        length=length,
+        place=place,
+        priority=request.priority,
+        since=time.monotonic(),
+    )
+
+
+class Attempts:
+    def __init__(self, state: State, store: Store, bells: Bells, *, barren_limit: int) -> None:
+        self._state, self._store, self._bells, self._barren_limit = state, store, bells, barren_limit
+
+    async def start(self, run: RunState, placements: Sequence[Placement], by_worker: dict[str, Session]) -> None:
+        """Give queued rollouts to workers. Call with the run's lock held."""
+        chosen = [(one.rollout_id, new_fence(), by_worker[one.worker_id]) for one in placements]
+        rows = [(rollout_id, attempt_id, session.worker_id) for rollout_id, attempt_id, session in chosen]
+        placed = await self._store.rollouts.place(run.run_id, rows)
+        batches: dict[Session, list[fleet_pb2.Assignment]] = defaultdict(list)
+        for (rollout_id, attempt_id, session), given in zip(chosen, placed, strict=True):
+            stood = run.line.remove(rollout_id)
+            if given is None or stood is None:  # cancelled meanwhile
+                continue
+            attempt = Attempt(
+                run_id=run.run_id,
+                attempt_id=attempt_id,
+                waiting=stood,
+                start=token_count(given.partial),
+                max_tokens=given.request.sampling.max_tokens,
+            )
+            run.running[rollout_id] = attempt
+            run.settle_at(stood.episode_id, session.session_id)
+            _record(attempt, given, session)
+            if session.gone:
+                attempt.orphan(Orphaned(time.monotonic(), "its worker left as the rollout was given to it", False))
+                self._state.reap.set()
+                continue
+            attempt.give(session)
+            batches[session].append(_assignment(attempt, given, run.spec.policy))
+        for session, assignments in batches.items():
+            _send(session, assignments)
+        self._bells.ring("events", run.run_id)
+
+    async def requeue_due(self, now: float) -> float | None:
+        """Put orphans that are due back in line. Returns when the next one is due, if any waits."""
+        next_due: float | None = None
+        for run in list(self._state.runs.values()):
+            due: dict[tuple[str, bool], list[Attempt]] = defaultdict(list)
+            for attempt in run.running.values():
+                if attempt.orphaned is None:
+                    continue
+                if attempt.orphaned.due <= now:
+                    attempt.leaving = True
+                    due[attempt.orphaned.reason, attempt.orphaned.blame].append(attempt)
+                else:
+                    next_due = min(next_due or attempt.orphaned.due, attempt.orphaned.due)
+            for (reason, blame), attempts in due.items():
+                await self._requeue(run, attempts, reason=reason, blame=blame)
+        return next_due
+
+    async def _requeue(self, run: RunState, attempts: Sequence[Attempt], *, reason: str, blame: bool) -> None:
+        letters: list[tuple[str, str]] = []
+        async with run.changing():
+            pairs = [(attempt.waiting.rollout_id, attempt.attempt_id) for attempt in attempts]
+            found = await self._store.rollouts.requeue(run.run_id, pairs, reason=reason, blame=blame)
+            for attempt, row in zip(attempts, found, strict=True):
+                rollout_id = attempt.waiting.rollout_id
+                if run.running.get(rollout_id) is attempt:
+                    del run.running[rollout_id]
+                if row is None:  # it finished while the store was asked, or the store knows better
+                    run.stale = True
+                    continue
+                metrics.requeued.inc()
+                log.info("requeued", run_id=run.run_id, rollout_id=rollout_id, offset=row.stored, reason=reason)
+                length = attempt.waiting.length + row.stored - attempt.start
+                run.line.add(msgspec.structs.replace(attempt.waiting, length=length, since=time.monotonic()))
+                if message := dead_letter(row.barren, row.evidence, limit=self._barren_limit):
+                    letters.append((rollout_id, message))
+            if letters:
+                await self.bury(run, letters)
+        self._state.wake.set()
+
+    async def bury(self, run: RunState, letters: Sequence[tuple[str, str]]) -> None:
+        """Make dead letters of queued rollouts. Call with the run's lock held."""
+        ended = await self._store.rollouts.dead_letter(run.run_id, letters)
+        metrics.dead_letters.inc(ended)
+        for rollout_id, message in letters:
+            log.warning("dead letter", run_id=run.run_id, rollout_id=rollout_id, evidence=message)
+            run.end(rollout_id)
+            self._bells.ring("tokens", run.run_id, rollout_id)
+        self._bells.ring("finished", run.run_id)
+        self._bells.ring("events", run.run_id)
+
+    def adopt(self, session: Session, held: Iterable[AttemptRef]) -> tuple[list[AttemptRef], list[AttemptRef]]:
+        """Sort what a worker still has into attempts that go on and attempts that are over."""
+        adopted, superseded = [], []
+        for ref in held:
+            run = self._state.runs.get(ref.run_id)
+            attempt = run.running.get(ref.rollout_id) if run else None
+            if attempt is None or attempt.attempt_id != ref.attempt_id or not _free(attempt, session):
+                superseded.append(ref)
+            else:
+                attempt.give(session)
+                adopted.append(ref)
+        return adopted, superseded
+
+    def over(self, run: RunState, ended: Iterable[tuple[str, str]]) -> None:
+        """The store ended these running rollouts (rollout, attempt): their workers may stop."""
+        for rollout_id, attempt_id in ended:
+            attempt = run.running.get(rollout_id)
+            session = attempt.session if attempt and attempt.attempt_id == attempt_id else None
+            run.end(rollout_id)
+            if session is not None:
+                session.cancel([AttemptRef(run.run_id, rollout_id, attempt_id)])
+        self._state.wake.set()
+
+    def run_over(self, run: RunState) -> None:
+        """The store ended the whole run."""
+        run.ended = True
+        self._state.runs.pop(run.run_id, None)
+        for session in self._state.sessions.values():
+            mine = [attempt for attempt in session.attempts.values() if attempt.run_id == run.run_id]
+            session.cancel(attempt.ref for attempt in mine)
+            for attempt in mine:
+                del session.attempts[attempt.attempt_id]
+            if session.run_id == run.run_id:
+                session.run_id = ""
+        for topic in ("events", "finished", "trajectories"):
+            self._bells.ring(topic, run.run_id)
+        self._state.ended.add(run.run_id)
+        self._state.wake.set()
+        self._state.reap.set()
+
+    async def sweep_ended(self) -> None:
+        """Delete what ended runs have left."""
+        for run_id in list(self._state.ended):
+            while await self._store.runs.sweep(run_id):
+                pass
+            self._state.ended.discard(run_id)
+
+
+def _free(attempt: Attempt, session: Session) -> bool:
+    """Whether the worker that shows up with the attempt may go on with it: nobody else has it, nor is it leaving."""
+    other = attempt.session is not None and attempt.session.worker_id != session.worker_id
+    return not other and not attempt.leaving
+
+
+def _record(attempt: Attempt, given: Placed, session: Session) -> None:
+    metrics.attempts.inc()
+    metrics.placement_seconds.observe(time.monotonic() - attempt.waiting.since)
+    if given.attempts > 1:
+        if given.partial:
+            metrics.resumptions.inc()
+        log.info(
+            "resumed",
+            run_id=attempt.run_id,
+            rollout_id=attempt.waiting.rollout_id,
+            worker_id=session.worker_id,
+            offset=token_count(given.partial),
+            attempt=given.attempts,
+        )
+
+
+def _assignment(attempt: Attempt, given: Placed, policy: str) -> fleet_pb2.Assignment:
+    request = given.request
+    return fleet_pb2.Assignment(
+        attempt=to_proto(attempt.ref, fleet_pb2.AttemptRef),
+        policy=policy,
+        prompt_ids=request.prompt_ids,
+        partial=given.partial,
+        sampling=to_proto(request.sampling, types_pb2.Sampling),
+        min_version=request.min_version,
+        max_version=request.max_version,
+        priority=request.priority,
+    )
+
+
+def _send(session: Session, assignments: Sequence[fleet_pb2.Assignment]) -> None:
+    batch: list[fleet_pb2.Assignment] = []
+    size = 0
+    for one in assignments:
+        batch.append(one)
+        size += len(one.prompt_ids) + len(one.partial)
+        if size >= _BATCH_BYTES or one is assignments[-1]:
+            session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(assign=fleet_pb2.AssignBatch(assignments=batch)))
+            batch, size = [], 0

@@ -1,0 +1,66 @@
+"""Waking those who wait for news in the store: watchers read it by cursor, and sleep until their topic is rung.
+
+Invariant: a topic is here only while somebody listens to it. Nothing is lost if a ring is: watchers look again by
+themselves from time to time.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final, Protocol, TypeVar
+
+Topic = tuple[str, ...]
+#: How long a watcher sleeps at most.
+_LOOK_AGAIN_S: Final = 2.0
+
+
+class Bells:
+    def __init__(self) -> None:
+        self._listeners: dict[Topic, set[asyncio.Event]] = {}
+
+    def ring(self, *topic: str) -> None:
+        for event in self._listeners.get(topic, ()):
+            event.set()
+
+    @contextmanager
+    def listening(self, *topic: str) -> Iterator[asyncio.Event]:
+        """An event set by each ring, from now on."""
+        event = asyncio.Event()
+        self._listeners.setdefault(topic, set()).add(event)
+        try:
+            yield event
+        finally:
+            self._listeners[topic].discard(event)
+            if not self._listeners[topic]:
+                del self._listeners[topic]
+
+
+class Cursored(Protocol):
+    @property
+    def cursor(self) -> str: ...
+
+
+C = TypeVar("C", bound=Cursored)
+
+
+async def follow(
+    bells: Bells, topic: Topic, read: Callable[[str], Awaitable[list[C]]], cursor: str, ended: Callable[[], bool]
+) -> AsyncIterator[C]:
+    """All records after `cursor`, page by page, then new ones, until `ended` and nothing is left.
+
+    One page is in memory at a time, and the next is read when the last was taken: a slow reader holds up itself alone.
+    """
+    with bells.listening(*topic) as rung:
+        while True:
+            rung.clear()
+            over = ended()
+            page = await read(cursor)
+            for record in page:
+                yield record
+                cursor = record.cursor
+            if page:
+                continue
+            if over:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(rung.wait(), _LOOK_AGAIN_S)

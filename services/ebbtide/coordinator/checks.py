@@ -1,0 +1,89 @@
+"""What is refused at submit, where it can be known then: each by the name of its field."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.ids import check_id
+from ebbtide.types.rollout import RolloutRequest
+from ebbtide.types.run import ROLES, LeaseRef, RunSpec, check_sampling
+from ebbtide.types.tokens import TOKEN_BYTES, unpack_ids
+
+#: Rollouts in one call: one store script takes them all, and others wait for it.
+MAX_BATCH: Final = 4096
+#: A rollout's prompt and tokens travel in one message when it is resumed or finished; messages are at most 4 MiB.
+_MAX_BYTES: Final = (4 << 20) - (128 << 10)
+
+
+def check_batch(items: Sequence[object], *, field: str) -> None:
+    if len(items) > MAX_BATCH:
+        raise InvalidRequest(f"at most {MAX_BATCH} in one call; send several", field=field)
+
+
+def check_lease(lease: LeaseRef, *, field: str = "lease", role: str = "") -> LeaseRef:
+    """A well-formed lease, of `role` if one is named."""
+    check_id(lease.run_id, field=f"{field}.run_id")
+    if lease.role not in ROLES:
+        raise InvalidRequest(f"must be one of {', '.join(ROLES)}", field=f"{field}.role")
+    if role and lease.role != role:
+        raise InvalidRequest(f"only the {role} lease allows this", field=f"{field}.role")
+    if not lease.fence:
+        raise InvalidRequest("is required: claim the run first", field=f"{field}.fence")
+    return lease
+
+
+def check_reason(reason: str, *, field: str) -> str:
+    """A reason becomes a counter's name."""
+    return check_id(reason, field=field) if reason else reason
+
+
+def check_rollouts(requests: Sequence[RolloutRequest], engines: Sequence[EngineInfo], spec: RunSpec) -> None:
+    """Refuse what no attached engine could generate, or no message could carry."""
+    check_batch(requests, field="rollouts")
+    context = max((engine.max_model_len for engine in engines), default=0)
+    vocabulary = max((engine.vocab_size for engine in engines), default=0)
+    total = 0
+    for index, request in enumerate(requests):
+        field = f"rollouts[{index}]"
+        for name in ("rollout_id", "group_id", "episode_id"):
+            check_id(getattr(request, name), field=f"{field}.{name}")
+        check_sampling(request.sampling, field=f"{field}.sampling")
+        if request.max_version and request.min_version > request.max_version:
+            raise InvalidRequest(f"must be at most max_version ({request.max_version})", field=f"{field}.min_version")
+        _check_prompt(request, field, context, vocabulary)
+        total += len(request.prompt_ids)
+    if total > spec.quota_bytes:
+        raise InvalidRequest(
+            f"{total} bytes of prompts are more than the run's quota_bytes ({spec.quota_bytes}); send fewer at a time",
+            field="rollouts",
+        )
+
+
+def _check_prompt(request: RolloutRequest, field: str, context: int, vocabulary: int) -> None:
+    ids = unpack_ids(request.prompt_ids, field=f"{field}.prompt_ids")
+    if not len(ids):
+        raise InvalidRequest("must hold at least one token", field=f"{field}.prompt_ids")
+    if context and len(ids) >= context:
+        raise InvalidRequest(
+            f"{len(ids)} tokens leave no room for a response in the longest context attached ({context})",
+            field=f"{field}.prompt_ids",
+        )
+    if vocabulary and (largest := int(np.max(ids))) >= vocabulary:
+        raise InvalidRequest(
+            f"token id {largest} is beyond the engines' vocabulary ({vocabulary}); is it another model's tokenizer?",
+            field=f"{field}.prompt_ids",
+        )
+    longest = min(request.sampling.max_tokens, context or request.sampling.max_tokens)
+    if len(request.prompt_ids) + longest * TOKEN_BYTES > _MAX_BYTES:
+        raise InvalidRequest("prompt and response would not fit into one message", field=f"{field}.sampling.max_tokens")
+
+
+def check_cursor(cursor: str, *, field: str = "cursor") -> str:
+    """A cursor as the coordinator gave it, or empty."""
+    first, _, second = cursor.partition("-")
+    if cursor and not (first.isdecimal() and second.isdecimal() and len(cursor) <= 40):
+        raise InvalidRequest("is none that was given out here; leave it empty to begin", field=field)
+    return cursor

@@ -1,0 +1,185 @@
+"""The coordinator's decisions, put into practice: which run and version each worker has, and who generates what.
+
+Two loops. One decides whenever something changed; a store that is away stops it, and it tries again. The other
+watches over workers and orphans, and decides nothing that it could do without the store. The rules are in
+`scheduling`; here the state is laid before them and their answers are carried out.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.coordinator import metrics
+from ebbtide.coordinator.attempts import Attempts
+from ebbtide.coordinator.fleet import Fleet
+from ebbtide.coordinator.recovery import Recovery
+from ebbtide.coordinator.state import RunState, Session, State
+from ebbtide.errors import LeaseSuperseded, StoreUnavailable
+from ebbtide.rpc.convert import to_proto
+from ebbtide.scheduling.allotment import Demand, Post, allot
+from ebbtide.scheduling.placement import Host, place
+from ebbtide.scheduling.versions import Serving, target_versions, unservable
+from ebbtide.v1 import fleet_pb2, types_pb2
+
+log = telemetry.get_logger(__name__)
+#: A decision is made this long after the first of several changes, so that a burst is decided at once.
+_GATHER_S: Final = 0.002
+#: And at least this often, for what changes with time alone.
+_TICK_S: Final = 0.5
+_STORE_PAUSE_S: Final = 0.2
+#: Rollouts placed by one store call: their prompts and partials come back in its reply.
+_PLACE_AT_ONCE: Final = 128
+
+
+class Dispatcher:
+    def __init__(self, state: State, fleet: Fleet, attempts: Attempts, recovery: Recovery, *, slice_s: float) -> None:
+        self._state, self._fleet, self._attempts, self._recovery = state, fleet, attempts, recovery
+        self._slice_s = slice_s
+
+    async def decide_for_ever(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._state.wake.wait(), _TICK_S)
+                await asyncio.sleep(_GATHER_S)
+            self._state.wake.clear()
+            try:
+                await self.decide()
+            except StoreUnavailable as error:
+                log.warning("store away", reason=str(error))
+                self._state.wake.set()
+                await asyncio.sleep(_STORE_PAUSE_S)
+
+    async def watch_for_ever(self) -> None:
+        next_due: float | None = None
+        while True:
+            pause = _TICK_S if next_due is None else min(_TICK_S, max(0.0, next_due - time.monotonic()))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._state.reap.wait(), pause)
+            self._state.reap.clear()
+            now = time.monotonic()
+            self._fleet.judge(now)
+            metrics.observe(self._state.runs.values(), self._state.sessions.values())
+            try:
+                next_due = await self._attempts.requeue_due(now)
+                await self._attempts.sweep_ended()
+            except LeaseSuperseded:  # the run ended meanwhile
+                continue
+            except StoreUnavailable as error:
+                log.warning("store away", reason=str(error))
+                next_due = now + _STORE_PAUSE_S
+
+    async def decide(self) -> None:
+        """One round: refresh stale mirrors, share out workers, send versions, fill free slots."""
+        for run in list(self._state.runs.values()):
+            await self._recovery.refresh(run)
+        now = time.monotonic()
+        self._share_out(now)
+        for run in list(self._state.runs.values()):
+            sessions = [s for s in self._state.sessions.values() if s.run_id == run.run_id]
+            self._send_versions(run, sessions)
+            with suppress(LeaseSuperseded):  # the run ended meanwhile
+                await self._bury_unservable(run)
+                await self._fill(run, sessions)
+
+    def _share_out(self, now: float) -> None:
+        runs = [run for run in self._state.runs.values() if run.versions]
+        for run in runs:
+            if run.line or run.running:
+                run.busy = now
+        busy = [run for run in runs if now - run.busy < self._slice_s] or runs
+        posts = [
+            Post(
+                worker_id=session.session_id,
+                run_id=session.run_id,
+                since=session.since,
+                running=len(session.attempts),
+                unfit=frozenset(run_id for run_id, until in session.unfit.items() if until > now),
+            )
+            for session in self._open_sessions()
+        ]
+        demands = [Demand(run_id=run.run_id, served=run.served) for run in busy]
+        for session_id, run_id in allot(posts, demands, now=now, slice_s=self._slice_s).items():
+            session = self._state.sessions[session_id]
+            if session.run_id != run_id:
+                log.info("worker serves", worker_id=session.worker_id, run_id=run_id)
+                session.run_id, session.since = run_id, now
+            if run_id in self._state.runs:
+                self._state.runs[run_id].served = now
+
+    def _open_sessions(self) -> list[Session]:
+        return [session for session in self._state.sessions.values() if not session.draining]
+
+    def _send_versions(self, run: RunState, sessions: Iterable[Session]) -> None:
+        """Tell workers to install what they should have; one that still holds another run's rollouts comes later."""
+        now = time.monotonic()
+        serving = [
+            Serving(
+                worker_id=session.session_id,
+                installed=session.version_of(run.run_id),
+                running=len(session.attempts),
+                held=frozenset(attempt.waiting.bounds for attempt in session.attempts.values()),
+            )
+            for session in sessions
+            if not session.draining
+            and session.unfit.get(run.run_id, 0.0) <= now
+            and all(attempt.run_id == run.run_id for attempt in session.attempts.values())
+        ]
+        for session_id, version in target_versions(serving, run.line.bounds(), run.versions).items():
+            session = self._state.sessions[session_id]
+            if version not in run.versions or session.target == (run.run_id, version):
+                continue
+            session.target = (run.run_id, version)
+            if session.version_of(run.run_id) == version:
+                continue
+            message = fleet_pb2.Install(
+                version=to_proto(run.versions[version], types_pb2.PolicyVersion),
+                run_id=run.run_id,
+                model=run.spec.model,
+            )
+            session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(install=message))
+
+    async def _bury_unservable(self, run: RunState) -> None:
+        lost = {bounds for bounds in run.line.bounds() if unservable(bounds, run.versions)}
+        if not lost:
+            return
+        async with run.changing():
+            letters = [
+                (
+                    one.rollout_id,
+                    f"no policy version in [{one.bounds.minimum}, {one.bounds.maximum}] can be had any more",
+                )
+                for one in run.line
+                if one.bounds in lost
+            ]
+            await self._attempts.bury(run, letters)
+
+    async def _fill(self, run: RunState, sessions: Iterable[Session]) -> None:
+        while True:
+            hosts = {s.session_id: _host(run, s) for s in sessions if _serves(run, s)}
+            if not hosts or not run.line or run.stale:
+                return
+            async with run.changing():
+                placements = place(run.line, list(hosts.values()), run.homes)[:_PLACE_AT_ONCE]
+                if not placements:
+                    return
+                await self._attempts.start(run, placements, self._state.sessions)
+
+
+def _serves(run: RunState, session: Session) -> bool:
+    """Whether the worker has a version of the run, is to keep serving it, and takes work."""
+    on_its_way = session.target is not None and session.target[0] == run.run_id
+    return not session.gone and not session.draining and on_its_way and session.version_of(run.run_id) > 0
+
+
+def _host(run: RunState, session: Session) -> Host:
+    return Host(
+        worker_id=session.session_id,
+        slots=session.hello.slots,
+        running=len(session.attempts),
+        installed=session.version_of(run.run_id),
+        target=session.target[1] if session.target else 0,
+        max_model_len=session.hello.engine.max_model_len,
+    )

@@ -1,0 +1,224 @@
+"""Workers: attaching, what they report, and losing them.
+
+Invariant: a worker has at most one session; `state.sessions` holds those whose control stream is open. A session that
+is gone has no attempts. When this process dies, workers keep their attempts and attach again with them.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, Final
+
+import msgspec
+
+from ebbtide import telemetry
+from ebbtide.coordinator import metrics
+from ebbtide.coordinator.attempts import Attempts
+from ebbtide.coordinator.bells import Bells
+from ebbtide.coordinator.records import Attach, DrainNotice, Heartbeat, Installed, InstallFailed, Released
+from ebbtide.coordinator.settings import Settings
+from ebbtide.coordinator.state import Orphaned, RunState, Session, State
+from ebbtide.errors import EbbtideError, NotFound, NotReady
+from ebbtide.scheduling.attempts import blames
+from ebbtide.scheduling.liveness import Liveness
+from ebbtide.store.store import Store
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, Worker, WorkerState
+from ebbtide.types.ids import check_id, new_fence
+from ebbtide.types.run import RunEvent
+
+log = telemetry.get_logger(__name__)
+#: A lost worker stays in the listing for so long.
+_LOST_KEPT_S: Final = 60.0
+#: After a failed install, before the next try; and how many failures make an old version one that cannot be had.
+_INSTALL_PAUSE_S: Final = 2.0
+_INSTALL_FAILURES: Final = 3
+
+
+class Fleet:
+    def __init__(self, settings: Settings, state: State, store: Store, attempts: Attempts, bells: Bells) -> None:
+        self._settings, self._state, self._store = settings, state, store
+        self._attempts, self._bells = attempts, bells
+        self._liveness = Liveness(settings.heartbeat_timeout_s)
+        self._lost: dict[str, tuple[float, Worker]] = {}
+        self._notes: set[asyncio.Task[None]] = set()
+        self.leaving = False  # this coordinator ends: broken streams are its own doing
+
+    def attach(self, hello: Attach) -> tuple[Session, list[AttemptRef], list[AttemptRef]]:
+        """Open a session. Returns it, the held attempts that go on, and those that are over."""
+        check_id(hello.worker_id, field="attach.worker_id")
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise NotReady(
+                f"the worker speaks protocol {hello.protocol_version}, this coordinator {PROTOCOL_VERSION}; "
+                "run the same version of Ebbtide on both"
+            )
+        now = time.monotonic()
+        session = Session(new_fence(), hello, now)
+        adopted, superseded = self._attempts.adopt(session, (held.attempt for held in hello.held))
+        for other in [one for one in self._state.sessions.values() if one.worker_id == hello.worker_id]:
+            self.detach(other, "it attached again")
+        self._lost.pop(hello.worker_id, None)
+        self._recognise(session)
+        self._state.sessions[session.session_id] = session
+        self._liveness.heard(session.session_id, now)
+        self._state.wake.set()
+        self._tell_all(session, f"worker {hello.worker_id} attached", "attached")
+        log.info("attached", worker_id=hello.worker_id, adopted=len(adopted), superseded=len(superseded))
+        return session, adopted, superseded
+
+    def _recognise(self, session: Session) -> None:
+        """Find the run whose version the worker says it has; content and number tell them apart."""
+        for run in self._state.runs.values():
+            for version in reversed(run.versions.values()):
+                if version in session.hello.installed:
+                    session.installed, session.run_id = (run.run_id, version), run.run_id
+                    session.target = (run.run_id, version.version)
+                    return
+
+    def detach(self, session: Session, reason: str) -> None:
+        """The session is over; its attempts wait for the grace and go back in line. Nothing happens the second time."""
+        if session.gone:
+            return
+        session.gone = True
+        session.outbox.put_nowait(None)
+        self._state.sessions.pop(session.session_id, None)
+        self._liveness.forget(session.session_id)
+        if self.leaving:
+            return
+        lost = len(session.attempts)
+        orphaned = Orphaned(time.monotonic() + self._settings.reattach_grace_s, f"worker lost: {reason}", True)
+        for attempt in list(session.attempts.values()):
+            attempt.orphan(orphaned)
+        self._lost[session.worker_id] = (time.monotonic(), self._listed(session, WorkerState.LOST))
+        self._state.reap.set()
+        self._state.wake.set()
+        left = session.draining and not lost
+        event = "left" if left else "lost"
+        log.warning(event, worker_id=session.worker_id, reason=reason, rollouts=lost)
+        text = f"worker {session.worker_id} {event}" + ("" if left else f": {reason}; {lost} rollouts go elsewhere")
+        self._tell_all(session, text, event, rollouts=lost)
+
+    def judge(self, now: float) -> None:
+        """Lose the workers that have been silent for too long."""
+        for session_id in self._liveness.silent(now):
+            self._liveness.forget(session_id)
+            if session := self._state.sessions.get(session_id):
+                self.detach(session, f"no heartbeat for {self._settings.heartbeat_timeout_s:g} s")
+        for worker_id, (when, _) in list(self._lost.items()):
+            if now - when > _LOST_KEPT_S:
+                del self._lost[worker_id]
+
+    def hear(self, session: Session, message: msgspec.Struct) -> None:
+        """Take in one control message."""
+        self._liveness.heard(session.session_id, time.monotonic())
+        match message:
+            case Heartbeat():
+                session.beat = message
+                session.state = WorkerState.DRAINING if session.draining else message.state
+            case Installed():
+                self._installed(session, message)
+            case InstallFailed():
+                self._install_failed(session, message)
+            case Released():
+                self._released(session, message)
+            case DrainNotice():
+                session.draining, session.state = True, WorkerState.DRAINING
+                self._tell_all(session, f"worker {session.worker_id} drains", "draining", deadline=message.deadline_s)
+
+    def _installed(self, session: Session, message: Installed) -> None:
+        session.installed = (message.run_id, message.version)
+        session.unfit.pop(message.run_id, None)
+        if run := self._state.runs.get(message.run_id):
+            run.failed_installs.pop(message.version.version, None)
+        metrics.install_seconds.labels("pull").observe(message.pull_s)
+        metrics.install_seconds.labels("pause").observe(message.pause_s)
+        log.info(
+            "installed",
+            worker_id=session.worker_id,
+            run_id=message.run_id,
+            version=message.version.version,
+            pull_s=message.pull_s,
+            pause_s=message.pause_s,
+        )
+        self._state.wake.set()
+
+    def _install_failed(self, session: Session, message: InstallFailed) -> None:
+        session.target = None
+        session.unfit[message.run_id] = time.monotonic() + _INSTALL_PAUSE_S
+        version = message.version.version
+        text = f"worker {session.worker_id} could not install version {version}: {message.message}"
+        log.warning("install failed", worker_id=session.worker_id, run_id=message.run_id, reason=message.message)
+        if (run := self._state.runs.get(message.run_id)) is None:
+            return
+        self._note(run, RunEvent(kind="warning", message=text, labels={"worker": session.worker_id}))
+        failures = run.failed_installs[version] = run.failed_installs.get(version, 0) + 1
+        if failures >= _INSTALL_FAILURES and version < max(run.versions, default=0):
+            run.versions.pop(version, None)
+        self._state.wake.set()
+
+    def _released(self, session: Session, message: Released) -> None:
+        orphaned = Orphaned(time.monotonic(), message.reason or "handed back", blames(message.reason))
+        for ref in message.attempts:
+            attempt = session.attempts.get(ref.attempt_id)
+            if attempt is not None and attempt.ref == ref:
+                attempt.orphan(orphaned)
+        self._state.reap.set()
+        self._state.wake.set()
+
+    def session(self, session_id: str) -> Session:
+        """The open session. Raises `NotFound` for one that is over or of another coordinator's life."""
+        if (session := self._state.sessions.get(session_id)) is None:
+            raise NotFound("this session is over; attach again on the control stream")
+        return session
+
+    def workers(self) -> list[Worker]:
+        """All attached workers, and those lost lately."""
+        listed = [self._listed(session, session.state) for session in self._state.sessions.values()]
+        return sorted([*listed, *(worker for _, worker in self._lost.values())], key=lambda one: one.worker_id)
+
+    def _listed(self, session: Session, state: WorkerState) -> Worker:
+        beat = session.beat
+        return Worker(
+            worker_id=session.worker_id,
+            kind=session.hello.kind,
+            state=state,
+            slots=session.hello.slots,
+            site=session.hello.site,
+            running=len(session.attempts),
+            tokens_per_s=beat.tokens_per_s,
+            installed=(session.installed[1],) if session.installed else session.hello.installed,
+            last_heartbeat_s=self._liveness.since(session.session_id, time.monotonic()),
+            tokens_generated=beat.tokens_generated,
+            busy_s=beat.busy_s,
+            uptime_s=beat.uptime_s,
+            engine=session.hello.engine,
+        )
+
+    def _tell_all(self, session: Session, text: str, state: str, **values: float) -> None:
+        """An event for the run that the worker serves, or for every run if it serves none yet."""
+        event = RunEvent(
+            kind="worker", message=text, values=values, labels={"worker": session.worker_id, "state": state}
+        )
+        mine = self._state.runs.get(session.run_id)
+        for run in [mine] if mine else list(self._state.runs.values()):
+            self._note(run, event)
+
+    def _note(self, run: RunState, event: RunEvent) -> None:
+        """Write an event in the background: news are worth a try, and hold up nobody."""
+        self._background(self._write_note(run, event))
+
+    async def _write_note(self, run: RunState, event: RunEvent) -> None:
+        try:
+            await self._store.events.note(run.run_id, event)
+        except EbbtideError as error:
+            log.warning("event lost", run_id=run.run_id, event_kind=event.kind, reason=str(error))
+        self._bells.ring("events", run.run_id)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._notes.add(task)
+        task.add_done_callback(self._notes.discard)
+
+    async def close(self) -> None:
+        for task in self._notes:
+            task.cancel()
+        await asyncio.gather(*self._notes, return_exceptions=True)

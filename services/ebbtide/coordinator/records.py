@@ -1,0 +1,57 @@
+"""What workers say on the control stream, as checked records."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from ebbtide.types.fleet import AttemptRef, EngineInfo, WorkerKind, WorkerState
+from ebbtide.types.weights import PolicyVersion
+
+
+class HeldAttempt(Struct, frozen=True, kw_only=True):
+    attempt: AttemptRef
+    offset: int = 0
+
+
+class Attach(Struct, frozen=True, kw_only=True):
+    worker_id: str
+    kind: WorkerKind
+    protocol_version: int
+    slots: Annotated[int, Meta(ge=1, le=1 << 16)]
+    engine: EngineInfo
+    site: str = ""
+    capabilities: tuple[str, ...] = ()
+    held: tuple[HeldAttempt, ...] = ()
+    installed: tuple[PolicyVersion, ...] = ()
+
+
+class Heartbeat(Struct, frozen=True, kw_only=True):
+    state: WorkerState = WorkerState.READY
+    running: int = 0
+    waiting: int = 0
+    tokens_per_s: float = 0.0
+    tokens_generated: int = 0
+    busy_s: float = 0.0
+    uptime_s: float = 0.0
+
+
+class Installed(Struct, frozen=True, kw_only=True):
+    version: PolicyVersion
+    run_id: str
+    pull_s: float = 0.0
+    pause_s: float = 0.0
+
+
+class InstallFailed(Struct, frozen=True, kw_only=True):
+    version: PolicyVersion
+    run_id: str
+    message: str = ""
+
+
+class Released(Struct, frozen=True, kw_only=True):
+    attempts: tuple[AttemptRef, ...] = ()
+    reason: str = ""
+
+
+class DrainNotice(Struct, frozen=True, kw_only=True):
+    deadline_s: float = 0.0

@@ -1,0 +1,152 @@
+"""Runs and their leases: what the `Runs` service does."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from ebbtide import telemetry
+from ebbtide.coordinator.bells import follow
+from ebbtide.coordinator.checks import check_batch, check_lease
+from ebbtide.coordinator.parts import Parts
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
+from ebbtide.types.ids import check_id
+from ebbtide.types.rollout import DropReason
+from ebbtide.types.run import ROLES, LeaseRef, Run, RunEvent, RunSpec, RunStatus, check_spec
+from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
+
+log = telemetry.get_logger(__name__)
+
+
+class RunService:
+    """Holds nothing of its own. All methods raise `StoreUnavailable`, and `NotFound` for a run that is not there."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._settings, self._state, self._store, self._bells, self._fleet, self._attempts, self._recovery = parts
+
+    async def submit(self, run_id: str, spec: RunSpec) -> Run:
+        """Make a run, once per id."""
+        check_id(run_id, field="run_id")
+        check_spec(spec)
+        made = await self._store.runs.submit(run_id, spec)
+        run = await self._store.runs.read(run_id)
+        if not run.status.ended:
+            await self._recovery.add(run)
+        if made:
+            log.info("run submitted", run_id=run_id, model=spec.model)
+            await self._hint(run)
+        return run
+
+    async def _hint(self, run: Run) -> None:
+        """Warn of a fleet that seems to serve another model; its workers say for sure when they install a version."""
+        models = {worker.engine.model for worker in self._fleet.workers() if worker.engine}
+        if models and run.spec.model not in models:
+            text = f"no attached worker names the model {run.spec.model}; attached: {', '.join(sorted(models))}"
+            await self._store.events.note(run.run_id, RunEvent(kind="warning", key="model", message=text))
+            self._bells.ring("events", run.run_id)
+
+    async def get(self, run_id: str) -> Run:
+        return await self._store.runs.read(check_id(run_id, field="run_id"))
+
+    async def list(self) -> list[Run]:
+        """All runs with a record, oldest first; those whose record has expired leave the list."""
+        runs = []
+        for run_id in await self._store.runs.ids():
+            try:
+                runs.append(await self._store.runs.read(run_id))
+            except NotFound:
+                await self._store.runs.forget(run_id)
+        return runs
+
+    async def cancel(self, run_id: str) -> Run:
+        await self._end(run_id, RunStatus.CANCELLED, "cancelled", DropReason.CANCELLED, None)
+        return await self.get(run_id)
+
+    async def finish(self, lease: LeaseRef, status: RunStatus, message: str) -> Run:
+        """End a run as FINISHED (all training rollouts accounted for) or FAILED."""
+        if status not in {RunStatus.FINISHED, RunStatus.FAILED}:
+            raise InvalidRequest("must be FINISHED or FAILED", field="status")
+        run = await self.get(check_lease(lease).run_id)
+        if run.status.ended:
+            if run.status is not status:
+                raise LeaseSuperseded(f"run {run.run_id} has ended ({run.status.name.lower()}); step down")
+            return run
+        await self._end(lease.run_id, status, message, DropReason.RUN_ENDED, lease)
+        return await self.get(lease.run_id)
+
+    async def _end(self, run_id: str, status: RunStatus, message: str, drop: str, lease: LeaseRef | None) -> None:
+        keep_s = self._settings.keep_ended_s
+        await self._store.runs.end(
+            check_id(run_id, field="run_id"), status, message, drop=drop, lease=lease, keep_s=keep_s
+        )
+        if (run := self._state.runs.get(run_id)) is not None:
+            async with run.lock:
+                self._attempts.run_over(run)
+            log.info("run ended", run_id=run_id, status=status.name)
+
+    async def watch(self, run_id: str, cursor: str) -> AsyncIterator[RunEvent]:
+        """Events after `cursor` until the run has ended."""
+        await self.get(run_id)
+        async for event in follow(
+            self._bells,
+            ("events", run_id),
+            lambda last: self._store.events.page(run_id, last),
+            cursor,
+            lambda: run_id not in self._state.runs,
+        ):
+            yield event
+
+    async def claim(self, run_id: str, role: str, holder: str) -> tuple[LeaseRef, Run]:
+        """The role's lease on the run; without an id, on the oldest live run that lacks one. Raises `NotReady`."""
+        if role not in ROLES:
+            raise InvalidRequest(f"must be one of {', '.join(ROLES)}", field="role")
+        check_id(holder, field="holder")
+        if run_id:
+            await self._recovery.live(check_id(run_id, field="run_id"))
+        for candidate in [run_id] if run_id else list(self._state.runs):
+            try:
+                lease = await self._store.leases.claim(candidate, role, holder, self._settings.lease_ttl_s)
+            except NotReady:
+                if run_id:
+                    raise
+                continue
+            log.info("claimed", run_id=candidate, role=role, holder=holder)
+            self._bells.ring("events", candidate)
+            return lease, await self.get(candidate)
+        raise NotReady(f"no run wants a {role}; submit one, or wait")
+
+    async def renew(self, lease: LeaseRef) -> Run:
+        await self._store.leases.renew(check_lease(lease), self._settings.lease_ttl_s)
+        return await self.get(lease.run_id)
+
+    async def release(self, lease: LeaseRef) -> None:
+        try:
+            await self._store.leases.release(check_lease(lease))
+        except LeaseSuperseded:  # the run has ended: there is nothing to release
+            return
+
+    async def reserve_version(self, lease: LeaseRef) -> int:
+        return await self._store.runs.reserve_version(check_lease(lease, role="trainer"))
+
+    async def announce(self, lease: LeaseRef, version: PolicyVersion) -> None:
+        """Make a version the newest: workers are told to install it."""
+        check_lease(lease, role="trainer")
+        run = await self._recovery.live(lease.run_id)
+        if version.version < 1:
+            raise InvalidRequest("versions start at 1: reserve one", field="version.version")
+        if version.policy != run.spec.policy:
+            raise InvalidRequest(f"the run trains {run.spec.policy}, not {version.policy}", field="version.policy")
+        if len(version.root) not in {0, DIGEST_BYTES}:
+            raise InvalidRequest(f"must be {DIGEST_BYTES} bytes", field="version.root")
+        async with run.changing():
+            await self._store.runs.announce(lease, version)
+            run.versions[version.version] = version
+        self._bells.ring("events", run.run_id)
+        self._state.wake.set()
+        log.info("version", run_id=run.run_id, version=version.version, step=version.step, at=time.monotonic())
+
+    async def report(self, lease: LeaseRef, events: Sequence[RunEvent]) -> None:
+        check_lease(lease)
+        check_batch(events, field="events")
+        for index, event in enumerate(events):
+            check_id(event.kind, field=f"events[{index}].kind")
+        await self._store.events.report(lease, events)
+        self._bells.ring("events", lease.run_id)

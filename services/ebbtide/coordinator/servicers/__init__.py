@@ -1,0 +1,1 @@
+"""Messages in, one call, messages out: the three services on the wire."""

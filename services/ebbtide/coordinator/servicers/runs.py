@@ -1,0 +1,73 @@
+"""The `Runs` service on the wire."""
+# ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
+
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from ebbtide.coordinator.checks import check_cursor
+from ebbtide.coordinator.runs import RunService
+from ebbtide.rpc.convert import from_proto, to_proto
+from ebbtide.types.run import LeaseRef, RunEvent, RunSpec, RunStatus
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.v1 import runs_pb2, runs_pb2_grpc
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = "ebbtide.v1.Runs"
+
+
+class RunsServicer(runs_pb2_grpc.RunsServicer):
+    def __init__(self, runs: RunService, *, lease_ttl_s: float) -> None:
+        self._runs, self._ttl_s = runs, lease_ttl_s
+
+    async def SubmitRun(self, request: runs_pb2.SubmitRunRequest, context: Context) -> runs_pb2.Run:
+        spec = from_proto(request.spec, RunSpec, field="spec")
+        return to_proto(await self._runs.submit(request.run_id, spec), runs_pb2.Run)
+
+    async def GetRun(self, request: runs_pb2.GetRunRequest, context: Context) -> runs_pb2.Run:
+        return to_proto(await self._runs.get(request.run_id), runs_pb2.Run)
+
+    async def ListRuns(self, request: runs_pb2.ListRunsRequest, context: Context) -> runs_pb2.ListRunsResponse:
+        return runs_pb2.ListRunsResponse(runs=[to_proto(run, runs_pb2.Run) for run in await self._runs.list()])
+
+    async def CancelRun(self, request: runs_pb2.CancelRunRequest, context: Context) -> runs_pb2.Run:
+        return to_proto(await self._runs.cancel(request.run_id), runs_pb2.Run)
+
+    async def WatchRun(self, request: runs_pb2.WatchRunRequest, context: Context) -> AsyncIterator[runs_pb2.RunEvent]:
+        async for event in self._runs.watch(request.run_id, check_cursor(request.cursor)):
+            yield to_proto(event, runs_pb2.RunEvent)
+
+    async def ClaimRun(self, request: runs_pb2.ClaimRunRequest, context: Context) -> runs_pb2.Lease:
+        lease, run = await self._runs.claim(request.run_id, request.role, request.holder)
+        return runs_pb2.Lease(
+            ref=to_proto(lease, runs_pb2.LeaseRef), ttl_s=self._ttl_s, run=to_proto(run, runs_pb2.Run)
+        )
+
+    async def RenewLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Lease:
+        run = await self._runs.renew(from_proto(request, LeaseRef))
+        return runs_pb2.Lease(ref=request, ttl_s=self._ttl_s, run=to_proto(run, runs_pb2.Run))
+
+    async def ReleaseLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Empty:
+        await self._runs.release(from_proto(request, LeaseRef))
+        return runs_pb2.Empty()
+
+    async def ReserveVersion(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.ReserveVersionResponse:
+        version = await self._runs.reserve_version(from_proto(request, LeaseRef))
+        return runs_pb2.ReserveVersionResponse(version=version)
+
+    async def AnnounceVersion(self, request: runs_pb2.AnnounceVersionRequest, context: Context) -> runs_pb2.Empty:
+        lease = from_proto(request.lease, LeaseRef, field="lease")
+        await self._runs.announce(lease, from_proto(request.version, PolicyVersion, field="version"))
+        return runs_pb2.Empty()
+
+    async def Report(self, request: runs_pb2.ReportRequest, context: Context) -> runs_pb2.Empty:
+        events = [from_proto(event, RunEvent, field=f"events[{i}]") for i, event in enumerate(request.events)]
+        await self._runs.report(from_proto(request.lease, LeaseRef, field="lease"), events)
+        return runs_pb2.Empty()
+
+    async def FinishRun(self, request: runs_pb2.FinishRunRequest, context: Context) -> runs_pb2.Run:
+        lease = from_proto(request.lease, LeaseRef, field="lease")
+        status = RunStatus(request.status) if request.status else RunStatus.FINISHED
+        return to_proto(await self._runs.finish(lease, status, request.message), runs_pb2.Run)

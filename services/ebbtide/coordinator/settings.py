@@ -1,0 +1,39 @@
+"""What a coordinator can be told."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from ebbtide.rpc.security import ServerSettings
+from ebbtide.runtime import ProcessSettings
+
+
+class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Durations are seconds."""
+
+    server: ServerSettings = ServerSettings.at("127.0.0.1:7600")
+    store_url: Annotated[
+        str, Meta(description="Redis 6.2 or newer: redis://, rediss:// or unix:///path", extra={"shared": True})
+    ] = "redis://127.0.0.1:6379/0"
+    store_patience_s: Annotated[
+        float, Meta(gt=0, description="how long a call waits for a store that is away, before it fails")
+    ] = 3.0
+    heartbeat_s: Annotated[float, Meta(gt=0, description="pause between a worker's heartbeats")] = 1.0
+    heartbeat_timeout_s: Annotated[
+        float, Meta(gt=0, description="a worker silent for so long is lost; its rollouts go elsewhere")
+    ] = 5.0
+    reattach_grace_s: Annotated[
+        float, Meta(ge=0, description="how long attempts wait for a worker whose stream broke")
+    ] = 0.0
+    recover_grace_s: Annotated[
+        float, Meta(ge=0, description="how long attempts wait for their workers after the coordinator's start")
+    ] = 5.0
+    lease_ttl_s: Annotated[float, Meta(gt=0, description="a lease not renewed for so long may be claimed")] = 10.0
+    max_open: Annotated[int, Meta(ge=1, description="rollouts queued and running, per run")] = 65536
+    barren_attempts: Annotated[
+        int, Meta(ge=1, description="attempts in a row without a new token that make a rollout a dead letter")
+    ] = 5
+    slice_s: Annotated[
+        float, Meta(gt=0, description="how long a worker serves a run before it may go to one that waits")
+    ] = 10.0
+    keep_ended_s: Annotated[float, Meta(ge=1, description="how long an ended run's record is kept")] = 7 * 86400.0
