@@ -18,7 +18,7 @@ from ebbtide.rpc.security import AUTHORIZATION, ClientSecurity
 DEFAULT_TIMEOUT_S: Final = 30.0
 
 
-def open_channel(target: str, security: ClientSecurity, *, keepalive_s: float = KEEPALIVE_S) -> grpc.aio.Channel:
+def open_channel(target: str, security: ClientSecurity, *, keepalive_s: float = KEEPALIVE_S) -> "Channel":
     """A channel to `target` (host:port or unix:path); connects with the first call, and again whenever it must.
 
     Raises `InvalidRequest` for a target that is no address, a missing token, or one off the loopback without TLS.

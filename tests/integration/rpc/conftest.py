@@ -39,6 +39,8 @@ class Probe(runs_pb2_grpc.RunsServicer, fleet_pb2_grpc.FleetServicer, weights_pb
         try:
             yield runs_pb2.RunEvent(kind="first")
             await self.act()
+            while request.cursor == "endless":
+                yield runs_pb2.RunEvent(kind="more")
             yield runs_pb2.RunEvent(kind="last")
         finally:
             self.ended.append("unary_stream")
@@ -58,8 +60,11 @@ class Probe(runs_pb2_grpc.RunsServicer, fleet_pb2_grpc.FleetServicer, weights_pb
             self.ended.append("stream_stream")
 
 
-async def call(channel: grpc.aio.Channel, method: str, **options: Any) -> Any:
-    """One whole call of the kind, and what it answered."""
+async def call(channel: grpc.aio.Channel, method: str, *, tiles: int = 3, **options: Any) -> Any:
+    """One whole call of the kind, and what it answered.
+
+    Without tiles, the client-streaming call only waits for its status: a write under way when a call ends covers it.
+    """
     if method == "unary_unary":
         runs: Any = runs_pb2_grpc.RunsStub(channel)
         return await runs.GetRun(runs_pb2.GetRunRequest(run_id="a"), **options)
@@ -68,7 +73,12 @@ async def call(channel: grpc.aio.Channel, method: str, **options: Any) -> Any:
         return [event async for event in runs.WatchRun(runs_pb2.WatchRunRequest(), **options)]
     if method == "stream_unary":
         weights: Any = weights_pb2_grpc.WeightsStub(channel)
-        return await weights.PutTiles(iter([weights_pb2.Tile()] * 3), **options)
+        upload = weights.PutTiles(**options)
+        for _ in range(tiles):
+            await write(upload, weights_pb2.Tile())
+        if tiles:
+            await upload.done_writing()
+        return await upload
     fleet: Any = fleet_pb2_grpc.FleetStub(channel)
     stream, answers = fleet.Append(**options), []
     for sequence in range(3):

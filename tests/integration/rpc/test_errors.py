@@ -30,7 +30,7 @@ async def test_the_client_raises_what_the_servicer_raised(cluster: Any, method: 
     channel = await cluster.connect((await cluster.serve()).address)
     cluster.probe.act = failing(errors.LeaseSuperseded("another trainer holds the lease; step down"))
     with pytest.raises(errors.LeaseSuperseded, match="another trainer holds the lease; step down"), translated("x"):
-        await cluster.call(channel, method)
+        await cluster.call(channel, method, tiles=0)
     await wait_until(lambda: [code for _, code in cluster.seen] == ["ABORTED"])
 
 
@@ -54,7 +54,7 @@ async def test_the_text_of_an_unexpected_error_stays_in_the_log(
     channel = await cluster.connect((await cluster.serve()).address)
     cluster.probe.act = failing(RuntimeError("password is hunter2"))
     with caplog.at_level(logging.ERROR), pytest.raises(Internal) as seen, translated("coordinator"):
-        await cluster.call(channel, method)
+        await cluster.call(channel, method, tiles=0)
     assert "hunter2" not in str(seen.value)
     record = next(record for record in caplog.records if hasattr(record, "error_id"))
     assert record.error_id in str(seen.value)

@@ -12,6 +12,7 @@ from ebbtide.errors import Draining, Unavailable
 from ebbtide.rpc.security import ServerSettings
 from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
+from ebbtide.v1 import runs_pb2
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 NAMES = ("", "ebbtide.v1.Runs", "ebbtide.v1.Fleet", "ebbtide.v1.Weights")
@@ -77,28 +78,20 @@ async def test_a_stop_ends_calls_that_outlast_the_grace(cluster: Any) -> None:
 async def test_a_stream_that_is_busy_sending_ends_as_draining_too(cluster: Any) -> None:
     server = await cluster.serve()
     channel = await cluster.connect(server.address)
-    fleet = channel.stream_stream("/ebbtide.v1.Fleet/Append")
-
-    async def requests() -> Any:
-        while True:
-            yield b""
-            await asyncio.sleep(0)
-
-    async def drain() -> int:
-        count = 0
-        with translated("coordinator"):
-            async for _ in fleet(requests()):
-                count += 1
-                received.set()
-        return count
-
     received = asyncio.Event()
+
+    async def drain() -> None:
+        request = runs_pb2.WatchRunRequest(cursor="endless").SerializeToString()
+        with translated("coordinator"):
+            async for _ in channel.unary_stream("/ebbtide.v1.Runs/WatchRun")(request):
+                received.set()
+
     task = asyncio.create_task(drain())
     await received.wait()
     await asyncio.wait_for(server.stop(grace=10), 5)
     with pytest.raises(Draining):
         await task
-    assert cluster.probe.ended == ["stream_stream"]
+    assert cluster.probe.ended == ["unary_stream"]
 
 
 async def test_a_channel_finds_a_server_that_restarts_on_its_port(cluster: Any) -> None:
