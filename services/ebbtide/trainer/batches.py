@@ -41,6 +41,9 @@ class Batch:
     versions: Tensor
     advantages: Tensor
 
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
     def logits(self, network: torch.nn.Module) -> Tensor:
         """The network's logits for each sampled token, (n, v): those one position before it.
 

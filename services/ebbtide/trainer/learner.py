@@ -102,7 +102,9 @@ class Learner:
             part for _ in range(self.settings.epochs) for part in minibatches(samples, self.settings.minibatches, rng)
         ]
         # The proximal logprobs of stale tokens are those from before any update, so they are found for all parts first.
-        batches = [list(micro_batches(part, self.settings.micro_batch_tokens)) for part in parts]
+        device = next(self.network.parameters()).device
+        size = self.settings.micro_batch_tokens
+        batches = [[batch.to(device) for batch in micro_batches(part, size)] for part in parts]
         proximal = [[self._proximal(batch) for batch in part] for part in batches] if stale else None
         sums = _Sums()
         for number, part in enumerate(batches):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer.model_directory import check_model_directory, vocabulary_mismatch
@@ -17,6 +18,8 @@ from ebbtide.trainer.model_directory import check_model_directory, vocabulary_mi
 Network = Any
 Tokenizer = Any
 DType = Literal["float32", "bfloat16"]
+
+disable_progress_bar()  # the terminal belongs to whoever shows a run's progress
 
 
 def load_network(directory: Path, *, dtype: DType = "float32") -> Network:

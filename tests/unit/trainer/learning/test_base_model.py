@@ -24,6 +24,7 @@ PLAN = BaseModelPlan(
     error_rate=0.0,
     target_accuracy=0.4,
     check_prompts=16,
+    check_every=5,
 )
 
 
