@@ -107,7 +107,9 @@ class Process:
         if self.running():
             os.kill(self.pid, signal.SIGTERM)
         end = time.monotonic() + self.program.stop_s
-        while self.running() and time.monotonic() < end:
+        while self.running():
+            if time.monotonic() > end:
+                break
             await asyncio.sleep(_TICK_S)
         self.kill()
 

@@ -1,0 +1,34 @@
+"""The `ebbtide` command. Every import that takes time comes with the command that needs it, so that help is quick."""
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from ebbtide.cli import local_commands, run_commands, service_commands
+from ebbtide.errors import EbbtideError, InvalidRequest
+
+app = typer.Typer(
+    name="ebbtide",
+    help="Runs the rollouts of LLM post-training wherever a GPU is free; nothing generated is generated twice.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+local_commands.register(app)
+run_commands.register(app)
+service_commands.register(app)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exit status: 0 done, 1 it failed, 2 the input is at fault, 130 interrupted. Errors are told in one line."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="ebbtide")
+    except EbbtideError as error:
+        print(f"ebbtide: {error}", file=sys.stderr)  # noqa: T201 - this is a command
+        sys.exit(2 if isinstance(error, InvalidRequest) else 1)
+
+
+if __name__ == "__main__":
+    main()

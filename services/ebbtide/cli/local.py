@@ -1,0 +1,224 @@
+"""A whole cluster on this machine: which programs, how they are started, and in which order they end.
+
+Invariant: all that the cluster writes lies in its directory (but for its Redis socket, where the directory's path is
+too long for one), and one cluster at a time, holder of the lock on `cluster.lock`, works in it. What a former one left
+there is cleared at the start.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.cli.launcher import Launcher, launcher
+from ebbtide.cli.process import Program, tethered
+from ebbtide.errors import InvalidRequest
+from ebbtide.testing.redis import redis_command
+
+#: What ends first: workers hand over, then the run's own programs, then what these talk to.
+_WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS = range(5)
+#: A unix socket's path must fit into 108 bytes.
+_MAX_SOCKET_PATH: Final = 100
+_CLEARED: Final = ("logs", "ready", "redis", "relay", "ledgers")
+
+
+class Shape(Struct, frozen=True, kw_only=True):
+    """What the cluster is made of. `worker_config`: a TOML file of settings for the workers."""
+
+    directory: Path
+    model: Path
+    workers: int = 2
+    slots: int = 64
+    coordinator: str
+    relay: str
+    flush_tokens: int = 8
+    flush_interval_ms: int = 100
+    worker_config: Path | None = None
+
+
+class Cluster:
+    """A running cluster; made by `local_cluster()`."""
+
+    def __init__(self, shape: Shape, redis_socket: Path, launched: Launcher) -> None:
+        self.shape = shape
+        self.launcher = launched
+        self.token_file = shape.directory / "token"
+        self._redis_socket = redis_socket
+        self._workers = 0
+
+    @property
+    def ledgers(self) -> dict[str, Path]:
+        """The record of generated tokens of each worker that there ever was, in the order of their starts."""
+        return {name: self._ledger(name) for name in self.workers}
+
+    @property
+    def workers(self) -> list[str]:
+        """The names of all workers that there ever were, in the order of their starts."""
+        return [f"worker-{number}" for number in range(1, self._workers + 1)]
+
+    async def boot(self) -> None:
+        """Start everything. Raises `LaunchFailed`."""
+        self.token_file.touch(0o600)
+        self.token_file.write_text(secrets.token_urlsafe(32))
+        await self.launcher.start(self._redis())
+        await self.launcher.start(self._coordinator())
+        workers = [self._next_worker() for _ in range(self.shape.workers)]
+        await self.launcher.start_all([self._relay(), self._trainer(), self._driver(), *workers])
+
+    async def add_worker(self) -> str:
+        """Start one more worker, and wait until it is ready. Returns its name."""
+        program = self._next_worker()
+        await self.launcher.start(program)
+        return program.name
+
+    def _redis(self) -> Program:
+        data = self.shape.directory / "redis"
+        return Program(
+            name="redis",
+            command=tethered(*redis_command(data, self._redis_socket)),
+            environment=dict(os.environ),
+            log=self._log("redis"),
+            ready=self._redis_ready,
+            stage=_REDIS,
+        )
+
+    def _redis_ready(self) -> str | None:
+        """Its address once it answers: it does so when its data is loaded."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(1.0)
+            try:
+                connection.connect(str(self._redis_socket))
+                connection.sendall(b"PING\r\n")
+                return str(self._redis_socket) if connection.recv(16).startswith(b"+PONG") else None
+            except OSError:
+                return None
+
+    def _coordinator(self) -> Program:
+        listen, store = self.shape.coordinator, f"unix://{self._redis_socket}"
+        return self._service("coordinator", "ebbtide.coordinator", _COORDINATOR, server_listen=listen, store_url=store)
+
+    def _relay(self) -> Program:
+        data = self.shape.directory / "relay"
+        return self._service(
+            "relay", "ebbtide.weight_relay", _RELAY, server_listen=self.shape.relay, data_dir=data, keep_versions=3
+        )
+
+    def _trainer(self) -> Program:
+        return self._service("trainer", "ebbtide.trainer", _RUN, holder="trainer", threads=os.cpu_count() or 1)
+
+    def _driver(self) -> Program:
+        return self._service("driver", "ebbtide.trainer.driver", _RUN, holder="driver")
+
+    def _next_worker(self) -> Program:
+        self._workers += 1
+        name = self.workers[-1]
+        shape = self.shape
+        flags = {"config": shape.worker_config} if shape.worker_config else _cpu_engine()
+        return self._service(
+            name,
+            "ebbtide.rollout_worker",
+            _WORKERS,
+            worker_id=name,
+            kind="spot",
+            model=shape.model,
+            slots=shape.slots,
+            flush_tokens=shape.flush_tokens,
+            flush_interval_ms=shape.flush_interval_ms,
+            counter_file=self._ledger(name),
+            **flags,
+        )
+
+    def _service(self, name: str, module: str, stage: int, **settings: object) -> Program:
+        ready = self.shape.directory / "ready" / f"{name}.json"
+        flags = _flags({"die_with_parent": os.getpid(), "ready_file": ready, **settings})
+        return Program(
+            name=name,
+            command=(sys.executable, "-m", module, *flags),
+            environment=self._environment(),
+            log=self._log(name),
+            ready_file=ready,
+            stage=stage,
+            boot_s=180.0,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        """Settings of another cluster that the user may have in the environment are not for this one."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("EBBTIDE_")}
+        return inherited | {
+            "EBBTIDE_COORDINATOR": self.shape.coordinator,
+            "EBBTIDE_RELAY": self.shape.relay,
+            "EBBTIDE_TOKEN_FILE": str(self.token_file),
+        }
+
+    def _log(self, name: str) -> Path:
+        return self.shape.directory / "logs" / f"{name}.log"
+
+    def _ledger(self, name: str) -> Path:
+        return self.shape.directory / "ledgers" / f"{name}.ledger"
+
+
+@asynccontextmanager
+async def local_cluster(shape: Shape, notify: Callable[[str], None]) -> AsyncIterator[Cluster]:
+    """A booted cluster, all of whose processes are gone when the block is left, however it is left.
+
+    `notify` is told in one line what happens to programs unasked. Raises `LaunchFailed`; `InvalidRequest` if the
+    directory is another's.
+    """
+    with _prepared(shape.directory) as redis_socket:
+        async with launcher(notify) as launched:
+            cluster = Cluster(shape, redis_socket, launched)
+            await cluster.boot()
+            yield cluster
+
+
+@contextmanager
+def _prepared(directory: Path) -> Iterator[Path]:
+    """Locks, clears and fills the directory. Gives the path of the Redis socket."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "cluster.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InvalidRequest("another cluster runs in it; name another directory", field=str(directory)) from None
+        for name in _CLEARED:
+            shutil.rmtree(directory / name, ignore_errors=True)
+            (directory / name).mkdir()
+        path = directory.resolve() / "redis" / "redis.sock"
+        if len(str(path)) <= _MAX_SOCKET_PATH:
+            yield path
+            return
+        with tempfile.TemporaryDirectory(prefix="ebb-") as short:
+            yield Path(short) / "redis.sock"
+
+
+def free_address() -> str:
+    """An address on the loopback that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _flags(settings: dict[str, object]) -> Iterator[str]:
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        yield from (flag,) if value is True else (flag, str(value))
+
+
+def _cpu_engine() -> dict[str, object]:
+    """Settings of vLLM's CPU build for several engines that share a few cores; none for other builds.
+
+    One thread each: two engines with two threads each on two cores get a tenth of the tokens out of them.
+    """
+    if "cpu" not in version("vllm"):
+        return {}
+    return {"vllm_threads": 1, "vllm_dtype": "float32", "vllm_enforce_eager": True}

@@ -1,0 +1,28 @@
+"""One command per service, for bare metal: all that follows its name goes to the service's own main function."""
+
+from importlib import import_module
+from typing import Final
+
+import typer
+
+#: command -> module of its main function, and what it is.
+SERVICES: Final = {
+    "coordinator": ("ebbtide.coordinator", "Run a coordinator: runs, rollouts and who generates what."),
+    "rollout-worker": ("ebbtide.rollout_worker", "Run a rollout-worker: one vLLM engine that generates."),
+    "weight-relay": ("ebbtide.weight_relay", "Run a weight-relay: it serves policy versions."),
+    "trainer": ("ebbtide.trainer", "Run a trainer: it trains runs, one after another."),
+    "driver": ("ebbtide.trainer.driver", "Run an episode driver: it runs the environments of runs."),
+}
+_PASS_ON: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def register(app: typer.Typer) -> None:
+    for name, (module, text) in SERVICES.items():
+        app.command(name, help=text, context_settings=dict(_PASS_ON), rich_help_panel="Services")(_command(module))
+
+
+def _command(module: str):  # type: ignore[no-untyped-def]
+    def command(context: typer.Context) -> None:
+        import_module(f"{module}.__main__").main(context.args)
+
+    return command
