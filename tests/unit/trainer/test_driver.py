@@ -106,8 +106,7 @@ def has_all_groups(cluster: Any, step: int) -> bool:
     sizes = Counter((one.group_id, one.group_size) for one in cluster.trajectories if one.step == step)
     whole = sum(count == stated for (_, stated), count in sizes.items())
     lost = sum(int(event.values["step"]) == step for event in cluster.named("group_dropped"))
-    expected: int = cluster.run.spec.batch.groups_per_step
-    return whole == expected - lost
+    return bool(whole == cluster.run.spec.batch.groups_per_step - lost)
 
 
 async def consume(cluster: Any, *, until_step: int) -> None:

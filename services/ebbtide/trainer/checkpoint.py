@@ -1,0 +1,161 @@
+"""Checkpoints of a training: directories that `transformers` loads, with all that a resume needs beside the weights.
+
+    step-000010/                 config, weights and tokenizer, as Hugging Face writes them
+    step-000010/trainer/         state.json (below), optimizer.safetensors, random.safetensors
+
+Invariant: a directory called `step-N` is whole, durable and never written again: it was made under another name,
+synced and renamed. Trainers of one run write here, under its lease; one that was superseded while it wrote may
+finish, and what it wrote is as good. A process that dies here leaves its unfinished one, which the next trainer
+removes. Tensors are safetensors, all else is JSON; nothing is pickled.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from msgspec import Struct
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ebbtide.trainer.collector import Consumed
+from ebbtide.trainer.network import Network, Tokenizer, save_network
+from ebbtide.trainer.race import RunFailed
+from ebbtide.types.run import RunEvent
+
+#: Raised with the meaning of what is written, so that an old checkpoint is refused and not misread.
+FORMAT: Final = 1
+_UNFINISHED: Final = ".unfinished-"
+_PREFIX: Final = "step-"
+#: Keys by which nested state that JSON cannot hold is written.
+_TENSOR, _ITEMS = "$tensor", "$items"
+
+
+class CheckpointError(RunFailed):
+    """A checkpoint that cannot be resumed from."""
+
+
+class TrainingState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where training stood. `version` is the policy version of these weights; `consumed` are the trajectories decided
+    on and not yet told to the coordinator when this was written, `reports` are events likewise; reading resumes behind
+    `cursor`."""
+
+    run_id: str
+    lineage: str
+    step: int
+    version: int
+    cursor: str = ""
+    consumed: tuple[Consumed, ...] = ()
+    reports: tuple[RunEvent, ...] = ()
+    format: int = FORMAT
+
+
+def write(
+    folder: Path, network: Network, tokenizer: Tokenizer, learner_state: Mapping[str, Any], state: TrainingState
+) -> Path:
+    """Write the checkpoint of `state.step` into `folder`; it is durable when this returns. Returns its directory."""
+    final = folder / f"{_PREFIX}{state.step:06d}"
+    unfinished = folder / f"{_UNFINISHED}{state.lineage}"
+    save_network(network, tokenizer, unfinished)
+    inner = unfinished / "trainer"
+    inner.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _flatten(learner_state, "", tensors)
+    save_file(tensors, inner / "optimizer.safetensors")
+    save_file(_random_state(), inner / "random.safetensors")
+    body = {"training": msgspec.to_builtins(state), "learner": tree}
+    (inner / "state.json").write_text(json.dumps(body, allow_nan=False), encoding="utf-8")
+    for path in [*inner.iterdir(), inner, unfinished]:
+        _sync(path)
+    if final.exists():
+        shutil.rmtree(unfinished)
+    else:
+        unfinished.rename(final)
+    _sync(folder)
+    return final
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in `folder`, or None."""
+    found = sorted(folder.glob(f"{_PREFIX}*"))
+    return found[-1] if found else None
+
+
+def read_state(checkpoint: Path, *, run_id: str) -> tuple[TrainingState, dict[str, Any]]:
+    """The training's state and the learner's; also sets the process's random state.
+
+    Raises `CheckpointError` naming the directory if it is another run's, of another format, or damaged.
+    """
+    inner = checkpoint / "trainer"
+    try:
+        body = json.loads((inner / "state.json").read_text(encoding="utf-8"))
+        state = msgspec.convert(body["training"], TrainingState)
+        learner = _unflatten(body["learner"], load_file(inner / "optimizer.safetensors"))
+        random_state = load_file(inner / "random.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{str(checkpoint)!r} is damaged ({error}): remove it to resume before it") from error
+    if (state.run_id, state.format) != (run_id, FORMAT):
+        raise CheckpointError(f"{str(checkpoint)!r} is of run {state.run_id}, format {state.format}: not resumable")
+    _set_random_state(random_state)
+    return state, learner
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Remove all but the `count` newest checkpoints."""
+    for old in sorted(folder.glob(f"{_PREFIX}*"))[:-count]:
+        shutil.rmtree(old)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what earlier trainers left unfinished."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON; its tensors go into `tensors` under their paths. Mappings keep keys that are no strings."""
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach().cpu().contiguous()
+        return {_TENSOR: path}
+    if isinstance(value, Mapping):
+        items = [[key, _flatten(item, f"{path}/{key}", tensors)] for key, item in value.items()]
+        return {_ITEMS: items}
+    if isinstance(value, list | tuple):
+        return [_flatten(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{path}: a {type(value).__name__} cannot be kept in a checkpoint")
+
+
+def _unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(tree, dict):
+        if _TENSOR in tree:
+            return tensors[tree[_TENSOR]].clone()  # not the mapped file, which updates in place would write to
+        return {key: _unflatten(item, tensors) for key, item in tree[_ITEMS]}
+    return [_unflatten(item, tensors) for item in tree] if isinstance(tree, list) else tree
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda.{number}": state for number, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _set_random_state(states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    for number in range(torch.cuda.device_count()):
+        if (state := states.get(f"cuda.{number}")) is not None:
+            torch.cuda.set_rng_state(state, number)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,112 @@
+"""The computing side of a training, in this process: network, tokenizer and learner on their device.
+
+`ebbtide.trainer.training` does the deeds around it and knows no tensor; this knows no service. What trains on several
+devices takes this one's place.
+"""
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.trainer import checkpoint
+from ebbtide.trainer.checkpoint import TrainingState
+from ebbtide.trainer.experience import samples_of, summary
+from ebbtide.trainer.learner import Learner, LearnerSettings
+from ebbtide.trainer.network import load_network, load_tokenizer
+from ebbtide.trainer.race import RunFailed
+from ebbtide.types.rollout import Trajectory
+from ebbtide.types.run import RunSpec
+
+
+class Learning:
+    """Weights and optimiser are float32 with `trainer.dtype` bfloat16 too, as small updates would be lost in it: only
+    what the network computes with, and what is published, is bfloat16 then."""
+
+    def __init__(self, spec: RunSpec, *, source: Path, device: str) -> None:
+        """Loads the weights in `source`: the run's model, or a checkpoint of it. Raises `InvalidRequest`."""
+        _check(spec)
+        self._spec = spec
+        self._device = device
+        self._network = load_network(source).to(device)
+        self._tokenizer = load_tokenizer(source)
+        reference = None
+        if spec.trainer.kl_coefficient:
+            reference = load_network(Path(spec.model)).to(device).requires_grad_(False)
+        self._learner = Learner(self._network, _settings(spec), version=0, reference=reference)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Optimiser and scheduler, as `checkpoint` wrote them."""
+        self._learner.load_state_dict(state)
+
+    def step(
+        self, trajectories: Sequence[Trajectory], *, step: int, steps: Mapping[int, int], version: int
+    ) -> dict[str, float]:
+        """Train on the trajectories of `step`, with the weights of `version`; `steps` tells each version's step.
+
+        Returns what to report. Nothing is updated where nothing can be learnt. Raises `RunFailed` once numbers blow up.
+        """
+        values = summary(trajectories, steps, step=step)
+        self._learner.version = version
+        samples = samples_of(trajectories, self._spec.trainer, seed=self._spec.seed, step=step)
+        values["taught"] = float(len(samples))
+        if samples:
+            with self._precision():
+                stats = self._learner.step(samples, Random(f"{self._spec.seed}/{step}"))
+            values |= {name: float(value) for name, value in asdict(stats).items() if value is not None}
+            values["tokens"] = float(sum(trajectory.loss_mask.count(1) for trajectory in trajectories))
+        if not self._spec.trainer.kl_coefficient:
+            values.pop("kl", None)  # nothing was measured
+        if bad := [name for name, value in values.items() if not math.isfinite(value)]:
+            raise RunFailed(f"step {step}: {', '.join(bad)} not finite; lower trainer.learning_rate")
+        return values
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The weights to publish, named as in checkpoints, tied ones once. Views: valid until the next step."""
+        seen: set[int] = set()
+        named = []
+        for name, tensor in self._network.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                low = self._spec.trainer.dtype == "bfloat16" and tensor.is_floating_point()
+                named.append((name, tensor.to(torch.bfloat16) if low else tensor))
+        return named
+
+    def checkpoint(self, folder: Path, state: TrainingState, *, keep: int) -> Path:
+        """Write all of it durably into `folder`, where the `keep` newest stay. Returns the checkpoint's directory."""
+        path = checkpoint.write(folder, self._network, self._tokenizer, self._learner.state_dict(), state)
+        checkpoint.keep_newest(folder, keep)
+        return path
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if self._spec.trainer.dtype == "bfloat16":
+            return torch.autocast(self._device.partition(":")[0], torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def choose_device(wish: str) -> str:
+    """Raises `InvalidRequest` if a device is asked for that is not there."""
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest("torch sees no CUDA device here; take cpu or auto", field="device")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wish == "auto" else wish
+
+
+def _settings(spec: RunSpec) -> LearnerSettings:
+    given = {name: getattr(spec.trainer, name) for name in spec.trainer.__struct_fields__}
+    given |= {name: getattr(spec.sampling, name) for name in ("temperature", "top_p", "top_k")}
+    known = {field.name for field in fields(LearnerSettings)}
+    return LearnerSettings(**{name: value for name, value in given.items() if name in known})
+
+
+def _check(spec: RunSpec) -> None:
+    """Refuse sampling whose logprobs the learner could not compute again."""
+    if spec.sampling.temperature == 0:
+        raise InvalidRequest("must be above 0: greedy responses cannot be trained on", field="sampling.temperature")
+    if spec.sampling.repetition_penalty != 1:
+        raise InvalidRequest("must be 1: the trainer does not apply penalties", field="sampling.repetition_penalty")

@@ -1,0 +1,38 @@
+"""Which trainer a run wants: the built-in one, or one that the user brought."""
+
+import asyncio
+import importlib
+from typing import Any
+
+from ebbtide.client import Client, Lease
+from ebbtide.errors import InvalidRequest
+from ebbtide.trainer.settings import TrainerSettings
+
+GRPO = "grpo"
+
+
+async def train(client: Client, lease: Lease, settings: TrainerSettings) -> None:
+    """Train the lease's run. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
+    name = lease.run.spec.trainer.name
+    if name != GRPO:
+        await _load(name)(client, lease, lease.run)
+        await lease.lost.wait()  # the trainer is done; the run ends when its driver is
+        return
+    from ebbtide.trainer.training import Training
+
+    await Training(client, lease, settings).run()
+
+
+def _load(name: str) -> Any:
+    """The coroutine function `package.module:function`, to be called with (client, lease, run)."""
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidRequest(
+            f"cannot import {name!r} ({error}); take {GRPO!r}, or install that package where the trainer runs",
+            field="trainer.name",
+        ) from error
+    if not asyncio.iscoroutinefunction(function):
+        raise InvalidRequest(f"{name!r} must be an async function of (client, lease, run)", field="trainer.name")
+    return function

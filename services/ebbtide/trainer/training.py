@@ -1,0 +1,217 @@
+"""The built-in trainer's deeds: trajectories in, a policy version out, step after step, with checkpoints between.
+
+Invariant: the network's weights are those of `collector.step`, and `following.versions` knows their version before that
+step is trained. Only `_work` changes them. When the process dies, the next trainer goes on from the last checkpoint: it
+trains the steps since then once more, on the same trajectories in the same order, and publishes nothing until it is
+ahead of what was announced.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+
+from ebbtide.client import Client, Lease
+from ebbtide.telemetry import counter, gauge, get_logger
+from ebbtide.trainer import checkpoint
+from ebbtide.trainer.checkpoint import CheckpointError, TrainingState
+from ebbtide.trainer.collector import Collector
+from ebbtide.trainer.following import Following
+from ebbtide.trainer.learning import Learning, choose_device
+from ebbtide.trainer.race import race
+from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.types.ids import new_fence
+from ebbtide.types.run import RunEvent
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+#: How long trajectories may fail to come before it is asked whether the run's quota is what keeps them back.
+_STARVED_S: Final = 20.0
+#: Share of the quota in use from which a checkpoint is taken early, as it frees what was consumed.
+_FULL: Final = 0.5
+
+_steps = counter("trainer_steps_total", "Optimiser steps taken")
+_tokens = counter("trainer_tokens_total", "Sampled tokens trained on")
+_seconds = counter("trainer_seconds_total", "Where the trainer's time went", ("phase",))
+_reward = gauge("trainer_reward", "Mean reward of the last step")
+
+
+_PHASES: Final = ("wait", "train", "publish", "checkpoint")
+
+
+@dataclass
+class _Clock:
+    """Seconds of the step under way, by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    async def measure(self, phase: str, work: Awaitable[T]) -> T:
+        began = time.monotonic()
+        try:
+            return await work
+        finally:
+            took = time.monotonic() - began
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + took
+            _seconds.labels(phase).inc(took)
+
+    def values(self) -> dict[str, float]:
+        return {f"seconds_{phase}": self.seconds.get(phase, 0.0) for phase in _PHASES}
+
+
+class Training:
+    """Trains one run under one lease."""
+
+    def __init__(self, client: Client, lease: Lease, settings: TrainerSettings) -> None:
+        self._client = client
+        self._lease = lease
+        self._settings = settings
+        self._spec = lease.run.spec
+        self._folder = Path(self._spec.output) / lease.run_id / "checkpoints"
+        self._following = Following(client, lease.run_id)
+        self._lineage = new_fence()
+        self._clock = _Clock()
+
+    async def run(self) -> None:
+        """Until the run has ended. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
+        await race(self._following.run(), self._work())
+
+    async def _work(self) -> None:
+        self._learning, self._collector = await self._begin()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read())
+            await self._announce()
+            while self._collector.step < self._spec.trainer.steps:
+                await self._step()
+            # The driver evaluates the last version, and ends the run. What still comes is dropped, and must be told.
+            while True:
+                await self._following.until(lambda: bool(self._collector.uncommitted))
+                await self._commit([])
+
+    async def _begin(self) -> tuple[Learning, Collector]:
+        """Load the run's model, or its newest checkpoint."""
+        await asyncio.to_thread(checkpoint.remove_unfinished, self._folder)
+        found = checkpoint.latest(self._folder)
+        source, device = found or Path(self._spec.model), choose_device(self._settings.device)
+        learning = await asyncio.to_thread(Learning, self._spec, source=source, device=device)
+        await self._following.catch_up(self._lease)
+        staleness = self._spec.batch.max_staleness
+        if found is None:
+            return learning, Collector(step=0, max_staleness=staleness)
+        state, learner = checkpoint.read_state(found, run_id=self._lease.run_id)
+        if self._following.steps.get(state.version) != state.step:
+            raise CheckpointError(
+                f"{str(found)!r} is of an earlier run called {state.run_id}; remove it, or submit with another output"
+            )
+        learning.restore(learner)
+        collector = Collector(
+            step=state.step, max_staleness=staleness, consumed=state.consumed, cursor=state.cursor
+        )
+        await self._tell_resumed(state, collector)
+        return learning, collector
+
+    async def _tell_resumed(self, state: TrainingState, collector: Collector) -> None:
+        """Say again what the checkpoint says, in case that its writer died before it could."""
+        message = f"training resumed from the checkpoint of step {state.step}"
+        resumed = RunEvent(kind="resumed", key=self._lineage, message=message, values={"step": float(state.step)})
+        self._collector = collector
+        await self._commit([*state.reports, resumed])
+        log.info("resumed", step=state.step, version=state.version)
+
+    async def _read(self) -> None:
+        async for trajectory in self._lease.trajectories(self._collector.cursor()):
+            self._collector.add(trajectory)
+            await self._following.notify()
+
+    async def _step(self) -> None:
+        step, self._clock = self._collector.step, _Clock()
+        await self._clock.measure("wait", self._groups(step))
+        trajectories = self._collector.take(self._following.steps)
+        steps, version = dict(self._following.steps), self._following.versions[step]
+        training = asyncio.to_thread(self._learning.step, trajectories, step=step, steps=steps, version=version)
+        values = await self._clock.measure("train", training)
+        await self._clock.measure("publish", self._announce())
+        if step + 1 == self._spec.trainer.steps or (step + 1) % self._spec.trainer.checkpoint_every == 0:
+            await self._checkpoint(values)
+        else:
+            await self._lease.report([self._event(values)])
+        _steps.inc()
+        _tokens.inc(values["tokens"])
+        _reward.set(values.get("reward", 0.0))
+        log.info("step", step=step + 1, reward=values.get("reward"), **self._clock.values())
+
+    async def _groups(self, step: int) -> None:
+        """Wait for all groups of the step that will come."""
+        while True:
+            try:
+                async with asyncio.timeout(_STARVED_S):
+                    await self._following.until(lambda: self._collector.whole_groups() >= self._expected(step))
+            except TimeoutError:
+                await self._relieve()
+            else:
+                return
+
+    def _expected(self, step: int) -> int:
+        return self._spec.batch.groups_per_step - self._following.dropped[step]
+
+    async def _relieve(self) -> None:
+        """Take a checkpoint if what it lets the coordinator delete is what the missing trajectories lack room for."""
+        if self._collector.uncommitted:
+            run = await self._client.run(self._lease.run_id)
+            if run.counters.get("bytes", 0) > _FULL * self._spec.quota_bytes:
+                log.warning("checkpointing early: the run's quota_bytes is small for checkpoint_every")
+                await self._checkpoint(None)
+
+    async def _announce(self) -> None:
+        """Publish the weights, unless those of their step were announced in the run already."""
+        step = self._collector.step
+        if step not in self._following.versions:
+            parent = self._following.versions.get(step - 1, 0)
+            version = await self._lease.publish(self._learning.tensors(), step=step, parent=parent)
+            self._following.announced(version)
+
+    async def _checkpoint(self, values: dict[str, float] | None) -> None:
+        """Make all that was trained durable, and only then have the coordinator count and delete it."""
+        collector, step = self._collector, self._collector.step
+        state = TrainingState(
+            run_id=self._lease.run_id,
+            lineage=self._lineage,
+            step=step,
+            version=self._following.versions[step],
+            cursor=collector.cursor(),
+            consumed=tuple(collector.uncommitted),
+            reports=() if values is None else (self._event(values),),
+        )
+        keep = self._settings.keep_checkpoints
+        writing = asyncio.to_thread(self._learning.checkpoint, self._folder, state, keep=keep)
+        path = await self._clock.measure("checkpoint", writing)
+        saved = RunEvent(
+            kind="checkpoint",
+            key=f"{self._lineage}.{step}",
+            message=f"checkpoint of step {step}",
+            values={"step": float(step)},
+            labels={"path": str(path.resolve())},
+        )
+        await self._commit([saved] if values is None else [self._event(values), saved], count=len(state.consumed))
+
+    async def _commit(self, events: list[RunEvent], *, count: int | None = None) -> None:
+        """Report, then commit the first `count` outcomes (default: all). Committing comes last, as the driver may end
+        the run as soon as nothing is left to commit."""
+        outcomes = self._collector.outcomes()[:count]
+        await self._lease.report(events)
+        await self._lease.commit(outcomes)
+        self._collector.committed(len(outcomes))
+
+    def _event(self, values: dict[str, float]) -> RunEvent:
+        """`step` counts the optimiser steps behind the new weights, as in their policy version."""
+        step = self._collector.step
+        head = {"step": float(step), "version": float(self._following.versions[step])}
+        return RunEvent(
+            kind="step",
+            key=f"{self._lineage}.{step}",
+            message=f"step {step}: reward {values['reward']:.3f}" if "reward" in values else f"step {step}: no reward",
+            values={**head, **values, **self._clock.values()},
+            labels={"lineage": self._lineage},
+        )

@@ -1,0 +1,98 @@
+"""Checkpoints are whole or absent, and give back exactly what was written."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.trainer import checkpoint
+from ebbtide.trainer.checkpoint import CheckpointError, TrainingState
+from ebbtide.trainer.collector import Consumed
+from ebbtide.trainer.network import load_network, load_tokenizer
+from ebbtide.types.run import RunEvent
+
+
+def state(step: int = 3, **changes: Any) -> TrainingState:
+    values: dict[str, Any] = {
+        "run_id": "run-1",
+        "lineage": "abc",
+        "step": step,
+        "version": 4,
+        "cursor": "7-0",
+        "consumed": (Consumed(episode_id="e", cursor="7-0", drop_reason="too_stale"),),
+        "reports": (RunEvent(kind="step", key="abc.3", values={"reward": 0.25}),),
+    }
+    return TrainingState(**(values | changes))
+
+
+def write(folder: Path, model: Path, saved: TrainingState, learner: Any = None) -> Path:
+    return checkpoint.write(folder, load_network(model), load_tokenizer(model), learner or {}, saved)
+
+
+def test_all_comes_back_as_it_was(tiny_model: Path, tmp_path: Path) -> None:
+    network = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+    network(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    learner = {"optimizer": optimizer.state_dict(), "nested": [{"a": None}, (1, 2.5, True, "text")]}
+    torch.manual_seed(5)
+    path = write(tmp_path, tiny_model, state(), learner)
+    expected = torch.rand(3)
+    torch.manual_seed(6)
+    found, restored = checkpoint.read_state(path, run_id="run-1")
+    assert found == state()
+    assert torch.equal(torch.rand(3), expected)
+    fresh = torch.optim.AdamW(network.parameters(), lr=0.1)
+    fresh.load_state_dict(restored["optimizer"])
+    for old, new in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)
+    assert restored["nested"] == [{"a": None}, [1, 2.5, True, "text"]]
+
+
+def test_an_interrupted_write_leaves_the_one_before(tiny_model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    first = write(tmp_path, tiny_model, state(3))
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "_sync", die)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, tiny_model, state(6))
+    monkeypatch.undo()
+    assert checkpoint.latest(tmp_path) == first
+    checkpoint.remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
+
+
+def test_a_whole_checkpoint_is_never_written_again(tiny_model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, tiny_model, state(lineage="first"))
+    assert write(tmp_path, tiny_model, state(lineage="second")) == path
+    assert checkpoint.read_state(path, run_id="run-1")[0].lineage == "first"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_only_the_newest_are_kept(tiny_model: Path, tmp_path: Path) -> None:
+    for step in (2, 10, 4):
+        write(tmp_path, tiny_model, state(step))
+    checkpoint.keep_newest(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000010"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000010"
+
+
+def test_what_is_damaged_or_anothers_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, tiny_model, state())
+    with pytest.raises(CheckpointError, match="is of run run-1"):
+        checkpoint.read_state(path, run_id="run-2")
+    for name in ("state.json", "optimizer.safetensors", "random.safetensors"):
+        broken = tmp_path / f"broken-{name}"
+        shutil.copytree(path, broken)
+        (broken / "trainer" / name).write_bytes(b"\x08\x00\x00")
+        with pytest.raises(CheckpointError, match="is damaged"):
+            checkpoint.read_state(broken, run_id="run-1")
+
+
+def test_what_is_neither_tensor_nor_plain_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="learner/thing: a object cannot be kept"):
+        write(tmp_path, tiny_model, state(), {"learner": {"thing": object()}})

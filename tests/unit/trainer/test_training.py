@@ -1,0 +1,251 @@
+"""The training loop against a cluster in memory: exact resumes, and books that add up."""
+
+import asyncio
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.testing import wait_until
+from ebbtide.trainer.checkpoint import CheckpointError, latest
+from ebbtide.trainer.service import train
+from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.types.rollout import Trajectory
+from ebbtide.types.run import RunEvent, RunSpec, RunStatus
+from ebbtide.types.tokens import pack_ids, pack_tokens
+
+SETTINGS = TrainerSettings(device="cpu", threads=1)
+DEEDS = ("trainer:publish", "trainer:report", "trainer:commit")
+
+
+def make_spec(model: Path, output: Path, **changes: Any) -> RunSpec:
+    base: dict[str, Any] = {
+        "name": "run",
+        "model": str(model),
+        "output": str(output),
+        "environment": {"name": "reasoning_gym"},
+        "batch": {"groups_per_step": 2, "group_size": 3},
+        "trainer": {"steps": 4, "learning_rate": 1e-2, "checkpoint_every": 2, "minibatches": 2, "warmup_steps": 3},
+    }
+    for name, value in changes.items():
+        base[name] = {**base[name], **value} if isinstance(value, dict) else value
+    return msgspec.convert(base, RunSpec)
+
+
+def make_trajectories(spec: RunSpec, step: int, version: int) -> list[Trajectory]:
+    """The same for the same step; they arrive in another order for every version."""
+    rng, made = random.Random(step), []
+    for group in range(spec.batch.groups_per_step):
+        for sample in range(spec.batch.group_size):
+            ids = [rng.randrange(5, 90) for _ in range(rng.randrange(3, 9))]
+            made.append(
+                Trajectory(
+                    episode_id=f"s{step}.g{group}.{sample}",
+                    group_id=f"s{step}.g{group}",
+                    step=step,
+                    group_size=spec.batch.group_size,
+                    prompt_ids=pack_ids([3, 10 + group, 4]),
+                    tokens=pack_tokens(ids, [-4.5] * len(ids), version),
+                    loss_mask=b"\x01" * len(ids),
+                    reward=rng.random(),
+                    metrics={"right": 1.0, "asked": 2.0},
+                )
+            )
+    random.Random(version).shuffle(made)
+    return made
+
+
+async def feed(cluster: Any) -> None:
+    """Stands for driver and workers: trajectories for each announced version, and the run's end once all is told."""
+    spec: RunSpec = cluster.run.spec
+    for step in range(spec.trainer.steps):
+        await wait_until(lambda: max((version.step for version in cluster.versions), default=-1) >= step)  # noqa: B023
+        version = next(version.version for version in cluster.versions if version.step == step)
+        made = make_trajectories(spec, step, version)
+        for trajectory in made:
+            cursor = str(len(cluster.trajectories) + 1)
+            cluster.trajectories.append(msgspec.structs.replace(trajectory, cursor=cursor))
+        cluster.counters["submitted"] += len(made)
+        cluster.bell()
+    await wait_until(lambda: cluster.settled() and cluster.versions[-1].step == spec.trainer.steps, timeout=30)
+    cluster.finish(RunStatus.FINISHED, "")
+
+
+async def train_to_end(cluster: Any, client: Any) -> None:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(feed(cluster))
+        tasks.create_task(train(client, cluster.lease("trainer"), SETTINGS))
+
+
+def final_weights(cluster: Any) -> dict[str, torch.Tensor]:
+    last = next(version for version in cluster.versions if version.step == cluster.run.spec.trainer.steps)
+    weights: dict[str, torch.Tensor] = cluster.weights[last.version]
+    return weights
+
+
+def deeds(cluster: Any) -> int:
+    return sum(deed.startswith(DEEDS) for deed in cluster.log)
+
+
+def reached(cluster: Any, trainer: "asyncio.Task[None]", count: int) -> bool:
+    return trainer.done() or deeds(cluster) >= count
+
+
+async def test_a_run_publishes_reports_and_commits_every_step(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    cluster = make_cluster(make_spec(tiny_model, tmp_path), lambda request: None)
+    await train_to_end(cluster, make_client(cluster))
+    assert [(version.version, version.step) for version in cluster.versions] == [(n + 1, n) for n in range(5)]
+    steps = cluster.named("step")
+    assert [event.values["step"] for event in steps] == [1, 2, 3, 4]
+    for event in steps:
+        assert event.values["trained"] == 6
+        assert 0 < event.values["grad_norm"] < float("inf")
+        assert event.values["staleness_max"] == 0
+        assert event.values["accuracy"] == 0.5
+        assert event.values["seconds_train"] > 0
+        assert {"reward", "reward_std", "response_length", "entropy"} <= set(event.values)
+        assert {"clip_share", "logprob_gap", "loss"} <= set(event.values)
+    rates = [event.values["learning_rate"] for event in steps]
+    assert rates == sorted(rates)
+    assert rates[0] < 1e-2
+    assert cluster.counters["trained"] == 24
+    assert any(not torch.equal(tensor, cluster.weights[1][name]) for name, tensor in final_weights(cluster).items())
+
+
+async def test_the_final_checkpoint_loads_with_transformers_and_holds_the_published_weights(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    cluster = make_cluster(make_spec(tiny_model, tmp_path), lambda request: None)
+    await train_to_end(cluster, make_client(cluster))
+    path = latest(tmp_path / "run-1" / "checkpoints")
+    assert path is not None
+    assert str(path.resolve()) == cluster.named("checkpoint")[-1].labels["path"]
+    loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert AutoTokenizer.from_pretrained(path).eos_token_id == 2
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in final_weights(cluster).items())
+    assert not [file for file in path.rglob("*") if file.suffix in {".bin", ".pt", ".pkl", ".pth"}]
+
+
+async def test_a_trainer_that_starts_again_at_any_deed_gives_bitwise_the_same_weights_and_trains_nothing_twice(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    whole = make_cluster(make_spec(tiny_model, tmp_path / "whole"), lambda request: None)
+    await train_to_end(whole, make_client(whole))
+    for stop_after in range(1, deeds(whole) + 1):
+        spec = make_spec(tiny_model, tmp_path / str(stop_after))
+        cluster = make_cluster(spec, lambda request: None)
+        client = make_client(cluster)
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(feed(cluster))
+            first = asyncio.create_task(train(client, cluster.lease("trainer"), SETTINGS))
+            await wait_until(partial(reached, cluster, first, stop_after))
+            first.cancel()
+            await asyncio.wait({first})
+            if not cluster.run.status.ended:
+                await train(client, cluster.lease("trainer"), SETTINGS)
+        expected, found = final_weights(whole), final_weights(cluster)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), stop_after
+        assert len(cluster.trained_episodes) == len(set(cluster.trained_episodes))
+        assert set(cluster.trained_episodes) == set(whole.trained_episodes)
+        assert [version.step for version in cluster.versions] == [0, 1, 2, 3, 4]
+        last = {event.values["step"]: event.values["loss"] for event in cluster.named("step")}
+        assert last == {event.values["step"]: event.values["loss"] for event in whole.named("step")}
+
+
+async def test_stale_and_late_trajectories_are_dropped_and_counted(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    cluster = make_cluster(make_spec(tiny_model, tmp_path, trainer={"steps": 2}), lambda request: None)
+
+    async def disturb() -> None:
+        await wait_until(lambda: len(cluster.versions) == 2)
+        for name, step, version in (("late", 0, 1), ("stale", 1, 1)):
+            one = make_trajectories(cluster.run.spec, step, version)[0]
+            cursor = str(len(cluster.trajectories) + 1)
+            changes = {"episode_id": name, "group_id": name, "group_size": 1, "cursor": cursor}
+            cluster.trajectories.append(msgspec.structs.replace(one, **changes))
+            cluster.counters["submitted"] += 1
+        cluster.emit(RunEvent(kind="disturbed"))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(disturb())
+        await train_to_end(cluster, make_client(cluster))
+    assert dict(cluster.dropped) == {"too_stale": 2}
+    assert cluster.counters["trained"] == 12
+
+
+async def test_the_control_permutes_rewards_inside_groups_and_learns_something_else(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    weights: list[torch.Tensor] = []
+    for permute in (False, True, True):
+        spec = make_spec(tiny_model, tmp_path / f"{len(weights)}", trainer={"permute_rewards": permute})
+        cluster = make_cluster(spec, lambda request: None)
+        await train_to_end(cluster, make_client(cluster))
+        weights.append(final_weights(cluster)["lm_head.weight"])
+        assert cluster.named("step")[0].values["reward"] == pytest.approx(0.418, abs=0.2)
+    assert not torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[1], weights[2])
+
+
+async def test_a_checkpoint_of_an_earlier_run_of_the_same_name_is_refused(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    spec = make_spec(tiny_model, tmp_path)
+    await train_to_end(cluster := make_cluster(spec, lambda request: None), make_client(cluster))
+    again = make_cluster(spec, lambda request: None)
+    with pytest.raises(CheckpointError, match="an earlier run"):
+        await train(make_client(again), again.lease("trainer"), SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"sampling": {"temperature": 0.0}}, "sampling.temperature"),
+        ({"sampling": {"repetition_penalty": 1.1}}, "sampling.repetition_penalty"),
+        ({"trainer": {"name": "no_such_module:function"}}, "trainer.name"),
+        ({"model": "no-such-directory"}, "model"),
+    ],
+)
+async def test_what_cannot_be_trained_is_refused_by_field(
+    changes: dict[str, Any], field: str, tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    changes = {"sampling": {}, **changes}
+    spec = msgspec.convert(
+        {**msgspec.to_builtins(make_spec(tiny_model, tmp_path)), **{k: v for k, v in changes.items() if v}}, RunSpec
+    )
+    cluster = make_cluster(spec, lambda request: None)
+    with pytest.raises(InvalidRequest) as caught:
+        await train(make_client(cluster), cluster.lease("trainer"), SETTINGS)
+    assert caught.value.field == field
+
+
+async def test_a_run_may_name_a_trainer_of_its_own(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+    import types
+
+    called = []
+
+    async def mine(client: Any, lease: Any, run: Any) -> None:
+        called.append(run.run_id)
+        lease.lost.set()
+
+    module = types.ModuleType("trainer_for_tests")
+    module.mine = mine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trainer_for_tests", module)
+    spec = make_spec(tiny_model, tmp_path, trainer={"name": "trainer_for_tests:mine"})
+    cluster = make_cluster(spec, lambda request: None)
+    async with asyncio.timeout(5):
+        await train(make_client(cluster), cluster.lease("trainer"), SETTINGS)
+    assert called == ["run-1"]
