@@ -33,6 +33,7 @@ class Hold:
         self._fence = claimed.ref
         self._ttl_s = claimed.ttl_s
         self._renewals = asyncio.create_task(self._renew())
+        self._renewals.add_done_callback(self._renewals_ended)
         self._reason = ""
         self.run = from_proto(claimed.run, Run)
         self.lost = asyncio.Event()
@@ -48,8 +49,7 @@ class Hold:
     async def release(self) -> None:
         """Give the lease back, so that another holder need not wait for its end. Tried once."""
         self._renewals.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._renewals
+        await asyncio.gather(self._renewals, return_exceptions=True)
         if self.lost.is_set():
             return
         try:
@@ -73,6 +73,10 @@ class Hold:
                 self._lose(str(error))
                 return
 
+    def _renewals_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lose(f"renewing it failed: {error!r}")
+
     def _lose(self, reason: str) -> None:
         if not self.lost.is_set():
             self._reason = reason
@@ -86,6 +90,13 @@ class Hold:
         self._check()
         try:
             return await self._peer.call(method, request)
+        except LeaseSuperseded as error:
+            self._lose(str(error))
+            raise
+
+    def _result(self, done: asyncio.Future[T]) -> T:
+        try:
+            return done.result()
         except LeaseSuperseded as error:
             self._lose(str(error))
             raise
@@ -110,7 +121,7 @@ class Hold:
                         if not following.done():
                             following.cancel()
                             await asyncio.gather(following, return_exceptions=True)
-                    message = None if following.cancelled() else following.result()
+                    message = None if following.cancelled() else self._result(following)
                     self._check()
                     if message is None:
                         return

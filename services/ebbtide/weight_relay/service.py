@@ -131,9 +131,9 @@ class Relay:
                 await asyncio.to_thread(self._disk.put_manifest, holding.manifest)
             holding.used_at = self._clock()
             self.index.commit(holding)
-            await self._evict(self._plan())
             self._announce()
-        log.info("version committed", run_id=run_id, **_named(version), bytes=holding.info.size, step=version.step)
+            log.info("version committed", run_id=run_id, **_named(version), bytes=holding.info.size, step=version.step)
+            await self._evict(self._plan())
         return holding.info
 
     # -- read ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from ebbtide.runtime import ProcessSettings
 
 
 class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a weight-relay can be told. Durations are seconds."""
+
     server: ServerSettings = ServerSettings.at("127.0.0.1:7610")
     data_dir: Annotated[str, Meta(description="directory of the relay's tiles and manifests")] = "relay-data"
     keep_versions: Annotated[int, Meta(ge=1, description="newest versions kept of each policy of each run")] = 4

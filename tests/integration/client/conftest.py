@@ -127,7 +127,7 @@ class Coordinator:
     """The script, served; `stop` and `start` are a restart on the same port."""
 
     def __init__(self) -> None:
-        self.script = Script()  # type: ignore[abstract] - what no test calls answers UNIMPLEMENTED
+        self.script = Script()  # type: ignore[abstract]  # what no test calls is UNIMPLEMENTED
         self.address = "127.0.0.1:0"
         self._server: Server | None = None
 
