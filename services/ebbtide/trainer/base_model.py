@@ -27,7 +27,9 @@ from ebbtide.trainer.environments import EnvironmentSource, ExampleSource, Messa
 from ebbtide.trainer.network import Network, Tokenizer, save_network
 
 #: Part of the cache key: raise it when this module makes other models from the same inputs.
-RECIPE: Final = 1
+RECIPE: Final = 2
+#: Number of the first prompt to learn from: far from those of a run, which count from 0, so that these are new to it.
+FIRST_PROMPT: Final = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +154,7 @@ class _Supervision:
         )
 
     def _step(self, step: int, learning_rate: float) -> float:
-        samples = [self._sample((step - 1) * self._plan.batch + row) for row in range(self._plan.batch)]
+        samples = [self._sample(FIRST_PROMPT + (step - 1) * self._plan.batch + row) for row in range(self._plan.batch)]
         batch = collate(samples, pad_id=self._tokenizer.pad_token_id)
         loss = torch.nn.functional.cross_entropy(batch.logits(self._network), batch.targets)
         for group in self._optimizer.param_groups:

@@ -72,8 +72,8 @@ def save_network(
         tokenizer.save_pretrained(beside)
         for name, text in (notes or {}).items():
             (beside / name).write_text(text, encoding="utf-8")
-        beside.chmod(0o755)  # mkdtemp's 0700 would hide it from workers that run as another user
         for path in [*beside.rglob("*"), beside]:
+            path.chmod(0o755 if path.is_dir() else 0o644)  # workers may run as another user
             _sync(path)
         if directory.exists():
             aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))

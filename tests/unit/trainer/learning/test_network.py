@@ -28,6 +28,7 @@ def test_what_is_saved_is_loaded_again_bit_for_bit(network: Network, checkpoint:
     for name, tensor in network.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name
     assert not list(checkpoint.glob("*.bin"))
+    assert all(path.stat().st_mode & 0o004 for path in (checkpoint, *checkpoint.iterdir())), "others may read it"
     assert load_network(checkpoint, dtype="bfloat16").dtype == torch.bfloat16
 
 
