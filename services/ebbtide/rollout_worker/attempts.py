@@ -125,16 +125,20 @@ class Attempts:
             await self._engine.pause("drain")  # what the engine has made so far still comes out
         except EngineFailed as error:
             log.warning("nothing more comes out of the engine", reason=str(error))
+        await self.close()
+        for held in self._held.values():
+            if held.generation.finish is None:
+                held.releasing = held.releasing or reason
+        self._outbox.flush(time.monotonic())
+        self.due.set()
+        self._release_stored()
+
+    async def close(self) -> None:
+        """Stop all generation."""
         tasks = [held.task for held in self._held.values() if held.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for held in self._held.values():
-            if held.generation.finish is None:
-                held.releasing = reason
-        self._outbox.flush(time.monotonic())
-        self.due.set()
-        self._release_stored()
 
     def admit(self, run_id: str, version: PolicyVersion) -> bool:
         """Whether all that is being generated may go on under `version` of the run's policy."""

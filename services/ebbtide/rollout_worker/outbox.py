@@ -150,7 +150,8 @@ class Outbox:
 
     def take(self, now: float) -> list[Delta]:
         """The deltas of the next message; they count as sent. Several messages where one cannot hold all."""
-        room, deltas = MESSAGE_TOKENS, []
+        room = MESSAGE_TOKENS
+        deltas: list[Delta] = []
         self._due = math.inf
         for output in self._outputs.values():
             if not output.wants_sending:

@@ -5,6 +5,7 @@ import os
 import random
 import socket
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from ebbtide import telemetry
@@ -44,40 +45,41 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
     worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
     telemetry.bind(worker_id=worker_id)
     engine = make_engine(settings)
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(engine.stop)
         # First of all: the engine's processes may be forked, which nothing but this thread should live through.
         info = await engine.start()
         log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
-        outbox = Outbox(
-            flush_tokens=settings.flush_tokens,
-            flush_interval_s=settings.flush_interval_ms / 1000,
-            limit=settings.unacknowledged_tokens,
-            jitter=lambda: random.uniform(0.75, 1.0),
-        )
-        ledger = Ledger(Path(settings.counter_file)) if settings.counter_file else None
-        outgoing = Outgoing()
+        outgoing, outbox = Outgoing(), _outbox(settings)
+        ledger = stack.enter_context(Ledger(Path(settings.counter_file))) if settings.counter_file else None
         attempts = Attempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
-        async with (
-            open_channel(settings.coordinator, settings.client) as coordinator,
-            open_channel(settings.relay, settings.client) as relay,
-        ):
-            puller = Puller(relay, settings.relay, patience_s=settings.pull_patience_s)
-            installer = Installer(engine, puller, attempts, outgoing.put)
-            worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
-            session = Session(
-                worker,
-                coordinator,
-                settings.coordinator,
-                attached=_once(shutdown, worker_id),
-                drain=shutdown.requested.set,
-            )
-            shutdown.spawn(installer.run(), "installer")
-            shutdown.spawn(throttle(engine, outbox, attempts.pressure), "throttle")
-            streams = shutdown.spawn(session.run(), "streams")
-            await shutdown.requested.wait()
-            await _leave(worker, streams)
-    finally:
-        await engine.stop()
+        stack.push_async_callback(attempts.close)
+        coordinator = await stack.enter_async_context(open_channel(settings.coordinator, settings.client))
+        relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
+        puller = Puller(relay, settings.relay, patience_s=settings.pull_patience_s)
+        installer = Installer(engine, puller, attempts, outgoing.put)
+        worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
+        session = Session(
+            worker,
+            coordinator,
+            settings.coordinator,
+            attached=_once(shutdown, worker_id),
+            drain=shutdown.requested.set,
+        )
+        shutdown.spawn(installer.run(), "installer")
+        shutdown.spawn(throttle(engine, outbox, attempts.pressure), "throttle")
+        streams = shutdown.spawn(session.run(), "streams")
+        await shutdown.requested.wait()
+        await _leave(worker, streams)
+
+
+def _outbox(settings: Settings) -> Outbox:
+    return Outbox(
+        flush_tokens=settings.flush_tokens,
+        flush_interval_s=settings.flush_interval_ms / 1000,
+        limit=settings.unacknowledged_tokens,
+        jitter=lambda: random.uniform(0.75, 1.0),
+    )
 
 
 def _once(shutdown: Shutdown, address: str) -> Callable[[], None]:

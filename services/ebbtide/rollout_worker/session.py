@@ -23,7 +23,7 @@ from ebbtide.errors import (
     Unavailable,
 )
 from ebbtide.rollout_worker.appending import Appender
-from ebbtide.rollout_worker.concurrent import first_of
+from ebbtide.rollout_worker.calls import first_of, messages
 from ebbtide.rollout_worker.generation import Assignment
 from ebbtide.rollout_worker.installer import Installation
 from ebbtide.rollout_worker.worker import Worker
@@ -127,7 +127,7 @@ class Session:
             await asyncio.sleep(interval_s)
 
     async def _receive(self, call: Any) -> None:
-        async for message in call:
+        async for message in messages(call):
             await self._handle(message)
         if not self._worker.drained:
             raise Unavailable("the coordinator ended the stream")

@@ -1,0 +1,321 @@
+"""A coordinator and a relay that can be made to misbehave, on real gRPC, and workers attached to them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from ebbtide.errors import NotFound, StoreUnavailable, VersionUnavailable
+from ebbtide.ledger import read_ledger
+from ebbtide.rollout_worker.engine.scripted import follow
+from ebbtide.rollout_worker.service import serve
+from ebbtide.rollout_worker.settings import ScriptedSettings, Settings
+from ebbtide.rpc.convert import to_proto
+from ebbtide.rpc.security import ClientSecurity, ServerSettings
+from ebbtide.rpc.server import Server
+from ebbtide.runtime import Shutdown
+from ebbtide.testing import wait_until
+from ebbtide.types.run import Sampling
+from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_tokens
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2, weights_pb2, weights_pb2_grpc
+from ebbtide.weights import build_manifest, named_tensor, slice_tiles, split_manifest, tile_digest
+
+TOKEN = "a-token-of-tests"
+RUN, POLICY = "run-1", "policy"
+PROMPT = (40, 41, 42)
+
+
+class Coordinator(fleet_pb2_grpc.FleetServicer):
+    """Keeps tokens as the real one does: fenced by attempt and offset. One worker at a time."""
+
+    def __init__(self) -> None:
+        self.attaches: list[fleet_pb2.Attach] = []
+        self.heard: dict[str, list[Any]] = {}
+        self.stored: dict[str, bytes] = {}
+        self.finished: dict[str, int] = {}
+        self.fences: dict[str, str] = {}
+        self.adopting = True
+        self.lossy = False  # acknowledgements are lost, and the stream with them
+        self.durable = True
+        self.store_up = asyncio.Event()
+        self.store_up.set()
+        self.messages = 0
+        self._out: asyncio.Queue[fleet_pb2.CoordinatorMessage | None] = asyncio.Queue()
+
+    async def Control(self, request_iterator: AsyncIterator[fleet_pb2.WorkerMessage], context: Any) -> Any:
+        attach = (await anext(request_iterator)).attach
+        self.attaches.append(attach)
+        out = self._out = asyncio.Queue()
+        refs = [held.attempt for held in attach.held]
+        mine = [ref for ref in refs if self.adopting and self.fences.get(ref.rollout_id) == ref.attempt_id]
+        attached = fleet_pb2.Attached(session=f"session{len(self.attaches)}", heartbeat_s=0.05, adopted=mine)
+        attached.superseded.extend(ref for ref in refs if ref not in mine)
+        reader = asyncio.create_task(self._read(request_iterator, out))
+        try:
+            yield fleet_pb2.CoordinatorMessage(attached=attached)
+            while (message := await out.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[fleet_pb2.WorkerMessage], out: asyncio.Queue[Any]) -> None:
+        async for message in requests:
+            kind = message.WhichOneof("kind")
+            assert kind is not None
+            self.heard.setdefault(kind, []).append(getattr(message, kind))
+        out.put_nowait(None)
+
+    async def Append(self, request_iterator: AsyncIterator[fleet_pb2.AppendRequest], context: Any) -> Any:
+        async for request in request_iterator:
+            if request.session != f"session{len(self.attaches)}":
+                raise NotFound("this session is over")
+            await self.store_up.wait()
+            acks = [self._append(delta) for delta in request.deltas]
+            self.messages += bool(acks)
+            if self.lossy and acks:
+                self.lossy = False
+                raise StoreUnavailable("the store went away with the acknowledgement")
+            yield fleet_pb2.AppendResponse(sequence=request.sequence, acks=acks, durable=self.durable)
+
+    def ListWorkers(self, request: fleet_pb2.ListWorkersRequest, context: Any) -> Any:
+        raise NotImplementedError
+
+    def _append(self, delta: fleet_pb2.Delta) -> fleet_pb2.AppendAck:
+        name, count = delta.attempt.rollout_id, len(delta.tokens) // TOKEN_BYTES
+        ack = fleet_pb2.AppendAck(attempt=delta.attempt)
+        length = len(self.stored.get(name, b"")) // TOKEN_BYTES
+        if self.fences.get(name) != delta.attempt.attempt_id:
+            ack.status = fleet_pb2.AppendAck.STATUS_SUPERSEDED
+            return ack
+        if delta.offset + count > length and delta.offset != length:
+            ack.status = fleet_pb2.AppendAck.STATUS_GAP
+        else:
+            ack.status = fleet_pb2.AppendAck.STATUS_STORED
+            if delta.offset == length:
+                self.stored[name] = self.stored.get(name, b"") + delta.tokens
+            if delta.finish:
+                self.finished[name] = delta.finish
+        ack.stored = len(self.stored[name]) // TOKEN_BYTES
+        ack.finished = name in self.finished
+        return ack
+
+    def assign(
+        self, name: str, sampling: Sampling, *, attempt: str = "a1", policy: str = POLICY, **bounds: int
+    ) -> None:
+        """Give a rollout out, with what is stored of it."""
+        self.fences[name] = f"{name}-{attempt}"
+        partial = self.stored.setdefault(name, b"")
+        assignment = fleet_pb2.Assignment(
+            attempt=fleet_pb2.AttemptRef(run_id=RUN, rollout_id=name, attempt_id=self.fences[name]),
+            policy=policy,
+            prompt_ids=pack_ids(PROMPT),
+            partial=partial,
+            sampling=to_proto(sampling, types_pb2.Sampling),
+            **bounds,
+        )
+        self.say(assign=fleet_pb2.AssignBatch(assignments=[assignment]))
+
+    def install(self, version: PolicyVersion, run_id: str = RUN) -> None:
+        self.say(install=fleet_pb2.Install(version=to_proto(version, types_pb2.PolicyVersion), run_id=run_id))
+
+    def say(self, **message: Any) -> None:
+        self._out.put_nowait(fleet_pb2.CoordinatorMessage(**message))
+
+    def hang_up(self) -> None:
+        """End the control stream."""
+        self._out.put_nowait(None)
+
+    def length(self, name: str) -> int:
+        return len(self.stored.get(name, b"")) // TOKEN_BYTES
+
+    def ids(self, name: str) -> list[int]:
+        ids: list[int] = unpack_tokens(self.stored[name])["id"].tolist()
+        return ids
+
+    def versions(self, name: str) -> list[int]:
+        versions: list[int] = unpack_tokens(self.stored[name])["version"].tolist()
+        return versions
+
+    def released(self) -> dict[str, str]:
+        return {ref.rollout_id: one.reason for one in self.heard.get("released", []) for ref in one.attempts}
+
+    async def hear(self, kind: str, count: int = 1) -> Any:
+        """The message number `count` of its kind, once it has come."""
+        await wait_until(lambda: len(self.heard.get(kind, [])) >= count, what=f"{count} x {kind}")
+        return self.heard[kind][count - 1]
+
+
+class Relay(weights_pb2_grpc.WeightsServicer):
+    """Serves versions of one tensor; counts the tiles that it gave away."""
+
+    def __init__(self) -> None:
+        self.manifests: dict[int, Any] = {}
+        self.tiles: dict[bytes, bytes] = {}
+        self.served = 0
+        self.corrupt = self.broken = 0  # so many more tiles come altered, or not at all
+
+    def publish(self, number: int, *, changed_tiles: int = 4, run_id: str = RUN) -> PolicyVersion:
+        """A version of four tiles, of which so many are its own."""
+        data = np.repeat(np.arange(4, dtype=np.float32), 64)
+        data[: 64 * changed_tiles] += number * 10
+        tensor = named_tensor("weight", data)
+        version = PolicyVersion(policy=POLICY, version=number, parent=number - 1, step=number)
+        manifest = build_manifest(run_id, version, [tensor], tile_bytes=256)
+        self.tiles |= {tile_digest(tile): bytes(tile) for tile in slice_tiles(tensor, 256)}
+        self.manifests[number] = manifest
+        sealed: PolicyVersion = manifest.version
+        return sealed
+
+    async def GetManifest(self, request: weights_pb2.VersionRef, context: Any) -> Any:
+        if request.version not in self.manifests:
+            raise VersionUnavailable(f"version {request.version} is not here")
+        for part in split_manifest(self.manifests[request.version]):
+            yield to_proto(part, weights_pb2.ManifestPart)
+
+    async def FetchTiles(self, request: weights_pb2.FetchTilesRequest, context: Any) -> Any:
+        for digest in request.digests:
+            if self.broken:
+                self.broken -= 1
+                raise StoreUnavailable("the relay's disk is away")
+            data = self.tiles[digest]
+            if self.corrupt:
+                self.corrupt -= 1
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            self.served += 1
+            yield weights_pb2.Tile(digest=digest, data=data)
+
+    def BeginPublish(self, request_iterator: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def PutTiles(self, request_iterator: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def CommitPublish(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def WatchVersions(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+
+class WorkerTask:
+    """A worker in this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.shutdown = Shutdown("rollout-worker", settings)
+        self.task = asyncio.create_task(serve(self.shutdown, settings))
+
+    async def end(self) -> None:
+        """Ask it to end, and wait; raises what it raises."""
+        self.shutdown.requested.set()
+        try:
+            await self.task
+        finally:
+            await self.shutdown.close()
+
+
+class House:
+    """Coordinator and relay, and what starts workers for them."""
+
+    def __init__(self, coordinator: Coordinator, relay: Relay, addresses: tuple[str, str], tmp_path: Path) -> None:
+        self.coordinator, self.relay, self._addresses, self._tmp_path = coordinator, relay, addresses, tmp_path
+        self._workers: list[WorkerTask] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.counter_file = tmp_path / "ledger"
+
+    def settings(self, **changes: Any) -> Settings:
+        scripted = ScriptedSettings(**{"step_s": 0.002, **changes.pop("scripted", {})})
+        base = Settings(
+            coordinator=self._addresses[0],
+            relay=self._addresses[1],
+            client=ClientSecurity(token=TOKEN),
+            worker_id="w1",
+            engine="scripted",
+            flush_tokens=4,
+            flush_interval_ms=20,
+            pull_patience_s=5.0,
+            drain_timeout_s=5.0,
+            counter_file=str(self.counter_file),
+            scripted=scripted,
+        )
+        return msgspec.structs.replace(base, **changes)
+
+    async def worker(self, *, version: int = 1, **changes: Any) -> WorkerTask:
+        """An attached worker that serves `version`; 0: none yet."""
+        worker = WorkerTask(self.settings(**changes))
+        self._workers.append(worker)
+        await wait_until(lambda: self.coordinator.attaches or worker.task.done(), what="an attach")
+        if version:
+            self.coordinator.install(self.relay.publish(version))
+            await self.coordinator.hear("installed")
+        return worker
+
+    async def process(self, *flags: str) -> subprocess.Popen[bytes]:
+        """An attached worker as a process of its own."""
+        command = [sys.executable, "-m", "ebbtide.rollout_worker", "--engine", "scripted", "--worker-id", "w1"]
+        command += ["--coordinator", self._addresses[0], "--relay", self._addresses[1], "--flush-tokens", "4"]
+        command += ["--flush-interval-ms", "20", "--counter-file", str(self.counter_file), *flags]
+        process = subprocess.Popen(command, env={**os.environ, "EBBTIDE_TOKEN": TOKEN}, stdout=subprocess.DEVNULL)  # noqa: ASYNC220
+        self._processes.append(process)
+        await wait_until(lambda: self.coordinator.attaches or process.poll() is not None, timeout=30, what="an attach")
+        self.coordinator.install(self.relay.publish(1))
+        await self.coordinator.hear("installed")
+        return process
+
+    def generated(self) -> int:
+        """Tokens that left the engine."""
+        return sum(record.generated for record in read_ledger(self.counter_file))
+
+    async def hold_store(self, name: str) -> None:
+        """Stop the store in the midst of rollout `name`, with tokens on their way to it."""
+        await wait_until(lambda: self.coordinator.length(name) > 4)
+        self.coordinator.store_up.clear()
+        await wait_until(lambda: self.generated() > self.coordinator.length(name) + 8)
+
+    async def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait(10)
+        self.coordinator.store_up.set()
+        for worker in self._workers:
+            worker.task.cancel()
+            await asyncio.gather(worker.task, return_exceptions=True)
+            await worker.shutdown.close()
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    async with AsyncExitStack() as stack:
+        coordinator, relay = Coordinator(), Relay()
+        addresses = [
+            await _serve(stack, fleet_pb2_grpc.add_FleetServicer_to_server, coordinator, "ebbtide.v1.Fleet"),
+            await _serve(stack, weights_pb2_grpc.add_WeightsServicer_to_server, relay, "ebbtide.v1.Weights"),
+        ]
+        made = House(coordinator, relay, (addresses[0], addresses[1]), tmp_path)
+        stack.push_async_callback(made.close)
+        yield made
+
+
+async def _serve(stack: AsyncExitStack, add: Callable[..., None], servicer: Any, name: str) -> str:
+    server = Server(ServerSettings(listen="127.0.0.1:0", token=TOKEN), [(add, servicer, name)])
+    await server.start()
+    await server.set_serving(True)
+    stop: Callable[[], Awaitable[None]] = lambda: server.stop(grace=0.0)  # noqa: E731
+    stack.push_async_callback(stop)
+    return server.address
+
+
+@pytest.fixture
+def expected() -> Callable[[int], list[int]]:
+    """The first so many tokens of a response to PROMPT."""
+    return lambda count: [token for token, _ in follow(ScriptedSettings(), PROMPT, count)]

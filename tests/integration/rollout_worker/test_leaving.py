@@ -1,0 +1,123 @@
+"""A worker that is asked to leave hands everything over; one that is killed leaves its ledger."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ebbtide.errors import InvalidRequest, Unavailable
+from ebbtide.ledger import read_ledger
+from ebbtide.rollout_worker.engine import EngineFailed
+from ebbtide.testing import wait_until
+from ebbtide.types.run import Sampling
+
+House = Any  # the fixture's class lives in conftest.py
+Expected = Callable[[int], list[int]]
+
+
+async def test_a_drain_hands_over_every_token(house: House, expected: Expected) -> None:
+    worker = await house.worker()
+    for number in range(8):
+        house.coordinator.assign(f"r{number}", Sampling(max_tokens=4000))
+    await wait_until(lambda: all(house.coordinator.length(f"r{number}") > 20 for number in range(8)))
+    await worker.end()
+    assert house.coordinator.heard["draining"][0].deadline_s > 0
+    assert house.coordinator.released() == {f"r{number}": "drained" for number in range(8)}
+    for record in read_ledger(house.counter_file):
+        assert record.generated == house.coordinator.length(record.rollout_id)
+        assert house.coordinator.ids(record.rollout_id) == expected(record.generated)
+
+
+async def test_a_draining_worker_takes_nothing_more(house: House) -> None:
+    worker = await house.worker()
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await house.hold_store("r1")
+    worker.shutdown.requested.set()
+    await house.coordinator.hear("draining")
+    house.coordinator.assign("late", Sampling(max_tokens=4))
+    await wait_until(lambda: "late" in house.coordinator.released())
+    assert house.coordinator.released() == {"late": "draining"}
+    house.coordinator.store_up.set()
+    await worker.end()
+    assert house.coordinator.released()["r1"] == "drained"
+
+
+async def test_the_coordinator_may_ask_for_the_drain(house: House) -> None:
+    from ebbtide.v1 import fleet_pb2
+
+    worker = await house.worker()
+    house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=5))
+    await worker.task
+
+
+async def test_a_drain_goes_on_over_a_broken_stream(house: House) -> None:
+    worker = await house.worker()
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await house.hold_store("r1")
+    worker.shutdown.requested.set()
+    await house.coordinator.hear("draining")
+    house.coordinator.hang_up()
+    await wait_until(lambda: len(house.coordinator.attaches) == 2)
+    house.coordinator.store_up.set()
+    await worker.end()
+    assert read_ledger(house.counter_file)[0].generated == house.coordinator.length("r1")
+
+
+async def test_a_drain_that_cannot_end_says_so(house: House) -> None:
+    worker = await house.worker(drain_timeout_s=0.2)
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await house.hold_store("r1")
+    with pytest.raises(Unavailable, match="generated again elsewhere"):
+        await worker.end()
+
+
+async def test_a_lost_engine_takes_the_worker_out_and_its_tokens_are_kept(house: House) -> None:
+    worker = await house.worker(scripted={"fail_after_tokens": 30})
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await worker.task
+    assert isinstance(worker.shutdown.failure, EngineFailed)
+    assert house.coordinator.length("r1") == 30
+    assert house.coordinator.released()["r1"].startswith("stopped")
+
+
+async def test_sigterm_ends_the_process_without_losing_a_token(house: House, expected: Expected) -> None:
+    process = await house.process()
+    for number in range(8):
+        house.coordinator.assign(f"r{number}", Sampling(max_tokens=4000))
+    await wait_until(lambda: all(house.coordinator.length(f"r{number}") > 8 for number in range(8)))
+    process.send_signal(signal.SIGTERM)
+    await wait_until(lambda: process.poll() is not None)
+    assert process.returncode == 0
+    for record in read_ledger(house.counter_file):
+        assert house.coordinator.ids(record.rollout_id) == expected(record.generated)
+    assert len(house.coordinator.released()) == 8
+
+
+async def test_after_a_sigkill_at_most_one_flush_window_is_missing(house: House) -> None:
+    process = await house.process()
+    for number in range(8):
+        house.coordinator.assign(f"r{number}", Sampling(max_tokens=4000))
+    await wait_until(lambda: all(house.coordinator.length(f"r{number}") > 8 for number in range(8)))
+    process.kill()
+    process.wait(10)
+    records = read_ledger(house.counter_file)
+    assert len(records) == 8
+    # 4 tokens or 20 ms of tokens that take 10 ms each, the message in flight, and one token on its way.
+    assert all(0 <= record.generated - house.coordinator.length(record.rollout_id) <= 8 for record in records)
+
+
+async def test_a_wrong_token_ends_the_worker_with_the_reason(house: House) -> None:
+    from ebbtide.rpc.security import ClientSecurity
+
+    worker = await house.worker(version=0, client=ClientSecurity(token="not-the-token"))
+    await wait_until(worker.shutdown.requested.is_set)
+    with pytest.raises(Unavailable, match="had ended"):
+        await worker.task
+    assert type(worker.shutdown.failure).__name__ == "Unauthenticated"
+
+
+async def test_an_unknown_model_is_refused_by_name(house: House) -> None:
+    worker = await house.worker(version=0, engine="vllm", model="/no/such/checkpoint")
+    with pytest.raises(InvalidRequest, match="model: /no/such/checkpoint"):
+        await worker.task

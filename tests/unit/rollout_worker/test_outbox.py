@@ -1,0 +1,193 @@
+"""The outbox loses nothing that is not safely stored, and sends it when it is due."""
+
+import math
+import random
+
+import pytest
+
+from ebbtide.rollout_worker.outbox import MESSAGE_DELTAS, MESSAGE_TOKENS, Ack, Delta, Outbox
+from ebbtide.types.fleet import AppendStatus, AttemptRef
+from ebbtide.types.rollout import FinishReason
+from ebbtide.types.tokens import TOKEN_BYTES
+
+STORED, GAP, SUPERSEDED = AppendStatus.STORED, AppendStatus.GAP, AppendStatus.SUPERSEDED
+
+
+def ref(name: str) -> AttemptRef:
+    return AttemptRef("run", f"rollout-{name}", name)
+
+
+def tokens(count: int, first: int = 0) -> bytes:
+    return b"".join((first + index).to_bytes(TOKEN_BYTES, "little") for index in range(count))
+
+
+@pytest.fixture
+def outbox() -> Outbox:
+    made = Outbox(flush_tokens=8, flush_interval_s=0.1, limit=100)
+    made.open(ref("a"), b"")
+    return made
+
+
+def test_nothing_is_due_while_there_is_nothing(outbox: Outbox) -> None:
+    assert outbox.due == math.inf
+    assert outbox.take(0.0) == []
+
+
+def test_the_first_token_is_due_after_the_interval_and_enough_of_them_at_once(outbox: Outbox) -> None:
+    outbox.append("a", tokens(1), 5.0)
+    assert outbox.due == pytest.approx(5.1)
+    outbox.append("a", tokens(6), 5.05)
+    assert outbox.due == pytest.approx(5.1)
+    outbox.append("a", tokens(1), 5.06)
+    assert outbox.due == 5.06
+
+
+def test_one_message_takes_the_tokens_of_all(outbox: Outbox) -> None:
+    outbox.open(ref("b"), tokens(3))
+    outbox.append("a", tokens(2), 0.0)
+    outbox.append("b", tokens(1, 3), 0.0)
+    assert outbox.take(0.1) == [Delta(ref("a"), 0, tokens(2), None), Delta(ref("b"), 3, tokens(1, 3), None)]
+    assert outbox.due == math.inf
+    assert outbox.take(0.2) == []
+
+
+def test_a_finish_goes_with_the_last_tokens_and_soon(outbox: Outbox) -> None:
+    outbox.append("a", tokens(2), 1.0)
+    outbox.finish("a", FinishReason.STOP, 1.0)
+    assert outbox.due == pytest.approx(1.02)
+    assert outbox.take(1.02) == [Delta(ref("a"), 0, tokens(2), FinishReason.STOP)]
+
+
+def test_a_finish_without_tokens_is_sent_too(outbox: Outbox) -> None:
+    outbox.open(ref("b"), tokens(4))
+    outbox.finish("b", FinishReason.LENGTH, 1.0)
+    assert outbox.take(1.1) == [Delta(ref("b"), 4, b"", FinishReason.LENGTH)]
+
+
+def test_an_attempt_leaves_when_its_finish_is_durable_not_before(outbox: Outbox) -> None:
+    outbox.append("a", tokens(2), 1.0)
+    outbox.finish("a", FinishReason.STOP, 1.0)
+    outbox.take(1.1)
+    assert outbox.settle([Ack("a", STORED, 2, True)], durable=False, now=1.2) == ([], [])
+    assert "a" in outbox
+    assert outbox.settle([Ack("a", STORED, 2, True)], durable=True, now=1.3) == ([ref("a")], [])
+    assert "a" not in outbox
+
+
+def test_a_gap_is_filled_from_what_the_store_has(outbox: Outbox) -> None:
+    outbox.open(ref("b"), tokens(4))
+    outbox.append("b", tokens(4, 4), 1.0)
+    outbox.take(1.1)
+    outbox.settle([Ack("b", GAP, 1, False)], durable=True, now=1.2)
+    assert outbox.due == 1.2
+    assert outbox.unacknowledged == 7, "even what it was given as partial"
+    assert outbox.take(1.2) == [Delta(ref("b"), 1, tokens(7, 1), None)]
+
+
+def test_a_new_stream_sends_again_what_was_not_acknowledged(outbox: Outbox) -> None:
+    outbox.append("a", tokens(6), 1.0)
+    outbox.take(1.1)
+    outbox.settle([Ack("a", STORED, 6, False)], durable=True, now=1.2)
+    outbox.append("a", tokens(2, 6), 1.3)
+    outbox.finish("a", FinishReason.STOP, 1.3)
+    assert outbox.take(1.4) == [Delta(ref("a"), 6, tokens(2, 6), FinishReason.STOP)]
+    outbox.rewind(2.0)
+    assert outbox.due == 2.0
+    assert outbox.take(2.0) == [Delta(ref("a"), 6, tokens(2, 6), FinishReason.STOP)]
+
+
+def test_a_new_stream_has_nothing_to_send_where_all_is_stored(outbox: Outbox) -> None:
+    outbox.rewind(2.0)
+    assert outbox.due == math.inf
+
+
+@pytest.mark.parametrize("ack", [Ack("a", SUPERSEDED, 0, False), Ack("a", STORED, 3, False)])
+def test_a_response_that_somebody_else_went_on_with_is_dropped(outbox: Outbox, ack: Ack) -> None:
+    outbox.append("a", tokens(2), 1.0)
+    outbox.take(1.1)
+    assert outbox.settle([ack], durable=True, now=1.2) == ([], [ref("a")])
+    assert outbox.unacknowledged == 0
+
+
+def test_acknowledgements_for_forgotten_attempts_mean_nothing(outbox: Outbox) -> None:
+    outbox.append("a", tokens(2), 1.0)
+    outbox.drop("a")
+    assert outbox.settle([Ack("a", STORED, 2, False)], durable=True, now=1.2) == ([], [])
+    assert outbox.unacknowledged == 0
+
+
+def test_it_is_full_above_its_limit_and_roomy_again_at_half(outbox: Outbox) -> None:
+    outbox.append("a", tokens(101), 1.0)
+    assert outbox.full
+    outbox.settle([Ack("a", STORED, 50, False)], durable=True, now=1.2)
+    assert (outbox.full, outbox.roomy) == (False, False)
+    outbox.settle([Ack("a", STORED, 51, False)], durable=True, now=1.2)
+    assert outbox.roomy
+
+
+def test_no_message_is_larger_than_messages_may_be(outbox: Outbox) -> None:
+    outbox.append("a", bytes(TOKEN_BYTES * (MESSAGE_TOKENS + 5)), 1.0)
+    outbox.finish("a", FinishReason.STOP, 1.0)
+    (first,) = outbox.take(1.0)
+    assert (len(first.tokens), first.finish) == (MESSAGE_TOKENS * TOKEN_BYTES, None)
+    assert outbox.due == 1.0
+    (second,) = outbox.take(1.0)
+    assert (second.offset, len(second.tokens), second.finish) == (MESSAGE_TOKENS, 5 * TOKEN_BYTES, FinishReason.STOP)
+
+
+def test_no_message_has_more_deltas_than_are_taken(outbox: Outbox) -> None:
+    for number in range(MESSAGE_DELTAS + 3):
+        outbox.open(ref(f"n{number}"), b"")
+        outbox.append(f"n{number}", tokens(1), 1.0)
+    assert len(outbox.take(1.1)) == MESSAGE_DELTAS
+    assert outbox.due == 1.1
+    assert len(outbox.take(1.1)) == 3
+
+
+class FlakyStore:
+    """Takes deltas as the real store does, loses messages, acknowledgements and its own tail."""
+
+    def __init__(self, seed: int, stored: bytes) -> None:
+        self.draw = random.Random(seed)
+        self.stored, self.finished = stored, False
+
+    def often(self, share: float) -> bool:
+        return self.draw.random() < share
+
+    def forget(self) -> None:
+        if not self.finished:
+            self.stored = self.stored[: TOKEN_BYTES * self.draw.randrange(len(self.stored) // TOKEN_BYTES + 1)]
+
+    def take(self, delta: Delta) -> list[Ack]:
+        if self.often(0.2):
+            return []
+        length, count = len(self.stored) // TOKEN_BYTES, len(delta.tokens) // TOKEN_BYTES
+        gap = delta.offset != length and delta.offset + count > length
+        if delta.offset == length:
+            self.stored += delta.tokens
+        self.finished |= not gap and delta.finish is not None
+        ack = Ack("a", GAP if gap else STORED, len(self.stored) // TOKEN_BYTES, self.finished)
+        return [] if self.often(0.2) else [ack]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_gets_lost_the_store_ends_with_the_whole_response(seed: int) -> None:
+    outbox = Outbox(flush_tokens=8, flush_interval_s=0.1, limit=10_000)
+    outbox.open(ref("a"), tokens(5))
+    store, made, now = FlakyStore(seed, tokens(5)), 5, 0.0
+    while "a" in outbox:
+        now += 0.05
+        if made < 200:
+            outbox.append("a", tokens(5, made), now)
+            made += 5
+        if made == 200:
+            outbox.finish("a", FinishReason.STOP, now)
+        if store.often(0.05):
+            store.forget()
+        if store.often(0.05) or (made == 200 and outbox.due > now + 1):
+            outbox.rewind(now)  # a new stream
+        if outbox.due <= now:
+            acks = [ack for delta in outbox.take(now) for ack in store.take(delta)]
+            outbox.settle(acks, durable=True, now=now)
+    assert store.stored == tokens(made)
+    assert outbox.unacknowledged == 0
