@@ -17,6 +17,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,8 @@ from ebbtide.types.weights import Manifest
 from ebbtide.weights import check_manifest, tile_sizes
 
 _SUFFIX: Final = ".manifest"
+#: Syncs at once: file systems write several to the disk in one go.
+_SYNCS: Final = 16
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final = msgspec.msgpack.Decoder(Manifest)
 
@@ -103,10 +106,13 @@ class Disk:
 
     def sync_tiles(self, digests: Iterable[bytes]) -> None:
         """Make tiles durable. One that was dropped meanwhile is passed over: no version can want it."""
-        for digest in digests:
-            with contextlib.suppress(FileNotFoundError):
-                _fsync(self._tiles / digest.hex())
+        with ThreadPoolExecutor(_SYNCS) as pool:
+            list(pool.map(self._sync_tile, digests))
         _fsync(self._tiles)
+
+    def _sync_tile(self, digest: bytes) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            _fsync(self._tiles / digest.hex())
 
     def drop_tiles(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
