@@ -13,7 +13,7 @@ from ebbtide.scheduling.pacing import Bounds
 
 
 class Waiting(Struct, frozen=True, kw_only=True):
-    """A queued rollout. `length`: tokens of prompt and partial; `place`: in line, lower first; `since`: when it came."""
+    """A queued rollout. `length`: tokens of prompt and partial; `place`: in line; `since`: when it came into it."""
 
     rollout_id: str
     episode_id: str

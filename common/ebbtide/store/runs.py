@@ -31,6 +31,7 @@ class Runs(Topic):
     async def submit(self, run_id: str, spec: RunSpec) -> bool:
         """Make the run; False if the same one is there. Raises `AlreadyExists` for another spec under this id."""
         if await self._link.call("GET", TERM) != self._term.encode():
+            self._link.superseded.set()
             raise TermSuperseded
         await self._link.call("ZADD", INDEX, "NX", await self._next_place(), run_id)
         try:

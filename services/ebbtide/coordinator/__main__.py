@@ -22,8 +22,8 @@ async def serve(settings: Settings, shutdown: Shutdown) -> None:
     try:
         server = Server(settings.server, await coordinator.open(), observe=rpc_observer())
         await server.start()
-        for loop in coordinator.loops():
-            shutdown.spawn(loop, loop.__name__)
+        for name, loop in coordinator.loops().items():
+            shutdown.spawn(loop, name)
         await server.set_serving(True)
         shutdown.ready(server.address)
         await shutdown.requested.wait()

@@ -55,7 +55,9 @@ class Dispatcher:
     async def watch_for_ever(self) -> None:
         next_due: float | None = None
         while True:
-            pause = _TICK_S if next_due is None else min(_TICK_S, max(0.0, next_due - time.monotonic()))
+            pause = self._fleet.judge_every_s
+            if next_due is not None:
+                pause = min(pause, max(0.0, next_due - time.monotonic()))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._state.reap.wait(), pause)
             self._state.reap.clear()

@@ -39,6 +39,8 @@ class Fleet:
         self._settings, self._state, self._store = settings, state, store
         self._attempts, self._bells = attempts, bells
         self._liveness = Liveness(settings.heartbeat_timeout_s)
+        #: Often enough to tell a worker's silence from our own sleep, and to be late by a tenth at most.
+        self.judge_every_s = min(0.5, settings.heartbeat_timeout_s / 10)
         self._lost: dict[str, tuple[float, Worker]] = {}
         self._notes: set[asyncio.Task[None]] = set()
         self.leaving = False  # this coordinator ends: broken streams are its own doing

@@ -31,7 +31,7 @@ log = telemetry.get_logger(__name__)
 
 
 class Coordinator:
-    """`open`, serve what it returns, run `loops`, `leave`, `close`. One per process; a restart is another coordinator."""
+    """`open`, serve what it returns, run `loops`, `leave`, `close`. A restart is another coordinator."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -63,9 +63,13 @@ class Coordinator:
             (add_FleetServicer_to_server, fleet, fleet_wire.SERVICE),
         ]
 
-    def loops(self) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside the server. Raise `TermSuperseded` when another coordinator has the store."""
-        return [self.dispatcher.decide_for_ever(), self.dispatcher.watch_for_ever(), self._superseded()]
+    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What runs beside the server, by name. Each raises `TermSuperseded` when another coordinator has the store."""
+        return {
+            "decide": self.dispatcher.decide_for_ever(),
+            "watch": self.dispatcher.watch_for_ever(),
+            "term": self._superseded(),
+        }
 
     async def _superseded(self) -> None:
         await self.link.superseded.wait()

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -135,7 +135,7 @@ class Cluster:
         self.coordinator = Coordinator(settings)
         self.server = Server(server, await self.coordinator.open())
         await self.server.start()
-        self._loops = [asyncio.create_task(loop) for loop in self.coordinator.loops()]
+        self._loops = [asyncio.create_task(loop) for loop in self.coordinator.loops().values()]
         self.channel = self.new_channel()
         self.runs = runs_pb2_grpc.RunsStub(self.channel)
         self.rollouts = rollouts_pb2_grpc.RolloutsStub(self.channel)

@@ -1,0 +1,149 @@
+"""Runs, their leases and their ends."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from ebbtide.errors import AlreadyExists, InvalidRequest, LeaseSuperseded, NotFound, NotReady
+from ebbtide.rpc.status import translated
+from ebbtide.testing import wait_until
+from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
+
+
+async def test_a_run_is_made_once_per_id(cluster):
+    run = await cluster.run()
+    spec = (await run.get()).spec
+    again = await cluster.call(cluster.runs.SubmitRun, runs_pb2.SubmitRunRequest(run_id="r", spec=spec))
+    assert again.status == types_pb2.RUN_STATUS_RUNNING
+    spec.seed = 8
+    with pytest.raises(AlreadyExists, match="run r"):
+        await cluster.call(cluster.runs.SubmitRun, runs_pb2.SubmitRunRequest(run_id="r", spec=spec))
+    spec.sampling.temperature = -1
+    with pytest.raises(InvalidRequest, match=r"spec.sampling.temperature"):
+        await cluster.call(cluster.runs.SubmitRun, runs_pb2.SubmitRunRequest(run_id="q", spec=spec))
+
+
+async def test_a_superseded_lease_can_do_nothing(cluster):
+    run = await cluster.run()
+    worker = await cluster.worker("w1")
+    await run.submit("a")
+    await worker.has("a")
+    old = runs_pb2.LeaseRef()
+    old.CopyFrom(run.lease)
+    with pytest.raises(NotReady, match="held by host"):
+        await run.claim("other")
+    await run.claim_when_free("other")  # the first holder did not renew
+    run.lease = old
+    before = await run.get()
+    for call in (
+        run.submit("b"), run.cancel("a"), run.acknowledge("a"), run.complete("e", "a", drop="x"), run.commit("1-1"),
+        run.announce(step=1), run.finish(),
+        cluster.call(cluster.runs.RenewLease, old),
+        cluster.call(cluster.runs.Report, runs_pb2.ReportRequest(lease=old, events=[runs_pb2.RunEvent(kind="step")])),
+    ):  # fmt: skip
+        with pytest.raises(LeaseSuperseded):
+            await call
+    after = await run.get()
+    assert (after.counters, after.newest) == (before.counters, before.newest)
+
+
+async def test_the_same_holder_claims_at_once_and_a_renewed_lease_stays(cluster):
+    run = await cluster.run()
+    first = run.lease.fence
+    assert (await run.claim()).fence != first
+    for _ in range(3):
+        await cluster.call(cluster.runs.RenewLease, run.lease)
+        with pytest.raises(NotReady):
+            await run.claim("other", "trainer")
+        await run.claim("host")
+    driver = await run.claim("other", "driver")
+    assert dict((await run.get()).holders) == {"trainer": "host", "driver": "other"}
+    await cluster.call(cluster.runs.ReleaseLease, driver)
+    assert dict((await run.get()).holders) == {"trainer": "host"}
+    with pytest.raises(LeaseSuperseded):
+        await run.submit("a")
+
+
+async def test_any_run_is_claimed_oldest_first(cluster):
+    for run_id in ("b", "a"):
+        await cluster.run(run_id, version=False)
+    request = runs_pb2.ClaimRunRequest(role="driver", holder="d")
+    assert (await cluster.call(cluster.runs.ClaimRun, request)).run.run_id == "b"
+    request.holder = "d2"
+    assert (await cluster.call(cluster.runs.ClaimRun, request)).run.run_id == "a"
+    request.holder = "d3"
+    with pytest.raises(NotReady, match="no run wants a driver"):
+        await cluster.call(cluster.runs.ClaimRun, request)
+    with pytest.raises(NotFound):
+        await cluster.call(cluster.runs.ClaimRun, runs_pb2.ClaimRunRequest(run_id="zz", role="driver", holder="d"))
+
+
+async def test_versions_are_never_given_twice_and_announced_once(cluster):
+    run = await cluster.run()
+    assert [await run.announce(step=1), await run.announce(step=2)] == [2, 3]
+    newest = (await run.get()).newest
+    assert (newest.version, newest.step, newest.root) == (3, 2, b"\x03" * 32)
+    repeat = runs_pb2.AnnounceVersionRequest(lease=run.lease, version=newest)
+    await cluster.call(cluster.runs.AnnounceVersion, repeat)
+    repeat.version.root = b"\x09" * 32
+    with pytest.raises(AlreadyExists, match="version 3"):
+        await cluster.call(cluster.runs.AnnounceVersion, repeat)
+    repeat.version.version = 9
+    with pytest.raises(InvalidRequest, match=r"version.version: 9 cannot be announced: reserve it first"):
+        await cluster.call(cluster.runs.AnnounceVersion, repeat)
+    events = await run.events("version", 3)
+    assert [(event.values["version"], event.values["step"]) for event in events] == [(1, 0), (2, 1), (3, 2)]
+
+
+async def test_cancelling_a_run_stops_its_workers_and_leaves_only_its_record(cluster, redis_server):
+    run = await cluster.run()
+    worker = await cluster.worker("w1", slots=1)
+    await run.submit("a", "b")
+    await worker.has("a")
+    await worker.add("a", 0, 4)
+    cancel = runs_pb2.CancelRunRequest(run_id="r")
+    record = await cluster.call(cluster.runs.CancelRun, cancel)
+    assert record.status == types_pb2.RUN_STATUS_CANCELLED
+    assert dict(record.dropped) == {"cancelled": 2}
+    await wait_until(lambda: worker.cancelled == ["a"])
+    assert (await cluster.call(cluster.runs.CancelRun, cancel)).status == types_pb2.RUN_STATUS_CANCELLED
+    with pytest.raises(LeaseSuperseded, match="has ended"):
+        await run.submit("c")
+    kept = {f"ebbtide:{{r}}:{name}" for name in ("run", "count", "events", "eventkeys")}
+
+    async def keys() -> set[str]:
+        return {key.decode() for key in await cluster.coordinator.link.call("KEYS", "ebbtide:{r}:*")}
+
+    async def swept() -> bool:
+        return await keys() == kept
+
+    await wait_until(swept)
+    assert all([await cluster.coordinator.link.call("TTL", key) > 0 for key in kept])
+    statuses = await run.events("status", 3)
+    assert [event.key for event in statuses] == ["PENDING", "RUNNING", "CANCELLED"]
+
+
+async def test_watchers_of_a_run_that_ends_are_let_go(cluster):
+    run = await cluster.run()
+    stream = cluster.rollouts.WatchFinished(rollouts_pb2.WatchFinishedRequest(run_id="r"))
+    reading = asyncio.create_task(stream.read())
+    await run.finish()
+    assert await reading is grpc.aio.EOF
+    events = cluster.runs.WatchRun(runs_pb2.WatchRunRequest(run_id="r"))
+    kinds = [event.key async for event in events if event.kind == "status"]
+    assert kinds == ["PENDING", "RUNNING", "FINISHED"]
+    with pytest.raises(InvalidRequest, match="cursor"), translated("coordinator"):
+        await cluster.runs.WatchRun(runs_pb2.WatchRunRequest(run_id="r", cursor="x")).read()
+
+
+async def test_reported_events_are_taken_once_per_key(cluster):
+    run = await cluster.run()
+    event = runs_pb2.RunEvent(kind="step", key="1", message="m", values={"reward": 0.5}, labels={"a": "b"})
+    for _ in range(2):
+        await cluster.call(cluster.runs.Report, runs_pb2.ReportRequest(lease=run.lease, events=[event]))
+    event.key = "2"
+    await cluster.call(cluster.runs.Report, runs_pb2.ReportRequest(lease=run.lease, events=[event]))
+    found = await run.events("step", 2)
+    assert [one.key for one in found] == ["1", "2"]
+    assert (found[0].values["reward"], found[0].labels["a"]) == (0.5, "b")

@@ -1,0 +1,89 @@
+"""The coordinator as a process of its own."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from ebbtide.rpc.channel import open_channel
+from ebbtide.rpc.convert import to_proto
+from ebbtide.rpc.security import ClientSecurity
+from ebbtide.testing import wait_until
+from ebbtide.types.run import EnvironmentSpec, RunSpec
+from ebbtide.v1 import runs_pb2, runs_pb2_grpc, types_pb2
+
+TOKEN = "a token"
+
+
+@pytest.fixture
+async def start(tmp_path):
+    """Starts coordinators; those still alive at the end are killed."""
+    processes = []
+
+    async def starting(*flags, store_url, ready=True):
+        ready_file = tmp_path / f"ready{len(processes)}"
+        command = [sys.executable, "-m", "ebbtide.coordinator", "--server-listen", "127.0.0.1:0", *flags]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--store-url", store_url, "--ready-file", str(ready_file),
+            env=os.environ | {"EBBTIDE_TOKEN": TOKEN}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        processes.append(process)
+        if ready:
+            await wait_until(ready_file.exists, timeout=30)
+            process.address = json.loads(ready_file.read_text())["address"]
+        return process
+
+    yield starting
+    for process in processes:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def test_it_says_when_it_is_ready_and_ends_cleanly_when_asked(start, redis_url):
+    process = await start(store_url=redis_url)
+    async with open_channel(process.address, ClientSecurity(token=TOKEN)) as channel:
+        assert not (await runs_pb2_grpc.RunsStub(channel).ListRuns(runs_pb2.ListRunsRequest())).runs
+    process.send_signal(signal.SIGTERM)
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    assert out.decode().startswith(f"READY coordinator {process.address}")
+
+
+async def test_a_coordinator_that_was_superseded_ends_and_says_why(start, redis_url):
+    first = await start(store_url=redis_url)
+    first.send_signal(signal.SIGSTOP)
+    second = await start(store_url=redis_url)
+    first.send_signal(signal.SIGCONT)
+    async with open_channel(first.address, ClientSecurity(token=TOKEN)) as channel:
+        spec = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
+        request = runs_pb2.SubmitRunRequest(run_id="r", spec=to_proto(spec, types_pb2.RunSpec))
+        with pytest.raises(Exception, match="another coordinator"):
+            await runs_pb2_grpc.RunsStub(channel).SubmitRun(request)
+    _, err = await asyncio.wait_for(first.communicate(), 20)
+    assert first.returncode == 1
+    assert b"another coordinator has taken over this store" in err
+    assert second.returncode is None
+
+
+async def test_without_a_store_it_ends_with_the_remedy(start, tmp_path):
+    process = await start("--store-patience-s", "0.3", store_url=f"unix://{tmp_path}/none.sock", ready=False)
+    _, err = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 1
+    assert b"none.sock does not answer" in err
+    assert b"start it, or mend the store URL" in err
+
+
+async def test_help_answers_without_loading_what_it_does_not_need():
+    command = [sys.executable, "-X", "importtime", "-m", "ebbtide.coordinator", "--help"]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, imported = await process.communicate()
+    assert process.returncode == 0
+    assert b"--store-url" in out
+    assert b" redis" not in imported
+    assert b" vllm" not in imported

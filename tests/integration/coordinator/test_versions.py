@@ -1,0 +1,108 @@
+"""Which weights make which tokens, and which worker serves which run."""
+
+from ebbtide.testing import wait_until
+from ebbtide.v1 import fleet_pb2, types_pb2
+
+STOP = types_pb2.FINISH_REASON_STOP
+
+
+async def test_a_rollout_waits_for_a_worker_with_a_version_within_its_bounds(cluster):
+    run = await cluster.run()
+    worker = await cluster.worker("w1", installs=False)
+    await run.submit("old", max_version=1)
+    await run.submit("any")
+    await wait_until(lambda: worker.installed == [1])
+    assert not worker.assigned
+    version = (await run.get()).newest
+    await worker.say(installed=fleet_pb2.Installed(version=version, run_id="r"))
+    await worker.has("old", "any")
+    await run.announce(step=1)
+    await run.submit("new", min_version=2)
+    await worker.add("any", 0, 1, STOP)
+    assert worker.installed == [1]  # "old" holds it at version 1
+    await worker.add("old", 0, 1, STOP)
+    await wait_until(lambda: worker.installed == [1, 2])
+    assert "new" not in worker.assigned
+    await worker.say(installed=fleet_pb2.Installed(version=(await run.get()).newest, run_id="r"))
+    await worker.has("new")
+
+
+async def test_a_worker_updates_in_flight_where_nothing_holds_it(cluster):
+    run = await cluster.run()
+    worker = await cluster.worker("w1")
+    await run.submit("a", min_version=1)
+    await worker.has("a")
+    await run.announce(step=1)
+    await wait_until(lambda: worker.installed == [1, 2])
+    assert not worker.cancelled
+
+
+async def test_one_worker_goes_back_for_rollouts_with_a_ceiling(cluster):
+    run = await cluster.run()
+    workers = [await cluster.worker(name) for name in ("w1", "w2")]
+    await run.announce(step=1)
+    await wait_until(lambda: all(2 in worker.installed for worker in workers))
+    await run.submit("old", max_version=1)
+    await run.submit("new", min_version=2)
+    await wait_until(lambda: sum("old" in worker.assigned for worker in workers) == 1)
+    keeper = next(worker for worker in workers if "old" in worker.assigned)
+    other = next(worker for worker in workers if worker is not keeper)
+    assert keeper.installed[-1] == 1
+    await other.has("new")
+    await keeper.add("old", 0, 1, STOP)
+    await wait_until(lambda: keeper.installed[-1] == 2)
+
+
+async def test_rollouts_whose_version_is_gone_become_dead_letters(cluster, monkeypatch):
+    monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.02)
+    run = await cluster.run()
+    worker = await cluster.worker("w1")
+    await run.announce(step=1)
+    await wait_until(lambda: 2 in worker.installed)
+    worker.installs = False
+    await run.submit("old", max_version=1)
+    for tries in range(1, 4):
+        await wait_until(lambda: worker.installed.count(1) >= tries)  # noqa: B023 - awaited at once
+        version = types_pb2.PolicyVersion(policy="policy", version=1)
+        await worker.say(install_failed=fleet_pb2.InstallFailed(version=version, run_id="r", message="not kept"))
+    (letter,) = await run.finished(1)
+    assert letter.reason == types_pb2.FINISH_REASON_DEAD_LETTERED
+    assert "version" in letter.message
+    assert "not kept" in (await run.events("warning", 1))[0].message
+
+
+async def test_several_runs_share_the_fleet(cluster):
+    one, two = await cluster.run("one"), await cluster.run("two")
+    workers = [await cluster.worker(name, slots=4) for name in ("w1", "w2")]
+    await one.submit("a1", "a2")
+    await two.submit("b1", "b2")
+    await wait_until(lambda: {r for worker in workers for r in worker.assigned} == {"a1", "a2", "b1", "b2"})
+    for worker in workers:
+        runs = {assignment.attempt.run_id for assignment in worker.assigned.values()}
+        assert len(runs) == 1
+        await worker.send(*(worker.delta(name, 0, 1, STOP) for name in list(worker.assigned)))
+    assert len(await one.finished(2)) == len(await two.finished(2)) == 2
+
+
+async def test_one_worker_alternates_between_runs_that_both_have_work(cluster_with):
+    async with cluster_with(slice_s=0.2) as cluster:
+        runs = [await cluster.run("one"), await cluster.run("two")]
+        for run in runs:
+            await run.submit(*(f"{run.run_id}.{number}" for number in range(40)))
+        worker = await cluster.worker("w1", slots=1)
+        served: list[str] = []
+        while len(set(served)) < 2 or served[-1] == served[0]:
+            await wait_until(lambda: worker.assigned)
+            ((name, assignment),) = worker.assigned.items()
+            served.append(assignment.attempt.run_id)
+            assert (await worker.add(name, 0, 1, STOP)).finished
+            del worker.assigned[name]
+            assert len(served) < 80
+
+
+async def test_a_run_of_another_model_is_hinted_at(cluster):
+    await cluster.worker("w1")
+    run = await cluster.run("other", model="elsewhere")
+    (hint,) = await run.events("warning", 1)
+    assert "elsewhere" in hint.message
+    assert "attached: m" in hint.message
