@@ -49,6 +49,12 @@ _CLASSES: Final = (
     (redis.exceptions.MasterDownError, "MASTERDOWN"),
     (redis.exceptions.ClusterDownError, "CLUSTERDOWN"),
 )
+#: While connecting it keeps nothing but the text.
+_PHRASES: Final = (
+    ("Authentication required", "NOAUTH"),
+    ("invalid username-password", "NOAUTH"),
+    ("loading the dataset", "LOADING"),
+)
 
 
 def fault(error: redis.exceptions.RedisError, *, where: str) -> Exception:
@@ -60,6 +66,7 @@ def fault(error: redis.exceptions.RedisError, *, where: str) -> Exception:
     if code in _REFUSALS:
         return Refused(code, detail)
     code = next((name for kind, name in _CLASSES if isinstance(error, kind)), code)
+    code = next((name for phrase, name in _PHRASES if phrase in text), code)
     for name, remedy in _REMEDIES.items():
         if code == name or f"-{name} " in text:  # the latter: raised inside a script
             return StoreUnavailable(f"the store at {where} {remedy}")

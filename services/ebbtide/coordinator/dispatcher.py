@@ -133,9 +133,9 @@ class Dispatcher:
             session = self._state.sessions[session_id]
             if version not in run.versions or session.target == (run.run_id, version):
                 continue
-            session.target = (run.run_id, version)
-            if session.version_of(run.run_id) == version:
-                continue
+            told, session.target = session.target, (run.run_id, version)
+            if told is None and session.version_of(run.run_id) == version:
+                continue  # it attached with this version
             message = fleet_pb2.Install(
                 version=to_proto(run.versions[version], types_pb2.PolicyVersion),
                 run_id=run.run_id,

@@ -59,7 +59,7 @@ class Fleet:
         for other in [one for one in self._state.sessions.values() if one.worker_id == hello.worker_id]:
             self.detach(other, "it attached again")
         self._lost.pop(hello.worker_id, None)
-        self._recognise(session)
+        self._recognise(session, adopted)
         self._state.sessions[session.session_id] = session
         self._liveness.heard(session.session_id, now)
         self._state.wake.set()
@@ -67,14 +67,14 @@ class Fleet:
         log.info("attached", worker_id=hello.worker_id, adopted=len(adopted), superseded=len(superseded))
         return session, adopted, superseded
 
-    def _recognise(self, session: Session) -> None:
-        """Find the run whose version the worker says it has; content and number tell them apart."""
-        for run in self._state.runs.values():
-            for version in reversed(run.versions.values()):
-                if version in session.hello.installed:
-                    session.installed, session.run_id = (run.run_id, version), run.run_id
-                    session.target = (run.run_id, version.version)
-                    return
+    def _recognise(self, session: Session, adopted: list[AttemptRef]) -> None:
+        """Of a worker that goes on with attempts we know the run, and so its version. Any other is told to install anew,
+        which costs one that has the version nothing."""
+        run = self._state.runs[adopted[0].run_id] if adopted else None
+        for version in reversed(run.versions.values()) if run else ():
+            if run and version in session.hello.installed:
+                session.installed, session.run_id = (run.run_id, version), run.run_id
+                return
 
     def detach(self, session: Session, reason: str) -> None:
         """The session is over; its attempts wait for the grace and go back in line. Nothing happens the second time."""
@@ -158,6 +158,8 @@ class Fleet:
         self._state.wake.set()
 
     def _released(self, session: Session, message: Released) -> None:
+        if message.reason.startswith("version"):  # it has another version than we thought: ask again
+            session.installed = session.target = None
         orphaned = Orphaned(time.monotonic(), message.reason or "handed back", blames(message.reason))
         for ref in message.attempts:
             attempt = session.attempts.get(ref.attempt_id)

@@ -1,5 +1,6 @@
 """Rollouts, episodes and trajectories: what the `Rollouts` service does."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from ebbtide.coordinator.attempts import waiting
@@ -90,22 +91,28 @@ class RolloutService:
             self._forget(run, rollout_ids)
 
     async def complete(self, lease: LeaseRef, episodes: Sequence[Episode]) -> None:
-        """End episodes one by one, each once. An error names the first that is refused; those before it are done."""
+        """End episodes, each once. An error names the first that is refused; the others are done."""
         run = await self._recovery.live(check_lease(lease).run_id)
         check_batch(episodes, field="episodes")
         for index, episode in enumerate(episodes):
             _check_episode(episode, f"episodes[{index}]")
-        for index, episode in enumerate(episodes):
-            async with run.changing():
-                try:
-                    ran = await self._store.trajectories.complete(lease, episode)
-                except InvalidRequest as error:
-                    text = str(error).removeprefix(f"{error.field}: ")
-                    raise InvalidRequest(text, field=f"episodes[{index}].{error.field}") from None
-                self._attempts.over(run, ran)
-                self._forget(run, episode.rollout_ids)
-                run.homes.pop(episode.episode_id, None)
+        async with run.changing():
+            calls = [self._complete(run, lease, index, episode) for index, episode in enumerate(episodes)]
+            found = await asyncio.gather(*calls, return_exceptions=True)
+            for error in found:
+                if error is not None:
+                    raise error
         self._bells.ring("trajectories", run.run_id)
+
+    async def _complete(self, run: RunState, lease: LeaseRef, index: int, episode: Episode) -> None:
+        try:
+            ran = await self._store.trajectories.complete(lease, episode)
+        except InvalidRequest as error:
+            text = str(error).removeprefix(f"{error.field}: ")
+            raise InvalidRequest(text, field=f"episodes[{index}].{error.field}") from None
+        self._attempts.over(run, ran)
+        self._forget(run, episode.rollout_ids)
+        run.homes.pop(episode.episode_id, None)
 
     async def trajectories(self, run_id: str, cursor: str) -> AsyncIterator[Trajectory]:
         """Uncommitted trajectories after `cursor`, in the order of their completion, until the run has ended."""

@@ -1,0 +1,107 @@
+"""The one connection to the store: in order, in one pipe, and back by itself."""
+
+import asyncio
+
+import pytest
+
+from ebbtide.errors import StoreUnavailable
+from ebbtide.store.connection import Connection
+from ebbtide.store.scripts import Script
+from ebbtide.store.store import Store
+from ebbtide.testing import EmbeddedRedis, wait_until
+
+
+@pytest.fixture
+def server(tmp_path):
+    with EmbeddedRedis(tmp_path / "redis") as made:
+        yield made
+
+
+@pytest.fixture
+async def link(server):
+    made = Connection(server.url, patience_s=0.5)
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def test_many_callers_share_one_connection_and_each_gets_its_own_answer(link):
+    await asyncio.gather(*(link.call("SET", f"k{i}", i) for i in range(500)))
+    assert await asyncio.gather(*(link.call("GET", f"k{i}") for i in range(500))) == [b"%d" % i for i in range(500)]
+    clients = await link.call("CLIENT", "LIST")
+    assert clients.count(b"\n") == 1
+
+
+async def test_a_caller_that_goes_away_shifts_nobodys_answer(link):
+    await link.call("SET", "k", "v")
+    callers = [asyncio.create_task(link.call("ECHO", str(number))) for number in range(50)]
+    await asyncio.sleep(0)
+    for caller in callers[::3]:
+        caller.cancel()
+    found = await asyncio.gather(*callers, return_exceptions=True)
+    for number, answer in enumerate(found):
+        assert isinstance(answer, asyncio.CancelledError) if number % 3 == 0 else answer == b"%d" % number
+    assert await link.call("GET", "k") == b"v"
+
+
+async def test_calls_made_while_the_store_restarts_are_done_when_it_is_back(server):
+    link = Connection(server.url, patience_s=20)
+    await link.open()
+    came = []
+    link.on_link = lambda: came.append(link.links)
+    await link.call("SET", "kept", "1")
+    server.kill()
+    waiting = [asyncio.create_task(link.call("INCR", f"n{number}")) for number in range(20)]
+    await wait_until(lambda: not link._up.is_set())
+    server.start()
+    assert await asyncio.gather(*waiting) == [1] * 20
+    assert await link.call("GET", "kept") == b"1"
+    assert came == [2]
+    await link.close()
+
+
+async def test_a_script_is_sent_again_to_a_store_that_has_forgotten_it(link, server):
+    echo = Script("echo", "return ARGV[1]")
+    assert await link.run(echo, "p", "one") == b"one"
+    server.stop()
+    server.start()
+    await wait_until(lambda: link.links == 2)
+    assert await link.run(echo, "p", "two") == b"two"
+
+
+async def test_a_store_that_is_gone_or_silent_is_named_when_patience_ends(link, server):
+    server.freeze()
+    try:
+        with pytest.raises(StoreUnavailable, match="does not answer in time"):
+            await link.call("PING")
+    finally:
+        server.thaw()
+    server.kill()
+    with pytest.raises(StoreUnavailable, match=r"redis\.sock does not answer .*; start it, or mend the store URL"):
+        await link.call("PING")
+
+
+async def test_no_password_shows_in_messages(tmp_path):
+    link = Connection("redis://user:secret@127.0.0.1:1/0", patience_s=0.2)
+    with pytest.raises(StoreUnavailable) as refused:
+        await link.open()
+    assert "secret" not in str(refused.value)
+    assert "127.0.0.1:1" in str(refused.value)
+
+
+async def test_a_store_that_wants_a_password_says_so(link, server):
+    await link.call("CONFIG", "SET", "requirepass", "x")
+    other = Connection(server.url, patience_s=0.3)
+    with pytest.raises(StoreUnavailable, match="password"):
+        await other.open()
+
+
+async def test_the_condition_of_a_store_is_told(link):
+    condition = await Store(link, "term").condition()
+    assert condition.fsync == "always"
+    assert not condition.evicts
+    await link.call("CONFIG", "SET", "maxmemory", "100mb")
+    await link.call("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    await link.call("CONFIG", "SET", "appendfsync", "everysec")
+    condition = await Store(link, "term").condition()
+    assert (condition.fsync, condition.evicts) == ("everysec", True)

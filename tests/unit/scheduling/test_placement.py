@@ -1,0 +1,145 @@
+"""Laws of placement and of the line, over many random fleets and queues, seeded."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from ebbtide.scheduling.line import Line, Waiting
+from ebbtide.scheduling.pacing import Bounds
+from ebbtide.scheduling.placement import Host, admits, place
+
+
+def waiting(number, bounds=(0, 0), *, length=10, priority=0, episode="", rollout_id=""):
+    return Waiting(
+        rollout_id=rollout_id or f"r{number}",
+        episode_id=episode or f"e{number}",
+        bounds=Bounds(*bounds),
+        length=length,
+        place=number,
+        priority=priority,
+    )
+
+
+def host(name, slots=4, running=0, version=1, *, target=None, context=100):
+    return Host(
+        worker_id=name,
+        slots=slots,
+        running=running,
+        installed=version,
+        target=version if target is None else target,
+        max_model_len=context,
+    )
+
+
+@dataclass
+class Case:
+    line: list[Waiting]
+    hosts: list[Host]
+
+
+def random_case(seed):
+    draw = random.Random(seed)
+    hosts = [
+        host(f"w{i}", slots := draw.randint(1, 6), draw.randint(0, slots), draw.randint(0, 4),
+             target=draw.randint(1, 4), context=draw.choice([20, 50, 100]))
+        for i in range(draw.randint(1, 6))
+    ]  # fmt: skip
+    line = Line()
+    for number in range(draw.randint(0, 40)):
+        floor = draw.randint(0, 3)
+        ceiling = draw.choice([0, draw.randint(max(floor, 1), 4)])
+        one = waiting(number, (floor, ceiling), length=draw.choice([10, 30, 60, 120]), priority=draw.randint(0, 1))
+        line.add(one)
+    return Case(list(line), hosts)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_placement_keeps_its_laws(seed):
+    case = random_case(seed)
+    placements = place(case.line, case.hosts, {})
+    by_id = {one.rollout_id: one for one in case.line}
+    hosts = {one.worker_id: one for one in case.hosts}
+    given = [placement.rollout_id for placement in placements]
+    assert len(set(given)) == len(given)
+    load = {name: one.running for name, one in hosts.items()}
+    for rollout_id, name in placements:
+        one, target = by_id[rollout_id], hosts[name]
+        load[name] += 1
+        assert admits(one.bounds, target.installed)
+        assert admits(one.bounds, target.target)
+        assert one.length < target.max_model_len
+    assert all(load[name] <= max(one.slots, one.running) for name, one in hosts.items())
+    # Work is conserved: whatever waits on could go nowhere.
+    for one in case.line:
+        if one.rollout_id not in given:
+            assert not any(
+                load[h.worker_id] < h.slots
+                and admits(one.bounds, h.installed)
+                and admits(one.bounds, h.target)
+                and one.length < h.max_model_len
+                for h in case.hosts
+            )
+    # And first in line is first served, among those that want the same.
+    kinds: dict[object, bool] = {}
+    for one in case.line:
+        kind = (one.bounds, one.length)
+        assert not (one.rollout_id in given and kinds.get(kind, False))
+        kinds[kind] = kinds.get(kind, False) or one.rollout_id not in given
+
+
+def test_placement_can_be_repeated():
+    case = random_case(5)
+    assert place(case.line, case.hosts, {}) == place(case.line, case.hosts, {})
+
+
+def test_turns_go_home_while_there_is_room_and_elsewhere_when_there_is_none():
+    hosts = [host("w1", slots=2, running=1), host("w2", slots=8)]
+    line = [waiting(1, episode="e"), waiting(2, episode="e")]
+    assert place(line, hosts, {"e": "w1"}) == [("r1", "w1"), ("r2", "w2")]
+
+
+def test_the_emptiest_worker_is_chosen_by_share():
+    hosts = [host("small", slots=2, running=1), host("large", slots=10, running=4)]
+    assert place([waiting(1)], hosts, {}) == [("r1", "large")]
+
+
+def test_one_that_fits_nowhere_holds_up_nobody():
+    line = [waiting(1, (5, 0)), waiting(2, length=500), waiting(3)]
+    assert place(line, [host("w1")], {}) == [("r3", "w1")]
+
+
+def test_a_worker_on_its_way_to_another_version_takes_only_what_both_may_make():
+    moving = host("w1", version=1, target=3)
+    assert place([waiting(1, (0, 1)), waiting(2, (3, 0)), waiting(3, (1, 3))], [moving], {}) == [("r3", "w1")]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "version", "within"),
+    [((0, 0), 0, False), ((0, 0), 1, True), ((2, 0), 1, False), ((0, 2), 2, True), ((0, 2), 3, False)],
+)
+def test_bounds_of_zero_are_none_and_version_zero_is_none(bounds, version, within):
+    assert admits(Bounds(*bounds), version) is within
+
+
+def test_a_requeued_rollout_stands_where_it_stood():
+    line = Line()
+    for number in (3, 1, 2):
+        line.add(waiting(number))
+    first = line.remove("r1")
+    assert first is not None
+    line.add(waiting(9))
+    line.add(first)
+    assert [one.rollout_id for one in line] == ["r1", "r2", "r3", "r9"]
+
+
+def test_priority_comes_before_place_and_an_id_stands_once():
+    line = Line()
+    line.add(waiting(1))
+    line.add(waiting(2, priority=-1))
+    line.add(waiting(7, rollout_id="r1"))
+    assert [(one.rollout_id, one.place) for one in line] == [("r2", 2), ("r1", 7)]
+    assert line.remove("zz") is None
+    assert len(line) == 2
+    assert "r1" in line
+    assert line.bounds() == {Bounds(0, 0)}

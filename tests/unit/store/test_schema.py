@@ -1,0 +1,100 @@
+"""Keys, scripts, packed records and the store's refusals."""
+
+import re
+from importlib import resources
+
+import msgspec
+import pytest
+import redis.exceptions as redis_errors
+
+from ebbtide.errors import Internal, StoreUnavailable, Unavailable
+from ebbtide.rpc.status import to_status
+from ebbtide.store.codec import body_digest, pack, unpack
+from ebbtide.store.faults import Refused, TermSuperseded, fault
+from ebbtide.store.keys import RUN_KEYS, lua_constants, run_key
+from ebbtide.store.scripts import script
+from ebbtide.types.rollout import RolloutRequest
+from ebbtide.types.run import Sampling
+
+SCRIPTS = sorted(
+    path.name.removesuffix(".lua")
+    for path in (resources.files("ebbtide.store") / "lua").iterdir()
+    if path.name.endswith(".lua") and path.name != "lib.lua"
+)
+#: Read nothing that they then write, or are sent by a coordinator that just took the term.
+UNFENCED = {"read_run", "read_open", "read_tokens", "finished_page", "claim_term", "submit_run", "sweep_run"}
+
+
+def test_all_keys_of_a_run_lie_in_one_slot():
+    keys = {run_key("r.1", name) for name in RUN_KEYS}
+    assert len(keys) == len(RUN_KEYS)
+    assert {re.search(r"\{(.*?)\}", key).group(1) for key in keys} == {"r.1"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_names_no_key_but_by_its_constant_and_checks_the_term_before_it_writes(name):
+    body = script(name).text.decode().removeprefix(lua_constants())
+    assert not re.search(r"ebbtide:|KEYS\[", body)
+    named = set(re.findall(r"redis\.call\('[A-Z]+', ([A-Z_]+)", body))
+    assert named <= set(RUN_KEYS)
+    own = body[body.index("\n-- ARGV") if "\n-- ARGV" in body else 0 :]
+    writes = re.search(
+        r"'(HSET|XADD|APPEND|DEL|HDEL|SADD|ZADD|XDEL|HINCRBY|SET|PEXPIRE)'|emit\(|finish\(|forget\(", own
+    )
+    check = re.search(r"barred\(ARGV\[1\]|have\[1\] ~= ARGV\[1\]", own)
+    if writes and name not in UNFENCED:
+        assert check is not None
+        assert check.start() < writes.start()
+
+
+def request(**more):
+    fields = {"rollout_id": "a", "group_id": "g", "episode_id": "e", "prompt_ids": b"\1\0\0\0", "sampling": Sampling()}
+    return RolloutRequest(**(fields | more))
+
+
+def test_records_come_back_as_they_were_and_old_ones_without_new_fields():
+    assert unpack(pack(request(turn=3)), RolloutRequest) == request(turn=3)
+    old = msgspec.msgpack.encode(
+        {"rollout_id": "a", "group_id": "g", "episode_id": "e", "prompt_ids": b"", "sampling": {}}
+    )
+    assert unpack(old, RolloutRequest).priority == 0
+
+
+def test_a_body_is_what_is_asked_for_not_when():
+    assert body_digest(request()) == body_digest(request(min_version=2, max_version=3, priority=1))
+    for other in ({"prompt_ids": b"\2\0\0\0"}, {"sampling": Sampling(top_k=3)}, {"turn": 1}, {"group_id": "h"}):
+        assert body_digest(request()) != body_digest(request(**other))
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (redis_errors.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), "full"),
+        (
+            redis_errors.ResponseError("Error running script (call to f_1): @user_script:9: -OOM command not allowed"),
+            "full",
+        ),
+        (redis_errors.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), "disk"),
+        (redis_errors.ReadOnlyError("You can't write against a read only replica."), "replica"),
+        (redis_errors.AuthenticationError("Authentication required."), "password"),
+        (redis_errors.NoPermissionError("this user has no permissions"), "allow it"),
+        (redis_errors.BusyLoadingError("Redis is loading the dataset in memory"), "loading"),
+        (redis_errors.ConnectionError("Error 111 connecting"), "start it"),
+    ],
+)
+def test_each_refusal_of_the_store_names_the_store_and_the_remedy(error, says):
+    found = fault(error, where="redis://host:1")
+    assert isinstance(found, StoreUnavailable)
+    assert "redis://host:1" in str(found)
+    assert says in str(found)
+
+
+def test_refusals_of_scripts_are_told_from_those_of_the_store():
+    refused = fault(redis_errors.ResponseError("QUOTA 17"), where="x")
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.detail) == ("QUOTA", "17")
+    assert isinstance(fault(redis_errors.ResponseError("ERR unknown command"), where="x"), Internal)
+    superseded = fault(redis_errors.ResponseError("TERM "), where="x")
+    assert isinstance(superseded, TermSuperseded)
+    assert isinstance(superseded, Unavailable)
+    assert to_status(superseded).code.name == "UNAVAILABLE"
