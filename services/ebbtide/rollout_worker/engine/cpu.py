@@ -36,11 +36,13 @@ def engine_arguments(threads: int, tensor_parallel_size: int, kv_cache_mib: int)
     return arguments
 
 
-def start_by_fork(threads: int) -> None:
+def start_by_fork() -> None:
     """Let the engine core be forked, not spawned: all imports are shared then, which halves boot time and memory.
 
     Sound with one OpenMP thread only (more than one leaves a pool that the child believes to have), and before gRPC is
     used. Called between the engine's configuration, which demands spawn, and its start.
     """
-    if threads == 1:
+    import torch
+
+    if torch.get_num_threads() == 1:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

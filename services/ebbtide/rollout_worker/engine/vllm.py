@@ -58,7 +58,7 @@ class VllmEngine:
             raise InvalidRequest(f"vLLM refuses: {error}", field="vllm") from error
         info = self._info(config)
         if cpu.is_cpu_build():
-            cpu.start_by_fork(self._settings.threads)
+            cpu.start_by_fork()
         self._llm = AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
         init = {"shapes": {name: list(shape) for name, shape in self._shapes.items()}}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
