@@ -1,6 +1,5 @@
 """Settings of the trainer, and what it shares with the episode driver."""
 
-import socket
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -21,14 +20,11 @@ class WorkSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fi
     once: Annotated[bool, Meta(description="end when the run has ended")] = False
     holder: Annotated[
         str,
-        Meta(description="name of this process to the coordinator; one started again takes its lease over at once"),
+        Meta(description="unique name of this process; started again under it, it has its lease back at once"),
     ] = ""
     patience_s: Annotated[float, Meta(gt=0, description="how long a service may be away before work is dropped")] = (
         60.0
     )
-
-    def holder_name(self, role: str) -> str:
-        return self.holder or f"{role}@{socket.gethostname()}"
 
 
 class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

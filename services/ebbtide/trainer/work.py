@@ -42,7 +42,7 @@ async def _runs(client: Client, settings: WorkSettings, role: Role, work: Work) 
 async def _one_run(client: Client, settings: WorkSettings, role: Role, work: Work) -> bool:
     """Work on one run under one lease. Returns whether the run is over, for this process at least."""
     try:
-        async with client.claim(settings.run_id or None, role, holder=settings.holder_name(role)) as lease:
+        async with client.claim(settings.run_id or None, role, holder=settings.holder) as lease:
             bind(run_id=lease.run_id)
             log.info("claimed a run", role=role)
             await _under(lease, work(client, lease))

@@ -1,6 +1,8 @@
 """Wires what drives one run, and checks its environment and tokens before anything is submitted."""
 
+import asyncio
 from functools import partial
+from typing import Final
 
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest
@@ -18,6 +20,9 @@ from ebbtide.types.run import RunSpec
 
 log = get_logger(__name__)
 
+#: Loading an environment's data may take minutes; what takes longer hangs.
+_LOADING_S: Final = 600.0
+
 
 async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
     """Drive the lease's run to its end. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
@@ -31,16 +36,19 @@ async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
 
 async def _prepare(spec: RunSpec, sandbox: Sandbox) -> tuple[EnvironmentSource, Conversations]:
     """The run's environments and tokens. Raises `InvalidRequest` for what is wrong with the run as a whole."""
-    limit = spec.batch.episode_timeout_s
+    tokens = partial(load_conversations, spec.model, stop_token_ids=spec.sampling.stop_token_ids)
+    conversations = await asyncio.to_thread(tokens)
     try:
-        source = await sandbox.call(partial(_load_source, spec), timeout_s=limit)
-        tokens = partial(load_conversations, spec.model, stop_token_ids=spec.sampling.stop_token_ids)
-        conversations = await sandbox.call(tokens, timeout_s=limit)
-        await sandbox.call(partial(_try_out, spec, source, conversations), timeout_s=limit)
+        source = await sandbox.call(partial(_load_source, spec), timeout_s=_LOADING_S)
     except TookTooLong:
-        raise RunFailed(
-            f"environment {spec.environment.name!r} was not ready in batch.episode_timeout_s ({limit:g} s); raise it"
-        ) from None
+        raise RunFailed(f"environment {spec.environment.name!r} was not ready in {_LOADING_S:g} s") from None
+    try:
+        attempt = partial(_try_out, spec, source, conversations)
+        await sandbox.call(attempt, timeout_s=spec.batch.episode_timeout_s)
+    except InvalidRequest:
+        raise
+    except Exception as error:  # noqa: BLE001 - user code, and an episode's matter
+        log.warning("the environment failed when tried out", reason=f"{type(error).__name__}: {error}")
     return source, conversations
 
 
@@ -55,12 +63,7 @@ def _load_source(spec: RunSpec) -> EnvironmentSource:
 
 
 def _try_out(spec: RunSpec, source: EnvironmentSource, conversations: Conversations) -> None:
-    """Ask for the first prompt and for the last problem of evaluation. What merely crashes is left to its episode."""
-    try:
-        conversations.opening(source.make("train", 0).reset())
-        if spec.evaluation.problems:
-            source.make("eval", spec.evaluation.problems - 1)
-    except InvalidRequest:
-        raise
-    except Exception as error:  # noqa: BLE001 - user code
-        log.warning("the environment failed when tried out", reason=f"{type(error).__name__}: {error}")
+    """Ask for the first prompt, and for the last problem of evaluation."""
+    if spec.evaluation.problems:
+        source.make("eval", spec.evaluation.problems - 1)
+    conversations.opening(source.make("train", 0).reset())

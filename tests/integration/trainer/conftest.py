@@ -1,0 +1,182 @@
+"""A whole cluster with scripted engines, each program its own process."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ebbtide.client import Client
+from ebbtide.rpc.security import ClientSecurity
+from ebbtide.testing import EmbeddedRedis, wait_until
+from ebbtide.types.run import RunSpec
+
+TOKEN = "a-token-of-tests"
+ENVIRONMENT = "environments_for_tests:make_source"
+#: Ends a scripted response.
+SCRIPTED_END = 1
+
+
+class Program:
+    """One program as its own process; started again, it listens where it did."""
+
+    def __init__(self, module: str, directory: Path, *flags: str, listens: bool = False) -> None:
+        self._module, self._flags, self._listens = module, flags, listens
+        self._ready = directory / f"{module}.json"
+        self._log = directory / f"{module}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.address = "127.0.0.1:0"
+
+    def start(self) -> None:
+        self.launch()
+        self.wait()
+
+    def launch(self) -> None:
+        self._ready.unlink(missing_ok=True)
+        command = [sys.executable, "-m", f"ebbtide.{self._module}", *self._flags, "--ready-file", str(self._ready)]
+        command += ["--server-listen", self.address] if self._listens else []
+        environment = {**os.environ, "EBBTIDE_TOKEN": TOKEN, "PYTHONPATH": str(Path(__file__).parent)}
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=log)
+
+    def wait(self) -> None:
+        """Until it is ready."""
+        asyncio.run(wait_until(self._ready.exists, timeout=60, what=self._module))
+        self.address = json.loads(self._ready.read_text())["address"]
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int | None:
+        if self.process is None:
+            return None
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.process.wait(30)
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+class Cluster:
+    """Four programs, and a worker with a scripted engine."""
+
+    def __init__(self, directory: Path, redis_url: str) -> None:
+        self.directory = directory
+        self.coordinator = Program(
+            "coordinator",
+            directory,
+            *("--store-url", redis_url, "--lease-ttl-s", "2", "--recover-grace-s", "1"),
+            listens=True,
+        )
+        self.relay = Program("weight_relay", directory, "--data-dir", str(directory / "relay"), listens=True)
+        self.programs: dict[str, Program] = {}
+
+    def start(self, model: Path) -> None:
+        self.coordinator.start()
+        self.relay.start()
+        where = ("--coordinator", self.coordinator.address, "--relay", self.relay.address)
+        scripted = ("--scripted-vocab-size", "100", "--scripted-step-s", "0.002", "--scripted-mean-length", "12")
+        worker = ("--engine", "scripted", "--model", str(model), "--slots", "64", *scripted)
+        cpu = ("--threads", "1", "--device", "cpu")
+        self.programs = {
+            "worker": Program("rollout_worker", self.directory, *where, *worker),
+            "trainer": Program("trainer", self.directory, *where, *cpu, "--holder", "trainer"),
+            "driver": Program("trainer.driver", self.directory, *where, "--holder", "driver"),
+        }
+        for program in self.programs.values():
+            program.launch()
+        for program in self.programs.values():
+            program.wait()
+        self.programs["coordinator"] = self.coordinator
+
+    def connect(self) -> Client:
+        security = ClientSecurity(token=TOKEN)
+        return Client(self.coordinator.address, self.relay.address, security=security, patience_s=30.0)
+
+    async def restart(self, name: str, how: signal.Signals) -> int | None:
+        """End a program, start it again, and return what it ended with."""
+        status = await asyncio.to_thread(self.programs[name].end, how)
+        await asyncio.to_thread(self.programs[name].start)
+        return status
+
+    def close(self) -> None:
+        for name in ("driver", "trainer", "worker", "coordinator"):
+            if name in self.programs:
+                self.programs[name].end()
+        self.relay.end()
+        self.coordinator.end()
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: EmbeddedRedis, tiny_model: Path
+) -> Iterator[Cluster]:
+    """One for all tests of a module, as torch takes its time to start."""
+    assert redis_server.command("FLUSHALL") == b"+OK\r\n"
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), redis_server.url)
+    try:
+        cluster.start(tiny_model)
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with cluster.connect() as client:
+        yield client
+
+
+@pytest.fixture
+def make_spec(tmp_path: Path, tiny_model: Path) -> Callable[..., RunSpec]:
+    def make(**changes: Any) -> RunSpec:
+        base: dict[str, Any] = {
+            "name": "run",
+            "model": str(tiny_model),
+            "output": str(tmp_path / "output"),
+            "environment": {"name": ENVIRONMENT},
+            "sampling": {"max_tokens": 40, "stop_token_ids": [SCRIPTED_END]},
+            "batch": {"groups_per_step": 4, "group_size": 4},
+            "trainer": {"steps": 6, "learning_rate": 1e-2, "checkpoint_every": 2},
+            "evaluation": {"problems": 10, "every": 3},
+        }
+        for name, value in changes.items():
+            base[name] = {**base[name], **value} if isinstance(value, dict) else value
+        return msgspec.convert(base, RunSpec)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of 30 thousand parameters with the character tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from ebbtide.trainer.characters import character_tokenizer
+    from ebbtide.trainer.network import save_network
+
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    save_network(Qwen3ForCausalLM(config), tokenizer, directory)
+    return directory

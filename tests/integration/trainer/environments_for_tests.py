@@ -1,0 +1,46 @@
+"""Environments for the driver's process: rewards that differ, several turns, crashes and stalls on demand."""
+
+import time
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from ebbtide.trainer.environments import Message, Split, StepResult
+
+
+class Source:
+    """Params: `turns`, and the indices of train problems that `crash` or `stall`."""
+
+    identity = "for tests"
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self.params = params
+
+    def make(self, split: Split, index: int) -> "Scored":
+        return Scored(self.params, split, index)
+
+
+class Scored:
+    """Rewards a response by its checksum, so that samples of one group differ and the same tokens score the same."""
+
+    def __init__(self, params: Mapping[str, Any], split: Split, index: int) -> None:
+        self._params, self._split, self._index, self._turn = params, split, index, 0
+
+    def reset(self) -> list[Message]:
+        self._turn = 0
+        return [Message("user", f"{self._split} {self._index}")]
+
+    def step(self, response: str) -> StepResult:
+        self._turn += 1
+        if self._split == "train" and self._index in self._params.get("crash", ()):
+            raise RuntimeError(f"problem {self._index} is broken")
+        if self._split == "train" and self._index in self._params.get("stall", ()):
+            time.sleep(60)
+        score = zlib.crc32(response.encode()) % 5 / 4
+        if self._turn < self._params.get("turns", 1):
+            return StepResult((Message("user", f"go on {self._turn}"),))
+        return StepResult(reward=score, done=True, info={"right": score, "asked": 1.0})
+
+
+def make_source(params: Mapping[str, Any], seed: int) -> Source:
+    return Source(params)

@@ -1,0 +1,145 @@
+"""Whole runs through all services: what is submitted is accounted for, whatever dies on the way."""
+
+import asyncio
+import re
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ebbtide.client import Client
+from ebbtide.testing import wait_until
+from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus
+
+MakeSpec = Callable[..., RunSpec]
+
+
+async def ended(client: Client, run_id: str) -> tuple[Run, list[RunEvent]]:
+    """The run once it has ended, and all its events."""
+    async with asyncio.timeout(90):
+        events = [event async for event in client.watch(run_id)]
+    return await client.run(run_id), events
+
+
+def check_books(run: Run, events: list[RunEvent]) -> None:
+    """A run that finished: every rollout has one end, every evaluation was told once, each step is in the record."""
+    assert run.status is RunStatus.FINISHED, run.message
+    assert run.counters["submitted"] == run.counters.get("trained", 0) + run.counters.get("dropped", 0)
+    assert run.counters.get("dropped", 0) == sum(run.dropped.values())
+    spec = run.spec
+    told = [event.values["step"] for event in events if event.kind == "evaluation"]
+    assert sorted(told) == sorted(told_steps(spec))
+    assert {event.values["step"] for event in events if event.kind == "step"} == set(range(1, spec.trainer.steps + 1))
+
+
+def told_steps(spec: RunSpec) -> list[int]:
+    return [0, *range(spec.evaluation.every, spec.trainer.steps, spec.evaluation.every), spec.trainer.steps]
+
+
+def final_weights(run: Run) -> dict[str, torch.Tensor]:
+    folder = Path(run.spec.output) / run.run_id / "checkpoints" / f"step-{run.spec.trainer.steps:06d}"
+    return load_file(folder / "model.safetensors")
+
+
+async def trained(client: Client, run_id: str, step: int) -> bool:
+    newest = (await client.run(run_id)).newest
+    return newest is not None and newest.step >= step
+
+
+async def test_a_run_killed_anywhere_ends_like_an_undisturbed_one(
+    cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    """Scripted tokens depend on the prompt alone, so with the same seed the weights must agree to the last bit. A
+    group's samples are equal for the same reason: what moves the weights is their decay, and the KL term."""
+    make_spec = partial(make_spec, trainer={"kl_coefficient": 0.5, "weight_decay": 0.5})
+    calm, events = await ended(client, (await client.submit(make_spec(), "calm")).run_id)
+    check_books(calm, events)
+    assert calm.counters["trained"] == calm.counters["submitted"] == 6 * 4 * 4
+    moves = [event.values["grad_norm"] for event in events if event.kind == "step"]
+    assert all(norm > 0 for norm in moves[1:])
+
+    for victim in ("trainer", "driver", "coordinator"):
+        await client.submit(make_spec(), victim)
+        for step in (1, 4):
+            await wait_until(partial(trained, client, victim, step), timeout=60)
+            await cluster.restart(victim, signal.SIGKILL)
+        run, events = await ended(client, victim)
+        check_books(run, events)
+        assert run.counters["trained"] == run.counters["submitted"] == 6 * 4 * 4
+        expected, found = final_weights(calm), final_weights(run)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), victim
+
+
+async def test_a_driver_with_broken_and_stalling_environments_still_ends_its_run(
+    cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    spec = make_spec(
+        environment={"params": {"turns": 2, "crash": [1], "stall": [6]}},
+        batch={"episode_timeout_s": 0.5, "incomplete_group": "replace"},
+        trainer={"steps": 3},
+    )
+    run, events = await ended(client, (await client.submit(spec)).run_id)
+    check_books(run, events)
+    # Each sample of the two bad problems was tried three times, for one turn.
+    assert run.dropped == {"environment_failure": 12, "episode_timeout": 12}
+    assert run.counters["trained"] == 2 * 4 * (4 * 3 - 2)
+    dropped = [event for event in events if event.kind == "group_dropped"]
+    assert {event.key for event in dropped} == {"s0.g1", "s1.g2"}
+    assert "problem 1 is broken" in dropped[0].message
+
+
+async def test_generation_runs_ahead_within_the_staleness_allowed(
+    cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    spec = make_spec(batch={"max_staleness": 2})
+    run, events = await ended(client, (await client.submit(spec)).run_id)
+    check_books(run, events)
+    assert not run.dropped
+    stale = [event.values["staleness_max"] for event in events if event.kind == "step"]
+    assert max(stale) <= 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment": {"name": "reasoning_gym", "params": {"dataset": "nope"}}}, "environment.params.dataset"),
+        ({"environment": {"name": "nowhere:at_all"}}, "environment.name"),
+        ({"model": "no-such-directory"}, "model"),
+        ({"environment": {"params": {"crash": [0, 1, 2, 3]}}}, "problem . is broken"),
+    ],
+)
+async def test_a_bad_run_fails_at_once_with_a_clear_message_and_the_next_one_is_taken(
+    changes: dict[str, Any], message: str, cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    run, _ = await ended(client, (await client.submit(make_spec(**changes))).run_id)
+    assert run.status is RunStatus.FAILED
+    assert re.search(message, run.message), run.message
+    run, events = await ended(client, (await client.submit(make_spec(trainer={"steps": 3}))).run_id)
+    check_books(run, events)
+
+
+async def test_a_cancelled_run_frees_driver_and_trainer_for_the_next(
+    cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    await client.submit(make_spec(trainer={"steps": 1000}), "long")
+    await wait_until(partial(trained, client, "long", 2), timeout=60)
+    assert (await client.cancel("long")).status is RunStatus.CANCELLED
+    run, events = await ended(client, (await client.submit(make_spec(trainer={"steps": 3}))).run_id)
+    check_books(run, events)
+
+
+async def test_sigterm_ends_driver_and_trainer_cleanly_and_the_run_goes_on_with_the_next_ones(
+    cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    await client.submit(make_spec(), "handed-over")
+    for name in ("driver", "trainer"):
+        await wait_until(partial(trained, client, "handed-over", 1), timeout=60)
+        assert await cluster.restart(name, signal.SIGTERM) == 0
+    run, events = await ended(client, "handed-over")
+    check_books(run, events)
+    assert run.counters["trained"] == 6 * 4 * 4
