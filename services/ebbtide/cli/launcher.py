@@ -58,6 +58,16 @@ class Launcher:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
+    async def run_once(self, program: Program, watch: Callable[[], None]) -> None:
+        """Run a program to its end, and call `watch` now and then. Raises `LaunchFailed` if it fails."""
+        process = self._processes[program.name] = Process(program)
+        while process.running():
+            watch()
+            await asyncio.sleep(_TICK_S)
+        watch()
+        if process.returncode:
+            raise LaunchFailed(f"{program.name} ended with {process.status}{process.tail()}")
+
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns. Raises `LaunchFailed`, with `work` cancelled, when a program cannot be kept running."""
         task = asyncio.create_task(work)

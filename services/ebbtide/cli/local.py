@@ -35,7 +35,6 @@ _CLEARED: Final = ("logs", "ready", "redis", "relay", "ledgers")
 class Shape(Struct, frozen=True, kw_only=True):
     """What the cluster is made of. `worker_config`: a TOML file of settings for the workers."""
 
-    directory: Path
     model: Path
     workers: int = 2
     slots: int = 64
@@ -47,33 +46,40 @@ class Shape(Struct, frozen=True, kw_only=True):
 
 
 class Cluster:
-    """A running cluster; made by `local_cluster()`."""
+    """Programs in one directory; made by `local_cluster()`, and running from `boot` on."""
 
-    def __init__(self, shape: Shape, redis_socket: Path, launched: Launcher) -> None:
-        self.shape = shape
+    def __init__(self, directory: Path, redis_socket: Path, launched: Launcher) -> None:
+        self.directory = directory
         self.launcher = launched
-        self.token_file = shape.directory / "token"
+        self.token_file = directory / "token"
         self._redis_socket = redis_socket
         self._workers = 0
-
-    @property
-    def ledgers(self) -> dict[str, Path]:
-        """The record of generated tokens of each worker that there ever was, in the order of their starts."""
-        return {name: self._ledger(name) for name in self.workers}
 
     @property
     def workers(self) -> list[str]:
         """The names of all workers that there ever were, in the order of their starts."""
         return [f"worker-{number}" for number in range(1, self._workers + 1)]
 
-    async def boot(self) -> None:
+    @property
+    def ledgers(self) -> dict[str, Path]:
+        """The record of generated tokens of each worker that there ever was."""
+        return {name: self._ledger(name) for name in self.workers}
+
+    async def boot(self, shape: Shape) -> None:
         """Start everything. Raises `LaunchFailed`."""
+        self.shape = shape
         self.token_file.touch(0o600)
         self.token_file.write_text(secrets.token_urlsafe(32))
         await self.launcher.start(self._redis())
         await self.launcher.start(self._coordinator())
-        workers = [self._next_worker() for _ in range(self.shape.workers)]
+        workers = [self._next_worker() for _ in range(shape.workers)]
         await self.launcher.start_all([self._relay(), self._trainer(), self._driver(), *workers])
+
+    async def run_once(self, name: str, module: str, *arguments: str, watch: Callable[[], None]) -> None:
+        """Run a module that knows no service to its end. Raises `LaunchFailed` if it fails."""
+        command = tethered(sys.executable, "-m", module, *arguments)
+        program = Program(name=name, command=command, environment=dict(os.environ), log=self.log(name))
+        await self.launcher.run_once(program, watch)
 
     async def add_worker(self) -> str:
         """Start one more worker, and wait until it is ready. Returns its name."""
@@ -82,12 +88,12 @@ class Cluster:
         return program.name
 
     def _redis(self) -> Program:
-        data = self.shape.directory / "redis"
+        data = self.directory / "redis"
         return Program(
             name="redis",
             command=tethered(*redis_command(data, self._redis_socket)),
             environment=dict(os.environ),
-            log=self._log("redis"),
+            log=self.log("redis"),
             ready=self._redis_ready,
             stage=_REDIS,
         )
@@ -108,7 +114,7 @@ class Cluster:
         return self._service("coordinator", "ebbtide.coordinator", _COORDINATOR, server_listen=listen, store_url=store)
 
     def _relay(self) -> Program:
-        data = self.shape.directory / "relay"
+        data = self.directory / "relay"
         return self._service(
             "relay", "ebbtide.weight_relay", _RELAY, server_listen=self.shape.relay, data_dir=data, keep_versions=3
         )
@@ -139,13 +145,13 @@ class Cluster:
         )
 
     def _service(self, name: str, module: str, stage: int, **settings: object) -> Program:
-        ready = self.shape.directory / "ready" / f"{name}.json"
+        ready = self.directory / "ready" / f"{name}.json"
         flags = _flags({"die_with_parent": os.getpid(), "ready_file": ready, **settings})
         return Program(
             name=name,
             command=(sys.executable, "-m", module, *flags),
             environment=self._environment(),
-            log=self._log(name),
+            log=self.log(name),
             ready_file=ready,
             stage=stage,
             boot_s=180.0,
@@ -160,25 +166,23 @@ class Cluster:
             "EBBTIDE_TOKEN_FILE": str(self.token_file),
         }
 
-    def _log(self, name: str) -> Path:
-        return self.shape.directory / "logs" / f"{name}.log"
+    def log(self, name: str) -> Path:
+        return self.directory / "logs" / f"{name}.log"
 
     def _ledger(self, name: str) -> Path:
-        return self.shape.directory / "ledgers" / f"{name}.ledger"
+        return self.directory / "ledgers" / f"{name}.ledger"
 
 
 @asynccontextmanager
-async def local_cluster(shape: Shape, notify: Callable[[str], None]) -> AsyncIterator[Cluster]:
-    """A booted cluster, all of whose processes are gone when the block is left, however it is left.
+async def local_cluster(directory: Path, notify: Callable[[str], None]) -> AsyncIterator[Cluster]:
+    """A cluster in `directory`, not booted yet. When the block is left, however it is left, its processes are gone.
 
-    `notify` is told in one line what happens to programs unasked. Raises `LaunchFailed`; `InvalidRequest` if the
-    directory is another's.
+    `notify` is told in one line what happens to programs unasked. Raises `InvalidRequest` if the directory is
+    another's.
     """
-    with _prepared(shape.directory) as redis_socket:
+    with _prepared(directory) as redis_socket:
         async with launcher(notify) as launched:
-            cluster = Cluster(shape, redis_socket, launched)
-            await cluster.boot()
-            yield cluster
+            yield Cluster(directory, redis_socket, launched)
 
 
 @contextmanager

@@ -86,13 +86,15 @@ async def _with_client(
     patience_s: float = _PATIENCE_S,
 ) -> T:
     from ebbtide.client import Client
+
+    async with Client(coordinator, token=_token(token_file), patience_s=patience_s) as client:
+        return await ask(client)
+
+
+def _token(file: Path | None) -> str | None:
     from ebbtide.errors import InvalidRequest
 
-    token = None
-    if token_file is not None:
-        try:
-            token = token_file.read_text().strip()
-        except OSError as error:
-            raise InvalidRequest(f"cannot be read ({error.strerror})", field=f"--token-file {token_file}") from None
-    async with Client(coordinator, token=token, patience_s=patience_s) as client:
-        return await ask(client)
+    try:
+        return None if file is None else file.read_text().strip()
+    except OSError as error:
+        raise InvalidRequest(f"{str(file)!r} cannot be read ({error.strerror})", field="--token-file") from None

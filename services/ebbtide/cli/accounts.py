@@ -1,0 +1,92 @@
+"""What was generated, and what of it twice: the workers' own ledgers against what the coordinator stored."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.ledger import AttemptRecord, read_ledger
+
+#: How training rollouts are called (evaluation's begin otherwise); a step's number follows.
+TRAINING_PREFIX: Final = "s"
+
+
+class Attempt(Struct, frozen=True):
+    """One worker's try at a rollout: `generated` tokens behind the first `start`."""
+
+    worker: str
+    start: int
+    generated: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.generated
+
+
+class Accounts(Struct, frozen=True, kw_only=True):
+    """`lost`: rollout -> tokens that one of its attempts generated and the next had to generate again. `interrupted`:
+    rollouts that a killed worker left to others, `lost` or not. Counts are of tokens."""
+
+    generated: int
+    by_worker: dict[str, int]
+    lost: dict[str, int]
+    interrupted: int
+
+    @property
+    def twice(self) -> int:
+        return sum(self.lost.values())
+
+
+def read_attempts(ledgers: Mapping[str, Path], run_id: str) -> dict[str, list[Attempt]]:
+    """rollout -> its attempts, worker by worker in the order of `ledgers`. A worker that never wrote has none."""
+    found: dict[str, list[Attempt]] = defaultdict(list)
+    for worker, path in ledgers.items():
+        for record in read_ledger(path) if path.exists() else []:
+            if record.run_id == run_id:
+                found[record.rollout_id].append(Attempt(worker, record.start, record.generated))
+    return found
+
+
+def settle(attempts: Mapping[str, Sequence[Attempt]], killed: Collection[str]) -> Accounts:
+    """The sums. `killed`: workers whose attempts had to be taken over.
+
+    An attempt begins behind what was stored of the one before, so the attempts of a rollout in the order of their
+    starts are a chain, and what reaches behind the next one's start was generated twice. Of two that start alike, the
+    one on a killed worker came first.
+    """
+    lost: dict[str, int] = {}
+    by_worker: dict[str, int] = defaultdict(int)
+    interrupted = 0
+    for rollout, unordered in attempts.items():
+        chain = sorted(unordered, key=lambda attempt: (attempt.start, attempt.worker not in killed))
+        for attempt in chain:
+            by_worker[attempt.worker] += attempt.generated
+        for attempt, successor in pairwise(chain):
+            interrupted += attempt.worker in killed
+            if again := max(0, attempt.end - successor.start):
+                lost[rollout] = lost.get(rollout, 0) + again
+    return Accounts(generated=sum(by_worker.values()), by_worker=dict(by_worker), lost=lost, interrupted=interrupted)
+
+
+class InFlight:
+    """Looks twice at a worker's ledger and tells which training rollouts grew in between: those it is generating."""
+
+    def __init__(self, ledger: Path) -> None:
+        self._ledger = ledger
+        self._before: dict[str, int] = {}
+
+    def look(self, *, tokens: int) -> int:
+        """How many rollouts grew since the last look and have at least `tokens` tokens."""
+        if not self._ledger.exists():
+            return 0
+        records = [one for one in read_ledger(self._ledger) if one.rollout_id.startswith(TRAINING_PREFIX)]
+        now = {record.attempt_id: record.generated for record in records}
+        grown = [record for record in records if self._grew(record) and record.start + record.generated >= tokens]
+        self._before = now
+        return len(grown)
+
+    def _grew(self, record: AttemptRecord) -> bool:
+        return record.generated > self._before.get(record.attempt_id, record.generated)

@@ -1,0 +1,41 @@
+"""`ebbtide demo` for a person: runs it, writes and prints the report, and says where the logs are if there is none."""
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from ebbtide.cli.demo import DemoOptions, run_demo
+from ebbtide.cli.interrupts import INTERRUPTED
+from ebbtide.cli.interrupts import run as run_interruptible
+from ebbtide.cli.picture import terminal_curve, write_picture
+from ebbtide.cli.summary import summary
+from ebbtide.errors import InvalidRequest
+
+
+def run(options: DemoOptions) -> int:
+    """Exit status: 0 if the run ended well and its sums agree."""
+    logs = options.run_dir / "logs"
+
+    async def main() -> int:
+        report, path = await run_demo(options)
+        write_picture(report, path.with_suffix(".png"))
+        console = Console()
+        print(f"\n{terminal_curve(report, min(100, console.width))}\n")  # noqa: T201 - rich would wrap it
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        for name, text in summary(report, path):
+            table.add_row(name, text)
+        console.print(table, highlight=False)
+        return 0 if report.rollouts_accounted_for else 1
+
+    try:
+        status = run_interruptible(main)
+    except InvalidRequest:
+        raise
+    except Exception:
+        print(f"The demo failed; all its processes are gone. Logs: {logs}", file=sys.stderr)  # noqa: T201
+        raise
+    if status == INTERRUPTED:
+        print(f"Interrupted; all processes are gone. Logs: {logs}", file=sys.stderr)  # noqa: T201
+    return status

@@ -1,0 +1,78 @@
+"""What the demo does to its own programs: SIGKILL in the middle of the run.
+
+Invariant: each planned kill happens at most once, and is in `done` from then on.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from ebbtide.cli.accounts import InFlight
+from ebbtide.cli.local import Cluster
+from ebbtide.cli.progress import Progress
+from ebbtide.cli.report import Kill
+
+#: Shares of the run's steps from which on each is killed.
+_WORKER_AT, _COORDINATOR_AT, _TRAINER_AT = 0.35, 0.55, 0.75
+#: A worker is killed while it generates so many rollouts (fewer where a step has few), each with so many tokens stored.
+_ROLLOUTS: Final = 16
+_STORED: Final = 8
+_LOOK_S: Final = 0.05
+
+
+class Kills:
+    """`notify` is told of each kill in one line."""
+
+    def __init__(self, cluster: Cluster, notify: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._notify = notify
+        self.done: list[Kill] = []
+
+    async def run(self, progress: Progress, *, worker: bool, coordinator: bool, trainer: bool) -> None:
+        """Do what is asked for, one after another."""
+        if worker:
+            await self._step(progress, _WORKER_AT)
+            await self._kill_worker(progress)
+        if coordinator:
+            await self._step(progress, _COORDINATOR_AT)
+            self._crash("coordinator", progress)
+        if trainer:
+            await self._step(progress, _TRAINER_AT)
+            self._crash("trainer", progress)
+
+    async def _step(self, progress: Progress, share: float) -> None:
+        spec = progress.spec
+        wanted = max(1, round(share * spec.trainer.steps)) if spec else 1
+        await _until(lambda: max(progress.steps, default=0) >= wanted)
+
+    async def _kill_worker(self, progress: Progress) -> None:
+        """Kill the youngest worker in the middle of its responses, and start another in its place."""
+        victim, shape = self._cluster.workers[-1], self._cluster.shape
+        batch = progress.spec.batch if progress.spec else None
+        share = batch.groups_per_step * batch.group_size // len(self._cluster.workers) if batch else _ROLLOUTS
+        wanted = max(1, min(_ROLLOUTS, share // 2))
+        flight = InFlight(self._cluster.ledgers[victim])
+        # Stored is what was flushed: up to one window less than what was generated, and one more may be on its way.
+        tokens = _STORED + 2 * shape.flush_tokens
+        generating = await _until(lambda: found if (found := flight.look(tokens=tokens)) >= wanted else 0)
+        self._cluster.launcher.kill(victim)
+        self._record(victim, progress, generating)
+        self._notify(f"{victim} is killed (SIGKILL) while it generates {generating} rollouts")
+        replacement = await self._cluster.add_worker()
+        self._notify(f"{replacement} takes the place of {victim}")
+
+    def _crash(self, program: str, progress: Progress) -> None:
+        self._cluster.launcher.crash(program)
+        self._record(program, progress)
+
+    def _record(self, program: str, progress: Progress, generating: int = 0) -> None:
+        at = max(progress.step_at_s.values(), default=0.0)
+        self.done.append(Kill(program=program, at_s=at, step=max(progress.steps), generating=generating))
+
+
+async def _until(ready: Callable[[], int]) -> int:
+    """What `ready` returns once that is not 0. It looks at files and at what other tasks write: no event tells."""
+    while True:
+        if found := ready():
+            return found
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,89 @@
+"""Commands that run a cluster on this machine, and the base model that it may begin with."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel="This machine")(demo)
+    app.command(rich_help_panel="This machine")(up)
+    app.command("base-model", context_settings=dict(_PASS_ON), rich_help_panel="This machine")(base_model)
+
+
+def demo(
+    seed: Annotated[int | None, typer.Option(min=0, help="Of problems, base model and lots.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="vLLM workers.")] = 2,
+    run_dir: Annotated[Path, typer.Option(help="Where the report, logs and checkpoints go.")] = Path("runs/demo"),
+    cache: Annotated[Path, typer.Option(help="Where base models are kept.")] = Path(".cache/base-models"),
+    spec: Annotated[Path | None, typer.Option(help="Another run's spec (TOML) than the demo's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
+    eval_problems: Annotated[int | None, typer.Option(min=0, help="Problems of each evaluation.")] = None,
+    control: Annotated[
+        bool, typer.Option("--control", help="Permute rewards inside each group: nothing should be learnt.")
+    ] = False,
+    kill: Annotated[bool, typer.Option(help="SIGKILL a worker in the middle of its responses.")] = True,
+    kill_coordinator: Annotated[bool, typer.Option("--kill-coordinator", help="SIGKILL the coordinator too.")] = False,
+    kill_trainer: Annotated[bool, typer.Option("--kill-trainer", help="SIGKILL the trainer too.")] = False,
+) -> None:
+    """Train a policy with GRPO on vLLM workers, kill one of them midway, and report what became of it."""
+    from ebbtide.cli.demo import DemoOptions
+    from ebbtide.cli.demo_command import run
+
+    options = DemoOptions(
+        run_dir=run_dir,
+        cache=cache,
+        spec=spec,
+        seed=seed,
+        steps=steps,
+        workers=workers,
+        temperature=temperature,
+        top_p=top_p,
+        eval_problems=eval_problems,
+        control=control,
+        kill_worker=kill,
+        kill_coordinator=kill_coordinator,
+        kill_trainer=kill_trainer,
+    )
+    raise typer.Exit(run(options))
+
+
+def up(
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint that the workers boot from; the demo's base model if not given.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="vLLM workers.")] = 2,
+    slots: Annotated[int, typer.Option(min=1, help="Rollouts that each worker holds at most.")] = 64,
+    run_dir: Annotated[Path, typer.Option(help="Where logs and data go.")] = Path("runs/up"),
+    cache: Annotated[Path, typer.Option(help="Where base models are kept.")] = Path(".cache/base-models"),
+    coordinator: Annotated[str, typer.Option(help="Address of the coordinator.")] = "127.0.0.1:7600",
+    relay: Annotated[str, typer.Option(help="Address of the weight-relay.")] = "127.0.0.1:7610",
+    worker_config: Annotated[
+        Path | None, typer.Option(help="TOML file of settings for the workers (see ebbtide rollout-worker --help).")
+    ] = None,
+) -> None:
+    """Run a cluster on this machine until Ctrl-C; what dies in it is started again."""
+    from ebbtide.cli.local import Shape
+    from ebbtide.cli.up_command import run
+
+    shape = Shape(
+        model=model or Path(),
+        workers=workers,
+        slots=slots,
+        coordinator=coordinator,
+        relay=relay,
+        worker_config=worker_config,
+    )
+    raise typer.Exit(run(shape, run_dir, cache))
+
+
+def base_model(context: typer.Context) -> None:
+    """Make a small model that half masters the environment of a run, and print its path."""
+    from importlib import import_module
+
+    import_module("ebbtide.trainer.base_model_command").main(context.args)

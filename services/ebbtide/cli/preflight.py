@@ -1,0 +1,41 @@
+"""What can be known of a run before it is submitted: its spec, its environment and its model, in this order."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from ebbtide.client.client import read_spec
+from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.types.run import RunSpec, check_spec, to_mapping
+
+_REFUSED: Final = 2
+_NOT_INSTALLED: Final = 3
+
+
+def check(path: Path, *, deep: bool = True) -> RunSpec:
+    """The spec in the TOML file at `path`. Raises `InvalidRequest` naming the field.
+
+    `deep` also asks the trainer, in a process of its own, whether it knows the environment and can read the model.
+    """
+    spec = check_spec(read_spec(path))
+    if deep:
+        check_deeply(spec)
+    return spec
+
+
+def check_deeply(spec: RunSpec) -> None:
+    """Raises `InvalidRequest` for an environment or model that the trainer would refuse, if a trainer is installed."""
+    with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
+        file = Path(folder) / "spec.json"
+        file.write_text(json.dumps(to_mapping(spec)))
+        command = [sys.executable, "-m", "ebbtide.trainer.preflight", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == _REFUSED:
+        answer = json.loads(done.stdout)
+        raise InvalidRequest(answer["message"], field=answer["field"])
+    if done.returncode not in (0, _NOT_INSTALLED):
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise EbbtideError(f"the environment {spec.environment.name!r} could not be tried: {last}")

@@ -1,0 +1,58 @@
+"""Tables of runs and workers, for people."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ebbtide.cli.progress import doing
+from ebbtide.types.fleet import Worker, WorkerState
+from ebbtide.types.run import Run
+
+
+def run_table(runs: Sequence[Run]) -> Table:
+    table = _table("run", "status", "step", "version", "trained", "dropped", "age", "")
+    for run in sorted(runs, key=lambda run: run.age_s):
+        trained, submitted = run.counters.get("trained", 0), run.counters.get("submitted", 0)
+        step = f"{run.newest.step if run.newest else 0}/{run.spec.trainer.steps}"
+        version = str(run.newest.version) if run.newest else "-"
+        dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(run.dropped.items()) if count) or "0"
+        cells = (step, version, f"{trained}/{submitted}", dropped, clock(run.age_s), run.message)
+        table.add_row(run.run_id, run.status.name.lower(), *cells)
+    return table
+
+
+def worker_table(workers: Sequence[Worker]) -> Table:
+    table = _table("worker", "kind", "is doing", "slots", "tokens/s", "tokens")
+    for worker in workers:
+        style = "red" if worker.state is WorkerState.LOST else ""
+        slots = f"{worker.running}/{worker.slots}"
+        numbers = (f"{worker.tokens_per_s:,.0f}", f"{worker.tokens_generated:,}")
+        table.add_row(worker.worker_id, worker.kind.name.lower(), doing(worker), slots, *numbers, style=style)
+    return table
+
+
+def print_table(table: Table) -> None:
+    console = Console()
+    if table.row_count:
+        console.print(table)
+    else:
+        console.print("none", style="dim")
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, or days and hours once they are many."""
+    whole = int(seconds)
+    if whole >= 86400:
+        return f"{whole // 86400}d {whole % 86400 // 3600}h"
+    if whole >= 3600:
+        return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
+    return f"{whole // 60}:{whole % 60:02}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        right = column in {"slots", "tokens/s", "tokens", "step", "version", "trained", "age"}
+        table.add_column(column, justify="right" if right else "left", no_wrap=not right and column != "")
+    return table
