@@ -8,6 +8,7 @@ it.
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,8 @@ from ebbtide.trainer.model_directory import check_model_directory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: All samples of a group open alike, so a prompt is templated and encoded once for them.
+_OPENINGS: Final = 64
 #: Stands for a response while a template is rendered; no template writes this by itself.
 _RESPONSE: Final = "\u27e6the response\u27e7"
 
@@ -31,9 +34,13 @@ class Conversations:
         self._templated = bool(tokenizer.chat_template)
         self.context = context
         self.end_ids = end_ids
+        self._openings = lru_cache(_OPENINGS)(self._opening)
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the first prompt. Raises `InvalidRequest` if it holds no token, or too many."""
+        return list(self._openings(tuple(messages)))
+
+    def _opening(self, messages: Sequence[Message]) -> list[int]:
         if self._templated:
             ids = self._encode(self._render(messages), special=False)
         else:

@@ -27,11 +27,13 @@ _LOADING_S: Final = 600.0
 async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
     """Drive the lease's run to its end. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
     spec, sandbox = lease.run.spec, Sandbox(settings.environment_threads)
-    source, conversations = await _prepare(spec, sandbox)
     exchange, following = Exchange(lease), Following(client, lease.run_id)
-    player = Player(spec, source, conversations, sandbox, exchange)
-    steps = Steps(lease, player, exchange, following)
-    await race(following.run(), exchange.run(), steps.run())
+    try:
+        source, conversations = await _prepare(spec, sandbox)
+        player = Player(spec, source, conversations, sandbox, exchange)
+        await race(following.run(), exchange.run(), Steps(lease, player, exchange, following).run())
+    finally:
+        sandbox.close()
 
 
 async def _prepare(spec: RunSpec, sandbox: Sandbox) -> tuple[EnvironmentSource, Conversations]:
