@@ -6,8 +6,8 @@ it writes each piece of news once, and dies with the process without a trace.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -73,25 +73,16 @@ class Screen:
     async def shown(self) -> AsyncIterator[None]:
         """Draws inside the block; what was drawn last stays."""
         live = Live(get_renderable=self._render, console=self._console, auto_refresh=False)
-        with live:
-            drawing = asyncio.create_task(self._draw(live))
+        terminal = self._console.is_terminal
+        refresh = live.refresh if terminal else self._print_news
+        with live if terminal else nullcontext():
+            drawing = asyncio.create_task(_repeat(refresh))
             try:
                 yield
             finally:
                 drawing.cancel()
                 await asyncio.gather(drawing, return_exceptions=True)
-                self._refresh(live)
-
-    async def _draw(self, live: Live) -> None:
-        while True:
-            self._refresh(live)
-            await asyncio.sleep(_REFRESH_S)
-
-    def _refresh(self, live: Live) -> None:
-        if self._console.is_terminal:
-            live.refresh()
-        else:
-            self._print_news()
+                refresh()
 
     # -- lines -----------------------------------------------------------------------------------------------------
 
@@ -129,6 +120,12 @@ class Screen:
         for name, seconds in self.phases.items():
             text.append(f"✔ {name} {seconds:.0f} s   ", style="green")
         return text.append(f"▸ {self._present}") if self._present else text
+
+
+async def _repeat(refresh: Callable[[], None]) -> None:
+    while True:
+        refresh()
+        await asyncio.sleep(_REFRESH_S)
 
 
 class _Printed:

@@ -1,0 +1,116 @@
+"""The `ebbtide` command as a person meets it: quick help, and errors in one line that name what is wrong."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ebbtide.cli.demo import DemoOptions, demo_spec
+from ebbtide.cli.local_commands import demo
+from ebbtide.cli.service_commands import SERVICES
+from ebbtide.errors import InvalidRequest
+
+SPEC = """
+name = "mine"
+model = "nowhere"
+[environment]
+name = "reasoning_gym"
+params = { dataset = "spell_backward" }
+"""
+
+
+def ebbtide(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "ebbtide.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": "", **environment})
+
+
+def test_help_names_every_command_and_is_quick() -> None:
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import typer, rich.console, msgspec"], check=True)
+    imports = time.monotonic() - began
+    began = time.monotonic()
+    done = ebbtide("--help")
+    # Against what cannot be left out, so that a busy machine is no excuse and no obstacle; 0.25 s on an idle one.
+    assert time.monotonic() - began < 3 * imports + 0.3
+    assert done.returncode == 0
+    names = ["demo", "up", "submit", "runs", "watch", "workers", "cancel", "base-model", *SERVICES]
+    assert [name for name in names if f" {name} " not in done.stdout] == []
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, ebbtide.cli.__main__; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "vllm", "transformers", "matplotlib", "grpc", "numpy", "psutil", "uvloop"}
+    assert heavy.isdisjoint(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_gets_its_flags_and_refuses_unknown_ones_by_name(name: str) -> None:
+    assert "--ready-file" in ebbtide(name, "--help").stdout
+    done = ebbtide(name, "--no-such-flag")
+    assert done.returncode == 2
+    assert "--no-such-flag: unknown flag" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("steps = 3", "steps: unknown key"),
+        ("[trainer]\nsteps = 0", "trainer.steps: expected `int` >= 1"),
+        ("[sampling]\ntemperature = nan", "sampling.temperature: expected `float` >= 0.0"),
+        ("[trainer]\nmax_grad_norm = inf", "trainer.max_grad_norm: must be finite"),
+        ("[sampling]\ntop_p = 1.5", "sampling.top_p: expected `float` <= 1.0"),
+        ("[sampling]\nseed = 1", "sampling.seed: not supported"),
+        ("oops", "RUN.toml: cannot be read"),
+    ],
+)
+def test_a_bad_spec_is_refused_in_one_line_that_names_the_field(tmp_path: Path, change: str, said: str) -> None:
+    head, _, tables = SPEC.partition("[environment]")
+    first_table = change if change.startswith("[") else ""
+    text = f"{head}{'' if first_table else change}\n[environment]{tables}\n{first_table}"
+    (tmp_path / "RUN.toml").write_text(text)
+    done = ebbtide("submit", str(tmp_path / "RUN.toml"))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_without_a_token_it_is_told_where_to_put_one() -> None:
+    done = ebbtide("runs")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "ebbtide: token: is required: set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE\n",
+    )
+
+
+def test_a_token_file_that_is_not_there_is_named() -> None:
+    done = ebbtide("runs", "--token-file", "no/such/file")
+    assert done.returncode == 2
+    assert "--token-file: 'no/such/file' cannot be read" in done.stderr
+
+
+def test_the_demos_options_change_the_demos_spec(tmp_path: Path) -> None:
+    options = DemoOptions(run_dir=tmp_path, seed=5, steps=7, control=True, temperature=0.7, top_p=0.9, eval_problems=9)
+    spec = demo_spec(options)
+    assert (spec.seed, spec.trainer.steps, spec.evaluation.problems) == (5, 7, 9)
+    assert (spec.sampling.temperature, spec.sampling.top_p) == (0.7, 0.9)
+    assert spec.trainer.permute_rewards
+    assert not demo_spec(DemoOptions()).trainer.permute_rewards
+
+
+def test_the_demo_asks_for_as_many_unseen_problems_and_tokens_as_it_promises() -> None:
+    spec = demo_spec(DemoOptions())
+    assert spec.evaluation.problems >= 300
+    assert spec.batch.max_staleness == 0
+
+
+def test_an_option_out_of_range_is_refused_by_its_field() -> None:
+    with pytest.raises(InvalidRequest, match=r"^sampling\.top_p: "):
+        demo_spec(DemoOptions(top_p=2.0))
+
+
+def test_every_option_of_the_demo_reaches_it() -> None:
+    flags = set(demo.__annotations__) - {"return", "kill"} | {"kill_worker"}
+    assert flags == set(DemoOptions.__struct_fields__)

@@ -1,0 +1,143 @@
+"""The report's figures, from made-up events, counters and heartbeats."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ebbtide.cli.accounts import Accounts
+from ebbtide.cli.picture import terminal_curve, write_picture
+from ebbtide.cli.progress import Progress, WorkerSample
+from ebbtide.cli.report import Kill, Report, busy, make_report, phases, trainer_idle, weighted_mean
+from ebbtide.cli.summary import summary
+from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
+from ebbtide.types.run import EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus, TrainerSpec
+from ebbtide.types.weights import PolicyVersion
+
+SPEC = RunSpec(
+    name="demo", model="m", seed=3, environment=EnvironmentSpec(name="reasoning_gym"), trainer=TrainerSpec(steps=2)
+)
+
+
+def step(number: int, reward: float, at: float, **values: float) -> RunEvent:
+    named = {"step": float(number), "reward": reward, "tokens": 100.0, "trained": 8.0, "response_length": 40.0}
+    clock = {"seconds_wait": 1.0, "seconds_train": 3.0, "seconds_publish": 0.5, "seconds_checkpoint": 0.5}
+    return RunEvent(kind="step", key=f"a.{number}", values={**named, **clock, **values}, age_s=at)
+
+
+def evaluation(number: int, accuracy: float, at: float) -> RunEvent:
+    values = {"step": float(number), "accuracy": accuracy, "problems": 300.0}
+    return RunEvent(kind="evaluation", key=str(number), values=values, age_s=at)
+
+
+def worker(busy_s: float, uptime_s: float, tokens: int) -> Worker:
+    return Worker(
+        worker_id="worker-1",
+        kind=WorkerKind.SPOT,
+        state=WorkerState.READY,
+        slots=8,
+        busy_s=busy_s,
+        uptime_s=uptime_s,
+        tokens_generated=tokens,
+    )
+
+
+@pytest.fixture
+def progress() -> Progress:
+    made = Progress("demo", run=Run(run_id="demo", spec=SPEC))
+    made.sample([worker(busy_s=0.0, uptime_s=1.0, tokens=5)])  # before the first evaluation: not counted
+    made.apply(evaluation(0, 0.30, at=4.0))
+    made.sample([worker(busy_s=3.0, uptime_s=5.0, tokens=1000)])
+    made.apply(step(1, 0.25, at=9.0, logprob_gap=0.001))
+    made.apply(step(2, 0.90, at=11.0, logprob_gap=0.5))
+    made.apply(step(2, 0.35, at=14.0, logprob_gap=0.003, tokens=300.0))  # trained again after the trainer was killed
+    labels = {"rollout": "s1.g0.0.t0", "from": "worker-2", "to": "worker-1"}
+    made.apply(RunEvent(kind="resumed", values={"offset": 17.0}, labels=labels))
+    made.apply(RunEvent(kind="checkpoint", values={"step": 2.0}, labels={"path": "somewhere/step-000002"}))
+    made.apply(evaluation(2, 0.65, at=15.5))
+    return made
+
+
+@pytest.fixture
+def report(progress: Progress) -> Report:
+    progress.samples["worker-1"].append(WorkerSample(uptime_s=15.0, busy_s=8.0, tokens=3000))
+    counters = {"submitted": 34, "trained": 32, "resumed_midway": 1, "tokens_stored": 995}
+    run = Run(
+        run_id="demo",
+        spec=SPEC,
+        status=RunStatus.FINISHED,
+        counters=counters,
+        dropped={"environment_failure": 2, "cancelled": 0},
+        newest=PolicyVersion(policy="policy", version=5, step=2),
+    )
+    accounts = Accounts(generated=1000, by_worker={"worker-1": 1000}, lost={"a": 3, "b": 2}, interrupted=4)
+    kills = [Kill(program="worker-2", at_s=9.0, step=1, generating=20), Kill(program="trainer", at_s=11.0, step=2)]
+    seconds = {"base model": 20.0, "boot": 10.0, "run": 16.0, "shutdown": 2.0}
+    return make_report(progress, run, accounts, kills=kills, seconds=seconds, flush_tokens=8)
+
+
+def test_the_report_has_every_figure_it_promises(report: Report) -> None:
+    told = json.loads(msgspec.json.encode(report))
+    assert (told["accuracy_before"], told["accuracy_after"]) == (0.30, 0.65)
+    assert (told["seed"], told["steps"], told["rewards"]) == (3, 2, [0.25, 0.35])
+    assert (told["rollouts_submitted"], told["rollouts_trained"]) == (34, 32)
+    assert told["rollouts_dropped"] == {"environment_failure": 2}
+    assert told["rollouts_accounted_for"] is True
+    assert (told["workers_killed"], told["rollouts_interrupted"], told["rollouts_resumed_midway"]) == (1, 4, 1)
+    assert told["resumed"] == [{"rollout": "s1.g0.0.t0", "from": "worker-2", "to": "worker-1", "offset": 17}]
+    assert (told["tokens_generated"], told["tokens_generated_twice"]) == (1000, 5)
+    assert told["tokens_generated_twice_at_most_per_rollout"] == 3
+    assert told["logprob_gap"] == pytest.approx((0.001 * 100 + 0.003 * 300) / 400)
+    assert told["logprob_gap_worst_step"] == 0.003
+    assert told["mean_response_tokens"] == 40
+    assert told["policy_versions"] == 5
+    assert told["checkpoint"] == "somewhere/step-000002"
+
+
+def test_rates_and_idle_shares_are_those_of_training(report: Report) -> None:
+    assert report.tokens_per_s == {"worker-1": 400.0}
+    assert report.idle_share == {"trainer": 0.2, "worker-1": 0.5}
+
+
+def test_seconds_are_told_by_phase_and_add_up(report: Report) -> None:
+    assert report.seconds == {
+        "base_model": 20.0,
+        "boot": 10.0,
+        "evaluation_before": 4.0,
+        "training": 10.0,
+        "evaluation_after": 2.0,
+        "shutdown": 2.0,
+        "total": 48.0,
+    }
+
+
+def test_sums_that_do_not_agree_are_not_hidden(progress: Progress, report: Report) -> None:
+    run = Run(run_id="demo", spec=SPEC, status=RunStatus.FINISHED, counters={"submitted": 9, "trained": 8})
+    none = Accounts(generated=0, by_worker={}, lost={}, interrupted=0)
+    wrong = make_report(progress, run, none, kills=[], seconds={}, flush_tokens=8)
+    assert not wrong.rollouts_accounted_for
+    assert "DO NOT AGREE" in dict(summary(wrong, Path("report.json")))["rollouts"]
+    assert "the sums agree" in dict(summary(report, Path("report.json")))["rollouts"]
+
+
+def test_phases_without_a_run_are_left_alone() -> None:
+    assert phases({"base model": 2.0}, Progress("demo")) == {"base_model": 2.0, "total": 2.0}
+
+
+def test_means_and_shares_of_nothing_are_told_as_such() -> None:
+    assert weighted_mean([]) is None
+    assert trainer_idle({1: {"seconds_wait": 5.0}}) == 0.0
+    assert busy([WorkerSample(1.0, 0.0, 0)]) == (0.0, 0.0)
+
+
+def test_the_picture_is_a_picture(report: Report, tmp_path: Path) -> None:
+    write_picture(report, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_terminal_curve_fits_and_marks_kills_and_accuracies(report: Report) -> None:
+    lines = terminal_curve(report, width=60).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert sum("┊" in line for line in lines) == 11
+    assert sum("o" in line for line in lines[:10]) == 2
