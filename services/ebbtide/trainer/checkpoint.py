@@ -22,6 +22,7 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ebbtide.errors import InvalidRequest
 from ebbtide.trainer.collector import Consumed
 from ebbtide.trainer.network import Network, Tokenizer, save_network
 from ebbtide.trainer.race import RunFailed
@@ -110,10 +111,20 @@ def keep_newest(folder: Path, count: int) -> None:
         shutil.rmtree(old)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what earlier trainers left unfinished."""
-    for left in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(left, ignore_errors=True)
+def prepare(folder: Path) -> Path | None:
+    """Make `folder`, remove what earlier trainers left unfinished there, and return the newest whole checkpoint.
+
+    Raises `InvalidRequest` naming `output` if nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        (probe := folder / f"{_UNFINISHED}probe").mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise InvalidRequest(f"the trainer cannot write checkpoints there ({error})", field="output") from error
+    return latest(folder)
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -92,8 +92,7 @@ class Training:
 
     async def _begin(self) -> tuple[Learning, Collector]:
         """Load the run's model, or its newest checkpoint."""
-        await asyncio.to_thread(checkpoint.remove_unfinished, self._folder)
-        found = checkpoint.latest(self._folder)
+        found = await asyncio.to_thread(checkpoint.prepare, self._folder)
         source, device = found or Path(self._spec.model), choose_device(self._settings.device)
         learning = await asyncio.to_thread(Learning, self._spec, source=source, device=device)
         await self._following.catch_up(self._lease)

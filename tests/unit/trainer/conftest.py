@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.errors import AlreadyExists, LeaseSuperseded, NotReady
+from ebbtide.errors import AlreadyExists, LeaseSuperseded, NoCapacity, NotReady
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import (
     Episode,
@@ -51,6 +51,10 @@ class Cluster:
         self.leases: list[FakeLease] = []
         self.log: list[str] = []
         self.changed = asyncio.Event()
+
+    def full(self, rollouts: list[RolloutRequest]) -> bool:
+        """Whether the quota has no room for these."""
+        return False
 
     def lease(self, role: str) -> "FakeLease":
         for other in self.leases:
@@ -157,9 +161,12 @@ class FakeLease:
             raise LeaseSuperseded("superseded")
         self.cluster.log.append(f"{self.role}:{deed}")
 
-    async def submit_rollouts(self, rollouts: Iterable[RolloutRequest]) -> list[SubmitOutcome]:
+    async def submit_rollouts(self, rollouts: Iterable[RolloutRequest], *, wait: bool = True) -> list[SubmitOutcome]:
         await asyncio.sleep(0)
         self._check("submit")
+        rollouts = list(rollouts)
+        if self.cluster.full(rollouts):
+            raise NoCapacity("the run's quota is used up", retry_after_s=0.01)
         outcomes = []
         for request in rollouts:
             known = self.cluster.rollouts.get(request.rollout_id)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import checkpoint
 from ebbtide.trainer.checkpoint import CheckpointError, TrainingState
 from ebbtide.trainer.collector import Consumed
@@ -61,8 +62,7 @@ def test_an_interrupted_write_leaves_the_one_before(tiny_model: Path, tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, tiny_model, state(6))
     monkeypatch.undo()
-    assert checkpoint.latest(tmp_path) == first
-    checkpoint.remove_unfinished(tmp_path)
+    assert checkpoint.prepare(tmp_path) == first
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
@@ -96,3 +96,10 @@ def test_what_is_damaged_or_anothers_is_refused_by_name(tiny_model: Path, tmp_pa
 def test_what_is_neither_tensor_nor_plain_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="learner/thing: a object cannot be kept"):
         write(tmp_path, tiny_model, state(), {"learner": {"thing": object()}})
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(InvalidRequest) as caught:
+        checkpoint.prepare(tmp_path / "taken" / "checkpoints")
+    assert caught.value.field == "output"

@@ -207,6 +207,48 @@ async def test_a_checkpoint_of_an_earlier_run_of_the_same_name_is_refused(
         await train(make_client(again), again.lease("trainer"), SETTINGS)
 
 
+async def test_a_starved_trainer_checkpoints_early_when_the_quota_is_what_keeps_rollouts_back(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.trainer.training._STARVED_S", 0.05)
+    spec = make_spec(tiny_model, tmp_path, trainer={"steps": 2, "checkpoint_every": 100})
+    cluster = make_cluster(spec, lambda request: None)
+    cluster.run.counters["bytes"] = spec.quota_bytes
+
+    async def feed_when_there_is_room() -> None:
+        await wait_until(lambda: cluster.versions)
+        for step in range(2):
+            for trajectory in make_trajectories(spec, step, step + 1):
+                cursor = str(len(cluster.trajectories) + 1)
+                cluster.trajectories.append(msgspec.structs.replace(trajectory, cursor=cursor))
+                cluster.counters["submitted"] += 1
+            cluster.bell()
+            await wait_until(cluster.settled, what=f"step {step} to be committed")
+        cluster.finish(RunStatus.FINISHED, "")
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        tasks.create_task(feed_when_there_is_room())
+        tasks.create_task(train(make_client(cluster), cluster.lease("trainer"), SETTINGS))
+    assert [event.values["step"] for event in cluster.named("checkpoint")] == [1, 2]
+
+
+async def test_bfloat16_publishes_half_the_bytes_and_keeps_float32_masters(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    from safetensors.torch import load_file
+
+    spec = make_spec(tiny_model, tmp_path, trainer={"steps": 2, "dtype": "bfloat16"})
+    cluster = make_cluster(spec, lambda request: None)
+    await train_to_end(cluster, make_client(cluster))
+    found = latest(tmp_path / "run-1" / "checkpoints")
+    assert found is not None
+    masters = load_file(found / "model.safetensors")
+    for name, tensor in final_weights(cluster).items():
+        assert (tensor.dtype, masters[name].dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(masters[name].to(torch.bfloat16), tensor)
+        assert name.endswith("norm.weight") or not torch.equal(tensor, cluster.weights[1][name])
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

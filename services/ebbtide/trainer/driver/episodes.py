@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from ebbtide.errors import AlreadyExists, InvalidRequest
 from ebbtide.scheduling.pacing import Bounds
+from ebbtide.telemetry import counter, histogram
 from ebbtide.trainer.conversation import Conversations
 from ebbtide.trainer.driver.exchange import Exchange
 from ebbtide.trainer.driver.sandbox import EnvironmentHangs, Sandbox, TookTooLong
@@ -22,7 +23,10 @@ from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids, unpack_tokens
 T = TypeVar("T")
 
 #: The coordinator refused the prompt (too long for every engine, say).
-PROMPT_REFUSED = "environment_prompt_refused"
+PROMPT_REFUSED: Final = "environment_prompt_refused"
+
+_episodes = counter("driver_episodes_total", "Episodes ended", ("kind", "outcome"))
+_environment_s = histogram("driver_environment_seconds", "Duration of calls of environment code")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +137,11 @@ class Player:
         """The episode from reset to end. What goes wrong in it is its ending; only `AlreadyCompleted` is raised."""
         rollouts: list[str] = []
         try:
-            return Ending(plan=plan, trajectory=await self._turns(plan, rollouts), rollout_ids=tuple(rollouts))
+            ending = Ending(plan=plan, trajectory=await self._turns(plan, rollouts), rollout_ids=tuple(rollouts))
         except EpisodeFailed as failed:
-            return Ending(plan=plan, rollout_ids=tuple(rollouts), failure=failed.reason, message=str(failed))
+            ending = Ending(plan=plan, rollout_ids=tuple(rollouts), failure=failed.reason, message=str(failed))
+        _episodes.labels(plan.kind.name.lower(), "failed" if ending.failure else "scored").inc()
+        return ending
 
     async def _turns(self, plan: Plan, rollouts: list[str]) -> Trajectory:
         clock = _Clock(self.spec.batch.episode_timeout_s)
@@ -216,7 +222,9 @@ class _Clock:
         try:
             return function()
         finally:
-            self.left_s -= time.monotonic() - began
+            took = time.monotonic() - began
+            self.left_s -= took
+            _environment_s.observe(took)
 
 
 def _open(source: EnvironmentSource, plan: Plan) -> tuple[Environment, list[Message]]:

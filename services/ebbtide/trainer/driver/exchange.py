@@ -7,15 +7,22 @@ completed.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Final, Generic, TypeVar
 
 from ebbtide.client import Lease
-from ebbtide.errors import AlreadyExists, EbbtideError, InvalidRequest
+from ebbtide.errors import AlreadyExists, EbbtideError, InvalidRequest, NoCapacity
+from ebbtide.trainer.race import RunFailed
 from ebbtide.types.rollout import Episode, FinishedRollout, RolloutRequest, SubmitOutcome
 
 A = TypeVar("A")
 R = TypeVar("R")
+
+
+#: No room for so long, with nothing in flight and training waiting: a trainer has committed long since what it could.
+_FULL_S: Final = 300.0
 
 
 class AlreadyCompleted(EbbtideError):
@@ -67,11 +74,16 @@ class Batches(Generic[A, R]):
 class Exchange:
     """Rollouts and episodes of one run, under one lease."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, urgent: Callable[[RolloutRequest], bool]) -> None:
+        """`urgent` tells what training waits for now; the rest, submitted ahead, goes apart and cannot hold it up."""
         self._lease = lease
-        self._submits: Batches[RolloutRequest, SubmitOutcome] = Batches(lease.submit_rollouts)
+        self._urgent = urgent
+        self._submits: dict[bool, Batches[RolloutRequest, SubmitOutcome]] = {
+            lane: Batches(partial(self._submit, lane)) for lane in (True, False)
+        }
         self._episodes: Batches[Episode, None] = Batches(self._complete)
         self._waiting: dict[str, asyncio.Future[FinishedRollout]] = {}
+        self._in_flight = 0
         self.orphans: dict[str, FinishedRollout] = {}
 
     async def generate(self, request: RolloutRequest) -> FinishedRollout:
@@ -84,9 +96,13 @@ class Exchange:
             finish.set_result(early)
         self._waiting[request.rollout_id] = finish
         try:
-            if await self._submits.put(request) is SubmitOutcome.COMPLETED:
+            if await self._submits[self._urgent(request)].put(request) is SubmitOutcome.COMPLETED:
                 raise AlreadyCompleted(request.rollout_id)
-            return await finish
+            self._in_flight += 1
+            try:
+                return await finish
+            finally:
+                self._in_flight -= 1
         finally:
             del self._waiting[request.rollout_id]
 
@@ -97,7 +113,8 @@ class Exchange:
     async def run(self) -> None:
         """Carries the traffic until cancelled, or until the lease is lost."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._submits.run())
+            for lane in self._submits.values():
+                tasks.create_task(lane.run())
             tasks.create_task(self._episodes.run())
             tasks.create_task(self._route())
 
@@ -108,6 +125,20 @@ class Exchange:
                 self.orphans[finished.rollout_id] = finished
             elif not waiter.done():
                 waiter.set_result(finished)
+
+    async def _submit(self, urgent: bool, requests: list[RolloutRequest]) -> list[SubmitOutcome]:
+        """Waits while the run's quota or the queue is full, unless nothing can be left that would make room."""
+        give_up = time.monotonic() + _FULL_S
+        while True:
+            try:
+                return await self._lease.submit_rollouts(requests, wait=False)
+            except NoCapacity as error:
+                now = time.monotonic()
+                if self._in_flight or not urgent:
+                    give_up = now + _FULL_S
+                if now > give_up:
+                    raise RunFailed(f"quota_bytes must hold max_staleness + 1 steps; raise it ({error})") from error
+                await asyncio.sleep(error.retry_after_s)
 
     async def _complete(self, episodes: list[Episode]) -> list[None]:
         await self._lease.complete_episodes(episodes)

@@ -27,7 +27,8 @@ _LOADING_S: Final = 600.0
 async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
     """Drive the lease's run to its end. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
     spec, sandbox = lease.run.spec, Sandbox(settings.environment_threads)
-    exchange, following = Exchange(lease), Following(client, lease.run_id)
+    following = Following(client, lease.run_id)
+    exchange = Exchange(lease, lambda request: request.priority <= max(following.versions, default=0))
     try:
         source, conversations = await _prepare(spec, sandbox)
         player = Player(spec, source, conversations, sandbox, exchange)
