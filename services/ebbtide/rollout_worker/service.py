@@ -70,7 +70,7 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         shutdown.spawn(throttle(engine, outbox, attempts.pressure), "throttle")
         streams = shutdown.spawn(session.run(), "streams")
         await shutdown.requested.wait()
-        await _leave(worker, streams)
+        await _leave(worker, session, streams)
 
 
 def _outbox(settings: Settings) -> Outbox:
@@ -95,10 +95,11 @@ def _once(shutdown: Shutdown, address: str) -> Callable[[], None]:
     return say
 
 
-async def _leave(worker: Worker, streams: asyncio.Task[None]) -> None:
+async def _leave(worker: Worker, session: Session, streams: asyncio.Task[None]) -> None:
     if streams.done():
         raise Unavailable("the streams to the coordinator had ended: nothing could be handed over")
     if not await worker.drain(worker.settings.drain_timeout_s):
         raise Unavailable("not all tokens could be handed over in time; they are generated again elsewhere")
-    await asyncio.wait({streams}, timeout=_GOODBYE_S)
+    if session.attached:
+        await asyncio.wait({streams}, timeout=_GOODBYE_S)
     log.info("drained", tokens=worker.attempts.tokens)

@@ -59,6 +59,7 @@ class Session:
         self._stub = FleetStub(channel)
         self._appender = Appender(self._stub, target, worker.outbox, worker.attempts)
         self._attached, self._drain = attached, drain
+        self.attached = False
 
     async def run(self) -> None:
         """Stay attached until the worker has drained. Raises what trying again does not cure."""
@@ -94,6 +95,7 @@ class Session:
                 await call.read()  # raises why
                 raise Unavailable("the coordinator ended the stream") from None
             finally:
+                self.attached = False
                 call.cancel()
 
     async def _answer(self, call: Any) -> fleet_pb2.Attached:
@@ -111,6 +113,7 @@ class Session:
         adopted = {ref.attempt_id for ref in attached.adopted}
         lost = [ref for ref, _ in worker.outbox.held() if ref.attempt_id not in adopted]
         worker.attempts.drop(lost, "superseded")
+        self.attached = True
         log.info("attached", session=attached.session, adopted=len(adopted), superseded=len(lost))
         self._attached()
 

@@ -1,0 +1,99 @@
+"""Workers with real engines in a real cluster: a response handed from one to the other is the response of one
+alone."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from ebbtide.client import Lease
+from ebbtide.testing import wait_until
+from ebbtide.types.rollout import FinishedRollout, RolloutRequest
+from ebbtide.types.run import Sampling
+from ebbtide.types.tokens import pack_ids, unpack_tokens
+from tests.chaos.cluster import Cluster
+
+RUN = "r"
+LENGTH = 400
+PROMPTS = [[20 + i, 21, 22, 23 + i] for i in range(8)]
+SAMPLING = Sampling(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+
+ENGINE = """
+[vllm]
+dtype = "float32"
+enforce_eager = true
+threads = 1
+kv_cache_mib = 64
+"""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+
+
+def request(name: str, number: int) -> RolloutRequest:
+    return RolloutRequest(
+        rollout_id=f"{name}{number}",
+        group_id=f"{name}{number}",
+        episode_id=f"{name}{number}",
+        prompt_ids=pack_ids(PROMPTS[number]),
+        sampling=SAMPLING,
+    )
+
+
+async def finishes(lease: Lease, count: int) -> dict[str, FinishedRollout]:
+    found: dict[str, FinishedRollout] = {}
+    async for finish in lease.finished():
+        found[finish.rollout_id] = finish
+        if len(found) == count:
+            break
+    return found
+
+
+async def test_a_response_handed_over_at_sigterm_is_that_of_one_engine(
+    cluster: Cluster, make_checkpoint: Callable[..., Path]
+) -> None:
+    base, trained = make_checkpoint(1), make_checkpoint(2)
+    config = cluster.directory / "worker.toml"
+    config.write_text(ENGINE)
+    flags: dict[str, Any] = {"engine": "vllm", "model": base, "config": config}
+    client = await cluster.boot(workers=0)
+    await asyncio.gather(cluster.worker("w1", **flags), cluster.worker("w2", **flags))
+    await client.submit({"name": "e2e", "model": str(base), "environment": {"name": "none"}}, RUN)
+    lease = await client.acquire(RUN, holder="test")
+    await lease.publish(load_file(trained / "model.safetensors"), step=0)
+    await lease.submit_rollouts([request("cut", number) for number in range(8)])
+
+    def begun() -> bool:
+        records = cluster.ledger()
+        return len(records) == 8 and all(record.generated >= 16 for record in records)
+
+    await wait_until(begun, timeout=60)
+    leaver = "w1" if cluster.ledger("w1") else "w2"
+    await cluster.process[leaver].stop()
+    assert cluster.process[leaver].returncode == 0
+    await lease.submit_rollouts([request("whole", number) for number in range(8)])
+    found = await asyncio.wait_for(finishes(lease, 16), 120)
+
+    made: dict[str, int] = defaultdict(int)
+    for record in cluster.ledger():
+        made[record.rollout_id] += record.generated
+    assert set(made.values()) == {LENGTH}, "every token was generated once"
+    assert any(record.start > 0 for record in cluster.ledger())
+    for number in range(8):
+        cut, whole = (unpack_tokens(found[f"{name}{number}"].tokens) for name in ("cut", "whole"))
+        assert cut["id"].tolist() == whole["id"].tolist()
+        assert cut["logprob"].tolist() == pytest.approx(whole["logprob"].tolist(), abs=1e-3)
+        assert set(cut["version"].tolist()) == {1}
+    await lease.release()
