@@ -15,8 +15,8 @@ from ebbtide import telemetry
 from ebbtide.errors import Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
-from ebbtide.rollout_worker.calls import first_of, messages
 from ebbtide.rollout_worker.outbox import Ack, Delta, Outbox
+from ebbtide.rollout_worker.together import first_of
 from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.retry import pauses
 from ebbtide.rpc.status import translated
@@ -66,7 +66,7 @@ class Appender:
             metrics.FLUSH_SECONDS.observe(time.monotonic() - start)
 
     async def _read(self, call: Any) -> None:
-        async for response in messages(call):
+        async for response in call:
             answer = response.sequence == self._sequence and not self._answered.is_set()
             acks = [_ack(ack) for ack in response.acks]
             # A message is answered a second time once it has become durable: only its finishes are news then.

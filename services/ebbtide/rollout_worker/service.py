@@ -22,6 +22,8 @@ from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
 from ebbtide.rpc.channel import open_channel
 from ebbtide.runtime import Shutdown
 from ebbtide.types.ids import check_id
+from ebbtide.v1.fleet_pb2_grpc import FleetStub
+from ebbtide.v1.weights_pb2_grpc import WeightsStub
 
 log = telemetry.get_logger(__name__)
 
@@ -56,12 +58,12 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         stack.push_async_callback(attempts.close)
         coordinator = await stack.enter_async_context(open_channel(settings.coordinator, settings.client))
         relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
-        puller = Puller(relay, settings.relay, patience_s=settings.pull_patience_s)
+        puller = Puller(WeightsStub(relay), settings.relay, patience_s=settings.pull_patience_s)
         installer = Installer(engine, puller, attempts, outgoing.put)
         worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
         session = Session(
             worker,
-            coordinator,
+            FleetStub(coordinator),
             settings.coordinator,
             attached=_once(shutdown, worker_id),
             drain=shutdown.requested.set,
@@ -100,6 +102,6 @@ async def _leave(worker: Worker, session: Session, streams: asyncio.Task[None]) 
         raise Unavailable("the streams to the coordinator had ended: nothing could be handed over")
     if not await worker.drain(worker.settings.drain_timeout_s):
         raise Unavailable("not all tokens could be handed over in time; they are generated again elsewhere")
-    if session.attached:
+    if session.connected:
         await asyncio.wait({streams}, timeout=_GOODBYE_S)
     log.info("drained", tokens=worker.attempts.tokens)

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-import grpc
-
 from ebbtide import telemetry
 from ebbtide.errors import (
     EbbtideError,
@@ -23,9 +21,9 @@ from ebbtide.errors import (
     Unavailable,
 )
 from ebbtide.rollout_worker.appending import Appender
-from ebbtide.rollout_worker.calls import first_of, messages
 from ebbtide.rollout_worker.generation import Assignment
 from ebbtide.rollout_worker.installer import Installation
+from ebbtide.rollout_worker.together import first_of
 from ebbtide.rollout_worker.worker import Worker
 from ebbtide.rpc.convert import from_proto
 from ebbtide.rpc.retry import pauses
@@ -48,7 +46,7 @@ class Session:
     def __init__(
         self,
         worker: Worker,
-        channel: grpc.aio.Channel,
+        stub: FleetStub,
         target: str,
         *,
         attached: Callable[[], None],
@@ -56,10 +54,10 @@ class Session:
     ) -> None:
         """`attached` is called after each attach; `drain` when the coordinator asks for one."""
         self._worker, self._target = worker, target
-        self._stub = FleetStub(channel)
-        self._appender = Appender(self._stub, target, worker.outbox, worker.attempts)
+        self._stub = stub
+        self._appender = Appender(stub, target, worker.outbox, worker.attempts)
         self._attached, self._drain = attached, drain
-        self.attached = False
+        self.connected = False
 
     async def run(self) -> None:
         """Stay attached until the worker has drained. Raises what trying again does not cure."""
@@ -92,28 +90,29 @@ class Session:
                     self._appender.run(attached.session),
                 )
             except asyncio.InvalidStateError:  # written to a call that had ended
-                await call.read()  # raises why
+                await anext(aiter(call), None)  # raises why
                 raise Unavailable("the coordinator ended the stream") from None
             finally:
-                self.attached = False
+                self.connected = False
                 call.cancel()
 
     async def _answer(self, call: Any) -> fleet_pb2.Attached:
         try:
             async with asyncio.timeout(_ATTACH_S):
-                first = await call.read()
+                first = await anext(aiter(call), None)
         except TimeoutError:
             raise Unavailable(f"the coordinator did not answer the attach within {_ATTACH_S:g} s") from None
-        if not isinstance(first, fleet_pb2.CoordinatorMessage) or first.WhichOneof("kind") != "attached":
+        if first is None or first.WhichOneof("kind") != "attached":
             raise Unavailable("the coordinator did not answer the attach")
-        return first.attached
+        answer: fleet_pb2.Attached = first.attached
+        return answer
 
     def _adopt(self, attached: fleet_pb2.Attached) -> None:
         worker = self._worker
         adopted = {ref.attempt_id for ref in attached.adopted}
         lost = [ref for ref, _ in worker.outbox.held() if ref.attempt_id not in adopted]
         worker.attempts.drop(lost, "superseded")
-        self.attached = True
+        self.connected = True
         log.info("attached", session=attached.session, adopted=len(adopted), superseded=len(lost))
         self._attached()
 
@@ -130,7 +129,7 @@ class Session:
             await asyncio.sleep(interval_s)
 
     async def _receive(self, call: Any) -> None:
-        async for message in messages(call):
+        async for message in call:
             await self._handle(message)
         if not self._worker.drained:
             raise Unavailable("the coordinator ended the stream")

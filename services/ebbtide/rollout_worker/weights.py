@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-import grpc
-
 from ebbtide import telemetry
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, Unavailable
 from ebbtide.rollout_worker.engine import Shapes
@@ -78,9 +76,9 @@ class WeightsFile:
 class Puller:
     """Gets versions from one relay."""
 
-    def __init__(self, channel: grpc.aio.Channel, target: str, *, patience_s: float) -> None:
+    def __init__(self, stub: WeightsStub, target: str, *, patience_s: float) -> None:
         """`patience_s`: how long a relay may be away before a pull fails."""
-        self._stub = WeightsStub(channel)
+        self._stub = stub
         self._target, self._patience_s = target, patience_s
 
     async def pull(self, run_id: str, version: PolicyVersion, shapes: Shapes, held: WeightsFile | None) -> WeightsFile:

@@ -1,10 +1,8 @@
-"""What both streams need: reading a call, and coroutines that stand and fall together."""
+"""Coroutines that stand and fall together."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any
-
-import grpc
 
 
 async def first_of(*work: Coroutine[Any, Any, None]) -> None:
@@ -18,9 +16,3 @@ async def first_of(*work: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
-
-
-async def messages(call: Any) -> AsyncIterator[Any]:
-    """What a call brings until the peer ends it; a call that is read and iterated over refuses the second."""
-    while (message := await call.read()) is not grpc.aio.EOF:
-        yield message
