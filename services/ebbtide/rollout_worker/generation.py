@@ -41,11 +41,11 @@ class Assignment(Struct, frozen=True, kw_only=True):
 class Ending:
     """Where a response ends. Nothing but its length ends it within its first `min_tokens` tokens."""
 
-    def __init__(self, sampling: Sampling, *, room: int, eos_token_ids: Sequence[int], decode: Decode) -> None:
+    def __init__(self, sampling: Sampling, info: EngineInfo, *, room: int, decode: Decode) -> None:
         """`room`: tokens that the context leaves for the response."""
-        self.stop_token_ids = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            self.stop_token_ids |= frozenset(eos_token_ids)
+        ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else info.eos_token_ids))
+        # What is not in the vocabulary cannot come, and engines may fall over it.
+        self.stop_token_ids = frozenset(token for token in ends if token < info.vocab_size)
         self.limit = min(sampling.max_tokens, room)
         self._min_tokens = sampling.min_tokens
         self._stop = sampling.stop
@@ -75,12 +75,7 @@ class Generation:
         self._ids: list[int] = unpack_tokens(assignment.partial, field="partial")["id"].tolist()
         _check(prompt + self._ids, len(prompt), info)
         self._assignment, self._prompt = assignment, prompt
-        self._ending = Ending(
-            assignment.sampling,
-            room=info.max_model_len - len(prompt),
-            eos_token_ids=info.eos_token_ids,
-            decode=decode,
-        )
+        self._ending = Ending(assignment.sampling, info, room=info.max_model_len - len(prompt), decode=decode)
         self.finish = self._ending.at(self._ids) if self._ids else None
 
     def request(self) -> EngineRequest:

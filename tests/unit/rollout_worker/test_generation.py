@@ -111,6 +111,10 @@ def test_end_tokens_are_ordinary_where_they_are_ignored() -> None:
     assert EOS not in begin(ignore_eos=True).request().stop_token_ids
 
 
+def test_stop_tokens_outside_the_vocabulary_never_reach_the_engine() -> None:
+    assert list(begin(stop_token_ids=[9, 256, 1 << 31]).request().stop_token_ids) == [EOS, 9]
+
+
 def test_the_engine_may_end_it_too() -> None:
     generation = begin()
     generation.accept(delta([20], FinishReason.LENGTH))

@@ -58,7 +58,10 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Generate until a delta has a finish. Closing the generator aborts the request. Raises `EngineFailed`."""
+        """Generate until a delta has a finish. Closing the generator aborts the request.
+
+        Raises `InvalidRequest` or `Internal` if this request cannot be served, `EngineFailed` if none can.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -8,13 +8,14 @@ engine's own processes.
 
 import asyncio
 import json
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint, cpu, plugin
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.types.fleet import EngineInfo
@@ -66,8 +67,9 @@ class VllmEngine:
         return info
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = tokens_input(list(request.token_ids), cache_salt=str(self._salt))
         stream = self._llm.generate(prompt, _sampling(request), request.request_id, priority=request.priority)
@@ -83,6 +85,10 @@ class VllmEngine:
                 yield TokenDelta(ids, _logprobs(completion), versions, _REASONS.get(completion.finish_reason))
         except EngineDeadError as error:
             raise EngineFailed("the engine's process died; its log says why") from error
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(f"vLLM refuses the request: {error}") from error
+        except EngineGenerateError as error:
+            raise Internal("vLLM could not serve the request; the log says why") from error
         finally:
             await stream.aclose()
 
@@ -166,8 +172,9 @@ class VllmEngine:
 
     def _environment(self) -> None:
         os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_NO_USAGE_STATS"] = "1"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+        # vLLM's log records go the way of ours, from its processes too.
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+        logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
         plugin.own_engine_processes()
         if cpu.is_cpu_build():
             cpu.set_environment(self._settings.threads)
