@@ -98,7 +98,7 @@ def read_state(checkpoint: Path, *, run_id: str) -> tuple[TrainingState, dict[st
         learner = _unflatten(body["learner"], load_file(inner / "optimizer.safetensors"))
         random_state = load_file(inner / "random.safetensors")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise CheckpointError(f"{str(checkpoint)!r} is damaged ({error}): remove it to resume before it") from error
+        raise CheckpointError(f"{str(checkpoint)!r} is damaged ({error}): bring back a whole copy") from error
     if (state.run_id, state.format) != (run_id, FORMAT):
         raise CheckpointError(f"{str(checkpoint)!r} is of run {state.run_id}, format {state.format}: not resumable")
     _set_random_state(random_state)

@@ -17,13 +17,16 @@ from ebbtide.types.weights import PolicyVersion
 
 #: A group that came to nothing. Said before its episodes are dropped, so that no trainer waits for it.
 GROUP_DROPPED: Final = "group_dropped"
+#: A checkpoint is durable. Said before what it holds is committed, so that none of it can be had again.
+CHECKPOINT: Final = "checkpoint"
 #: A driver or a trainer has taken up the run.
 ATTACHED: Final = "attached"
 
 
 class Following:
     """Reads a run's events. `versions`: step -> the version first announced for it; `steps`: version -> its step;
-    `evaluated`: steps whose evaluation was reported; `dropped`: step -> how many of its groups came to nothing."""
+    `evaluated`: steps whose evaluation was reported; `dropped`: step -> how many of its groups came to nothing;
+    `checkpoints`: step -> path."""
 
     def __init__(self, client: Client, run_id: str) -> None:
         self._client = client
@@ -34,6 +37,7 @@ class Following:
         self.steps: dict[int, int] = {}
         self.evaluated: set[int] = set()
         self.dropped: Counter[int] = Counter()
+        self.checkpoints: dict[int, str] = {}
 
     async def run(self) -> RunStatus:
         """Follows until the run has ended, and returns how."""
@@ -71,5 +75,7 @@ class Following:
             self.evaluated.add(int(event.values["step"]))
         elif event.kind == GROUP_DROPPED:
             self.dropped[int(event.values["step"])] += 1
+        elif event.kind == CHECKPOINT:
+            self.checkpoints[int(event.values["step"])] = event.labels["path"]
         elif event.kind == ATTACHED:
             self._attached.add(event.key)

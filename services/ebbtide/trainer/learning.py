@@ -68,14 +68,15 @@ class Learning:
         return values
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The weights to publish, named as in checkpoints, tied ones once. Views: valid until the next step."""
+        """The weights to publish, named as in checkpoints, tied ones once, on the CPU. Valid until the next step."""
         seen: set[int] = set()
         named = []
         for name, tensor in self._network.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                low = self._spec.trainer.dtype == "bfloat16" and tensor.is_floating_point()
-                named.append((name, tensor.to(torch.bfloat16) if low else tensor))
+            if tensor.numel() and tensor.data_ptr() in seen:
+                continue
+            seen.add(tensor.data_ptr())
+            low = self._spec.trainer.dtype == "bfloat16" and tensor.is_floating_point()
+            named.append((name, (tensor.to(torch.bfloat16) if low else tensor).cpu()))
         return named
 
     def checkpoint(self, folder: Path, state: TrainingState, *, keep: int) -> Path:

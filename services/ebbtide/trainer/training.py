@@ -18,7 +18,7 @@ from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer import checkpoint
 from ebbtide.trainer.checkpoint import CheckpointError, TrainingState
 from ebbtide.trainer.collector import Collector
-from ebbtide.trainer.following import Following
+from ebbtide.trainer.following import CHECKPOINT, Following
 from ebbtide.trainer.learning import Learning, choose_device
 from ebbtide.trainer.race import race
 from ebbtide.trainer.settings import TrainerSettings
@@ -37,8 +37,6 @@ _steps = counter("trainer_steps_total", "Optimiser steps taken")
 _tokens = counter("trainer_tokens_total", "Sampled tokens trained on")
 _seconds = counter("trainer_seconds_total", "Where the trainer's time went", ("phase",))
 _reward = gauge("trainer_reward", "Mean reward of the last step")
-
-
 _PHASES: Final = ("wait", "train", "publish", "checkpoint")
 
 
@@ -79,7 +77,8 @@ class Training:
         await race(self._following.run(), self._work())
 
     async def _work(self) -> None:
-        self._learning, self._collector = await self._begin()
+        self._learning, self._collector, resumed = await self._begin()
+        await self._commit(resumed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
             await self._announce()
@@ -90,34 +89,39 @@ class Training:
                 await self._following.until(lambda: bool(self._collector.uncommitted))
                 await self._commit([])
 
-    async def _begin(self) -> tuple[Learning, Collector]:
-        """Load the run's model, or its newest checkpoint."""
+    async def _begin(self) -> tuple[Learning, Collector, list[RunEvent]]:
+        """Load the run's model, or its newest checkpoint, and what then is to be said."""
         found = await asyncio.to_thread(checkpoint.prepare, self._folder)
         source, device = found or Path(self._spec.model), choose_device(self._settings.device)
         learning = await asyncio.to_thread(Learning, self._spec, source=source, device=device)
         await self._following.catch_up(self._lease)
         staleness = self._spec.batch.max_staleness
         if found is None:
-            return learning, Collector(step=0, max_staleness=staleness)
-        state, learner = checkpoint.read_state(found, run_id=self._lease.run_id)
-        if self._following.steps.get(state.version) != state.step:
-            raise CheckpointError(
-                f"{str(found)!r} is of an earlier run called {state.run_id}; remove it, or submit with another output"
-            )
-        learning.restore(learner)
-        collector = Collector(
-            step=state.step, max_staleness=staleness, consumed=state.consumed, cursor=state.cursor
-        )
-        await self._tell_resumed(state, collector)
-        return learning, collector
-
-    async def _tell_resumed(self, state: TrainingState, collector: Collector) -> None:
-        """Say again what the checkpoint says, in case that its writer died before it could."""
+            self._check_lineage(None)
+            return learning, Collector(step=0, max_staleness=staleness), []
+        state, learner = await asyncio.to_thread(checkpoint.read_state, found, run_id=self._lease.run_id)
+        self._check_lineage(state)
+        await asyncio.to_thread(learning.restore, learner)
+        log.info("resumed", step=state.step, version=state.version)
         message = f"training resumed from the checkpoint of step {state.step}"
         resumed = RunEvent(kind="resumed", key=self._lineage, message=message, values={"step": float(state.step)})
-        self._collector = collector
-        await self._commit([*state.reports, resumed])
-        log.info("resumed", step=state.step, version=state.version)
+        collector = Collector(step=state.step, max_staleness=staleness, consumed=state.consumed, cursor=state.cursor)
+        # The checkpoint's writer may have died before it could report and commit what is in it.
+        return learning, collector, [*state.reports, resumed]
+
+    def _check_lineage(self, state: TrainingState | None) -> None:
+        """Raises `CheckpointError` if what was found is not the run's, or not the newest that it had."""
+        if state is not None and self._following.steps.get(state.version) != state.step:
+            raise CheckpointError(
+                f"{str(self._folder)!r} holds checkpoints of an earlier run called {state.run_id}; "
+                "remove them, or submit with another output"
+            )
+        newest = max(self._following.checkpoints, default=0)
+        if newest > (state.step if state else 0):
+            raise CheckpointError(
+                f"the checkpoint of step {newest} is not there any more ({self._following.checkpoints[newest]}), and "
+                "what it was trained on is deleted; bring it back, or submit the run anew"
+            )
 
     async def _read(self) -> None:
         async for trajectory in self._lease.trajectories(self._collector.cursor()):
@@ -168,7 +172,8 @@ class Training:
         step = self._collector.step
         if step not in self._following.versions:
             parent = self._following.versions.get(step - 1, 0)
-            version = await self._lease.publish(self._learning.tensors(), step=step, parent=parent)
+            tensors = await asyncio.to_thread(self._learning.tensors)
+            version = await self._lease.publish(tensors, step=step, parent=parent)
             self._following.announced(version)
 
     async def _checkpoint(self, values: dict[str, float] | None) -> None:
@@ -187,7 +192,7 @@ class Training:
         writing = asyncio.to_thread(self._learning.checkpoint, self._folder, state, keep=keep)
         path = await self._clock.measure("checkpoint", writing)
         saved = RunEvent(
-            kind="checkpoint",
+            kind=CHECKPOINT,
             key=f"{self._lineage}.{step}",
             message=f"checkpoint of step {step}",
             values={"step": float(step)},

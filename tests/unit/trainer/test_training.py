@@ -249,6 +249,23 @@ async def test_bfloat16_publishes_half_the_bytes_and_keeps_float32_masters(
         assert name.endswith("norm.weight") or not torch.equal(tensor, cluster.weights[1][name])
 
 
+async def test_a_run_whose_checkpoint_is_gone_fails_and_does_not_wait_for_what_was_deleted(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    import shutil
+
+    cluster = make_cluster(make_spec(tiny_model, tmp_path), lambda request: None)
+    first = asyncio.create_task(train(make_client(cluster), cluster.lease("trainer"), SETTINGS))
+    feeding = asyncio.create_task(feed(cluster))
+    await wait_until(lambda: cluster.committed, timeout=30)
+    first.cancel()
+    feeding.cancel()
+    await asyncio.wait({first, feeding})
+    shutil.rmtree(tmp_path / "run-1")
+    with pytest.raises(CheckpointError, match="checkpoint of step 2 is not there any more"):
+        await train(make_client(cluster), cluster.lease("trainer"), SETTINGS)
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
