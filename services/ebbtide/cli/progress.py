@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ebbtide.client import Client
 
 _POLL_S: Final = 0.5
+_RECENT: Final = 20
 #: Events that tell a person something that the rest of the screen does not.
 _NEWS: Final = frozenset({"status", "worker", "warning", "evaluation", "checkpoint", "resumed", "dead_letter"})
 
@@ -53,7 +54,7 @@ class WorkerSample:
 class Progress:
     """`steps`: the values of each optimiser step's event; a step trained again by a resumed trainer counts once, as
     trained last. `news`: (seconds since the run's submission, text), newest last. `samples`: of each worker, the first
-    and the newest taken while steps were trained."""
+    and the newest taken while steps were trained; `recent`: those of the last ten seconds."""
 
     run_id: str
     run: Run | None = None
@@ -63,6 +64,7 @@ class Progress:
     evaluations: list[Evaluation] = field(default_factory=list)
     resumed: list[Resumed] = field(default_factory=list)
     samples: dict[str, list[WorkerSample]] = field(default_factory=dict)
+    recent: dict[str, deque[WorkerSample]] = field(default_factory=dict)
     checkpoint: str = ""
     news: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=100))
     told: int = 0
@@ -84,11 +86,19 @@ class Progress:
     def sample(self, workers: list[Worker]) -> None:
         """Take in a listing of the fleet. Evaluation and the wait for the first version are no measure of a worker."""
         self.workers = workers
-        if not self.evaluations or (self.spec and max(self.steps, default=0) >= self.spec.trainer.steps):
-            return
+        training = self.evaluations and not (self.spec and max(self.steps, default=0) >= self.spec.trainer.steps)
         for worker in workers:
-            now = WorkerSample(worker.uptime_s, worker.busy_s, worker.tokens_generated)
-            self.samples[worker.worker_id] = [*self.samples.get(worker.worker_id, [now])[:1], now]
+            name, now = worker.worker_id, WorkerSample(worker.uptime_s, worker.busy_s, worker.tokens_generated)
+            self.recent.setdefault(name, deque(maxlen=_RECENT)).append(now)
+            if training:
+                self.samples[name] = [*self.samples.get(name, [now])[:1], now]
+
+    def rate(self, worker: Worker) -> float:
+        """Tokens per second that a worker made of late, pauses included."""
+        first, last = self.recent[worker.worker_id][0], self.recent[worker.worker_id][-1]
+        return (
+            (last.tokens - first.tokens) / (last.uptime_s - first.uptime_s) if last.uptime_s > first.uptime_s else 0.0
+        )
 
     def apply(self, event: RunEvent) -> None:
         """Take in one event."""

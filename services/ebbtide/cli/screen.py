@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ebbtide.cli.progress import Progress, follow
 from ebbtide.cli.tables import clock, worker_table
+from ebbtide.types.fleet import WorkerState
 from ebbtide.types.run import RunStatus
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Screen:
         if self._detail:
             parts.append(Text(f"  {self._detail}", style="dim"))
         if (progress := self.progress) is not None and progress.run is not None:
-            parts += [Text(), _numbers(progress), Text(), worker_table(progress.workers), Text()]
+            parts += [Text(), _numbers(progress), Text(), worker_table(progress.workers, progress.rate), Text()]
             parts += [Text(f"{clock(at):>6}  {text}", style="dim") for at, text in list(progress.news)[-_NEWS:]]
         return Group(*parts)
 
@@ -174,7 +175,8 @@ def _numbers(progress: Progress) -> Table:
 def _step_line(progress: Progress, step: int) -> str:
     values = progress.steps[step]
     steps = progress.spec.trainer.steps if progress.spec else step
-    rates = ", ".join(f"{worker.worker_id} {worker.tokens_per_s:,.0f} tokens/s" for worker in progress.workers)
+    alive = [worker for worker in progress.workers if worker.state is not WorkerState.LOST]
+    rates = ", ".join(f"{worker.worker_id} {progress.rate(worker):,.0f} tokens/s" for worker in alive)
     reward = f"reward {values['reward']:.3f}" if "reward" in values else "no reward"
     return f"step {step}/{steps}: {reward}, version {values.get('version', 0):.0f}; {rates}"
 

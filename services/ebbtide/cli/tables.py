@@ -1,6 +1,6 @@
 """Tables of runs and workers, for people."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -22,13 +22,14 @@ def run_table(runs: Sequence[Run]) -> Table:
     return table
 
 
-def worker_table(workers: Sequence[Worker]) -> Table:
+def worker_table(workers: Sequence[Worker], rate: Callable[[Worker], float] = lambda one: one.tokens_per_s) -> Table:
+    """`rate` gives the tokens per second to show; without it, what the worker said last."""
     table = _table("worker", "kind", "is doing", "slots", "tokens/s", "tokens")
     for worker in workers:
-        style = "red" if worker.state is WorkerState.LOST else ""
-        slots = f"{worker.running}/{worker.slots}"
-        numbers = (f"{worker.tokens_per_s:,.0f}", f"{worker.tokens_generated:,}")
-        table.add_row(worker.worker_id, worker.kind.name.lower(), doing(worker), slots, *numbers, style=style)
+        lost = worker.state is WorkerState.LOST
+        slots, speed = ("", "") if lost else (f"{worker.running}/{worker.slots}", f"{rate(worker):,.0f}")
+        numbers = (slots, speed, f"{worker.tokens_generated:,}")
+        table.add_row(worker.worker_id, worker.kind.name.lower(), doing(worker), *numbers, style="red" if lost else "")
     return table
 
 

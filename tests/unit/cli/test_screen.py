@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from ebbtide.cli.progress import Progress, doing
@@ -17,6 +18,7 @@ SPEC = RunSpec(name="demo", model="m", environment=EnvironmentSpec(name="reasoni
 def worker(state: WorkerState, running: int = 0, version: int = 0) -> Worker:
     installed = (PolicyVersion(policy="policy", version=version),) if version else ()
     return Worker(
+        uptime_s=9.0,
         worker_id="w1",
         kind=WorkerKind.SPOT,
         state=state,
@@ -63,7 +65,10 @@ async def test_without_a_terminal_each_piece_of_news_is_one_line_once(capsys: py
     async with screen.shown():
         screen.phase("boot")
         screen.phase("run")
-        progress = Progress("demo", run=Run(run_id="demo", spec=SPEC), workers=[worker(WorkerState.READY)])
+        progress = Progress("demo", run=Run(run_id="demo", spec=SPEC))
+        progress.sample([worker(WorkerState.READY)])
+        later = msgspec.structs.replace(worker(WorkerState.READY), uptime_s=11.0, tokens_generated=162)
+        progress.sample([later])
         screen.attach(progress)
         screen.note("worker-2 is killed")
         progress.apply(RunEvent(kind="step", values={"step": 1.0, "reward": 0.25, "version": 2.0}))

@@ -1,0 +1,79 @@
+"""A short demo with real vLLM engines: the main job, the kill and the books, as a user runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+#: The first test waits for the demo; on a machine that has no base model yet, for that too.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """The report of a demo of four steps, and its directory."""
+    folder = tmp_path_factory.mktemp("demo")
+    options = ["--run-dir", str(folder), "--steps", "4", "--eval-problems", "40"]
+    command = [sys.executable, "-m", "ebbtide.cli", "demo", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return json.loads((folder / "report.json").read_text()), folder
+
+
+def test_every_rollout_is_accounted_for(demo: tuple[dict[str, Any], Path]) -> None:
+    report, _ = demo
+    assert report["status"] == "finished"
+    assert report["rollouts_submitted"] == 4 * 32 * 8
+    assert report["rollouts_submitted"] == report["rollouts_trained"] + sum(report["rollouts_dropped"].values())
+
+
+def test_the_killed_workers_rollouts_resume_elsewhere_behind_what_was_stored(
+    demo: tuple[dict[str, Any], Path],
+) -> None:
+    report, _ = demo
+    assert report["workers_killed"] == 1
+    (kill,) = report["kills"]
+    far = [one for one in report["resumed"] if one["from"] == kill["program"] and one["offset"] >= 8]
+    assert len(far) >= 8
+    assert {one["to"] for one in far}.isdisjoint({kill["program"]})
+
+
+def test_no_more_than_a_flush_window_is_generated_twice(demo: tuple[dict[str, Any], Path]) -> None:
+    report, _ = demo
+    assert report["mean_response_tokens"] >= 32
+    # Two windows of one rollout can be on their way: one being flushed, one filling; of all of them, one on average.
+    assert report["tokens_generated_twice_at_most_per_rollout"] <= 2 * report["flush_tokens"]
+    assert report["tokens_generated_twice"] <= report["flush_tokens"] * report["rollouts_interrupted"]
+    assert report["tokens_generated"] - report["tokens_stored"] == report["tokens_generated_twice"]
+
+
+def test_workers_and_trainer_agree_on_logprobs(demo: tuple[dict[str, Any], Path]) -> None:
+    report, _ = demo
+    assert report["logprob_gap"] <= 0.02
+
+
+def test_a_replacement_joins_and_works(demo: tuple[dict[str, Any], Path]) -> None:
+    report, folder = demo
+    assert (folder / "ledgers" / "worker-3.ledger").exists()
+    assert report["policy_versions"] >= 5
+
+
+def test_the_checkpoint_is_one_that_transformers_loads(demo: tuple[dict[str, Any], Path]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    report, _ = demo
+    network = AutoModelForCausalLM.from_pretrained(report["checkpoint"], local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(report["checkpoint"], local_files_only=True)
+    assert network.config.vocab_size >= len(tokenizer)
+
+
+def test_no_process_is_left(demo: tuple[dict[str, Any], Path]) -> None:
+    _, folder = demo
+    left = [
+        process.cmdline() for process in psutil.process_iter(["cmdline"]) if str(folder) in str(process.info["cmdline"])
+    ]
+    assert left == []
