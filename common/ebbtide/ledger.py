@@ -44,13 +44,16 @@ class Ledger:
     """The writer. `entry = ledger.open(...)`, then `ledger.add(entry, n)` as tokens come."""
 
     def __init__(self, path: Path) -> None:
-        """Create or reopen the file at `path`. Raises `InvalidRequest` if it is something else."""
-        size = path.stat().st_size if path.exists() else 0
-        if size == 0:
-            path.write_bytes((_MAGIC + _COUNT.pack(_RECORD_BYTES)).ljust(_HEADER_BYTES, b"\0"))
-        with path.open("rb") as file:
-            _check_header(file.read(_HEADER_BYTES), path)
-        self._file = path.open("r+b")
+        """Create or reopen the file at `path`. Raises `InvalidRequest` if it is something else, or cannot be had."""
+        try:
+            size = path.stat().st_size if path.exists() else 0
+            if size == 0:
+                path.write_bytes((_MAGIC + _COUNT.pack(_RECORD_BYTES)).ljust(_HEADER_BYTES, b"\0"))
+            with path.open("rb") as file:
+                _check_header(file.read(_HEADER_BYTES), path)
+            self._file = path.open("r+b")
+        except OSError as error:
+            raise InvalidRequest(f"{path}: {error.strerror}", field="counter_file") from None
         self._map = self._grow(max(0, size - _HEADER_BYTES) // _RECORD_BYTES)
         self._next = self._first_unused()
 

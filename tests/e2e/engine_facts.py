@@ -54,6 +54,7 @@ async def gather(asker: Asker) -> Facts:
     batch = await asker.ask_all(PROMPTS)
     cuts = [prompt + whole["ids"][:cut] for prompt, whole, cut in zip(PROMPTS, batch, CUTS, strict=True)]
     resumed = [asker.ask(ids, max_tokens=LENGTH - cut) for ids, cut in zip(cuts, CUTS, strict=True)]
+    penalised = await asker.ask(PROMPTS[0], repetition_penalty=1.3)
     stop = single["ids"][20]
     first = single["ids"].index(stop)
     return {
@@ -64,6 +65,10 @@ async def gather(asker: Asker) -> Facts:
         "stop": stop,
         "stopped": await asker.ask(PROMPTS[0], stop_token_ids=[stop]),
         "stopped_resumed": await asker.ask(PROMPTS[0] + single["ids"][:first], stop_token_ids=[stop]),
+        "penalised": penalised,
+        "penalised_resumed": await asker.ask(
+            PROMPTS[0] + penalised["ids"][:17], max_tokens=LENGTH - 17, repetition_penalty=1.3
+        ),
         "not_stopped": await asker.ask(PROMPTS[0], stop_token_ids=[stop], min_tokens=40),
         "sampled": await asker.ask_all(PROMPTS, temperature=0.7, top_p=0.9, max_tokens=32),
         "top_k": await asker.ask_all(PROMPTS, temperature=1.3, top_k=5, max_tokens=32),

@@ -68,6 +68,12 @@ def test_responses_cut_at_different_places_continue_exactly_together(updated: Fa
         assert same(whole, resumed, cut)
 
 
+def test_a_repetition_penalty_continues_exactly(updated: Facts) -> None:
+    base = updated["base"]
+    assert base["penalised"]["ids"] != base["single"]["ids"], "the penalty changed nothing"
+    assert same(base["penalised"], base["penalised_resumed"], 17)
+
+
 def test_a_stop_token_ends_a_response_and_is_its_last_token(updated: Facts) -> None:
     base = updated["base"]
     first = base["single"]["ids"].index(base["stop"])

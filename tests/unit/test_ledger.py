@@ -76,6 +76,11 @@ def test_a_torn_last_record_is_left_out(tmp_path: Path) -> None:
     assert 6 in [record.generated for record in read_ledger(path)]
 
 
+def test_a_ledger_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"counter_file: .*No such file"):
+        Ledger(tmp_path / "nowhere" / "ledger")
+
+
 def test_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text("not a ledger at all, but longer than its header would be" * 3)

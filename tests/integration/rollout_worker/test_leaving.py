@@ -95,7 +95,7 @@ async def test_sigterm_ends_the_process_without_losing_a_token(house: House, exp
 
 
 async def test_after_a_sigkill_at_most_one_flush_window_is_missing(house: House) -> None:
-    process = await house.process()
+    process = await house.process("--scripted-step-s", "0.05")
     for number in range(8):
         house.coordinator.assign(f"r{number}", Sampling(max_tokens=4000))
     await wait_until(lambda: all(house.coordinator.length(f"r{number}") > 8 for number in range(8)))
@@ -103,8 +103,8 @@ async def test_after_a_sigkill_at_most_one_flush_window_is_missing(house: House)
     process.wait(10)
     records = read_ledger(house.counter_file)
     assert len(records) == 8
-    # 4 tokens or 20 ms of tokens that take 10 ms each, the message in flight, and one token on its way.
-    assert all(0 <= record.generated - house.coordinator.length(record.rollout_id) <= 8 for record in records)
+    # A window is 20 ms, and a token takes 50: one on its way, and some room for a busy machine.
+    assert all(0 <= record.generated - house.coordinator.length(record.rollout_id) <= 4 for record in records)
 
 
 async def test_a_wrong_token_ends_the_worker_with_the_reason(house: House) -> None:
