@@ -148,7 +148,10 @@ class Connection:
             batch, self._out = self._out, []
             if not batch:  # what was to be sent ended with the last link
                 continue
-            await link.send_packed_command(b"".join(batch), check_health=False)
+            try:
+                await link.send_packed_command(b"".join(batch), check_health=False)
+            except RuntimeError as error:  # what uvloop raises for a transport that has just closed
+                raise ConnectionError(str(error)) from error
 
     async def _read(self, link: AbstractConnection) -> None:
         while True:
