@@ -13,6 +13,7 @@ the machine.
 """
 
 import mmap
+import os
 import struct
 from pathlib import Path
 from typing import Final, Self
@@ -96,10 +97,16 @@ class Ledger:
         return mmap.mmap(self._file.fileno(), size)
 
 
-def read_ledger(path: Path) -> list[AttemptRecord]:
-    """All whole records, in the order they were begun; a torn one at the end is left out. Raises `InvalidRequest`."""
-    data = path.read_bytes()
-    _check_header(data[:_HEADER_BYTES], path)
+def read_ledger(path: Path, *, skip: int = 0) -> list[AttemptRecord]:
+    """All whole records but the first `skip`, in the order they were begun; a torn one at the end is left out.
+
+    Raises `InvalidRequest`.
+    """
+    with path.open("rb") as file:
+        header = file.read(_HEADER_BYTES)
+        file.seek(skip * _RECORD_BYTES, os.SEEK_CUR)
+        data = header + file.read()
+    _check_header(header, path)
     records = []
     for offset in range(_HEADER_BYTES, len(data) - _RECORD.size + 1, _RECORD_BYTES):
         state, start, generated, *ids = _RECORD.unpack_from(data, offset)

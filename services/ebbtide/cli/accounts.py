@@ -12,6 +12,8 @@ from ebbtide.ledger import AttemptRecord, read_ledger
 
 #: How training rollouts are called (evaluation's begin otherwise); a step's number follows.
 TRAINING_PREFIX: Final = "s"
+#: More than a worker ever generates at once, and few enough to be read many times a second.
+_NEWEST: Final = 512
 
 
 class Attempt(Struct, frozen=True):
@@ -72,21 +74,23 @@ def settle(attempts: Mapping[str, Sequence[Attempt]], killed: Collection[str]) -
 
 
 class InFlight:
-    """Looks twice at a worker's ledger and tells which training rollouts grew in between: those it is generating."""
+    """Looks at a worker's ledger again and again, and tells which training rollouts it is in the middle of."""
 
     def __init__(self, ledger: Path) -> None:
         self._ledger = ledger
         self._before: dict[str, int] = {}
+        self._begun = 0
 
-    def look(self, *, tokens: int) -> int:
-        """How many rollouts grew since the last look and have at least `tokens` tokens."""
+    def look(self, tokens: range) -> int:
+        """How many rollouts grew since the last look and have so many tokens. Only its newest attempts are looked at."""
         if not self._ledger.exists():
             return 0
-        records = [one for one in read_ledger(self._ledger) if one.rollout_id.startswith(TRAINING_PREFIX)]
-        now = {record.attempt_id: record.generated for record in records}
-        grown = [record for record in records if self._grew(record) and record.start + record.generated >= tokens]
-        self._before = now
-        return len(grown)
+        skip = max(0, self._begun - _NEWEST)
+        records = read_ledger(self._ledger, skip=skip)
+        self._begun = skip + len(records)
+        grown = [record for record in records if self._grew(record) and record.start + record.generated in tokens]
+        self._before = {record.attempt_id: record.generated for record in records}
+        return sum(record.rollout_id.startswith(TRAINING_PREFIX) for record in grown)
 
     def _grew(self, record: AttemptRecord) -> bool:
         return record.generated > self._before.get(record.attempt_id, record.generated)

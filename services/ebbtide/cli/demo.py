@@ -118,7 +118,9 @@ class _Demo:
                 run = await follow(client, progress)
             finally:
                 killing.cancel()
-                await asyncio.gather(killing, return_exceptions=True)
+                await asyncio.wait({killing})
+            if not killing.cancelled():
+                killing.result()  # what kept it from its work, if anything did
         if run.status is not RunStatus.FINISHED:
             raise EbbtideError(f"the run ended as {run.status.name.lower()}: {run.message}")
         return run, progress

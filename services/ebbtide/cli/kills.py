@@ -17,7 +17,9 @@ _WORKER_AT, _COORDINATOR_AT, _TRAINER_AT = 0.35, 0.55, 0.75
 #: A worker is killed while it generates so many rollouts (fewer where a step has few), each with so many tokens stored.
 _ROLLOUTS: Final = 16
 _STORED: Final = 8
-_LOOK_S: Final = 0.05
+#: Of the mean response, the share behind which a rollout may end any moment.
+_SHARE: Final = 0.7
+_LOOK_S: Final = 0.02
 
 
 class Kills:
@@ -52,9 +54,8 @@ class Kills:
         share = batch.groups_per_step * batch.group_size // len(self._cluster.workers) if batch else _ROLLOUTS
         wanted = max(1, min(_ROLLOUTS, share // 2))
         flight = InFlight(self._cluster.ledgers[victim])
-        # Stored is what was flushed: up to one window less than what was generated, and one more may be on its way.
-        tokens = _STORED + 2 * shape.flush_tokens
-        generating = await _until(lambda: found if (found := flight.look(tokens=tokens)) >= wanted else 0)
+        tokens = _middle(progress, shape.flush_tokens)
+        generating = await _until(lambda: found if (found := flight.look(tokens)) >= wanted else 0)
         self._cluster.launcher.kill(victim)
         self._record(victim, progress, generating)
         self._notify(f"{victim} is killed (SIGKILL) while it generates {generating} rollouts")
@@ -68,6 +69,15 @@ class Kills:
     def _record(self, program: str, progress: Progress, generating: int = 0) -> None:
         at = max(progress.step_at_s.values(), default=0.0)
         self.done.append(Kill(program=program, at_s=at, step=max(progress.steps), generating=generating))
+
+
+def _middle(progress: Progress, flush_tokens: int) -> range:
+    """How many tokens a response has in its middle: some are stored for sure, and it is not soon at its end."""
+    lengths = [values["response_length"] for values in progress.steps.values() if "response_length" in values]
+    mean = sum(lengths) / len(lengths) if lengths else 0.0
+    # Stored is what was flushed: up to one window less than what was generated.
+    least = _STORED + flush_tokens
+    return range(least, max(least + flush_tokens, round(_SHARE * mean)))
 
 
 async def _until(ready: Callable[[], int]) -> int:

@@ -40,8 +40,8 @@ def _share(value: float | None) -> str:
 
 
 def _resumed(report: Report) -> str:
-    if not report.resumed:
-        return "none"
-    offsets = sorted(int(one["offset"]) for one in report.resumed)
-    middle = offsets[len(offsets) // 2]
-    return f"{len(offsets)} rollouts elsewhere, behind {offsets[0]} to {offsets[-1]} stored tokens (median {middle})"
+    offsets = sorted(int(one["offset"]) for one in report.resumed if one["offset"])
+    if not offsets:
+        return f"{len(report.resumed)} rollouts elsewhere, none of them midway"
+    middle = f"behind {offsets[0]} to {offsets[-1]} stored tokens (median {offsets[len(offsets) // 2]})"
+    return f"{len(report.resumed)} rollouts elsewhere, {len(offsets)} of them midway, {middle}"

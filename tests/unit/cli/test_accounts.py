@@ -56,14 +56,17 @@ def test_only_the_run_in_question_counts_and_a_worker_that_never_wrote_has_none(
 def test_rollouts_in_flight_are_those_of_training_that_grew_since_the_last_look(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     flight = InFlight(path)
-    assert flight.look(tokens=0) == 0
+    assert flight.look(range(99)) == 0
     with Ledger(path) as ledger:
         entries = {name: ledger.open(AttemptRef("run", name, name), 0) for name in ("s1.a", "s1.b", "s1.done", "e0.p1")}
         for entry in entries.values():
             ledger.add(entry, 20)
-        assert flight.look(tokens=8) == 0  # seen for the first time
+        assert flight.look(range(99)) == 0  # seen for the first time
         for name in ("s1.a", "s1.b", "e0.p1"):
             ledger.add(entries[name], 1)
         ledger.add(entries["s1.b"], 9)
-        assert flight.look(tokens=30) == 1
-        assert flight.look(tokens=8) == 0  # nothing grew any more
+        assert flight.look(range(25)) == 1
+        ledger.add(entries["s1.a"], 1)
+        ledger.add(entries["s1.b"], 1)
+        assert flight.look(range(99)) == 2
+        assert flight.look(range(99)) == 0  # nothing grew any more
