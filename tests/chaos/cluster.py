@@ -1,0 +1,134 @@
+"""A cluster to do violence to: Redis and every service its own process, killed, frozen and ended by process id.
+
+All of it lies in one directory and listens on the loopback or a unix socket, on ports of the kernel's choice. A service
+started again under its name listens where it did.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from ebbtide.cli.process import Process, Program
+from ebbtide.client import Client
+from ebbtide.ledger import AttemptRecord, read_ledger
+from ebbtide.rollout_worker.settings import ScriptedSettings
+from ebbtide.rpc.security import ClientSecurity
+from ebbtide.testing import EmbeddedRedis
+
+TOKEN: Final = "a-token-of-tests"
+#: The flush window of all workers.
+FLUSH_TOKENS: Final = 8
+#: What all workers follow. Tokens come slowly enough that a flush window is far longer than an append takes here.
+SCRIPT: Final = ScriptedSettings(step_s=0.02, vocab_size=100, mean_length=96)
+
+_COORDINATOR: Final = {"heartbeat_s": 0.5, "heartbeat_timeout_s": 15, "lease_ttl_s": 3}
+_WORKER: Final = {
+    "engine": "scripted",
+    "slots": 32,
+    "flush_tokens": FLUSH_TOKENS,
+    "flush_interval_ms": 100,
+    **{f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")},
+}
+
+
+class Cluster:
+    """`process[name]` is the last one started under that name; workers are called w1, w2, ..."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.redis = EmbeddedRedis(directory / "redis")
+        self.process: dict[str, Process] = {}
+        self._clients: list[Client] = []
+
+    async def boot(self, *, workers: int = 2, **coordinator: Any) -> Client:
+        """Start everything, and return a client of it."""
+        self.redis.start()
+        await asyncio.gather(self.coordinator(**coordinator), self.relay())
+        await asyncio.gather(*(self.worker(f"w{number + 1}") for number in range(workers)))
+        return self.client()
+
+    def client(self, coordinator: str = "coordinator", relay: str = "") -> Client:
+        security = ClientSecurity(token=TOKEN)
+        addresses = self.process[coordinator].address, relay or self.process["relay"].address
+        client = Client(*addresses, security=security, patience_s=30.0)
+        self._clients.append(client)
+        return client
+
+    async def coordinator(self, name: str = "coordinator", **settings: Any) -> Process:
+        listen = self._address(name)
+        flags = {"server_listen": listen, "store_url": self.redis.url, **_COORDINATOR, **settings}
+        return await self.start(name, "coordinator", **flags)
+
+    async def relay(self) -> Process:
+        data = self.directory / "relay"
+        return await self.start("relay", "weight_relay", server_listen=self._address("relay"), data_dir=data)
+
+    async def worker(self, name: str, coordinator: str = "coordinator", **settings: object) -> Process:
+        flags: dict[str, object] = {
+            "coordinator": self.process[coordinator].address,
+            "relay": self.process["relay"].address,
+            "worker_id": name,
+            "counter_file": self.directory / f"{name}.ledger",
+        }
+        return await self.start(name, "rollout_worker", **{**flags, **_WORKER, **settings})
+
+    async def start(self, name: str, module: str, **settings: object) -> Process:
+        """Start a service and wait until it is ready."""
+        flags = {"die_with_parent": os.getpid(), "ready_file": self.directory / f"{name}.json", **settings}
+        command = [sys.executable, "-m", f"ebbtide.{module}"]
+        for flag, value in flags.items():
+            command += [f"--{flag.replace('_', '-')}", str(value)]
+        program = Program(
+            name=name,
+            command=tuple(command),
+            environment={**os.environ, "EBBTIDE_TOKEN": TOKEN},
+            log=self.directory / f"{name}.log",
+            ready_file=self.directory / f"{name}.json",
+            stop_s=30.0,
+        )
+        process = self.process[name] = Process(program)
+        await process.wait_ready()
+        return process
+
+    def _address(self, name: str) -> str:
+        """Where `name` listened before, or anywhere."""
+        return self.process[name].address if name in self.process else "127.0.0.1:0"
+
+    def kill(self, *names: str) -> None:
+        for name in names:
+            self.process[name].kill()
+
+    def freeze(self, name: str) -> None:
+        os.kill(self.process[name].pid, signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        os.kill(self.process[name].pid, signal.SIGCONT)
+
+    def ledger(self, *names: str) -> list[AttemptRecord]:
+        """What these workers, or all that ever were, generated, as they counted it themselves."""
+        paths: Iterable[Path] = self.directory.glob("*.ledger")
+        if names:
+            paths = (self.directory / f"{name}.ledger" for name in names)
+        return [record for path in paths for record in read_ledger(path)]
+
+    def generated(self) -> int:
+        """Tokens that left the engines so far."""
+        return sum(record.generated for record in self.ledger())
+
+    def logged(self, name: str, event: str) -> list[dict[str, Any]]:
+        """The entries about `event` in the log of all that ran under `name`."""
+        lines = (self.directory / f"{name}.log").read_text().splitlines()
+        entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return [entry for entry in entries if entry.get("event") == event]
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        for process in self.process.values():
+            process.kill()
+        self.redis.close()

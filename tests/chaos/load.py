@@ -1,0 +1,193 @@
+"""A run on a disturbed cluster, whose every rollout is compared with what an undisturbed one would have brought."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Final
+
+import numpy as np
+
+from ebbtide.client import Client, Lease
+from ebbtide.errors import EbbtideError
+from ebbtide.ledger import AttemptRecord
+from ebbtide.rollout_worker.engine.scripted import END, follow
+from ebbtide.testing import wait_until
+from ebbtide.types.rollout import FinishedRollout, FinishReason, RolloutRequest, SubmitOutcome, TokenChunk
+from ebbtide.types.run import Run, RunStatus, Sampling
+from ebbtide.types.tokens import pack_ids, unpack_ids, unpack_tokens
+from ebbtide.types.weights import PolicyVersion
+from tests.chaos.cluster import FLUSH_TOKENS, SCRIPT, Cluster
+
+RUN: Final = "r"
+_SPEC: Final = {"name": "chaos", "model": "scripted", "environment": {"name": "none"}}
+
+
+class Load:
+    """Rollouts of one run, in and out through one lease. Made by `begin`."""
+
+    def __init__(self, cluster: Cluster, client: Client, lease: Lease, *, seed: int) -> None:
+        self._cluster, self._client, self.lease, self._random = cluster, client, lease, Random(seed)
+        self.requests: dict[str, RolloutRequest] = {}
+        self._came: dict[str, dict[str, FinishedRollout]] = defaultdict(dict)  # rollout -> cursor -> finish
+        self._chunks: dict[str, list[TokenChunk]] = defaultdict(list)
+        self._tasks = [asyncio.create_task(self._collect())]
+
+    @classmethod
+    async def begin(cls, cluster: Cluster, client: Client, *, seed: int = 0) -> "Load":
+        """Submit the run, claim it and publish its first version."""
+        await client.submit(_SPEC, RUN)
+        lease = await client.acquire(RUN, holder="test")
+        load = cls(cluster, client, lease, seed=seed)
+        await load.publish(step=0)
+        return load
+
+    async def publish(self, *, step: int, elements: int = 16) -> PolicyVersion:
+        weights = np.random.default_rng(step).random(elements, dtype=np.float32)
+        return await self.lease.publish({"w": weights}, step=step)
+
+    async def submit(self, count: int, *, version: int = 0) -> None:
+        """Rollouts of up to 128 tokens that are not known yet; those of `version` alone if it is given."""
+        made = [self._request(len(self.requests) + number, version) for number in range(count)]
+        self.requests |= {request.rollout_id: request for request in made}
+        outcomes = await self.lease.submit_rollouts(made)
+        assert set(outcomes) <= {SubmitOutcome.ACCEPTED, SubmitOutcome.KNOWN}
+
+    def _request(self, number: int, version: int) -> RolloutRequest:
+        prompt = [self._random.randrange(2, SCRIPT.vocab_size) for _ in range(self._random.randrange(3, 20))]
+        return RolloutRequest(
+            rollout_id=f"x{number}",
+            group_id=f"g{number // 4}",
+            episode_id=f"e{number}",
+            prompt_ids=pack_ids(prompt),
+            sampling=Sampling(max_tokens=self._random.randrange(64, 129)),
+            min_version=version,
+            max_version=version,
+        )
+
+    def watch_tokens(self, count: int) -> None:
+        """Read the tokens of the first `count` rollouts as they are stored."""
+        self._tasks += [asyncio.create_task(self._stream(name)) for name in list(self.requests)[:count]]
+
+    async def _stream(self, name: str) -> None:
+        async for chunk in self._client.stream_tokens(RUN, name):
+            self._chunks[name].append(chunk)
+
+    async def _collect(self) -> None:
+        async for finish in self.lease.finished():
+            self._came[finish.rollout_id][finish.cursor] = finish
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Run:
+        return await self._client.run(RUN)
+
+    async def counted(self, name: str, least: int) -> None:
+        """Wait until the run's counter has come to `least`."""
+
+        async def reached() -> bool:
+            return (await self.run()).counters.get(name, 0) >= least
+
+        await wait_until(reached, timeout=30, interval=0.02, what=f"{name} >= {least}")
+
+    async def more_tokens(self, count: int) -> None:
+        """Wait until so many tokens more are stored."""
+        await self.counted("tokens_stored", (await self.run()).counters.get("tokens_stored", 0) + count)
+
+    async def all_finished(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+        await wait_until(lambda: len(self._came) == len(self.requests), timeout=45, what="all rollouts")
+
+    # -- counting ------------------------------------------------------------------------------------------------
+
+    def length(self, name: str) -> int:
+        return len(self.expected(name)[0])
+
+    def expected(self, name: str) -> tuple[list[int], list[float]]:
+        """Ids and logprobs that an undisturbed run gives."""
+        request = self.requests[name]
+        script = follow(SCRIPT, unpack_ids(request.prompt_ids).tolist(), request.sampling.max_tokens)
+        ids, logprobs = [token for token, _ in script], [logprob for _, logprob in script]
+        end = ids.index(END) + 1 if END in ids else len(ids)
+        return ids[:end], logprobs[:end]
+
+    def in_flight(self, *workers: str) -> int:
+        """How many attempts these workers have begun and not brought to their end."""
+        records = self._cluster.ledger(*workers)
+        return sum(record.start + record.generated < self.length(record.rollout_id) for record in records)
+
+    def interruptions(self) -> int:
+        """How many attempts were begun after a rollout's first."""
+        return len(self._cluster.ledger()) - len(self.requests)
+
+    def resumed(self, *, least: int = 1) -> list[AttemptRecord]:
+        """Attempts that went on from a stored offset of at least so many tokens."""
+        return [record for record in self._cluster.ledger() if record.start >= least]
+
+    def generated_twice(self) -> int:
+        """By the workers' own records. Checks that nothing was stored that nobody generated."""
+        made: dict[str, int] = defaultdict(int)
+        for record in self._cluster.ledger():
+            made[record.rollout_id] += record.generated
+        over = {name: made[name] - self.length(name) for name in self.requests}
+        assert min(over.values()) >= 0, over
+        return sum(over.values())
+
+    def lost_a_window_at_most(self) -> bool:
+        """Whether no more was generated twice than one flush window for each interruption."""
+        return self.generated_twice() <= FLUSH_TOKENS * self.interruptions()
+
+    async def settle(self) -> Run:
+        """Wait for all rollouts, check each token and each count, and end the run."""
+        await self.all_finished()
+        for name in self.requests:
+            self._check(name)
+        await asyncio.gather(*self._tasks[1:])
+        for name, chunks in self._chunks.items():
+            self._check_stream(name, chunks)
+        names = list(self.requests)
+        before = (await self.run()).counters
+        total = sum(map(self.length, names))
+        assert before["tokens_stored"] == total
+        assert {before[key] for key in ("submitted", "finished")} == {len(names)}
+        assert {before.get(key, 0) for key in ("queued", "running", "trained", "dropped", "dead_lettered")} == {0}
+        half = len(names) // 2
+        await self.lease.acknowledge(names[:half])
+        await self.lease.acknowledge(names[half:], "too_short")
+        ended = await self.lease.finish()
+        assert (ended.status, ended.dropped) == (RunStatus.FINISHED, {"too_short": len(names) - half})
+        assert ended.counters["submitted"] == ended.counters["trained"] + ended.counters["dropped"]
+        assert {ended.counters[key] for key in ("queued", "running", "finished", "bytes")} == {0}
+        return ended
+
+    def _check(self, name: str) -> None:
+        assert len(self._came[name]) == 1, f"{name} finished {len(self._came[name])} times"
+        (finish,) = self._came[name].values()
+        request, tokens = self.requests[name], unpack_tokens(finish.tokens)
+        ids, logprobs = self.expected(name)
+        assert (tokens["id"].tolist(), tokens["logprob"].tolist()) == (ids, logprobs), name
+        assert finish.reason is (FinishReason.STOP if ids[-1] == END else FinishReason.LENGTH)
+        versions = set(tokens["version"].tolist())
+        assert versions == {request.min_version} if request.min_version else min(versions) > 0, name
+
+    def _check_stream(self, name: str, chunks: list[TokenChunk]) -> None:
+        """What a reader saw before, during and after is what was stored in the end: no token was taken back."""
+        (finish,) = self._came[name].values()
+        seen = b""
+        for chunk in chunks:
+            assert chunk.offset * 12 == len(seen), name
+            seen += chunk.tokens
+        assert (seen, chunks[-1].reason) == (finish.tokens, finish.reason), name
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+            assert result is None or isinstance(result, EbbtideError | asyncio.CancelledError), result
+        await self.lease.release()
+
+
+#: The fixture of that name: boots the cluster and begins a run on it.
+Begin = Callable[..., Awaitable[Load]]
