@@ -1,0 +1,48 @@
+"""The coordinator dies and comes back where it was: workers keep their attempts, and nobody notices."""
+
+from random import Random
+
+from ebbtide.testing import wait_until
+from tests.chaos.cluster import Cluster
+from tests.chaos.load import Begin
+
+
+async def test_live_attempts_go_on_over_any_number_of_coordinators(cluster: Cluster, begin: Begin) -> None:
+    load, random = await begin(), Random(2)
+    await load.submit(160)
+    load.watch_tokens(6)
+    for _ in range(3):
+        await load.more_tokens(random.randrange(100, 1000))
+        cluster.kill("coordinator")
+        await cluster.coordinator()
+    run = await load.settle()
+    assert run.counters["attempts"] == 160
+    assert (load.interruptions(), load.generated_twice()) == (0, 0)
+    adopted = [entry["adopted"] for entry in cluster.logged("coordinator", "attached")]
+    assert sum(adopted) >= 64
+
+
+async def test_workers_generate_on_and_users_wait_while_it_is_away(cluster: Cluster, begin: Begin) -> None:
+    load = await begin()
+    await load.submit(64)
+    await load.more_tokens(200)
+    cluster.kill("coordinator")
+    before = cluster.generated()
+    await wait_until(lambda: cluster.generated() >= before + 1000, what="tokens without a coordinator")
+    await cluster.coordinator()
+    await load.submit(16)
+    run = await load.settle()
+    assert run.counters["attempts"] == 80
+    assert load.generated_twice() == 0
+
+
+async def test_a_worker_that_dies_meanwhile_is_not_waited_for_beyond_the_grace(cluster: Cluster, begin: Begin) -> None:
+    load = await begin()
+    await load.submit(64)
+    await load.more_tokens(64 * 12)
+    cluster.kill("coordinator", "w1")
+    await cluster.coordinator()
+    await load.settle()
+    assert 0 < load.interruptions() <= 32
+    assert load.lost_a_window_at_most()
+    assert not [record for record in cluster.ledger("w1") if record.start]
