@@ -82,7 +82,7 @@ class InFlight:
         self._begun = 0
 
     def look(self, tokens: range) -> int:
-        """How many rollouts grew since the last look and have so many tokens. Only its newest attempts are looked at."""
+        """How many rollouts grew since the last look and have so many tokens, among the worker's newest attempts."""
         if not self._ledger.exists():
             return 0
         skip = max(0, self._begun - _NEWEST)

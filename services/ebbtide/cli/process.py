@@ -23,6 +23,7 @@ from ebbtide.errors import EbbtideError
 
 _TICK_S: Final = 0.05
 _TAIL_LINES: Final = 15
+_NOT_READY_S: Final = 1.0
 
 
 class LaunchFailed(EbbtideError):
@@ -103,10 +104,13 @@ class Process:
         self.address = address
 
     async def stop(self) -> None:
-        """SIGTERM to the first process, SIGKILL to the whole group if it takes longer than it may."""
+        """SIGTERM to the first process, SIGKILL to the whole group if it takes longer than it may.
+
+        One that is not ready yet may be deaf, and has nothing to hand over.
+        """
         if self.running():
             os.kill(self.pid, signal.SIGTERM)
-        end = time.monotonic() + self.program.stop_s
+        end = time.monotonic() + (self.program.stop_s if self.address else min(_NOT_READY_S, self.program.stop_s))
         while self.running():
             if time.monotonic() > end:
                 break
