@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from ebbtide.client.client import read_spec
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.types.run import RunSpec, check_spec, to_mapping
@@ -18,12 +20,14 @@ _NOT_INSTALLED: Final = 3
 def check(path: Path, *, deep: bool = True) -> RunSpec:
     """The spec in the TOML file at `path`. Raises `InvalidRequest` naming the field.
 
-    `deep` also asks the trainer, in a process of its own, whether it knows the environment and can read the model.
+    `deep` also asks the trainer, in a process of its own, whether it knows the environment and can read the model. The
+    model's path is made absolute then: services may have been started elsewhere.
     """
     spec = check_spec(read_spec(path))
-    if deep:
-        check_deeply(spec)
-    return spec
+    if not deep:
+        return spec
+    check_deeply(spec)
+    return msgspec.structs.replace(spec, model=str(Path(spec.model).resolve()))
 
 
 def check_deeply(spec: RunSpec) -> None:

@@ -37,12 +37,15 @@ def submit(
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
     run_id: Annotated[str | None, typer.Option(help="Id of the run; submitting it again changes nothing.")] = None,
+    check: Annotated[
+        bool, typer.Option(help="Try the environment and read the model here; --no-check where they are elsewhere.")
+    ] = True,
     follow: Annotated[bool, typer.Option("--watch", "-w", help="Watch the run until it has ended.")] = False,
 ) -> None:
     """Check a run's spec and submit it."""
-    from ebbtide.cli.preflight import check
+    from ebbtide.cli import preflight
 
-    checked = check(spec)
+    checked = preflight.check(spec, deep=check)
     run = asyncio.run(_with_client(lambda client: client.submit(checked, run_id), coordinator, token_file))
     typer.echo(run.run_id)
     if follow:

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except EbbtideError as error:
         print(f"ebbtide base-model: {error}", file=sys.stderr)  # noqa: T201 - this is a command
         sys.exit(2)
-    _say(json.dumps({"path": str(path)}) if settings.json else str(path))
+    _say(json.dumps({"path": str(path.resolve())}) if settings.json else str(path))
 
 
 def _make(settings: Settings) -> Path:
