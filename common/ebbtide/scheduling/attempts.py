@@ -3,7 +3,7 @@
 from typing import Final
 
 #: Reasons to hand an attempt back that say nothing about its rollout.
-_LEAVING: Final = ("drain", "preempt", "reclaim", "shutdown", "stopped", "version")
+_LEAVING: Final = ("drain", "preempt", "reclaim", "shutdown", "version")
 
 
 def blames(reason: str) -> bool:

@@ -1,10 +1,11 @@
 """The line of queued rollouts of one run: by priority, then by place, so that a re-queued rollout is where it was.
 
-Invariant: `_order` holds the key of each member of `_waiting`, sorted. A mirror of what the store holds: lost with the
-process, and read back at its start.
+Invariant: `_order` holds the key of each member of `_waiting`, sorted, and `_bounds` counts their bounds. A mirror of
+what the store holds: lost with the process, and read back at its start.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
 
 from msgspec import Struct
@@ -28,6 +29,7 @@ class Line:
     def __init__(self) -> None:
         self._order: list[tuple[int, int, str]] = []
         self._waiting: dict[str, Waiting] = {}
+        self._bounds: Counter[Bounds] = Counter()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -42,6 +44,7 @@ class Line:
         """Put `one` in line; a member of the same id gives way."""
         self.remove(one.rollout_id)
         self._waiting[one.rollout_id] = one
+        self._bounds[one.bounds] += 1
         insort(self._order, _key(one))
 
     def remove(self, rollout_id: str) -> Waiting | None:
@@ -49,11 +52,12 @@ class Line:
         one = self._waiting.pop(rollout_id, None)
         if one is not None:
             del self._order[bisect_left(self._order, _key(one))]
+            self._bounds -= Counter((one.bounds,))  # keeps none that is down to zero
         return one
 
     def bounds(self) -> set[Bounds]:
         """The distinct version bounds in line."""
-        return {one.bounds for one in self._waiting.values()}
+        return set(self._bounds)
 
 
 def _key(one: Waiting) -> tuple[int, int, str]:

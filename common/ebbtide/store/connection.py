@@ -47,17 +47,17 @@ class Connection:
             url, protocol=2, socket_timeout=None, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0)
         )
         self._up = asyncio.Event()
-        self._why: Exception = StoreUnavailable(f"the store at {self.where} was not reached yet")
+        self._why = f"the store at {self.where} was not reached yet"
         self._out: list[bytes] = []
         self._outgoing = asyncio.Event()
         self._sent: deque[asyncio.Future[Any]] = deque()
         self._keeper: asyncio.Task[None] | None = None
 
-    async def open(self) -> None:
-        """Begin to connect, and wait until the store answers. Raises `StoreUnavailable` after `patience_s`."""
+    async def open(self, *, patience_s: float | None = None) -> None:
+        """Begin to connect, and wait until the store answers. Raises `StoreUnavailable` when patience ends."""
         self._keeper = asyncio.create_task(self._keep(), name="store connection")
         try:
-            await self.call("PING")
+            await self.call("PING", patience_s=patience_s)
         except BaseException:
             await self.close()
             raise
@@ -93,7 +93,7 @@ class Connection:
         except TimeoutError:
             if self._up.is_set():
                 raise StoreUnavailable(f"the store at {self.where} is connected but does not answer in time") from None
-            raise self._why from None
+            raise StoreUnavailable(self._why) from None
 
     async def _send(self, packed: bytes) -> Any:
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -119,7 +119,7 @@ class Connection:
                 failures = 0
                 await self._serve(link)
             except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
-                self._why = _reason(error, self.where)
+                self._why = str(_reason(error, self.where))
             finally:
                 self._break()
                 await link.disconnect(nowait=True)

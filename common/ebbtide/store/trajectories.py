@@ -8,7 +8,6 @@ import msgspec
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.store.codec import pack, unpack
 from ebbtide.store.faults import Refused
-from ebbtide.store.keys import run_key
 from ebbtide.store.rollouts import open_or_unknown
 from ebbtide.store.rows import State
 from ebbtide.store.topic import Topic
@@ -69,16 +68,11 @@ class Trajectories(Topic):
 
     async def page(self, run_id: str, cursor: str) -> list[Trajectory]:
         """A page of uncommitted trajectories after `cursor`, in the order of their completion."""
-        key = run_key(run_id, "TRAJECTORIES")
-        found = []
-        bytes_ = 0
-        for entry, fields in await self._link.call("XRANGE", key, f"({cursor or '0-0'}", "+", "COUNT", PAGE):
-            record = unpack(fields[3], Trajectory)
-            found.append(msgspec.structs.replace(record, cursor=entry.decode(), rollouts=int(fields[1])))
-            bytes_ += len(fields[3])
-            if bytes_ >= PAGE_BYTES:
-                break
-        return found
+        rows = await self._run("trajectory_page", run_id, cursor or "0-0", PAGE, PAGE_BYTES)
+        return [
+            msgspec.structs.replace(unpack(data, Trajectory), cursor=entry.decode(), rollouts=int(counted))
+            for entry, counted, data in rows
+        ]
 
     async def commit(self, lease: LeaseRef, outcomes: Sequence[TrajectoryOutcome]) -> None:
         """Count each as trained or dropped and delete it; those committed before are passed by."""

@@ -6,7 +6,7 @@ back until it is there again, and with it that worker's stream alone.
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -84,7 +84,7 @@ class Appending:
         for indices, found in zip(by_run.values(), await asyncio.gather(*calls), strict=True):
             for index, ack in zip(indices, found, strict=True):
                 acks[index] = ack
-        metrics.append_seconds.observe(time.monotonic() - start)
+        _count(deltas, acks, time.monotonic() - start)
         answers = [_answer(delta.attempt, ack) for delta, ack in zip(request.deltas, acks, strict=True)]
         return fleet_pb2.AppendResponse(sequence=request.sequence, acks=answers, durable=not self._everysec)
 
@@ -119,17 +119,15 @@ class Appending:
         raise AssertionError("pauses do not end")
 
     def _take_in(self, run: RunState, deltas: list[Delta], acks: list[Ack]) -> None:
-        finished = False
+        finished = 0
         for delta, ack in zip(deltas, acks, strict=True):
-            metrics.appends.labels(_OUTCOMES[ack.status]).inc()
-            metrics.tokens.inc(len(delta.tokens) // TOKEN_BYTES)
-            if ack.finished and run.end(delta.rollout_id, delta.attempt_id) is not None:
-                metrics.finished.inc()
-                finished = True
+            if ack.finished:
+                finished += run.end(delta.rollout_id, delta.attempt_id) is not None
             elif ack.status is AppendStatus.SUPERSEDED:
                 self._disowned(run, delta)
             self._bells.ring("tokens", run.run_id, delta.rollout_id)
         if finished:
+            metrics.finished.inc(finished)
             self._bells.ring("finished", run.run_id)
             self._state.wake.set()
 
@@ -139,6 +137,13 @@ class Appending:
         if attempt is not None and attempt.attempt_id == delta.attempt_id and attempt.orphaned is None:
             attempt.orphan(Orphaned(time.monotonic(), "the store did not know the attempt any more", False))
             self._state.reap.set()
+
+
+def _count(deltas: list[Delta], acks: list[Ack], seconds: float) -> None:
+    metrics.append_seconds.observe(seconds)
+    metrics.tokens.inc(sum(len(delta.tokens) for delta in deltas) // TOKEN_BYTES)
+    for status, number in Counter(ack.status for ack in acks).items():
+        metrics.appends.labels(_OUTCOMES[status]).inc(number)
 
 
 def _answer(attempt: fleet_pb2.AttemptRef, ack: Ack) -> fleet_pb2.AppendAck:

@@ -63,4 +63,5 @@ async def follow(
             if over:
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(rung.wait(), _LOOK_AGAIN_S)
+                async with asyncio.timeout(_LOOK_AGAIN_S):
+                    await rung.wait()

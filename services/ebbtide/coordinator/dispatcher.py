@@ -42,7 +42,8 @@ class Dispatcher:
     async def decide_for_ever(self) -> None:
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._state.wake.wait(), _TICK_S)
+                async with asyncio.timeout(_TICK_S):  # not wait_for, which may swallow a cancellation
+                    await self._state.wake.wait()
                 await asyncio.sleep(_GATHER_S)
             self._state.wake.clear()
             try:
@@ -59,7 +60,8 @@ class Dispatcher:
             if next_due is not None:
                 pause = min(pause, max(0.0, next_due - time.monotonic()))
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._state.reap.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._state.reap.wait()
             self._state.reap.clear()
             now = time.monotonic()
             self._fleet.judge(now)
@@ -171,9 +173,10 @@ class Dispatcher:
 
 
 def _serves(run: RunState, session: Session) -> bool:
-    """Whether the worker has a version of the run, is to keep serving it, and takes work."""
+    """Whether the worker has a version of the run, is to keep serving it, and has room."""
     on_its_way = session.target is not None and session.target[0] == run.run_id
-    return not session.gone and not session.draining and on_its_way and session.version_of(run.run_id) > 0
+    takes_work = not session.gone and not session.draining and len(session.attempts) < session.hello.slots
+    return takes_work and on_its_way and session.version_of(run.run_id) > 0
 
 
 def _host(run: RunState, session: Session) -> Host:

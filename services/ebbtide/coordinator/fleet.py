@@ -68,8 +68,8 @@ class Fleet:
         return session, adopted, superseded
 
     def _recognise(self, session: Session, adopted: list[AttemptRef]) -> None:
-        """Of a worker that goes on with attempts we know the run, and so its version. Any other is told to install anew,
-        which costs one that has the version nothing."""
+        """A worker that goes on with attempts has a version of their run. Any other is told to install anew: that costs
+        one that has the version nothing."""
         run = self._state.runs[adopted[0].run_id] if adopted else None
         for version in reversed(run.versions.values()) if run else ():
             if run and version in session.hello.installed:

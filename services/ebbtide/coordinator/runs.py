@@ -1,7 +1,8 @@
 """Runs and their leases: what the `Runs` service does."""
 
-import time
 from collections.abc import AsyncIterator, Sequence
+
+import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator.bells import follow
@@ -44,7 +45,16 @@ class RunService:
             self._bells.ring("events", run.run_id)
 
     async def get(self, run_id: str) -> Run:
-        return await self._store.runs.read(check_id(run_id, field="run_id"))
+        run = await self._store.runs.read(check_id(run_id, field="run_id"))
+        return msgspec.structs.replace(run, message=run.message or self._waits_for(run))
+
+    def _waits_for(self, run: Run) -> str:
+        """What a live run cannot go on without."""
+        if run.status.ended:
+            return ""
+        if run.newest is None:
+            return "waits for its first policy version"
+        return "" if self._state.sessions else "waits for workers: none is attached"
 
     async def list(self) -> list[Run]:
         """All runs with a record, oldest first; those whose record has expired leave the list."""
@@ -141,7 +151,7 @@ class RunService:
             run.versions[version.version] = version
         self._bells.ring("events", run.run_id)
         self._state.wake.set()
-        log.info("version", run_id=run.run_id, version=version.version, step=version.step, at=time.monotonic())
+        log.info("version", run_id=run.run_id, version=version.version, step=version.step)
 
     async def report(self, lease: LeaseRef, events: Sequence[RunEvent]) -> None:
         check_lease(lease)

@@ -45,7 +45,7 @@ class Coordinator:
     async def open(self) -> list[Service]:
         """Take the store over and load the live runs. Returns the services. Raises `StoreUnavailable`."""
         settings = self._settings
-        await self.link.open()
+        await self.link.open(patience_s=settings.store_boot_s)
         condition = await self.store.condition()
         _warn(condition)
         recovery = Recovery(self.state, self.store, grace_s=settings.recover_grace_s)

@@ -18,6 +18,7 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     store_patience_s: Annotated[
         float, Meta(gt=0, description="how long a call waits for a store that is away, before it fails")
     ] = 3.0
+    store_boot_s: Annotated[float, Meta(gt=0, description="how long a start waits for the store")] = 30.0
     heartbeat_s: Annotated[float, Meta(gt=0, description="pause between a worker's heartbeats")] = 1.0
     heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, description="a worker silent for so long is lost; its rollouts go elsewhere")

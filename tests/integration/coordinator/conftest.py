@@ -24,7 +24,7 @@ from ebbtide.types.tokens import pack_ids, pack_tokens
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, rollouts_pb2, rollouts_pb2_grpc, runs_pb2, runs_pb2_grpc, types_pb2
 
 TOKEN = "a token"
-QUICK = {"recover_grace_s": 0.3, "lease_ttl_s": 0.4, "heartbeat_timeout_s": 30.0, "store_patience_s": 0.5}
+QUICK = {"recover_grace_s": 0.3, "lease_ttl_s": 1.5, "heartbeat_timeout_s": 30.0, "store_patience_s": 2.0}
 
 
 def tokens(start: int, count: int, version: int = 1) -> bytes:
@@ -44,6 +44,7 @@ class ScriptedWorker:
         self.attached = fleet_pb2.Attached()
         self.ended: Exception | None = None
         self._sequence = 0
+        self.durable = False  # whether the last answer was
         self._reader: asyncio.Task[None] | None = None
         self._append: Any = None
         self.engine = fleet_pb2.EngineInfo(model="m", vocab_size=1000, max_model_len=256)
@@ -60,8 +61,13 @@ class ScriptedWorker:
             first = await self._control.read()
         self.attached = first.attached
         self._reader = asyncio.create_task(self._read())
-        self._append = self._fleet.Append()
+        await self.open_append()
         return self
+
+    async def open_append(self) -> None:
+        """A new append stream."""
+        self._append = self._fleet.Append()
+        assert await self.send() == []
 
     async def _read(self) -> None:
         try:
@@ -97,7 +103,7 @@ class ScriptedWorker:
             response = await self._append.read()
             assert response is not grpc.aio.EOF, await self._append.code()
         assert response.sequence == self._sequence
-        assert response.durable
+        self.durable = response.durable
         return list(response.acks)
 
     def delta(self, rollout_id: str, offset: int, count: int, finish: int = 0) -> fleet_pb2.Delta:

@@ -147,3 +147,12 @@ async def test_reported_events_are_taken_once_per_key(cluster):
     found = await run.events("step", 2)
     assert [one.key for one in found] == ["1", "2"]
     assert (found[0].values["reward"], found[0].labels["a"]) == (0.5, "b")
+
+
+async def test_a_run_says_what_it_waits_for(cluster):
+    run = await cluster.run(version=False)
+    assert (await run.get()).message == "waits for its first policy version"
+    await run.announce(step=0)
+    assert (await run.get()).message == "waits for workers: none is attached"
+    await cluster.worker("w1")
+    assert (await run.get()).message == ""

@@ -70,7 +70,7 @@ async def test_a_coordinator_that_was_superseded_ends_and_says_why(start, redis_
 
 
 async def test_without_a_store_it_ends_with_the_remedy(start, tmp_path):
-    process = await start("--store-patience-s", "0.3", store_url=f"unix://{tmp_path}/none.sock", ready=False)
+    process = await start("--store-boot-s", "0.3", store_url=f"unix://{tmp_path}/none.sock", ready=False)
     _, err = await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 1
     assert b"none.sock does not answer" in err

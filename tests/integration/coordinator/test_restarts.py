@@ -200,3 +200,37 @@ async def test_a_slow_watcher_holds_up_nobody(cluster):
     first = await slow.read()
     assert first.rollout_id == "x0"
     slow.cancel()
+
+
+async def test_under_everysec_an_answer_is_called_durable_only_once_it_is(cluster_with, own_redis, monkeypatch):
+    monkeypatch.setattr("ebbtide.coordinator.appending._EVERYSEC_S", 0.2)
+    own_redis.command("CONFIG", "SET", "appendfsync", "everysec")
+    async with cluster_with(own_redis.url) as cluster:
+        run = await cluster.run()
+        worker = await cluster.worker("w1")
+        await run.submit("a")
+        await worker.has("a")
+        request = fleet_pb2.AppendRequest(
+            session=worker.attached.session, sequence=7, deltas=[worker.delta("a", 0, 4, STOP)]
+        )
+        await worker._append.write(request)
+        answers = []
+        while len(answers) < 2:
+            answers += [one for one in [await worker._append.read()] if one.sequence == 7]
+        at_once, later = answers
+        assert (at_once.sequence, at_once.durable, at_once.acks[0].finished) == (7, False, True)
+        assert (later.sequence, later.durable, later.acks) == (7, True, at_once.acks)
+
+
+async def test_a_worker_that_has_another_version_than_thought_is_told_to_install_again(cluster):
+    run = await cluster.run()
+    worker = await cluster.worker("w1")
+    await run.submit("a")
+    await worker.has("a")
+    refused = worker.assigned.pop("a").attempt
+    await worker.say(
+        released=fleet_pb2.Released(attempts=[refused], reason="version: none of this policy is installed")
+    )
+    await worker.has("a")
+    assert worker.installed == [1, 1]
+    assert worker.assigned["a"].attempt.attempt_id != refused.attempt_id

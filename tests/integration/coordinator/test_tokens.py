@@ -21,7 +21,7 @@ async def test_a_rollout_goes_from_submit_to_a_worker_to_the_finished_stream(clu
     await worker.has("a", "b")
     assert worker.installed == [1]
     ack = await worker.add("a", 0, 8)
-    assert (ack.status, ack.stored, ack.finished) == (STORED, 8, False)
+    assert (ack.status, ack.stored, ack.finished, worker.durable) == (STORED, 8, False, True)
     assert (await worker.add("a", 8, 2, STOP)).finished
     (done,) = await run.finished(1)
     assert (done.rollout_id, done.reason, done.attempts) == ("a", STOP, 1)
@@ -174,7 +174,7 @@ async def test_what_no_worker_may_send_is_refused_by_name(cluster):
     ]:
         with pytest.raises(InvalidRequest, match=named):
             await worker.send(bad)
-        worker._append = worker._fleet.Append()
+        await worker.open_append()
 
 
 async def test_turns_of_one_episode_prefer_one_worker(cluster):

@@ -55,7 +55,7 @@ def test_leaving_blames_no_rollout(reason):
     assert not blames(reason)
 
 
-@pytest.mark.parametrize("reason", ["engine error: out of memory", "refused: prompt"])
+@pytest.mark.parametrize("reason", ["stopped: the engine died", "refused: prompt"])
 def test_a_failure_may_be_the_rollouts(reason):
     assert blames(reason)
 

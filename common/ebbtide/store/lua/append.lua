@@ -1,5 +1,5 @@
 -- ARGV: term, then rollout, attempt, offset, tokens, finish reason ('' if not the end) of each delta.
--- Tokens are not opened: the fence "ATTEMPT:stored" is compared as it is. Returns per delta {1 stored | 2 gap | 3 superseded, stored, finished}.
+-- Tokens are not opened: the fence "ATTEMPT:stored" is compared as it is, and taken apart only where it differs. Returns per delta {1 stored | 2 gap | 3 superseded, stored, finished}.
 local fields = {'term'}
 for at = 2, #ARGV, 5 do fields[#fields + 1] = 'r:' .. ARGV[at] end
 local have = redis.call('HMGET', FENCE, unpack(fields))
@@ -22,16 +22,16 @@ local function answer(id, attempt, offset, n)
   return nil  -- new tokens that follow on
 end
 
+local appended = 0
 for at = 2, #ARGV, 5 do
-  local id, attempt, offset, tokens, reason = ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2]), ARGV[at + 3], ARGV[at + 4]
-  local field, n = 'r:' .. id, #tokens / 12
-  local reply = answer(id, attempt, offset, n)
+  local id, attempt, tokens, reason = ARGV[at], ARGV[at + 1], ARGV[at + 3], ARGV[at + 4]
+  local field, offset, n, reply = 'r:' .. id, tonumber(ARGV[at + 2]), #tokens / 12, nil
+  if now[field] ~= attempt .. ':' .. ARGV[at + 2] then reply = answer(id, attempt, offset, n) end
   if not reply then
-    redis.call('APPEND', TOKENS .. id, tokens)
+    if n > 0 then redis.call('APPEND', TOKENS .. id, tokens) end
     now[field] = attempt .. ':' .. (offset + n)
     set[field] = now[field]
-    count('tokens_stored', n)
-    count('bytes', #tokens)
+    appended = appended + n
     reply = {1, offset + n, 0}
   end
   if reason ~= '' and reply[1] == 1 and reply[3] == 0 and reply[2] == offset + n then
@@ -44,5 +44,7 @@ end
 local flat = {}
 for field, value in pairs(set) do flat[#flat + 1] = field; flat[#flat + 1] = value end
 if #flat > 0 then redis.call('HSET', FENCE, unpack(flat)) end
+count('tokens_stored', appended)
+count('bytes', appended * 12)
 settle()
 return out

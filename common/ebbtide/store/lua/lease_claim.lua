@@ -8,7 +8,7 @@ end
 redis.call('SET', CLAIM .. ARGV[2], ARGV[4], 'PX', ARGV[5])
 redis.call('HSET', FENCE, 'lease:' .. ARGV[2], ARGV[3], 'holder:' .. ARGV[2], ARGV[4])
 if redis.call('HGET', RUN, 'status') == 'PENDING' then
-  redis.call('HSET', RUN, 'status', 'RUNNING')
+  redis.call('HSET', RUN, 'status', 'RUNNING', 'message', '')
   emit('status', 'RUNNING', ARGV[4] .. ' took the ' .. ARGV[2] .. ' lease', '{}', '{"status":"RUNNING"}')
 end
 return 1

@@ -4,7 +4,7 @@ if spec then
   if spec ~= ARGV[2] then return refuse('TAKEN') end
   return 0
 end
-redis.call('HSET', RUN, 'spec', ARGV[2], 'status', 'PENDING', 'message', '', 'version', 0, 'seq', 0,
+redis.call('HSET', RUN, 'spec', ARGV[2], 'status', 'PENDING', 'message', 'waits for a trainer', 'version', 0, 'seq', 0,
   'created', string.format('%.0f', now_ms()))
 redis.call('HSET', FENCE, 'term', ARGV[1])
 emit('status', 'PENDING', 'submitted; waits for a trainer', '{}', '{"status":"PENDING"}')

@@ -93,7 +93,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
 
 async def _hello(requests: AsyncIterator[fleet_pb2.WorkerMessage]) -> Attach:
     try:
-        first = await asyncio.wait_for(anext(requests), _HELLO_S)
+        async with asyncio.timeout(_HELLO_S):
+            first = await anext(requests)
     except (TimeoutError, StopAsyncIteration):
         raise InvalidRequest("the first message must be attach", field="kind") from None
     if first.WhichOneof("kind") != "attach":
