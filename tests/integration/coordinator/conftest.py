@@ -36,7 +36,7 @@ class ScriptedWorker:
     """Speaks both streams. It generates nothing by itself: a test appends, finishes, releases and breaks."""
 
     def __init__(self, channel: grpc.aio.Channel, worker_id: str, *, slots: int = 8, installs: bool = True) -> None:
-        self._fleet = fleet_pb2_grpc.FleetStub(channel)
+        self._fleet: Any = fleet_pb2_grpc.FleetStub(channel)
         self.worker_id, self.slots, self.installs = worker_id, slots, installs
         self.assigned: dict[str, fleet_pb2.Assignment] = {}
         self.cancelled: list[str] = []
@@ -51,8 +51,8 @@ class ScriptedWorker:
 
     async def attach(self, **more: Any) -> "ScriptedWorker":
         """Open both streams; `more` are further fields of Attach."""
-        self._control = self._fleet.Control()
-        hello = {
+        self._control: Any = self._fleet.Control()
+        hello: dict[str, Any] = {
             "worker_id": self.worker_id, "kind": types_pb2.WORKER_KIND_SPOT, "protocol_version": 1,
             "slots": self.slots, "engine": self.engine,
         }  # fmt: skip
@@ -185,7 +185,7 @@ class Cluster:
 
     async def run(self, run_id: str = "r", *, version: bool = True, **spec: Any) -> "ScriptedRun":
         """Submit a run, claim its trainer lease, and announce a first version."""
-        fields = {"name": "run", "model": "m", "environment": EnvironmentSpec(name="e")} | spec
+        fields: dict[str, Any] = {"name": "run", "model": "m", "environment": EnvironmentSpec(name="e")} | spec
         message = to_proto(RunSpec(**fields), types_pb2.RunSpec)
         await self.call(self.runs.SubmitRun, runs_pb2.SubmitRunRequest(run_id=run_id, spec=message))
         run = ScriptedRun(self, run_id)
@@ -225,7 +225,7 @@ class ScriptedRun:
         return version
 
     def request(self, rollout_id: str, **more: Any) -> rollouts_pb2.RolloutRequest:
-        fields = {
+        fields: dict[str, Any] = {
             "rollout_id": rollout_id, "group_id": "g", "episode_id": f"e.{rollout_id}",
             "prompt_ids": pack_ids([1, 2, 3]), "sampling": Sampling(max_tokens=64), "kind": RolloutKind.TRAIN,
         }  # fmt: skip
@@ -238,10 +238,10 @@ class ScriptedRun:
         request = rollouts_pb2.SubmitRequest(lease=self.lease, rollouts=requests)
         return list((await self.cluster.call(self.cluster.rollouts.Submit, request)).outcomes)
 
-    async def get(self) -> runs_pb2.Run:
+    async def get(self) -> Any:
         return await self.cluster.call(self.cluster.runs.GetRun, runs_pb2.GetRunRequest(run_id=self.run_id))
 
-    async def count(self, name: str) -> int:
+    async def count(self, name: str) -> Any:
         return (await self.get()).counters.get(name, 0)
 
     async def finished(self, count: int, cursor: str = "") -> list[rollouts_pb2.FinishedRollout]:
@@ -288,7 +288,7 @@ class ScriptedRun:
         request = rollouts_pb2.AcknowledgeRequest(lease=self.lease, rollout_ids=rollout_ids, drop_reason=drop)
         await self.cluster.call(self.cluster.rollouts.Acknowledge, request)
 
-    async def finish(self, status: int = types_pb2.RUN_STATUS_FINISHED) -> runs_pb2.Run:
+    async def finish(self, status: int = types_pb2.RUN_STATUS_FINISHED) -> Any:
         request = runs_pb2.FinishRunRequest(lease=self.lease, status=status)  # type: ignore[arg-type]
         return await self.cluster.call(self.cluster.runs.FinishRun, request)
 

@@ -1,5 +1,7 @@
 """What is counted, what is kept, and what is refused: every training rollout ends as trained or dropped."""
 
+from typing import Any
+
 import pytest
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, NoCapacity, NotReady
@@ -13,13 +15,13 @@ STOP = types_pb2.FINISH_REASON_STOP
 ACCEPTED, KNOWN, COMPLETED = 1, 2, 3
 
 
-async def _finish(worker, *rollout_ids):
+async def _finish(worker: Any, *rollout_ids: Any) -> Any:
     await worker.has(*rollout_ids)
     for rollout_id in rollout_ids:
         assert (await worker.add(rollout_id, 0, 4, STOP)).finished
 
 
-async def test_submit_is_idempotent_in_every_state_of_a_rollout(cluster):
+async def test_submit_is_idempotent_in_every_state_of_a_rollout(cluster: Any) -> None:
     run = await cluster.run()
     assert await run.submit("a") == [ACCEPTED]
     assert await run.submit("a", "b", "b") == [KNOWN, ACCEPTED, KNOWN]
@@ -33,7 +35,7 @@ async def test_submit_is_idempotent_in_every_state_of_a_rollout(cluster):
     assert await run.count("submitted") == 2
 
 
-async def test_the_same_id_with_another_body_is_refused_and_nothing_of_the_call_taken(cluster):
+async def test_the_same_id_with_another_body_is_refused_and_nothing_of_the_call_taken(cluster: Any) -> None:
     run = await cluster.run()
     await run.submit("a")
     with pytest.raises(AlreadyExists, match="rollout a"):
@@ -42,7 +44,7 @@ async def test_the_same_id_with_another_body_is_refused_and_nothing_of_the_call_
     assert await run.submit("a", min_version=1, priority=3) == [KNOWN]  # when, not what
 
 
-async def test_the_books_add_up_whatever_becomes_of_a_rollout(cluster):
+async def test_the_books_add_up_whatever_becomes_of_a_rollout(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1", slots=4)
     await run.submit(*"abcdef")
@@ -74,7 +76,7 @@ async def test_the_books_add_up_whatever_becomes_of_a_rollout(cluster):
     assert (await run.finish()).counters == ended.counters
 
 
-async def test_completing_an_episode_twice_makes_one_trajectory(cluster):
+async def test_completing_an_episode_twice_makes_one_trajectory(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a", "b")
@@ -90,7 +92,7 @@ async def test_completing_an_episode_twice_makes_one_trajectory(cluster):
     assert await run.count("trained") == 2
 
 
-async def test_episodes_that_cannot_be_completed_are_refused_by_name(cluster):
+async def test_episodes_that_cannot_be_completed_are_refused_by_name(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a", "b")
@@ -107,7 +109,7 @@ async def test_episodes_that_cannot_be_completed_are_refused_by_name(cluster):
     assert await run.count("finished") == 1
 
 
-async def test_the_quota_pushes_back_on_submit_and_recovers_when_data_is_committed(cluster):
+async def test_the_quota_pushes_back_on_submit_and_recovers_when_data_is_committed(cluster: Any) -> None:
     run = await cluster.run(quota_bytes=1 << 20)
     prompt = pack_ids([7] * 200)
     full = [run.request(f"x{number}", prompt_ids=prompt) for number in range(1310)]  # 1,048,000 of 1,048,576 bytes
@@ -126,7 +128,7 @@ async def test_the_quota_pushes_back_on_submit_and_recovers_when_data_is_committ
     assert await run.count("bytes") == 1310 * 800
 
 
-async def test_a_full_queue_pushes_back_on_submit(cluster_with):
+async def test_a_full_queue_pushes_back_on_submit(cluster_with: Any) -> None:
     async with cluster_with(max_open=3) as cluster:
         run = await cluster.run()
         await run.submit("a", "b")
@@ -151,7 +153,7 @@ async def test_a_full_queue_pushes_back_on_submit(cluster_with):
         ({"group_id": "a/b"}, r"rollouts\[0\].group_id"),
     ],
 )
-async def test_what_could_not_be_generated_is_refused_at_submit_by_name(cluster, more, named):
+async def test_what_could_not_be_generated_is_refused_at_submit_by_name(cluster: Any, more: Any, named: Any) -> None:
     run = await cluster.run()
     await cluster.worker("w1")
     with pytest.raises(InvalidRequest, match=named):

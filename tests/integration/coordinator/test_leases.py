@@ -1,6 +1,7 @@
 """Runs, their leases and their ends."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ from ebbtide.testing import wait_until
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 
 
-async def test_a_run_is_made_once_per_id(cluster):
+async def test_a_run_is_made_once_per_id(cluster: Any) -> None:
     run = await cluster.run()
     spec = (await run.get()).spec
     again = await cluster.call(cluster.runs.SubmitRun, runs_pb2.SubmitRunRequest(run_id="r", spec=spec))
@@ -24,7 +25,7 @@ async def test_a_run_is_made_once_per_id(cluster):
         await cluster.call(cluster.runs.SubmitRun, runs_pb2.SubmitRunRequest(run_id="q", spec=spec))
 
 
-async def test_a_superseded_lease_can_do_nothing(cluster):
+async def test_a_superseded_lease_can_do_nothing(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a")
@@ -48,7 +49,7 @@ async def test_a_superseded_lease_can_do_nothing(cluster):
     assert (after.counters, after.newest) == (before.counters, before.newest)
 
 
-async def test_the_same_holder_claims_at_once_and_a_renewed_lease_stays(cluster):
+async def test_the_same_holder_claims_at_once_and_a_renewed_lease_stays(cluster: Any) -> None:
     run = await cluster.run()
     first = run.lease.fence
     assert (await run.claim()).fence != first
@@ -65,7 +66,7 @@ async def test_the_same_holder_claims_at_once_and_a_renewed_lease_stays(cluster)
         await run.submit("a")
 
 
-async def test_any_run_is_claimed_oldest_first(cluster):
+async def test_any_run_is_claimed_oldest_first(cluster: Any) -> None:
     for run_id in ("b", "a"):
         await cluster.run(run_id, version=False)
     request = runs_pb2.ClaimRunRequest(role="driver", holder="d")
@@ -79,7 +80,7 @@ async def test_any_run_is_claimed_oldest_first(cluster):
         await cluster.call(cluster.runs.ClaimRun, runs_pb2.ClaimRunRequest(run_id="zz", role="driver", holder="d"))
 
 
-async def test_versions_are_never_given_twice_and_announced_once(cluster):
+async def test_versions_are_never_given_twice_and_announced_once(cluster: Any) -> None:
     run = await cluster.run()
     assert [await run.announce(step=1), await run.announce(step=2)] == [2, 3]
     newest = (await run.get()).newest
@@ -96,7 +97,7 @@ async def test_versions_are_never_given_twice_and_announced_once(cluster):
     assert [(event.values["version"], event.values["step"]) for event in events] == [(1, 0), (2, 1), (3, 2)]
 
 
-async def test_cancelling_a_run_stops_its_workers_and_leaves_only_its_record(cluster, redis_server):
+async def test_cancelling_a_run_stops_its_workers_and_leaves_only_its_record(cluster: Any, redis_server: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1", slots=1)
     await run.submit("a", "b")
@@ -124,7 +125,7 @@ async def test_cancelling_a_run_stops_its_workers_and_leaves_only_its_record(clu
     assert [event.key for event in statuses] == ["PENDING", "RUNNING", "CANCELLED"]
 
 
-async def test_watchers_of_a_run_that_ends_are_let_go(cluster):
+async def test_watchers_of_a_run_that_ends_are_let_go(cluster: Any) -> None:
     run = await cluster.run()
     stream = cluster.rollouts.WatchFinished(rollouts_pb2.WatchFinishedRequest(run_id="r"))
     reading = asyncio.create_task(stream.read())
@@ -137,7 +138,7 @@ async def test_watchers_of_a_run_that_ends_are_let_go(cluster):
         await cluster.runs.WatchRun(runs_pb2.WatchRunRequest(run_id="r", cursor="x")).read()
 
 
-async def test_reported_events_are_taken_once_per_key(cluster):
+async def test_reported_events_are_taken_once_per_key(cluster: Any) -> None:
     run = await cluster.run()
     event = runs_pb2.RunEvent(kind="step", key="1", message="m", values={"reward": 0.5}, labels={"a": "b"})
     for _ in range(2):
@@ -149,7 +150,7 @@ async def test_reported_events_are_taken_once_per_key(cluster):
     assert (found[0].values["reward"], found[0].labels["a"]) == (0.5, "b")
 
 
-async def test_a_run_says_what_it_waits_for(cluster):
+async def test_a_run_says_what_it_waits_for(cluster: Any) -> None:
     run = await cluster.run(version=False)
     assert (await run.get()).message == "waits for its first policy version"
     await run.announce(step=0)

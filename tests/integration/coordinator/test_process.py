@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from typing import Any
 
 import pytest
 
@@ -19,14 +20,14 @@ TOKEN = "a token"
 
 
 @pytest.fixture
-async def start(tmp_path):
+async def start(tmp_path: Any) -> Any:
     """Starts coordinators; those still alive at the end are killed."""
-    processes = []
+    processes: list[Any] = []
 
-    async def starting(*flags, store_url, ready=True):
+    async def starting(*flags: Any, store_url: Any, ready: Any = True) -> Any:
         ready_file = tmp_path / f"ready{len(processes)}"
         command = [sys.executable, "-m", "ebbtide.coordinator", "--server-listen", "127.0.0.1:0", *flags]
-        process = await asyncio.create_subprocess_exec(
+        process: Any = await asyncio.create_subprocess_exec(
             *command, "--store-url", store_url, "--ready-file", str(ready_file),
             env=os.environ | {"EBBTIDE_TOKEN": TOKEN}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
@@ -43,7 +44,7 @@ async def start(tmp_path):
         await process.communicate()
 
 
-async def test_it_says_when_it_is_ready_and_ends_cleanly_when_asked(start, redis_url):
+async def test_it_says_when_it_is_ready_and_ends_cleanly_when_asked(start: Any, redis_url: Any) -> None:
     process = await start(store_url=redis_url)
     async with open_channel(process.address, ClientSecurity(token=TOKEN)) as channel:
         assert not (await runs_pb2_grpc.RunsStub(channel).ListRuns(runs_pb2.ListRunsRequest())).runs
@@ -53,7 +54,7 @@ async def test_it_says_when_it_is_ready_and_ends_cleanly_when_asked(start, redis
     assert out.decode().startswith(f"READY coordinator {process.address}")
 
 
-async def test_a_coordinator_that_was_superseded_ends_and_says_why(start, redis_url):
+async def test_a_coordinator_that_was_superseded_ends_and_says_why(start: Any, redis_url: Any) -> None:
     first = await start(store_url=redis_url)
     first.send_signal(signal.SIGSTOP)
     second = await start(store_url=redis_url)
@@ -69,7 +70,7 @@ async def test_a_coordinator_that_was_superseded_ends_and_says_why(start, redis_
     assert second.returncode is None
 
 
-async def test_without_a_store_it_ends_with_the_remedy(start, tmp_path):
+async def test_without_a_store_it_ends_with_the_remedy(start: Any, tmp_path: Any) -> None:
     process = await start("--store-boot-s", "0.3", store_url=f"unix://{tmp_path}/none.sock", ready=False)
     _, err = await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 1
@@ -77,7 +78,7 @@ async def test_without_a_store_it_ends_with_the_remedy(start, tmp_path):
     assert b"start it, or mend the store URL" in err
 
 
-async def test_help_answers_without_loading_what_it_does_not_need():
+async def test_help_answers_without_loading_what_it_does_not_need() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "ebbtide.coordinator", "--help"]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

@@ -1,6 +1,7 @@
 """What dies may die at any moment: nothing acknowledged is lost, and who was superseded can write nothing."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -12,22 +13,22 @@ from ebbtide.v1.fleet_pb2 import AppendAck
 STOP = types_pb2.FINISH_REASON_STOP
 
 
-def held(worker, *rollout_ids):
+def held(worker: Any, *rollout_ids: Any) -> Any:
     """What a worker says that it still has when it attaches again."""
     return [fleet_pb2.HeldAttempt(attempt=worker.assigned[r].attempt, offset=0) for r in rollout_ids]
 
 
-def installed(version=1):
+def installed(version: Any = 1) -> Any:
     return [types_pb2.PolicyVersion(policy="policy", version=version, step=0, root=bytes([version]) * 32)]
 
 
 @pytest.fixture
-def own_redis(tmp_path):
+def own_redis(tmp_path: Any) -> Any:
     with EmbeddedRedis(tmp_path / "redis") as server:
         yield server
 
 
-async def test_a_restarted_coordinator_adopts_live_attempts_and_requeues_the_rest(cluster):
+async def test_a_restarted_coordinator_adopts_live_attempts_and_requeues_the_rest(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1", slots=2)
     await run.submit("a", "b")
@@ -57,7 +58,7 @@ async def test_a_restarted_coordinator_adopts_live_attempts_and_requeues_the_res
     }  # fmt: skip
 
 
-async def test_streams_resume_from_their_cursors_after_a_restart(cluster):
+async def test_streams_resume_from_their_cursors_after_a_restart(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a", "b")
@@ -73,7 +74,7 @@ async def test_streams_resume_from_their_cursors_after_a_restart(cluster):
     assert [one.episode_id for one in await run.trajectories(1, cursor=trajectory.cursor)] == ["e.b"]
 
 
-async def test_an_attempt_given_to_another_worker_is_not_adopted(cluster):
+async def test_an_attempt_given_to_another_worker_is_not_adopted(cluster: Any) -> None:
     run = await cluster.run()
     first = await cluster.worker("w1", slots=1)
     await run.submit("a")
@@ -86,7 +87,7 @@ async def test_an_attempt_given_to_another_worker_is_not_adopted(cluster):
     assert (await second.add("a", 0, 1)).stored == 1
 
 
-async def test_a_worker_that_attaches_again_keeps_its_attempts(cluster):
+async def test_a_worker_that_attaches_again_keeps_its_attempts(cluster: Any) -> None:
     run = await cluster.run()
     first = await cluster.worker("w1")
     await run.submit("a", "b")
@@ -99,7 +100,7 @@ async def test_a_worker_that_attaches_again_keeps_its_attempts(cluster):
     await wait_until(lambda: first.ended is not None)
 
 
-async def test_an_old_coordinator_can_write_nothing_and_ends(cluster, cluster_with):
+async def test_an_old_coordinator_can_write_nothing_and_ends(cluster: Any, cluster_with: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a")
@@ -116,7 +117,9 @@ async def test_an_old_coordinator_can_write_nothing_and_ends(cluster, cluster_wi
         assert [ref.rollout_id for ref in other.attached.adopted] == ["a"]
 
 
-async def test_a_store_restart_loses_nothing_acknowledged_and_holds_up_appends_alone(cluster_with, own_redis):
+async def test_a_store_restart_loses_nothing_acknowledged_and_holds_up_appends_alone(
+    cluster_with: Any, own_redis: Any
+) -> None:
     async with cluster_with(own_redis.url) as cluster:
         run = await cluster.run()
         worker = await cluster.worker("w1", slots=2)
@@ -133,7 +136,7 @@ async def test_a_store_restart_loses_nothing_acknowledged_and_holds_up_appends_a
 
         async def heard() -> bool:
             (one,) = (await fleet.ListWorkers(listed, timeout=5)).workers
-            return one.tokens_per_s == 5.0
+            return bool(one.tokens_per_s == 5.0)
 
         await wait_until(heard)
         assert not appending.done()
@@ -151,7 +154,7 @@ async def test_a_store_restart_loses_nothing_acknowledged_and_holds_up_appends_a
         }  # fmt: skip
 
 
-async def test_a_full_store_pushes_back_and_deletions_make_room(cluster_with, own_redis):
+async def test_a_full_store_pushes_back_and_deletions_make_room(cluster_with: Any, own_redis: Any) -> None:
     async with cluster_with(own_redis.url) as cluster:
         run = await cluster.run()
         worker = await cluster.worker("w1", slots=2)
@@ -169,7 +172,7 @@ async def test_a_full_store_pushes_back_and_deletions_make_room(cluster_with, ow
         assert (await appending).stored == 8
 
 
-async def test_what_a_lost_answer_left_behind_is_found_again(cluster, redis_server):
+async def test_what_a_lost_answer_left_behind_is_found_again(cluster: Any, redis_server: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1", slots=1)
     await run.submit("first")
@@ -185,7 +188,7 @@ async def test_what_a_lost_answer_left_behind_is_found_again(cluster, redis_serv
     assert await run.submit("a") == [2]
 
 
-async def test_a_slow_watcher_holds_up_nobody(cluster):
+async def test_a_slow_watcher_holds_up_nobody(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1", slots=64)
     request = rollouts_pb2.WatchFinishedRequest(run_id="r")
@@ -202,7 +205,9 @@ async def test_a_slow_watcher_holds_up_nobody(cluster):
     slow.cancel()
 
 
-async def test_under_everysec_an_answer_is_called_durable_only_once_it_is(cluster_with, own_redis, monkeypatch):
+async def test_under_everysec_an_answer_is_called_durable_only_once_it_is(
+    cluster_with: Any, own_redis: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("ebbtide.coordinator.appending._EVERYSEC_S", 0.2)
     own_redis.command("CONFIG", "SET", "appendfsync", "everysec")
     async with cluster_with(own_redis.url) as cluster:
@@ -214,7 +219,7 @@ async def test_under_everysec_an_answer_is_called_durable_only_once_it_is(cluste
             session=worker.attached.session, sequence=7, deltas=[worker.delta("a", 0, 4, STOP)]
         )
         await worker._append.write(request)
-        answers = []
+        answers: list[Any] = []
         while len(answers) < 2:
             answers += [one for one in [await worker._append.read()] if one.sequence == 7]
         at_once, later = answers
@@ -222,7 +227,7 @@ async def test_under_everysec_an_answer_is_called_durable_only_once_it_is(cluste
         assert (later.sequence, later.durable, later.acks) == (7, True, at_once.acks)
 
 
-async def test_a_worker_that_has_another_version_than_thought_is_told_to_install_again(cluster):
+async def test_a_worker_that_has_another_version_than_thought_is_told_to_install_again(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a")

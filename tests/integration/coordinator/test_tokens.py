@@ -1,6 +1,7 @@
 """The way of a rollout through the two streams, and the fences on it."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ STOP = types_pb2.FINISH_REASON_STOP
 STORED, GAP, SUPERSEDED = AppendAck.STATUS_STORED, AppendAck.STATUS_GAP, AppendAck.STATUS_SUPERSEDED
 
 
-async def test_a_rollout_goes_from_submit_to_a_worker_to_the_finished_stream(cluster):
+async def test_a_rollout_goes_from_submit_to_a_worker_to_the_finished_stream(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     assert await run.submit("a", "b") == [1, 1]
@@ -28,7 +29,7 @@ async def test_a_rollout_goes_from_submit_to_a_worker_to_the_finished_stream(clu
     assert list(unpack_tokens(done.tokens)["id"]) == list(range(10))
 
 
-async def test_a_repeat_is_harmless_and_a_gap_or_overlap_is_told_where_to_go_on(cluster):
+async def test_a_repeat_is_harmless_and_a_gap_or_overlap_is_told_where_to_go_on(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a")
@@ -45,7 +46,7 @@ async def test_a_repeat_is_harmless_and_a_gap_or_overlap_is_told_where_to_go_on(
     assert await run.count("tokens_stored") == 10
 
 
-async def test_several_deltas_of_one_rollout_in_one_message_follow_on(cluster):
+async def test_several_deltas_of_one_rollout_in_one_message_follow_on(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a", "b")
@@ -54,7 +55,7 @@ async def test_several_deltas_of_one_rollout_in_one_message_follow_on(cluster):
     assert [(ack.stored, ack.finished) for ack in acks] == [(4, False), (3, False), (8, True)]
 
 
-async def test_a_broken_stream_requeues_at_once_and_the_next_worker_gets_the_partial(cluster):
+async def test_a_broken_stream_requeues_at_once_and_the_next_worker_gets_the_partial(cluster: Any) -> None:
     run = await cluster.run()
     first, second = await cluster.worker("w1", slots=2), None
     await run.submit("a", "b")
@@ -82,7 +83,7 @@ async def test_a_broken_stream_requeues_at_once_and_the_next_worker_gets_the_par
     assert lost.values["rollouts"] == 2
 
 
-async def test_a_superseded_attempt_cannot_append(cluster):
+async def test_a_superseded_attempt_cannot_append(cluster: Any) -> None:
     run = await cluster.run()
     first = await cluster.worker("w1", slots=1)
     await run.submit("a")
@@ -99,7 +100,7 @@ async def test_a_superseded_attempt_cannot_append(cluster):
     assert (await second.add("a", 4, 4)).stored == 8
 
 
-async def test_a_silent_worker_is_lost_and_its_rollouts_go_elsewhere(cluster_with):
+async def test_a_silent_worker_is_lost_and_its_rollouts_go_elsewhere(cluster_with: Any) -> None:
     async with cluster_with(heartbeat_timeout_s=0.4) as cluster:
         run = await cluster.run()
         first = await cluster.worker("w1", slots=1)
@@ -118,7 +119,7 @@ async def test_a_silent_worker_is_lost_and_its_rollouts_go_elsewhere(cluster_wit
         await wait_until(lambda: isinstance(first.ended, NotFound))
 
 
-async def test_released_attempts_go_on_elsewhere_and_count_no_barren_attempt(cluster_with):
+async def test_released_attempts_go_on_elsewhere_and_count_no_barren_attempt(cluster_with: Any) -> None:
     async with cluster_with(barren_attempts=1) as cluster:
         run = await cluster.run()
         first = await cluster.worker("w1")
@@ -131,7 +132,7 @@ async def test_released_attempts_go_on_elsewhere_and_count_no_barren_attempt(clu
         assert (await run.events("worker", 2))[1].labels["state"] == "draining"
 
 
-async def test_a_rollout_that_never_gets_a_token_becomes_a_dead_letter_with_evidence(cluster_with):
+async def test_a_rollout_that_never_gets_a_token_becomes_a_dead_letter_with_evidence(cluster_with: Any) -> None:
     async with cluster_with(barren_attempts=2) as cluster:
         run = await cluster.run()
         await run.submit("a", "b")
@@ -148,7 +149,7 @@ async def test_a_rollout_that_never_gets_a_token_becomes_a_dead_letter_with_evid
         assert (await run.get()).dropped == {"dead_lettered": 1}
 
 
-async def test_tokens_stream_from_an_offset_to_the_finish(cluster):
+async def test_tokens_stream_from_an_offset_to_the_finish(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a")
@@ -162,7 +163,7 @@ async def test_tokens_stream_from_an_offset_to_the_finish(cluster):
     assert (last.offset, list(unpack_tokens(last.tokens)["id"]), last.reason) == (8, [8, 9], STOP)
 
 
-async def test_what_no_worker_may_send_is_refused_by_name(cluster):
+async def test_what_no_worker_may_send_is_refused_by_name(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a")
@@ -177,7 +178,7 @@ async def test_what_no_worker_may_send_is_refused_by_name(cluster):
         await worker.open_append()
 
 
-async def test_turns_of_one_episode_prefer_one_worker(cluster):
+async def test_turns_of_one_episode_prefer_one_worker(cluster: Any) -> None:
     run = await cluster.run()
     workers = {name: await cluster.worker(name) for name in ("w1", "w2", "w3")}
     await wait_until(lambda: all(worker.installed for worker in workers.values()))

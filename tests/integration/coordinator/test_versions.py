@@ -1,12 +1,14 @@
 """Which weights make which tokens, and which worker serves which run."""
 
+from typing import Any
+
 from ebbtide.testing import wait_until
 from ebbtide.v1 import fleet_pb2, types_pb2
 
 STOP = types_pb2.FINISH_REASON_STOP
 
 
-async def test_a_rollout_waits_for_a_worker_with_a_version_within_its_bounds(cluster):
+async def test_a_rollout_waits_for_a_worker_with_a_version_within_its_bounds(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1", installs=False)
     await run.submit("old", max_version=1)
@@ -27,7 +29,7 @@ async def test_a_rollout_waits_for_a_worker_with_a_version_within_its_bounds(clu
     await worker.has("new")
 
 
-async def test_a_worker_updates_in_flight_where_nothing_holds_it(cluster):
+async def test_a_worker_updates_in_flight_where_nothing_holds_it(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a", min_version=1)
@@ -37,7 +39,7 @@ async def test_a_worker_updates_in_flight_where_nothing_holds_it(cluster):
     assert not worker.cancelled
 
 
-async def test_one_worker_goes_back_for_rollouts_with_a_ceiling(cluster):
+async def test_one_worker_goes_back_for_rollouts_with_a_ceiling(cluster: Any) -> None:
     run = await cluster.run()
     workers = [await cluster.worker(name) for name in ("w1", "w2")]
     await run.announce(step=1)
@@ -53,7 +55,7 @@ async def test_one_worker_goes_back_for_rollouts_with_a_ceiling(cluster):
     await wait_until(lambda: keeper.installed[-1] == 2)
 
 
-async def test_rollouts_whose_version_is_gone_become_dead_letters(cluster, monkeypatch):
+async def test_rollouts_whose_version_is_gone_become_dead_letters(cluster: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.02)
     run = await cluster.run()
     worker = await cluster.worker("w1")
@@ -71,7 +73,7 @@ async def test_rollouts_whose_version_is_gone_become_dead_letters(cluster, monke
     assert "not kept" in (await run.events("warning", 1))[0].message
 
 
-async def test_several_runs_share_the_fleet(cluster):
+async def test_several_runs_share_the_fleet(cluster: Any) -> None:
     one, two = await cluster.run("one"), await cluster.run("two")
     workers = [await cluster.worker(name, slots=4) for name in ("w1", "w2")]
     await one.submit("a1", "a2")
@@ -84,7 +86,7 @@ async def test_several_runs_share_the_fleet(cluster):
     assert len(await one.finished(2)) == len(await two.finished(2)) == 2
 
 
-async def test_one_worker_alternates_between_runs_that_both_have_work(cluster_with):
+async def test_one_worker_alternates_between_runs_that_both_have_work(cluster_with: Any) -> None:
     async with cluster_with(slice_s=0.2) as cluster:
         runs = [await cluster.run("one"), await cluster.run("two")]
         for run in runs:
@@ -100,7 +102,7 @@ async def test_one_worker_alternates_between_runs_that_both_have_work(cluster_wi
             assert len(served) < 80
 
 
-async def test_a_run_of_another_model_is_hinted_at(cluster):
+async def test_a_run_of_another_model_is_hinted_at(cluster: Any) -> None:
     await cluster.worker("w1")
     run = await cluster.run("other", model="elsewhere")
     (hint,) = await run.events("warning", 1)

@@ -1,6 +1,7 @@
 """The one connection to the store: in order, in one pipe, and back by itself."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -12,27 +13,27 @@ from ebbtide.testing import EmbeddedRedis, wait_until
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path: Any) -> Any:
     with EmbeddedRedis(tmp_path / "redis") as made:
         yield made
 
 
 @pytest.fixture
-async def link(server):
+async def link(server: Any) -> Any:
     made = Connection(server.url, patience_s=0.5)
     await made.open()
     yield made
     await made.close()
 
 
-async def test_many_callers_share_one_connection_and_each_gets_its_own_answer(link):
+async def test_many_callers_share_one_connection_and_each_gets_its_own_answer(link: Any) -> None:
     await asyncio.gather(*(link.call("SET", f"k{i}", i) for i in range(500)))
     assert await asyncio.gather(*(link.call("GET", f"k{i}") for i in range(500))) == [b"%d" % i for i in range(500)]
     clients = await link.call("CLIENT", "LIST")
     assert clients.count(b"\n") == 1
 
 
-async def test_a_caller_that_goes_away_shifts_nobodys_answer(link):
+async def test_a_caller_that_goes_away_shifts_nobodys_answer(link: Any) -> None:
     await link.call("SET", "k", "v")
     callers = [asyncio.create_task(link.call("ECHO", str(number))) for number in range(50)]
     await asyncio.sleep(0)
@@ -44,7 +45,7 @@ async def test_a_caller_that_goes_away_shifts_nobodys_answer(link):
     assert await link.call("GET", "k") == b"v"
 
 
-async def test_calls_made_while_the_store_restarts_are_done_when_it_is_back(server):
+async def test_calls_made_while_the_store_restarts_are_done_when_it_is_back(server: Any) -> None:
     link = Connection(server.url, patience_s=20)
     await link.open()
     came = []
@@ -60,7 +61,7 @@ async def test_calls_made_while_the_store_restarts_are_done_when_it_is_back(serv
     await link.close()
 
 
-async def test_a_script_is_sent_again_to_a_store_that_has_forgotten_it(link, server):
+async def test_a_script_is_sent_again_to_a_store_that_has_forgotten_it(link: Any, server: Any) -> None:
     echo = Script("echo", "return ARGV[1]")
     assert await link.run(echo, "p", "one") == b"one"
     server.stop()
@@ -69,7 +70,7 @@ async def test_a_script_is_sent_again_to_a_store_that_has_forgotten_it(link, ser
     assert await link.run(echo, "p", "two") == b"two"
 
 
-async def test_a_store_that_is_gone_or_silent_is_named_when_patience_ends(link, server):
+async def test_a_store_that_is_gone_or_silent_is_named_when_patience_ends(link: Any, server: Any) -> None:
     server.freeze()
     try:
         with pytest.raises(StoreUnavailable, match="does not answer in time"):
@@ -81,7 +82,7 @@ async def test_a_store_that_is_gone_or_silent_is_named_when_patience_ends(link, 
         await link.call("PING")
 
 
-async def test_no_password_shows_in_messages(tmp_path):
+async def test_no_password_shows_in_messages(tmp_path: Any) -> None:
     link = Connection("redis://user:secret@127.0.0.1:1/0", patience_s=0.2)
     with pytest.raises(StoreUnavailable) as refused:
         await link.open()
@@ -89,14 +90,14 @@ async def test_no_password_shows_in_messages(tmp_path):
     assert "127.0.0.1:1" in str(refused.value)
 
 
-async def test_a_store_that_wants_a_password_says_so(link, server):
+async def test_a_store_that_wants_a_password_says_so(link: Any, server: Any) -> None:
     await link.call("CONFIG", "SET", "requirepass", "x")
     other = Connection(server.url, patience_s=0.3)
     with pytest.raises(StoreUnavailable, match="password"):
         await other.open()
 
 
-async def test_the_condition_of_a_store_is_told(link):
+async def test_the_condition_of_a_store_is_told(link: Any) -> None:
     condition = await Store(link, "term").condition()
     assert condition.fsync == "always"
     assert not condition.evicts

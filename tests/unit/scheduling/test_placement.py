@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,15 @@ from ebbtide.scheduling.pacing import Bounds
 from ebbtide.scheduling.placement import Host, admits, place
 
 
-def waiting(number, bounds=(0, 0), *, length=10, priority=0, episode="", rollout_id=""):
+def waiting(
+    number: int,
+    bounds: tuple[int, int] = (0, 0),
+    *,
+    length: int = 10,
+    priority: int = 0,
+    episode: str = "",
+    rollout_id: str = "",
+) -> Waiting:
     return Waiting(
         rollout_id=rollout_id or f"r{number}",
         episode_id=episode or f"e{number}",
@@ -21,7 +30,9 @@ def waiting(number, bounds=(0, 0), *, length=10, priority=0, episode="", rollout
     )
 
 
-def host(name, slots=4, running=0, version=1, *, target=None, context=100):
+def host(
+    name: str, slots: int = 4, running: int = 0, version: int = 1, *, target: int | None = None, context: int = 100
+) -> Host:
     return Host(
         worker_id=name,
         slots=slots,
@@ -38,7 +49,7 @@ class Case:
     hosts: list[Host]
 
 
-def random_case(seed):
+def random_case(seed: int) -> Case:
     draw = random.Random(seed)
     hosts = [
         host(f"w{i}", slots := draw.randint(1, 6), draw.randint(0, slots), draw.randint(0, 4),
@@ -55,7 +66,7 @@ def random_case(seed):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_placement_keeps_its_laws(seed):
+def test_placement_keeps_its_laws(seed: Any) -> None:
     case = random_case(seed)
     placements = place(case.line, case.hosts, {})
     by_id = {one.rollout_id: one for one in case.line}
@@ -88,28 +99,28 @@ def test_placement_keeps_its_laws(seed):
         kinds[kind] = kinds.get(kind, False) or one.rollout_id not in given
 
 
-def test_placement_can_be_repeated():
+def test_placement_can_be_repeated() -> None:
     case = random_case(5)
     assert place(case.line, case.hosts, {}) == place(case.line, case.hosts, {})
 
 
-def test_turns_go_home_while_there_is_room_and_elsewhere_when_there_is_none():
+def test_turns_go_home_while_there_is_room_and_elsewhere_when_there_is_none() -> None:
     hosts = [host("w1", slots=2, running=1), host("w2", slots=8)]
     line = [waiting(1, episode="e"), waiting(2, episode="e")]
     assert place(line, hosts, {"e": "w1"}) == [("r1", "w1"), ("r2", "w2")]
 
 
-def test_the_emptiest_worker_is_chosen_by_share():
+def test_the_emptiest_worker_is_chosen_by_share() -> None:
     hosts = [host("small", slots=2, running=1), host("large", slots=10, running=4)]
     assert place([waiting(1)], hosts, {}) == [("r1", "large")]
 
 
-def test_one_that_fits_nowhere_holds_up_nobody():
+def test_one_that_fits_nowhere_holds_up_nobody() -> None:
     line = [waiting(1, (5, 0)), waiting(2, length=500), waiting(3)]
     assert place(line, [host("w1")], {}) == [("r3", "w1")]
 
 
-def test_a_worker_on_its_way_to_another_version_takes_only_what_both_may_make():
+def test_a_worker_on_its_way_to_another_version_takes_only_what_both_may_make() -> None:
     moving = host("w1", version=1, target=3)
     assert place([waiting(1, (0, 1)), waiting(2, (3, 0)), waiting(3, (1, 3))], [moving], {}) == [("r3", "w1")]
 
@@ -118,11 +129,11 @@ def test_a_worker_on_its_way_to_another_version_takes_only_what_both_may_make():
     ("bounds", "version", "within"),
     [((0, 0), 0, False), ((0, 0), 1, True), ((2, 0), 1, False), ((0, 2), 2, True), ((0, 2), 3, False)],
 )
-def test_bounds_of_zero_are_none_and_version_zero_is_none(bounds, version, within):
+def test_bounds_of_zero_are_none_and_version_zero_is_none(bounds: Any, version: Any, within: Any) -> None:
     assert admits(Bounds(*bounds), version) is within
 
 
-def test_a_requeued_rollout_stands_where_it_stood():
+def test_a_requeued_rollout_stands_where_it_stood() -> None:
     line = Line()
     for number in (3, 1, 2):
         line.add(waiting(number))
@@ -133,7 +144,7 @@ def test_a_requeued_rollout_stands_where_it_stood():
     assert [one.rollout_id for one in line] == ["r1", "r2", "r3", "r9"]
 
 
-def test_priority_comes_before_place_and_an_id_stands_once():
+def test_priority_comes_before_place_and_an_id_stands_once() -> None:
     line = Line()
     line.add(waiting(1))
     line.add(waiting(2, priority=-1))

@@ -1,6 +1,7 @@
 """Laws of who should have which version."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -9,38 +10,38 @@ from ebbtide.scheduling.placement import admits
 from ebbtide.scheduling.versions import Serving, target_versions, unservable
 
 
-def serving(name, installed, running=0, *held):
+def serving(name: Any, installed: Any, running: Any = 0, *held: Any) -> Any:
     return Serving(worker_id=name, installed=installed, running=running, held=frozenset(Bounds(*b) for b in held))
 
 
-def test_everybody_should_have_the_newest():
+def test_everybody_should_have_the_newest() -> None:
     assert target_versions([serving("a", 1), serving("b", 0)], [], [1, 2, 3]) == {"a": 3, "b": 3}
     assert target_versions([serving("a", 1)], [], []) == {}
 
 
-def test_a_worker_stays_for_rollouts_with_a_ceiling_until_they_end():
+def test_a_worker_stays_for_rollouts_with_a_ceiling_until_they_end() -> None:
     assert target_versions([serving("a", 1, 2, (1, 1), (0, 0))], [], [1, 2]) == {"a": 1}
     assert target_versions([serving("a", 1, 1, (1, 0))], [], [1, 2]) == {"a": 2}
     assert target_versions([serving("a", 1, 1, (0, 2))], [], [1, 2]) == {"a": 2}
 
 
-def test_one_worker_goes_back_for_a_ceiling_that_waits_and_the_idlest_does():
+def test_one_worker_goes_back_for_a_ceiling_that_waits_and_the_idlest_does() -> None:
     workers = [serving("a", 3, 5), serving("b", 3, 1), serving("c", 3, 4)]
     assert target_versions(workers, [Bounds(1, 2)], [1, 2, 3]) == {"a": 3, "b": 2, "c": 3}
 
 
-def test_one_that_still_has_such_a_version_is_chosen_before_one_that_must_go_back():
+def test_one_that_still_has_such_a_version_is_chosen_before_one_that_must_go_back() -> None:
     workers = [serving("a", 3, 0), serving("b", 2, 6)]
     assert target_versions(workers, [Bounds(1, 2)], [1, 2, 3]) == {"a": 3, "b": 2}
 
 
-def test_one_worker_may_serve_several_ceilings():
+def test_one_worker_may_serve_several_ceilings() -> None:
     workers = [serving("a", 3), serving("b", 3)]
     targets = target_versions(workers, [Bounds(1, 2), Bounds(0, 2), Bounds(2, 2)], [1, 2, 3])
     assert sorted(targets.values()) == [2, 3]
 
 
-def test_ceilings_without_a_version_that_can_be_had_move_nobody():
+def test_ceilings_without_a_version_that_can_be_had_move_nobody() -> None:
     assert target_versions([serving("a", 3)], [Bounds(1, 1)], [2, 3]) == {"a": 3}
     assert unservable(Bounds(1, 1), [2, 3])
     assert not unservable(Bounds(1, 2), [2, 3])
@@ -50,7 +51,7 @@ def test_ceilings_without_a_version_that_can_be_had_move_nobody():
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_no_target_breaks_a_bound_that_is_held_and_every_ceiling_that_can_be_served_is(seed):
+def test_no_target_breaks_a_bound_that_is_held_and_every_ceiling_that_can_be_served_is(seed: Any) -> None:
     draw = random.Random(seed)
     announced = sorted(draw.sample(range(1, 8), draw.randint(1, 5)))
     workers = []

@@ -2,6 +2,7 @@
 
 import re
 from importlib import resources
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,14 +35,14 @@ UNFENCED = {
 }
 
 
-def test_all_keys_of_a_run_lie_in_one_slot():
+def test_all_keys_of_a_run_lie_in_one_slot() -> None:
     keys = {run_key("r.1", name) for name in RUN_KEYS}
     assert len(keys) == len(RUN_KEYS)
-    assert {re.search(r"\{(.*?)\}", key).group(1) for key in keys} == {"r.1"}
+    assert {found[1] for key in keys if (found := re.search(r"\{(.*?)\}", key))} == {"r.1"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_names_no_key_but_by_its_constant_and_checks_the_term_before_it_writes(name):
+def test_a_script_names_no_key_but_by_its_constant_and_checks_the_term_before_it_writes(name: Any) -> None:
     body = script(name).text.decode().removeprefix(lua_constants())
     assert not re.search(r"ebbtide:|KEYS\[", body)
     named = set(re.findall(r"redis\.call\('[A-Z]+', ([A-Z_]+)", body))
@@ -56,12 +57,12 @@ def test_a_script_names_no_key_but_by_its_constant_and_checks_the_term_before_it
         assert check.start() < writes.start()
 
 
-def request(**more):
-    fields = {"rollout_id": "a", "group_id": "g", "episode_id": "e", "prompt_ids": b"\1\0\0\0", "sampling": Sampling()}
+def request(**more: Any) -> Any:
+    fields: dict[str, Any] = {"rollout_id": "a", "group_id": "g", "episode_id": "e", "prompt_ids": b"\1\0\0\0", "sampling": Sampling()}
     return RolloutRequest(**(fields | more))
 
 
-def test_records_come_back_as_they_were_and_old_ones_without_new_fields():
+def test_records_come_back_as_they_were_and_old_ones_without_new_fields() -> None:
     assert unpack(pack(request(turn=3)), RolloutRequest) == request(turn=3)
     old = msgspec.msgpack.encode(
         {"rollout_id": "a", "group_id": "g", "episode_id": "e", "prompt_ids": b"", "sampling": {}}
@@ -69,7 +70,7 @@ def test_records_come_back_as_they_were_and_old_ones_without_new_fields():
     assert unpack(old, RolloutRequest).priority == 0
 
 
-def test_a_body_is_what_is_asked_for_not_when():
+def test_a_body_is_what_is_asked_for_not_when() -> None:
     assert body_digest(request()) == body_digest(request(min_version=2, max_version=3, priority=1))
     for other in ({"prompt_ids": b"\2\0\0\0"}, {"sampling": Sampling(top_k=3)}, {"turn": 1}, {"group_id": "h"}):
         assert body_digest(request()) != body_digest(request(**other))
@@ -91,14 +92,14 @@ def test_a_body_is_what_is_asked_for_not_when():
         (redis_errors.ConnectionError("Error 111 connecting"), "start it"),
     ],
 )
-def test_each_refusal_of_the_store_names_the_store_and_the_remedy(error, says):
+def test_each_refusal_of_the_store_names_the_store_and_the_remedy(error: Any, says: Any) -> None:
     found = fault(error, where="redis://host:1")
     assert isinstance(found, StoreUnavailable)
     assert "redis://host:1" in str(found)
     assert says in str(found)
 
 
-def test_refusals_of_scripts_are_told_from_those_of_the_store():
+def test_refusals_of_scripts_are_told_from_those_of_the_store() -> None:
     refused = fault(redis_errors.ResponseError("QUOTA 17"), where="x")
     assert isinstance(refused, Refused)
     assert (refused.code, refused.detail) == ("QUOTA", "17")
