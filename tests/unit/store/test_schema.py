@@ -58,7 +58,13 @@ def test_a_script_names_no_key_but_by_its_constant_and_checks_the_term_before_it
 
 
 def request(**more: Any) -> Any:
-    fields: dict[str, Any] = {"rollout_id": "a", "group_id": "g", "episode_id": "e", "prompt_ids": b"\1\0\0\0", "sampling": Sampling()}
+    fields: dict[str, Any] = {
+        "rollout_id": "a",
+        "group_id": "g",
+        "episode_id": "e",
+        "prompt_ids": b"\1\0\0\0",
+        "sampling": Sampling(),
+    }
     return RolloutRequest(**(fields | more))
 
 
