@@ -56,7 +56,7 @@ class Attempts:
         self.empty = asyncio.Event()  # set while nothing is held
         self.empty.set()
         self.due = asyncio.Event()  # set when the next message is due earlier than it was
-        self.pressure = asyncio.Event()  # set when the outbox is full, and at each acknowledgement
+        self.pressure = asyncio.Event()  # set when the outbox is full, and whenever it may have become less so
         self.tokens = 0
         self._busy_s, self._busy_since = 0.0, 0.0
 
@@ -103,6 +103,7 @@ class Attempts:
                     held.task.cancel()
         if not self._held:
             self.empty.set()
+        self.pressure.set()
 
     def settle(self, acks: Iterable[Ack], *, durable: bool) -> None:
         """Take note of acknowledgements; `durable` says whether what they name is fsynced."""

@@ -145,3 +145,21 @@ async def test_a_slow_store_holds_the_engine_and_loses_nothing(house: House, exp
     house.coordinator.store_up.set()
     await wait_until(lambda: "r1" in house.coordinator.finished)
     assert house.coordinator.ids("r1") == expected(400)
+
+
+async def test_a_worker_held_for_a_slow_store_goes_on_once_its_attempts_were_given_away(
+    house: House, expected: Expected
+) -> None:
+    await house.worker(unacknowledged_tokens=40, scripted={"step_s": 0.001})
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await house.hold_store("r1")
+    beats = len(house.coordinator.heard["heartbeat"])
+    await house.coordinator.hear("heartbeat", beats + 4)  # 0.2 s would be 200 tokens
+    assert house.generated() <= house.coordinator.length("r1") + 60
+    house.coordinator.fences["r1"] = "another"
+    house.coordinator.hang_up()
+    await wait_until(lambda: len(house.coordinator.attaches) == 2)
+    house.coordinator.store_up.set()
+    house.coordinator.assign("r2", Sampling(max_tokens=50))
+    await wait_until(lambda: "r2" in house.coordinator.finished)
+    assert house.coordinator.ids("r2") == expected(50)
