@@ -12,6 +12,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.testing import wait_until
+from ebbtide.trainer.conversation import load_conversations
 from ebbtide.trainer.driver.service import drive
 from ebbtide.trainer.driver.settings import DriverSettings
 from ebbtide.trainer.environments import Message, Split, StepResult
@@ -29,6 +30,7 @@ class Behaviour:
     """What the environments of a test do; looked up by the factory that the run names."""
 
     turns = 1
+    poison = ""  # a response that makes a training environment crash
     crash: Callable[[int], bool] = staticmethod(lambda index: False)
     hang: Callable[[int], bool] = staticmethod(lambda index: False)
     resets: list[int]
@@ -54,7 +56,8 @@ class Instance:
         return [Message("user", f"q{self.index}")]
 
     def step(self, response: str) -> StepResult:
-        if self.split == "train" and self.behaviour.crash(len(self.behaviour.resets)):
+        crash = self.behaviour.crash(len(self.behaviour.resets)) or response == self.behaviour.poison
+        if self.split == "train" and crash:
             raise RuntimeError("boom")
         if self.split == "train" and self.behaviour.hang(len(self.behaviour.resets)):
             self.behaviour.released.wait(10)
@@ -269,6 +272,47 @@ async def test_a_driver_that_starts_again_at_any_deed_submits_the_same_and_loses
         assert [event.values for event in cluster.named("evaluation")] == [
             event.values for event in whole.named("evaluation")
         ]
+
+
+def poisoned(request: RolloutRequest) -> list[int]:
+    """The first try at sample 1 of the first group always crashes its environment."""
+    return [B, END] if request.rollout_id == "s0.g0.1.t0" else [A, B, END]
+
+
+@pytest.mark.parametrize("setting", ["replace", "shrink"])
+async def test_a_driver_killed_while_a_group_is_stored_leaves_one_that_becomes_whole(
+    setting: str,
+    tiny_model: Path,
+    behaviour: Behaviour,
+    make_cluster: Any,
+    make_client: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = make_cluster(make_spec(tiny_model), poisoned)
+    store = type(cluster.lease("driver")).complete_episodes
+
+    async def one_by_one(lease: Any, episodes: Any) -> None:
+        for episode in episodes:
+            await store(lease, [episode])
+
+    monkeypatch.setattr(type(cluster.leases[0]), "complete_episodes", one_by_one)
+    behaviour.poison = load_conversations(str(tiny_model)).text([B])
+    batch = {"incomplete_group": setting, "groups_per_step": 1}
+    spec = make_spec(tiny_model, batch=batch, evaluation={"problems": 0}, trainer={"steps": 1})
+    whole = make_cluster(spec, poisoned)
+    await drive_to_end(whole, make_client(whole))
+    assert whole.dropped == {"environment_failure": 1}
+    for stop_after in range(1, deeds(whole)):
+        cluster = make_cluster(spec, poisoned)
+        cluster.announce(0)
+        first = asyncio.create_task(drive(make_client(cluster), cluster.lease("driver"), DriverSettings()))
+        await wait_until(partial(reached, cluster, first, stop_after), interval=0)
+        first.cancel()
+        await asyncio.wait({first})
+        await drive_to_end(cluster, make_client(cluster))
+        assert cluster.run.status is RunStatus.FINISHED
+        assert cluster.counters["trained"] == whole.counters["trained"]
+        assert cluster.dropped.total() == 1  # a step that was trained meanwhile is not played again: then as cancelled
 
 
 async def test_a_cancelled_run_ends_the_driver(

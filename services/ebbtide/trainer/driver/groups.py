@@ -98,13 +98,16 @@ class Group:
             self.samples[sample] = self.samples[sample]._replace(state=SampleState.SCORED)
 
     def _episodes(self, decision: Decision) -> list[Episode]:
-        """All that is to be stored of the group. An episode that never submitted a rollout leaves nothing to end."""
+        """All that is to be stored of the group, failures last; an episode without rollouts leaves nothing to end.
+
+        Where a driver dies between two calls, the next one takes an episode that is completed for a scored one: it may
+        meet a completed failure only when all that was scored is stored.
+        """
         failed = [_dropped(ending, ending.failure) for ending in self.result.failures if ending.rollout_ids]
         if decision.verdict is Verdict.DROP:
-            return failed + [_dropped(ending, DropReason.GROUP_INCOMPLETE) for ending in self.endings.values()]
+            return [_dropped(ending, DropReason.GROUP_INCOMPLETE) for ending in self.endings.values()] + failed
         self.result.trajectories = size = len(decision.samples)
-        return failed + [_scored(ending, size) for ending in self.endings.values()]
-
+        return [_scored(ending, size) for ending in self.endings.values()] + failed
 
     def _dropping(self) -> RunEvent:
         last = self.result.failures[-1]
