@@ -205,11 +205,14 @@ def _prepared(directory: Path) -> Iterator[Path]:
             yield Path(short) / "redis.sock"
 
 
-def free_address() -> str:
-    """An address on the loopback that nobody listens at."""
+def free_address(wanted: str = "127.0.0.1:0") -> str:
+    """`wanted`, with a free port in place of port 0: programs that are started again come back where they were."""
+    host, _, port = wanted.rpartition(":")
+    if port != "0":
+        return wanted
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
 
 
 def _flags(settings: dict[str, object]) -> Iterator[str]:

@@ -61,8 +61,10 @@ def up(
     slots: Annotated[int, typer.Option(min=1, help="Rollouts that each worker holds at most.")] = 64,
     run_dir: Annotated[Path, typer.Option(help="Where logs and data go.")] = Path("runs/up"),
     cache: Annotated[Path, typer.Option(help="Where base models are kept.")] = Path(".cache/base-models"),
-    coordinator: Annotated[str, typer.Option(help="Address of the coordinator.")] = "127.0.0.1:7600",
-    relay: Annotated[str, typer.Option(help="Address of the weight-relay.")] = "127.0.0.1:7610",
+    coordinator: Annotated[
+        str, typer.Option(help="Address of the coordinator; port 0: a free one.")
+    ] = "127.0.0.1:7600",
+    relay: Annotated[str, typer.Option(help="Address of the weight-relay; port 0: a free one.")] = "127.0.0.1:7610",
     worker_config: Annotated[
         Path | None, typer.Option(help="TOML file of settings for the workers (see ebbtide rollout-worker --help).")
     ] = None,

@@ -11,7 +11,7 @@ from ebbtide.cli.base_model import base_model
 from ebbtide.cli.demo import DemoOptions, demo_spec
 from ebbtide.cli.interrupts import INTERRUPTED
 from ebbtide.cli.interrupts import run as run_interruptible
-from ebbtide.cli.local import Cluster, Shape, local_cluster
+from ebbtide.cli.local import Cluster, Shape, free_address, local_cluster
 
 _ENVIRONMENT = "env"
 
@@ -19,6 +19,8 @@ _ENVIRONMENT = "env"
 def run(shape: Shape, directory: Path, cache: Path) -> int:
     """Exit status: 0 once it was interrupted and all is gone."""
     console = Console(highlight=False)
+    addresses = {"coordinator": free_address(shape.coordinator), "relay": free_address(shape.relay)}
+    shape = msgspec.structs.replace(shape, **addresses)
 
     async def main() -> int:
         async with local_cluster(directory, console.print) as cluster:

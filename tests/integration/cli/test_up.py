@@ -1,0 +1,157 @@
+"""A whole local cluster with scripted engines, and the commands that people use on it."""
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ebbtide.testing import wait_until
+from tests.integration.cli.stand_ins import alive
+
+pytestmark = pytest.mark.timeout(240)
+
+SPEC = """
+name = "mine"
+model = "{model}"
+[environment]
+name = "{environment}"
+{params}
+"""
+
+
+class Up:
+    """A running `ebbtide up`, and commands that talk to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "worker.toml").write_text('engine = "scripted"\n')
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("EBBTIDE_")}
+        options = [
+            "--model",
+            str(folder),
+            "--run-dir",
+            str(folder / "up"),
+            "--worker-config",
+            str(folder / "worker.toml"),
+        ]
+        addresses = ["--coordinator", "127.0.0.1:0", "--relay", "127.0.0.1:0"]
+        with (folder / "out").open("wb") as out:
+            command = [sys.executable, "-m", "ebbtide.cli", "up", *options, *addresses]
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=self.environment)
+
+    def wait(self, seconds: float = 120) -> None:
+        """Until it says that it is up; then its settings are in the environment."""
+        end = time.monotonic() + seconds
+        env = self.folder / "up" / "env"
+        while not env.exists():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.1)
+        for line in env.read_text().splitlines():
+            name, _, value = line.removeprefix("export ").partition("=")
+            self.environment[name] = value
+
+    def said(self) -> str:
+        return (self.folder / "out").read_text()
+
+    def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "ebbtide.cli", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=self.environment)
+
+    def pids(self) -> list[int]:
+        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    made = Up(tmp_path_factory.mktemp("up"))
+    try:
+        made.wait()
+    except AssertionError:
+        made.process.kill()
+        made.process.wait()
+        raise
+    yield made
+    pids = made.pids()
+    made.process.send_signal(signal.SIGINT)
+    assert made.process.wait(60) == 0
+    assert len(pids) >= 7
+    assert alive(pids) == []
+    assert "All processes are gone" in made.said()
+
+
+def spec(folder: Path, environment: str = "number_guessing", model: str = "nowhere", params: str = "") -> str:
+    path = folder / "RUN.toml"
+    path.write_text(SPEC.format(model=model, environment=environment, params=params))
+    return str(path)
+
+
+def test_the_token_is_the_owners_alone(up: Up) -> None:
+    mode = stat.S_IMODE((up.folder / "up" / "token").stat().st_mode)
+    assert mode == 0o600
+
+
+def test_workers_are_listed_with_what_they_do(up: Up) -> None:
+    listed = up.run("workers").stdout
+    assert re.search(r"worker-1 +spot +waits for work", listed)
+    assert re.search(r"worker-2 +spot +waits for work", listed)
+
+
+def test_a_submitted_run_is_listed_and_can_be_cancelled(up: Up, tmp_path: Path) -> None:
+    done = up.run("submit", spec(tmp_path), "--no-check", "--run-id", "mine-1")
+    assert done.stdout == "mine-1\n", done.stderr
+    assert "mine-1" in up.run("runs").stdout
+    cancelled = up.run("cancel", "mine-1")
+    # Its trainer may have found first that there is no such model.
+    assert cancelled.stdout in {"mine-1 cancelled\n", "mine-1 failed\n"}, cancelled.stderr
+    assert up.run("watch", "mine-1").returncode == 1
+
+
+def test_submitting_checks_the_environment_and_the_model_first(up: Up, tmp_path: Path) -> None:
+    done = up.run("submit", spec(tmp_path, environment="no_such"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ebbtide: model: 'nowhere' is no directory")
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
+    done = up.run("submit", spec(tmp_path, model=str(tmp_path)))
+    assert "model: " in done.stderr
+    assert "safetensors" in done.stderr
+
+
+def test_a_run_that_is_not_there_is_told_in_one_line(up: Up) -> None:
+    for command in ("cancel", "watch"):
+        done = up.run(command, "no-such-run")
+        assert done.returncode == 1
+        assert done.stderr.startswith("ebbtide: there is no run no-such-run")
+        assert len(done.stderr.splitlines()) == 1
+
+
+async def test_a_coordinator_that_is_killed_is_started_again_at_the_same_address(up: Up) -> None:
+    (coordinator,) = [pid for pid in up.pids() if "ebbtide.coordinator" in psutil.Process(pid).cmdline()]
+    os.kill(coordinator, signal.SIGKILL)
+    await wait_until(lambda: up.run("workers").stdout.count("waits for work") == 2, timeout=30)
+    assert "coordinator ended with signal SIGKILL; it is started again" in up.said()
+
+
+def test_a_second_cluster_in_the_same_directory_is_refused(up: Up) -> None:
+    done = up.run("up", "--model", str(up.folder), "--run-dir", str(up.folder / "up"))
+    assert done.returncode == 2
+    assert "another cluster runs in it" in done.stderr
+
+
+async def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+    made = Up(tmp_path)
+    made.wait()
+    pids = made.pids()
+    made.process.kill()
+    made.process.wait()
+    await wait_until(lambda: alive(pids) == [], timeout=20)
+    assert len(pids) >= 7
