@@ -32,7 +32,7 @@ lint: env ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 types: env ## Strict types, and who may import whom
-	@$(BIN)/mypy -p ebbtide && $(BIN)/mypy tests && $(BIN)/lint-imports
+	@$(BIN)/mypy common services tests examples && $(BIN)/lint-imports
 
 env: $(CODE) ## The environment alone
 
