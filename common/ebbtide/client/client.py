@@ -127,7 +127,10 @@ class Client:
         return [from_proto(worker, Worker) for worker in answer.workers]
 
     async def stream_tokens(self, run_id: str, rollout_id: str, offset: int = 0) -> AsyncGenerator[TokenChunk, None]:
-        """A rollout's tokens from `offset` as they are generated; the last chunk has a reason. Raises `NotFound`."""
+        """A rollout's tokens from `offset` as they are generated; the last chunk has a reason.
+
+        Raises `NotFound`, and `LeaseSuperseded` when the run ends before the rollout.
+        """
         from ebbtide.types.tokens import token_count
 
         request = rollouts_pb2.StreamTokensRequest(run_id=run_id, rollout_id=rollout_id, offset=offset)

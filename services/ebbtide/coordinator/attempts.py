@@ -166,6 +166,8 @@ class Attempts:
                 session.run_id = ""
         for topic in ("events", "finished", "trajectories"):
             self._bells.ring(topic, run.run_id)
+        for rollout_id in (*run.running, *(one.rollout_id for one in run.line)):
+            self._bells.ring("tokens", run.run_id, rollout_id)
         self._state.ended.add(run.run_id)
         self._state.wake.set()
         self._state.reap.set()

@@ -35,6 +35,13 @@ class Bells:
                 del self._listeners[topic]
 
 
+async def rung_or_late(rung: asyncio.Event) -> None:
+    """Sleep until the next ring, or until it is time to look again without one."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LOOK_AGAIN_S):
+            await rung.wait()
+
+
 class Cursored(Protocol):
     @property
     def cursor(self) -> str: ...
@@ -62,6 +69,4 @@ async def follow(
                 continue
             if over:
                 return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_AGAIN_S):
-                    await rung.wait()
+            await rung_or_late(rung)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from ebbtide.coordinator.attempts import waiting
-from ebbtide.coordinator.bells import follow
+from ebbtide.coordinator.bells import follow, rung_or_late
 from ebbtide.coordinator.checks import check_batch, check_cursor, check_lease, check_reason, check_rollouts
 from ebbtide.coordinator.parts import Parts
 from ebbtide.coordinator.state import RunState
@@ -58,13 +58,13 @@ class RolloutService:
             yield one
 
     async def tokens(self, run_id: str, rollout_id: str, offset: int) -> AsyncIterator[TokenChunk]:
-        """The rollout's tokens from `offset`; the last chunk has the reason."""
+        """The rollout's tokens from `offset`; the last chunk has the reason. `LeaseSuperseded` when the run ends."""
         check_id(run_id, field="run_id")
         check_id(rollout_id, field="rollout_id")
-        await self._recovery.live(run_id)
         with self._bells.listening("tokens", run_id, rollout_id) as rung:
             while True:
                 rung.clear()
+                await self._recovery.live(run_id)
                 chunk = await self._store.trajectories.tokens(run_id, rollout_id, offset)
                 if chunk.tokens or chunk.reason:
                     yield chunk
@@ -72,7 +72,7 @@ class RolloutService:
                     return
                 offset += token_count(chunk.tokens)
                 if not chunk.tokens:
-                    await rung.wait()
+                    await rung_or_late(rung)
 
     async def acknowledge(self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str) -> None:
         """End finished rollouts as trained, or dropped with a reason, and delete them."""
