@@ -165,15 +165,14 @@ class Relay:
         return data
 
     async def watch(self, run_id: str, policy: str) -> AsyncIterator[VersionInfo]:
-        """The versions held, oldest first, then each as it is committed."""
+        """The versions held, oldest first, then each as it is committed; be it let go while others are told."""
         seen: set[int] = set()
         while True:
             changed = self._changed
-            held = self.index.stream((run_id, policy))
-            fresh = sorted(held.keys() - seen)
-            seen = set(held)
-            for version in fresh:
+            held = dict(self.index.stream((run_id, policy)))
+            for version in sorted(held.keys() - seen):
                 yield held[version].info
+            seen = set(held)
             await changed.wait()
 
     # -- let go --------------------------------------------------------------------------------------------------
