@@ -104,7 +104,8 @@ class Hold:
     async def _pause(self, seconds: float) -> None:
         """Wait; raises `LeaseSuperseded` as soon as the lease is lost."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.lost.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.lost.wait()
         self._check()
 
     async def _follow(self, resume: Callable[[], "grpc.aio.UnaryStreamCall[Any, T]"]) -> AsyncGenerator[T, None]:

@@ -119,6 +119,19 @@ async def test_waiting_for_capacity_ends_with_the_lease(client: Client, script: 
             await submit
 
 
+async def test_a_cancel_that_meets_the_leases_end_still_cancels(client: Client) -> None:
+    for passes in range(4):
+        async with client.claim("run") as lease:
+            waiting = asyncio.create_task(lease._pause(60.0))
+            await asyncio.sleep(0)
+            lease.lost.set()
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            cancelled = waiting.cancel()
+            await asyncio.wait({waiting})
+            assert waiting.cancelled() == cancelled
+
+
 async def test_large_submits_are_cut_below_the_size_of_a_message(client: Client, script: Any) -> None:
     script.ttl_s = 60.0
     rollouts = [rollout(f"r{i}", tokens=100_000) for i in range(12)] + [rollout(f"s{i}") for i in range(2000)]
