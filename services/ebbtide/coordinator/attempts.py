@@ -25,6 +25,7 @@ from ebbtide.store.store import Store
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import RolloutRequest
+from ebbtide.types.run import LeaseRef, RunStatus
 from ebbtide.types.tokens import token_count
 from ebbtide.v1 import fleet_pb2, types_pb2
 
@@ -47,8 +48,11 @@ def waiting(request: RolloutRequest, *, place: int, length: int) -> Waiting:
 
 
 class Attempts:
-    def __init__(self, state: State, store: Store, bells: Bells, *, barren_limit: int) -> None:
-        self._state, self._store, self._bells, self._barren_limit = state, store, bells, barren_limit
+    """`barren_limit`, `keep_ended_s`: see `Settings`."""
+
+    def __init__(self, state: State, store: Store, bells: Bells, *, barren_limit: int, keep_ended_s: float) -> None:
+        self._state, self._store, self._bells = state, store, bells
+        self._barren_limit, self._keep_ended_s = barren_limit, keep_ended_s
 
     async def start(self, run: RunState, placements: Sequence[Placement], by_worker: dict[str, Session]) -> None:
         """Give queued rollouts to workers. Call with the run's lock held."""
@@ -58,7 +62,8 @@ class Attempts:
         batches: dict[Session, list[fleet_pb2.Assignment]] = defaultdict(list)
         for (rollout_id, attempt_id, session), given in zip(chosen, placed, strict=True):
             stood = run.line.remove(rollout_id)
-            if given is None or stood is None:  # cancelled meanwhile
+            if given is None or stood is None:
+                run.stale |= stood is not None  # it does not wait any more in the store: read what it does
                 continue
             attempt = Attempt(
                 run_id=run.run_id,
@@ -153,8 +158,21 @@ class Attempts:
                 session.cancel([AttemptRef(run.run_id, rollout_id, attempt_id)])
         self._state.wake.set()
 
-    def run_over(self, run: RunState) -> None:
-        """The store ended the whole run."""
+    async def end_run(
+        self, run_id: str, status: RunStatus, message: str, *, drop: str, lease: LeaseRef | None = None
+    ) -> None:
+        """End a run and all attempts in it. Raises `NotReady`: see `Runs.end`."""
+        await self._store.runs.end(run_id, status, message, drop=drop, lease=lease, keep_s=self._keep_ended_s)
+        log.info("run ended", run_id=run_id, status=status.name, reason=message)
+        await self.run_over(run_id)
+
+    async def run_over(self, run_id: str) -> None:
+        """The store ended the whole run. Nothing happens the second time."""
+        if (run := self._state.runs.get(run_id)) is not None:
+            async with run.lock:
+                self._drop_run(run)
+
+    def _drop_run(self, run: RunState) -> None:
         run.ended = True
         self._state.runs.pop(run.run_id, None)
         for session in self._state.sessions.values():

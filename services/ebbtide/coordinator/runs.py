@@ -45,7 +45,10 @@ class RunService:
             self._bells.ring("events", run.run_id)
 
     async def get(self, run_id: str) -> Run:
+        """The run as it stands. One that ended by a call whose answer was lost leaves the mirror here."""
         run = await self._store.runs.read(check_id(run_id, field="run_id"))
+        if run.status.ended:
+            await self._attempts.run_over(run_id)
         return msgspec.structs.replace(run, message=run.message or self._waits_for(run))
 
     def _waits_for(self, run: Run) -> str:
@@ -67,7 +70,8 @@ class RunService:
         return runs
 
     async def cancel(self, run_id: str) -> Run:
-        await self._end(run_id, RunStatus.CANCELLED, "cancelled", DropReason.CANCELLED, None)
+        check_id(run_id, field="run_id")
+        await self._attempts.end_run(run_id, RunStatus.CANCELLED, "cancelled", drop=DropReason.CANCELLED)
         return await self.get(run_id)
 
     async def finish(self, lease: LeaseRef, status: RunStatus, message: str) -> Run:
@@ -79,18 +83,8 @@ class RunService:
             if run.status is not status:
                 raise LeaseSuperseded(f"run {run.run_id} has ended ({run.status.name.lower()}); step down")
             return run
-        await self._end(lease.run_id, status, message, DropReason.RUN_ENDED, lease)
+        await self._attempts.end_run(lease.run_id, status, message, drop=DropReason.RUN_ENDED, lease=lease)
         return await self.get(lease.run_id)
-
-    async def _end(self, run_id: str, status: RunStatus, message: str, drop: str, lease: LeaseRef | None) -> None:
-        keep_s = self._settings.keep_ended_s
-        await self._store.runs.end(
-            check_id(run_id, field="run_id"), status, message, drop=drop, lease=lease, keep_s=keep_s
-        )
-        if (run := self._state.runs.get(run_id)) is not None:
-            async with run.lock:
-                self._attempts.run_over(run)
-            log.info("run ended", run_id=run_id, status=status.name)
 
     async def watch(self, run_id: str, cursor: str) -> AsyncIterator[RunEvent]:
         """Events after `cursor` until the run has ended."""

@@ -39,7 +39,13 @@ class Coordinator:
         self.store = Store(self.link, new_fence())
         self.state = State()
         self._bells = Bells()
-        self._attempts = Attempts(self.state, self.store, self._bells, barren_limit=settings.barren_attempts)
+        self._attempts = Attempts(
+            self.state,
+            self.store,
+            self._bells,
+            barren_limit=settings.barren_attempts,
+            keep_ended_s=settings.keep_ended_s,
+        )
         self.fleet = Fleet(settings, self.state, self.store, self._attempts, self._bells)
 
     async def open(self) -> list[Service]:

@@ -6,7 +6,15 @@ from typing import Any
 import grpc
 import pytest
 
-from ebbtide.errors import AlreadyExists, InvalidRequest, LeaseSuperseded, NotFound, NotReady
+from ebbtide.errors import (
+    AlreadyExists,
+    InvalidRequest,
+    LeaseSuperseded,
+    NotFound,
+    NotReady,
+    StoreUnavailable,
+    Unavailable,
+)
 from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
@@ -152,6 +160,29 @@ async def test_whoever_streams_tokens_of_a_run_that_ends_is_told(cluster: Any, m
     await cluster.call(cluster.runs.CancelRun, runs_pb2.CancelRunRequest(run_id="r"))
     with pytest.raises(LeaseSuperseded, match="run r has ended"), translated("coordinator"):
         await asyncio.wait_for(reading, 5)
+
+
+async def test_a_run_whose_end_was_not_answered_ends_for_all_when_the_call_is_repeated(
+    cluster: Any, monkeypatch: Any
+) -> None:
+    run = await cluster.run()
+    stream = cluster.rollouts.WatchFinished(rollouts_pb2.WatchFinishedRequest(run_id="r"))
+    reading = asyncio.create_task(stream.read())
+    runs = cluster.coordinator.store.runs
+    end = runs.end
+
+    async def unanswered(*args: Any, **more: Any) -> None:
+        await end(*args, **more)
+        raise StoreUnavailable("the answer is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "end", unanswered)
+        with pytest.raises(Unavailable):
+            await run.finish()
+    assert not reading.done()
+    assert (await run.finish()).status == types_pb2.RUN_STATUS_FINISHED
+    assert await asyncio.wait_for(reading, 5) is grpc.aio.EOF
+    assert not cluster.coordinator.state.runs
 
 
 async def test_reported_events_are_taken_once_per_key(cluster: Any) -> None:
