@@ -55,21 +55,24 @@ class Recovery:
             if not run.stale or run.ended:
                 return
             run.stale = False
+            ended: set[str] = set()
+            run.ended_lately = ended
             try:
-                await self._read(run)
+                await self._read(run, ended)
             except BaseException:
                 run.stale = True
                 raise
+            finally:
+                run.ended_lately = None
         self._state.wake.set()
         self._state.reap.set()
 
-    async def _read(self, run: RunState) -> None:
-        run.ended_lately.clear()
+    async def _read(self, run: RunState, ended: set[str]) -> None:
         known = await self._store.runs.versions(run.run_id)
         rows = [row async for row in self._store.rollouts.open_rollouts(run.run_id)]
-        # From here on nothing is awaited: what ended while rows were read is in `ended_lately`.
+        # From here on nothing is awaited: what ended while rows were read is in `ended`.
         run.versions = {v: record for v, record in known.items() if v in run.versions or v not in run.failed_installs}
-        rows = [row for row in rows if row.request.rollout_id not in run.ended_lately]
+        rows = [row for row in rows if row.request.rollout_id not in ended]
         before, run.running = run.running, {}
         for stood in list(run.line):
             run.line.remove(stood.rollout_id)

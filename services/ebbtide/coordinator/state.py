@@ -84,7 +84,7 @@ class RunState:
         self.homes: dict[str, str] = {}
         self.failed_installs: dict[int, int] = {}
         self.busy = self.served = float("-inf")
-        self.ended_lately: set[str] = set()  # rollouts that ended while the mirror is being read anew
+        self.ended_lately: set[str] | None = None  # rollouts that end while the mirror is being read anew
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -100,7 +100,8 @@ class RunState:
 
     def end(self, rollout_id: str, attempt_id: str = "") -> Attempt | None:
         """The store ended a rollout (or only if it runs as `attempt_id`): forget it. Returns its attempt if it ran."""
-        self.ended_lately.add(rollout_id)
+        if self.ended_lately is not None:
+            self.ended_lately.add(rollout_id)
         attempt = self.running.get(rollout_id)
         if attempt_id and (attempt is None or attempt.attempt_id != attempt_id):
             return None

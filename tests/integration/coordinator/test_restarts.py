@@ -239,3 +239,36 @@ async def test_a_worker_that_has_another_version_than_thought_is_told_to_install
     await worker.has("a")
     assert worker.installed == [1, 1]
     assert worker.assigned["a"].attempt.attempt_id != refused.attempt_id
+
+
+async def test_a_rollout_that_the_store_has_under_another_attempt_does_not_stay_out_of_line(cluster: Any) -> None:
+    run = await cluster.run()
+    await run.submit("a")
+    await cluster.coordinator.store.rollouts.place("r", [("a", "an-attempt-of-nobody", "w0")])
+    worker = await cluster.worker("w1")
+    await worker.has("a")  # once the attempt's worker did not show up within the grace
+    assert (await worker.add("a", 0, 2, STOP)).finished
+
+
+async def test_what_ended_is_remembered_only_while_the_mirror_is_read(cluster: Any, monkeypatch: Any) -> None:
+    run = await cluster.run()
+    worker = await cluster.worker("w1")
+    await run.submit("a", "b")
+    await worker.has("a", "b")
+    mirror = cluster.coordinator.state.runs["r"]
+    await worker.add("a", 0, 1, STOP)
+    assert mirror.ended_lately is None
+    versions = cluster.coordinator.store.runs.versions
+    held: list[Any] = []
+
+    async def meanwhile(run_id: str) -> Any:
+        await worker.add("b", 0, 1, STOP)
+        held.append(mirror.ended_lately)
+        return await versions(run_id)
+
+    monkeypatch.setattr(cluster.coordinator.store.runs, "versions", meanwhile)
+    mirror.stale = True
+    await wait_until(lambda: held and mirror.ended_lately is None)
+    assert held == [{"b"}]
+    assert not mirror.running
+    assert not mirror.line
