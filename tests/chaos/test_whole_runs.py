@@ -39,8 +39,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class House:
     """Cluster, trainer and driver."""
 
-    def __init__(self, cluster: Cluster, client: Client) -> None:
-        self.cluster, self.client = cluster, client
+    def __init__(self, cluster: Cluster, client: Client, output: Path) -> None:
+        self.cluster, self.client, self.output = cluster, client, output
 
     async def start(self, *names: str) -> None:
         await asyncio.gather(*map(self._start, names))
@@ -51,6 +51,9 @@ class House:
         if name == "trainer":
             where |= {"threads": 1, "device": "cpu", "keep_checkpoints": 99}
         await self.cluster.start(name, "trainer" if name == "trainer" else "trainer.driver", holder=name, **where)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.output / RUN / "checkpoints" / f"step-{step:06d}"
 
     async def past(self, step: int) -> None:
         """Wait until the version of `step` is announced."""
@@ -69,11 +72,11 @@ class House:
 @pytest.fixture
 async def house(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> House:
     """Everything running, the run submitted."""
-    house = House(cluster, await cluster.boot(lease_ttl_s=2, recover_grace_s=3))
+    house = House(cluster, await cluster.boot(lease_ttl_s=2, recover_grace_s=3), tmp_path / "output")
     spec: dict[str, Any] = {
         "name": "whole",
         "model": str(tiny_model),
-        "output": str(tmp_path / "output"),
+        "output": str(house.output),
         "environment": {"name": "number_guessing", "params": {"max_turns": 2}},
         "sampling": {"max_tokens": 24, "stop_token_ids": [1]},
         "batch": {"groups_per_step": 4, "group_size": 4, "max_staleness": 1},
@@ -86,7 +89,10 @@ async def house(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> House:
 
 
 async def test_a_run_whose_trainer_and_driver_are_killed_trains_every_episode_once(house: House) -> None:
-    for step, victims in ((1, ("trainer",)), (2, ("driver",)), (3, ("driver", "trainer"))):
+    await wait_until(house.checkpoint(2).exists, timeout=40, interval=0.001, what="a checkpoint")
+    house.cluster.kill("trainer")  # most often before it could tell what it had consumed
+    await house.start("trainer")
+    for step, victims in ((3, ("driver",)), (5, ("driver", "trainer"))):
         await house.past(step)
         house.cluster.kill(*victims)
         await house.start(*victims)
@@ -113,7 +119,7 @@ def check_books(house: House, run: Run, events: list[RunEvent]) -> None:
     assert versions == sorted(set(versions))
     assert len(versions) == STEPS + 1
     assert sorted(event.values["step"] for event in events if event.kind == "evaluation") == [0, 3, 6]
-    trained = consumed(Path(run.spec.output) / RUN / "checkpoints")
+    trained = consumed(house.output / RUN / "checkpoints")
     assert set(trained.values()) == {1}
     assert len(trained) == EPISODES
     ledger = house.cluster.ledger()
