@@ -57,6 +57,19 @@ def place(line: Iterable[Waiting], hosts: Sequence[Host], homes: Mapping[str, st
     return placements
 
 
+def outsized(
+    line: Iterable[Waiting], contexts: Sequence[int], *, manned: float, now: float, grace_s: float
+) -> list[Waiting]:
+    """Rollouts that no context attached leaves room for, though a worker with a longer one had `grace_s` to come.
+
+    `contexts`: tokens, of each worker; `manned`: since when there is one. Without a worker nothing is known.
+    """
+    longest = max(contexts, default=0)
+    if not longest or now - manned < grace_s:
+        return []
+    return [one for one in line if one.length >= longest and now - one.since >= grace_s]
+
+
 def _fits(one: Waiting, host: Host) -> bool:
     within = admits(one.bounds, host.installed) and admits(one.bounds, host.target)
     return within and one.length < host.max_model_len

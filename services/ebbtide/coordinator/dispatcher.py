@@ -20,7 +20,7 @@ from ebbtide.coordinator.state import RunState, Session, State
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.rpc.convert import to_proto
 from ebbtide.scheduling.allotment import Demand, Post, allot
-from ebbtide.scheduling.placement import Host, place
+from ebbtide.scheduling.placement import Host, outsized, place
 from ebbtide.scheduling.versions import Serving, target_versions, unservable
 from ebbtide.v1 import fleet_pb2, types_pb2
 
@@ -32,12 +32,17 @@ _TICK_S: Final = 0.5
 _STORE_PAUSE_S: Final = 0.2
 #: Rollouts placed by one store call: their prompts and partials come back in its reply.
 _PLACE_AT_ONCE: Final = 128
+#: How long a worker with a longer context has to come for rollouts that need one; and how often all of the line is
+#: looked through for such.
+_LONGER_GRACE_S: Final = 30.0
+_MEASURE_EVERY_S: Final = 1.0
 
 
 class Dispatcher:
     def __init__(self, state: State, fleet: Fleet, attempts: Attempts, recovery: Recovery, *, slice_s: float) -> None:
         self._state, self._fleet, self._attempts, self._recovery = state, fleet, attempts, recovery
         self._slice_s = slice_s
+        self._measured = float("-inf")
 
     async def decide_for_ever(self) -> None:
         while True:
@@ -81,11 +86,15 @@ class Dispatcher:
             await self._recovery.refresh(run)
         now = time.monotonic()
         self._share_out(now)
+        measure = now - self._measured >= _MEASURE_EVERY_S
+        self._measured = now if measure else self._measured
         for run in list(self._state.runs.values()):
             sessions = [s for s in self._state.sessions.values() if s.run_id == run.run_id]
             self._send_versions(run, sessions)
             with suppress(LeaseSuperseded):  # the run ended meanwhile
                 await self._bury_unservable(run)
+                if measure:
+                    await self._bury_outsized(run)
                 await self._fill(run, sessions)
 
     def _share_out(self, now: float) -> None:
@@ -159,6 +168,22 @@ class Dispatcher:
                 if one.bounds in lost
             ]
             await self._attempts.bury(run, letters)
+
+    async def _bury_outsized(self, run: RunState) -> None:
+        sessions = self._open_sessions()
+        contexts = [session.hello.engine.max_model_len for session in sessions]
+        manned = min((session.attached for session in sessions), default=0.0)
+        async with run.changing():
+            now = time.monotonic()
+            letters = [
+                (
+                    one.rollout_id,
+                    f"{one.length} tokens leave no room for more in the longest context attached ({max(contexts)})",
+                )
+                for one in outsized(run.line, contexts, manned=manned, now=now, grace_s=_LONGER_GRACE_S)
+            ]
+            if letters:
+                await self._attempts.bury(run, letters)
 
     async def _fill(self, run: RunState, sessions: Iterable[Session]) -> None:
         while True:

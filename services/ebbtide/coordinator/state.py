@@ -121,7 +121,8 @@ class RunState:
 
 
 class Session:
-    """One attachment of a worker. `run_id`: the run it is to serve; `target`: the version that it was last told."""
+    """One attachment of a worker. `run_id`: the run it is to serve, `since` when; `target`: the version that it was
+    last told."""
 
     def __init__(self, session_id: str, hello: Attach, now: float) -> None:
         self.session_id = session_id
@@ -131,7 +132,7 @@ class Session:
         self.attempts: dict[str, Attempt] = {}  # by attempt id
         self.outbox: asyncio.Queue[fleet_pb2.CoordinatorMessage | None] = asyncio.Queue()
         self.run_id = ""
-        self.since = now
+        self.attached = self.since = now
         self.installed: tuple[str, PolicyVersion] | None = None
         self.target: tuple[str, int] | None = None
         self.unfit: dict[str, float] = {}  # run -> until when

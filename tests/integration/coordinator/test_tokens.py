@@ -7,7 +7,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.testing import wait_until
-from ebbtide.types.tokens import unpack_tokens
+from ebbtide.types.tokens import pack_ids, unpack_tokens
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, types_pb2
 from ebbtide.v1.fleet_pb2 import AppendAck
 
@@ -147,6 +147,23 @@ async def test_a_rollout_that_never_gets_a_token_becomes_a_dead_letter_with_evid
         assert "w1" in letter.message
         await run.acknowledge("a", drop="dead_lettered")
         assert (await run.get()).dropped == {"dead_lettered": 1}
+
+
+async def test_a_prompt_longer_than_every_context_becomes_a_dead_letter_with_evidence(
+    cluster: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("ebbtide.coordinator.dispatcher._LONGER_GRACE_S", 0.1)
+    monkeypatch.setattr("ebbtide.coordinator.dispatcher._MEASURE_EVERY_S", 0.0)
+    run = await cluster.run()
+    await run.submit("long", prompt_ids=pack_ids([1] * 256))  # nobody is there yet to say that it is too long
+    await run.submit("short")
+    worker = await cluster.worker("w1")
+    await worker.has("short")
+    (letter,) = await run.finished(1)
+    assert (letter.rollout_id, letter.reason) == ("long", types_pb2.FINISH_REASON_DEAD_LETTERED)
+    assert "256 tokens" in letter.message
+    assert "longest context attached (256)" in letter.message
+    assert set(worker.assigned) == {"short"}
 
 
 async def test_tokens_stream_from_an_offset_to_the_finish(cluster: Any) -> None:
