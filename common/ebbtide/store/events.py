@@ -1,4 +1,4 @@
-"""A run's events: what its watchers see."""
+"""A run's events: what its watchers see. Those that drivers and trainers rebuild themselves from are never trimmed."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -6,7 +6,6 @@ from typing import Final
 import msgspec
 
 from ebbtide.store.codec import json_object
-from ebbtide.store.keys import run_key
 from ebbtide.store.topic import Topic
 from ebbtide.types.run import LeaseRef, RunEvent
 
@@ -25,8 +24,7 @@ class Events(Topic):
 
     async def page(self, run_id: str, cursor: str) -> list[RunEvent]:
         """Up to `PAGE` events after `cursor` (empty: from the first), oldest first."""
-        key = run_key(run_id, "EVENTS")
-        entries = await self._link.call("XRANGE", key, f"({cursor or '0-0'}", "+", "COUNT", PAGE)
+        entries = await self._run("events_page", run_id, cursor or "0-0", PAGE)
         return [_event(cursor.decode(), fields) for cursor, fields in entries]
 
 

@@ -16,14 +16,17 @@ INDEX: Final = "ebbtide:{fleet}:runs"
 #: name -> suffix behind the run's prefix.
 RUN_KEYS: Final[dict[str, str]] = {
     # hash: spec, status, message, created (ms, the store's clock), seq (next place in line), version (last number
-    # reserved), newest, newest_record. Owner: submit_run, lease_claim, announce_version, end_run. Expires some days
-    # after the run's end.
+    # reserved), events (last number given), newest, newest_record. Owner: submit_run, lease_claim, announce_version,
+    # end_run. Expires some days after the run's end.
     "RUN": "run",
     # hash: counter -> integer, and `dropped:REASON`. Each changes in the script that makes the transition. Expires
     # with RUN.
     "COUNT": "count",
-    # stream: k(ind), key, m(essage), v(alues) and l(abels) as JSON, at (ms since submission). Capped. Expires with RUN.
+    # stream: k(ind), key, m(essage), v(alues) and l(abels) as JSON, at (ms since submission). The facts of
+    # lib.lua. Expires with RUN.
     "EVENTS": "events",
+    # stream like EVENTS, of all that is no fact. Capped. Expires with RUN.
+    "CHATTER": "chatter",
     # set: `kind:key` of events, so that a repeat is dropped. Expires with RUN.
     "EVENT_KEYS": "eventkeys",
     # hash: term, `lease:ROLE` -> fence, and `r:ROLLOUT` -> "ATTEMPT:stored" for each running rollout: what every

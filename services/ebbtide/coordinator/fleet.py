@@ -151,7 +151,8 @@ class Fleet:
         log.warning("install failed", worker_id=session.worker_id, run_id=message.run_id, reason=message.message)
         if (run := self._state.runs.get(message.run_id)) is None:
             return
-        self._note(run, RunEvent(kind="warning", message=text, labels={"worker": session.worker_id}))
+        key = f"install.{session.worker_id}.{version}"
+        self._note(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
         failures = run.failed_installs[version] = run.failed_installs.get(version, 0) + 1
         if failures >= _INSTALL_FAILURES and version < max(run.versions, default=0):
             run.versions.pop(version, None)

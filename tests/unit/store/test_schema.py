@@ -28,6 +28,7 @@ UNFENCED = {
     "read_open",
     "read_tokens",
     "finished_page",
+    "events_page",
     "trajectory_page",
     "claim_term",
     "submit_run",

@@ -16,5 +16,5 @@ count('dropped:' .. ARGV[6], open)
 for _, name in ipairs({'queued', 'running', 'finished', 'trajectories', 'bytes'}) do count(name, -counter(name)) end
 settle()
 emit('status', ARGV[4], ARGV[5], '{}', cjson.encode({status = ARGV[4]}))
-for _, key in ipairs({RUN, COUNT, EVENTS, EVENT_KEYS}) do redis.call('EXPIRE', key, ARGV[8]) end
+for _, key in ipairs({RUN, COUNT, EVENTS, CHATTER, EVENT_KEYS}) do redis.call('EXPIRE', key, ARGV[8]) end
 return 1

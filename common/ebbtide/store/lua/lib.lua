@@ -1,6 +1,8 @@
 -- Shared by all scripts that write to a run. ARGV[1] is the coordinator's term.
 -- Deletions come first in each script: a store that is out of memory allows them, and what follows them is then allowed too.
-local EVENTS_KEPT = 100000
+-- Events that drivers and trainers rebuild themselves from, a few per step or group: all are kept. Of others, the newest.
+local FACTS = {status = true, version = true, step = true, group_dropped = true, evaluation = true, checkpoint = true}
+local CHATTER_KEPT = 100000
 
 local function refuse(code, text)
   return redis.error_reply(code .. ' ' .. (text or ''))
@@ -37,8 +39,10 @@ end
 local function emit(kind, key, message, values, labels)
   if key ~= '' and redis.call('SADD', EVENT_KEYS, kind .. ':' .. key) == 0 then return end
   local age = now_ms() - tonumber(redis.call('HGET', RUN, 'created'))
-  redis.call('XADD', EVENTS, 'MAXLEN', '~', EVENTS_KEPT, '*',
-    'k', kind, 'key', key, 'm', message, 'v', values, 'l', labels, 'at', string.format('%.0f', age))
+  local id = redis.call('HINCRBY', RUN, 'events', 1) .. '-0'  -- one count for both streams: the order of all that was said
+  local fields = {'k', kind, 'key', key, 'm', message, 'v', values, 'l', labels, 'at', string.format('%.0f', age)}
+  if FACTS[kind] then redis.call('XADD', EVENTS, id, unpack(fields))
+  else redis.call('XADD', CHATTER, 'MAXLEN', '~', CHATTER_KEPT, id, unpack(fields)) end
 end
 
 -- Ends a training rollout in the books: trained if there is no reason, else dropped. Evaluation is counted apart.

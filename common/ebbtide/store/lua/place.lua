@@ -18,7 +18,7 @@ for at = 2, #ARGV, 3 do
       count('attempts', 1)
       if attempts > 1 then
         if stored > 0 then count('resumed_midway', 1); count('tokens_resumed', stored) end
-        emit('resumed', attempt, id .. ' goes on at token ' .. stored, cjson.encode({offset = stored, attempt = attempts}),
+        emit('resumed', '', id .. ' goes on at token ' .. stored, cjson.encode({offset = stored, attempt = attempts}),
           cjson.encode({rollout = id, from = r[4], to = worker}))
       end
     end
