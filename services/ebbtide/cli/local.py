@@ -29,6 +29,8 @@ from ebbtide.testing.redis import redis_command
 _WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS = range(5)
 #: A unix socket's path must fit into 108 bytes.
 _MAX_SOCKET_PATH: Final = 100
+#: Threads that wait for others sleep: on cores that other programs use too, spinning ones train ten times slower.
+_SLEEPING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 _CLEARED: Final = ("logs", "ready", "redis", "relay", "ledgers")
 
 
@@ -78,7 +80,7 @@ class Cluster:
     async def run_once(self, name: str, module: str, *arguments: str, watch: Callable[[], None]) -> None:
         """Run a module that knows no service to its end. Raises `LaunchFailed` if it fails."""
         command = tethered(sys.executable, "-m", module, *arguments)
-        program = Program(name=name, command=command, environment=dict(os.environ), log=self.log(name))
+        program = Program(name=name, command=command, environment=_SLEEPING | os.environ, log=self.log(name))
         await self.launcher.run_once(program, watch)
 
     async def add_worker(self) -> str:
@@ -160,11 +162,15 @@ class Cluster:
     def _environment(self) -> dict[str, str]:
         """Settings of another cluster that the user may have in the environment are not for this one."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("EBBTIDE_")}
-        return inherited | {
-            "EBBTIDE_COORDINATOR": self.shape.coordinator,
-            "EBBTIDE_RELAY": self.shape.relay,
-            "EBBTIDE_TOKEN_FILE": str(self.token_file),
-        }
+        return (
+            _SLEEPING
+            | inherited
+            | {
+                "EBBTIDE_COORDINATOR": self.shape.coordinator,
+                "EBBTIDE_RELAY": self.shape.relay,
+                "EBBTIDE_TOKEN_FILE": str(self.token_file),
+            }
+        )
 
     def log(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.log"
