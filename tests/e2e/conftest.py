@@ -16,6 +16,8 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Maker:
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
+        from ebbtide.trainer.characters import character_tokenizer
+
         torch.manual_seed(seed)
         config = Qwen3Config(
             vocab_size=128,
@@ -37,6 +39,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Maker:
                     parameter.normal_(0, 0.1)
         path = tmp_path_factory.mktemp("checkpoint")
         model.save_pretrained(path)
+        character_tokenizer().save_pretrained(path)
         return path
 
     return make

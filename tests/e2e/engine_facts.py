@@ -91,12 +91,20 @@ async def refusal(engine: VllmEngine, path: Path) -> str:
     return ""
 
 
+def decoded_without_files(engine: VllmEngine, checkpoint: Path) -> str:
+    """What two tokens say, told by what the engine has read already."""
+    for file in checkpoint.glob("tokenizer*.json"):
+        file.unlink()
+    return engine.decode([50, 51])
+
+
 async def main(checkpoint: str, *others: str) -> None:
     engine = VllmEngine(checkpoint, 16, SETTINGS)
     try:
         info = await engine.start()
         asker = Asker(engine)
         facts: Facts = {"eos": info.eos_token_ids, "prompts": PROMPTS, "base": await gather(asker)}
+        facts["text"] = decoded_without_files(engine, Path(checkpoint))
         if others:
             other, wrong = map(Path, others)
             facts |= await install_in_flight(engine, asker, other)

@@ -159,6 +159,12 @@ def test_the_end_of_sequence_token_is_known(fresh: Facts) -> None:
     assert fresh["eos"] == [127]
 
 
+def test_the_tokenizer_is_loaded_before_the_first_stop_string_wants_it(fresh: Facts) -> None:
+    from ebbtide.trainer.characters import character_tokenizer
+
+    assert fresh["text"] == character_tokenizer().decode([50, 51])
+
+
 WORKER = """
 import asyncio, sys
 from ebbtide.rollout_worker.engine.vllm import VllmEngine

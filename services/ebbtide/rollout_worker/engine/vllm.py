@@ -64,6 +64,8 @@ class VllmEngine:
         init = {"shapes": {name: list(shape) for name, shape in self._shapes.items()}}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
         await self._warm_up()
+        # Not before the engine's processes are there: they may be forked, which threads do not live through.
+        self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._root)
         return info
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -94,9 +96,7 @@ class VllmEngine:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self._root, local_files_only=True)
+            raise InvalidRequest("needs a tokenizer, which this worker's checkpoint is without", field="sampling.stop")
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
@@ -229,6 +229,18 @@ class VllmEngine:
                 versions[index] = 0 if label == _UNLABELLED else int(label)
             newest = min(newest, first)
         return versions
+
+
+def _load_tokenizer(root: Path) -> Any:
+    """The checkpoint's tokenizer, or None if it has none: only stop strings need it. Raises `InvalidRequest`."""
+    if not any(root.glob("tokenizer*.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(root, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InvalidRequest(f"its tokenizer cannot be loaded: {error}", field="model") from error
 
 
 def _sampling(request: EngineRequest) -> Any:
