@@ -110,12 +110,12 @@ async def main() -> None:
         "model": arguments.model,
         "environment": {"name": "random-prompts"},  # a name for people: this trainer makes its own prompts
         "sampling": {"max_tokens": 32},
-        "trainer": {"name": "examples.bring_your_own_trainer:main", "learning_rate": arguments.learning_rate},
+        # "external": the cluster's own trainer and driver leave this run alone.
+        "trainer": {"name": "external", "learning_rate": arguments.learning_rate},
     }
     async with Client() as client:
         run = await client.submit(spec)
-        # The driver's lease is held too, so that no episode driver of the cluster takes the run.
-        async with client.claim(run.run_id) as lease, client.claim(run.run_id, "driver"):
+        async with client.claim(run.run_id) as lease:
             await run_steps(lease, arguments.steps, run.spec.sampling)
             ended = await lease.finish()
     print(f"{ended.run_id}: {ended.counters['trained']} of {ended.counters['submitted']} rollouts trained")  # noqa: T201

@@ -2,7 +2,7 @@
 
 import math
 from enum import IntEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -13,6 +13,9 @@ from ebbtide.types.weights import PolicyVersion
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+
+#: The `trainer.name` of a run whose trainer and driver come from outside the cluster.
+EXTERNAL: Final = "external"
 
 
 class RunStatus(IntEnum):
@@ -98,6 +101,11 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     evaluation: EvaluationSpec = EvaluationSpec()
     output: str = "runs"
     quota_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
+
+    @property
+    def external(self) -> bool:
+        """Whether only who asks for the run by its id may have its leases."""
+        return self.trainer.name == EXTERNAL
 
 
 class Run(Struct, frozen=True, kw_only=True):

@@ -99,13 +99,17 @@ class RunService:
             yield event
 
     async def claim(self, run_id: str, role: str, holder: str) -> tuple[LeaseRef, Run]:
-        """The role's lease on the run; without an id, on the oldest live run that lacks one. Raises `NotReady`."""
+        """The role's lease on the run; without an id, on the oldest live run that lacks one and is not external.
+
+        Raises `NotReady` if it is held, or there is none.
+        """
         if role not in ROLES:
             raise InvalidRequest(f"must be one of {', '.join(ROLES)}", field="role")
         check_id(holder, field="holder")
         if run_id:
             await self._recovery.live(check_id(run_id, field="run_id"))
-        for candidate in [run_id] if run_id else list(self._state.runs):
+        anybodys = [name for name, run in self._state.runs.items() if not run.spec.external]
+        for candidate in [run_id] if run_id else anybodys:
             try:
                 lease = await self._store.leases.claim(candidate, role, holder, self._settings.lease_ttl_s)
             except NotReady:

@@ -5,7 +5,7 @@ import importlib
 from typing import Any
 
 from ebbtide.client import Client, Lease
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.trainer.settings import TrainerSettings
 
 GRPO = "grpo"
@@ -14,8 +14,10 @@ GRPO = "grpo"
 async def train(client: Client, lease: Lease, settings: TrainerSettings) -> None:
     """Train the lease's run. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
     name = lease.run.spec.trainer.name
+    if lease.run.spec.external:
+        raise PermissionDenied(f"run {lease.run_id} brings its own trainer; give another run_id, or none")
     if name != GRPO:
-        await _load(name)(client, lease, lease.run)
+        await load_trainer(name)(client, lease, lease.run)
         await lease.lost.wait()  # the trainer is done; the run ends when its driver is
         return
     from ebbtide.trainer.training import Training
@@ -23,7 +25,7 @@ async def train(client: Client, lease: Lease, settings: TrainerSettings) -> None
     await Training(client, lease, settings).run()
 
 
-def _load(name: str) -> Any:
+def load_trainer(name: str) -> Any:
     """The coroutine function `package.module:function`, to be called with (client, lease, run)."""
     module, _, attribute = name.partition(":")
     try:

@@ -17,6 +17,7 @@ from ebbtide.errors import (
 )
 from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
+from ebbtide.types.run import TrainerSpec
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 
 
@@ -88,6 +89,19 @@ async def test_any_run_is_claimed_oldest_first(cluster: Any) -> None:
         await cluster.call(cluster.runs.ClaimRun, runs_pb2.ClaimRunRequest(run_id="zz", role="driver", holder="d"))
 
 
+async def test_a_run_whose_trainer_comes_from_outside_is_claimed_by_its_id_alone(cluster: Any) -> None:
+    own = await cluster.run("own", version=False, trainer=TrainerSpec(name="external"))
+    await cluster.call(cluster.runs.ReleaseLease, own.lease)
+    for role in ("trainer", "driver"):
+        with pytest.raises(NotReady, match=f"no run wants a {role}"):
+            await cluster.call(cluster.runs.ClaimRun, runs_pb2.ClaimRunRequest(role=role, holder="cluster"))
+    await cluster.run("younger", version=False)
+    request = runs_pb2.ClaimRunRequest(role="driver", holder="cluster")
+    assert (await cluster.call(cluster.runs.ClaimRun, request)).run.run_id == "younger"
+    assert (await own.claim("mine")).run_id == "own"
+    assert (await own.claim("mine", "driver")).run_id == "own"
+
+
 async def test_versions_are_never_given_twice_and_announced_once(cluster: Any) -> None:
     run = await cluster.run()
     assert [await run.announce(step=1), await run.announce(step=2)] == [2, 3]
@@ -119,7 +133,7 @@ async def test_cancelling_a_run_stops_its_workers_and_leaves_only_its_record(clu
     assert (await cluster.call(cluster.runs.CancelRun, cancel)).status == types_pb2.RUN_STATUS_CANCELLED
     with pytest.raises(LeaseSuperseded, match="has ended"):
         await run.submit("c")
-    kept = {f"ebbtide:{{r}}:{name}" for name in ("run", "count", "events", "eventkeys")}
+    kept = {f"ebbtide:{{r}}:{name}" for name in ("run", "count", "events", "chatter", "eventkeys")}
 
     async def keys() -> set[str]:
         return {key.decode() for key in await cluster.coordinator.link.call("KEYS", "ebbtide:{r}:*")}

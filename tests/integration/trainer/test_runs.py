@@ -123,6 +123,17 @@ async def test_a_bad_run_fails_at_once_with_a_clear_message_and_the_next_one_is_
     check_books(run, events)
 
 
+async def test_a_run_that_brings_its_own_trainer_is_left_alone(
+    cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    await client.submit(make_spec(trainer={"name": "external"}), "external")
+    run, events = await ended(client, (await client.submit(make_spec(trainer={"steps": 1}))).run_id)
+    check_books(run, events)
+    async with client.claim("external", holder="outside") as lease:
+        assert lease.run.holders == {"trainer": "outside"}
+        await lease.finish()
+
+
 async def test_a_cancelled_run_frees_driver_and_trainer_for_the_next(
     cluster: Any, client: Client, make_spec: MakeSpec
 ) -> None:

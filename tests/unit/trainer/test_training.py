@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.testing import wait_until
 from ebbtide.trainer.checkpoint import CheckpointError, latest
 from ebbtide.trainer.service import train
@@ -159,6 +159,15 @@ async def test_a_trainer_that_starts_again_at_any_deed_gives_bitwise_the_same_we
         assert [version.step for version in cluster.versions] == [0, 1, 2, 3, 4]
         last = {event.values["step"]: event.values["loss"] for event in cluster.named("step")}
         assert last == {event.values["step"]: event.values["loss"] for event in whole.named("step")}
+
+
+async def test_a_run_that_brings_its_own_trainer_is_neither_trained_nor_failed(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    cluster = make_cluster(make_spec(tiny_model, tmp_path, trainer={"name": "external"}), lambda request: None)
+    with pytest.raises(PermissionDenied, match="brings its own trainer"):
+        await train(make_client(cluster), cluster.lease("trainer"), SETTINGS)
+    assert not cluster.log
 
 
 async def test_stale_and_late_trajectories_are_dropped_and_counted(
