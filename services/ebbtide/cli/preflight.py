@@ -1,4 +1,4 @@
-"""What can be known of a run before it is submitted: its spec, its environment and its model, in this order."""
+"""What can be known of a run before it is submitted: its spec, model, trainer and environment, in this order."""
 
 import json
 import subprocess
@@ -20,8 +20,9 @@ _NOT_INSTALLED: Final = 3
 def check(path: Path, *, deep: bool = True) -> RunSpec:
     """The spec in the TOML file at `path`. Raises `InvalidRequest` naming the field.
 
-    `deep` also asks the trainer, in a process of its own, whether it knows the environment and can read the model. The
-    model's path is made absolute then: services may have been started elsewhere.
+    `deep` also asks the trainer, in a process of its own, whether it knows the environment and can read the model, and
+    whether prompts and responses fit into its context. The model's path is made absolute then: services may have been
+    started elsewhere.
     """
     spec = check_spec(read_spec(path))
     if not deep:
@@ -31,7 +32,7 @@ def check(path: Path, *, deep: bool = True) -> RunSpec:
 
 
 def check_deeply(spec: RunSpec) -> None:
-    """Raises `InvalidRequest` for an environment or model that the trainer would refuse, if a trainer is installed."""
+    """Raises `InvalidRequest` for a model, trainer or environment that would be refused, if a trainer is installed."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
         file = Path(folder) / "spec.json"
         file.write_text(json.dumps(to_mapping(spec)))
