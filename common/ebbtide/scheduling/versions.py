@@ -5,11 +5,16 @@ such a ceiling wait, one worker per ceiling stays at, or goes back to, a version
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from msgspec import Struct
 
 from ebbtide.scheduling.pacing import Bounds
 from ebbtide.scheduling.placement import admits
+
+#: So often, per worker, weights of another architecture are refused before their run is given up: time for a worker
+#: that fits them to attach.
+_REFUSALS: Final = 3
 
 
 class Serving(Struct, frozen=True, kw_only=True):
@@ -58,3 +63,11 @@ def unservable(bounds: Bounds, announced: Iterable[int]) -> bool:
     versions = list(announced)
     newest = max(versions, default=0)
     return bool(bounds.maximum) and bounds.maximum < newest and not any(admits(bounds, v) for v in versions)
+
+
+def fits_nowhere(architecture: str, attached: Sequence[str], refusals: int) -> bool:
+    """Whether weights of `architecture` can be installed by none of the workers; `attached`: what each one's model has.
+
+    `refusals` is how often such weights were refused, by whomever.
+    """
+    return bool(attached) and architecture not in attached and refusals >= _REFUSALS * len(attached)

@@ -21,7 +21,9 @@ from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.rpc.convert import to_proto
 from ebbtide.scheduling.allotment import Demand, Post, allot
 from ebbtide.scheduling.placement import Host, outsized, place
-from ebbtide.scheduling.versions import Serving, target_versions, unservable
+from ebbtide.scheduling.versions import Serving, fits_nowhere, target_versions, unservable
+from ebbtide.types.rollout import DropReason
+from ebbtide.types.run import RunStatus
 from ebbtide.v1 import fleet_pb2, types_pb2
 
 log = telemetry.get_logger(__name__)
@@ -92,6 +94,7 @@ class Dispatcher:
             sessions = [s for s in self._state.sessions.values() if s.run_id == run.run_id]
             self._send_versions(run, sessions)
             with suppress(LeaseSuperseded):  # the run ended meanwhile
+                await self._fail_misfit(run)
                 await self._bury_unservable(run)
                 if measure:
                     await self._bury_outsized(run)
@@ -153,6 +156,18 @@ class Dispatcher:
                 model=run.spec.model,
             )
             session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(install=message))
+
+    async def _fail_misfit(self, run: RunState) -> None:
+        """End a run whose weights no attached worker can install."""
+        engines = [session.hello.engine for session in self._open_sessions()]
+        attached = [engine.architecture for engine in engines]
+        if any(fits_nowhere(architecture, attached, tries) for architecture, tries in run.misfits.items()):
+            serve = ", ".join(sorted({engine.model for engine in engines}))
+            message = (
+                f"its weights are of another architecture than the model of any worker: it names {run.spec.model}, "
+                f"the workers serve {serve}; start workers with the run's model, then submit it again"
+            )
+            await self._attempts.end_run(run.run_id, RunStatus.FAILED, message, drop=DropReason.RUN_ENDED)
 
     async def _bury_unservable(self, run: RunState) -> None:
         lost = {bounds for bounds in run.line.bounds() if unservable(bounds, run.versions)}

@@ -131,6 +131,8 @@ class Fleet:
         session.unfit.pop(message.run_id, None)
         if run := self._state.runs.get(message.run_id):
             run.failed_installs.pop(message.version.version, None)
+            run.fitted = True
+            run.misfits.clear()
         metrics.install_seconds.labels("pull").observe(message.pull_s)
         metrics.install_seconds.labels("pause").observe(message.pause_s)
         log.info(
@@ -153,6 +155,8 @@ class Fleet:
             return
         key = f"install.{session.worker_id}.{version}"
         self._note(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
+        if message.architecture and not run.fitted:
+            run.misfits[message.architecture] += 1
         failures = run.failed_installs[version] = run.failed_installs.get(version, 0) + 1
         if failures >= _INSTALL_FAILURES and version < max(run.versions, default=0):
             run.versions.pop(version, None)

@@ -27,8 +27,6 @@ class Attach(Struct, frozen=True, kw_only=True):
 
 class Heartbeat(Struct, frozen=True, kw_only=True):
     state: WorkerState = WorkerState.READY
-    running: int = 0
-    waiting: int = 0
     tokens_per_s: float = 0.0
     tokens_generated: int = 0
     busy_s: float = 0.0
@@ -43,9 +41,12 @@ class Installed(Struct, frozen=True, kw_only=True):
 
 
 class InstallFailed(Struct, frozen=True, kw_only=True):
+    """`architecture`: of the version, where it is not the engine's."""
+
     version: PolicyVersion
     run_id: str
     message: str = ""
+    architecture: str = ""
 
 
 class Released(Struct, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ class Recovery:
     async def add(self, run: Run) -> RunState:
         """Mirror a live run."""
         found = self._state.runs.setdefault(run.run_id, RunState(run.run_id, run.spec))
+        found.fitted |= run.counters.get("tokens_stored", 0) > 0
         await self.refresh(found)
         return found
 

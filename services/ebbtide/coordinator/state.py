@@ -8,6 +8,7 @@ attach again with the attempts that they have.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -69,7 +70,8 @@ class RunState:
     """A live run.
 
     `versions`: the announced ones that can be had; `homes`: episode -> session of its last turn; `busy`, `served`: when
-    the run last had work, and a worker.
+    the run last had work, and a worker; `fitted`: whether some worker ever installed a version; `misfits`: before that,
+    how often versions of an architecture were refused by workers of another.
     """
 
     def __init__(self, run_id: str, spec: RunSpec) -> None:
@@ -83,6 +85,8 @@ class RunState:
         self.versions: dict[int, PolicyVersion] = {}
         self.homes: dict[str, str] = {}
         self.failed_installs: dict[int, int] = {}
+        self.fitted = False
+        self.misfits: Counter[str] = Counter()
         self.busy = self.served = float("-inf")
         self.ended_lately: set[str] | None = None  # rollouts that end while the mirror is being read anew
 

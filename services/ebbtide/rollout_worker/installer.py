@@ -16,7 +16,7 @@ from ebbtide.errors import EbbtideError
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
-from ebbtide.rollout_worker.weights import Puller, WeightsFile
+from ebbtide.rollout_worker.weights import OtherArchitecture, Puller, WeightsFile
 from ebbtide.rpc.convert import to_proto
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -106,7 +106,10 @@ class Installer:
     def _refused(self, wanted: Installation, error: EbbtideError) -> None:
         metrics.INSTALLS.labels("refused").inc()
         log.warning("version refused", **_names(wanted), reason=str(error))
-        failed = fleet_pb2.InstallFailed(version=_message(wanted), run_id=wanted.run_id, message=str(error))
+        architecture = error.architecture if isinstance(error, OtherArchitecture) else ""
+        failed = fleet_pb2.InstallFailed(
+            version=_message(wanted), run_id=wanted.run_id, message=str(error), architecture=architecture
+        )
         self._report(fleet_pb2.WorkerMessage(install_failed=failed))
 
 

@@ -28,7 +28,7 @@ from ebbtide.rollout_worker.worker import Worker
 from ebbtide.rpc.convert import from_proto
 from ebbtide.rpc.retry import pauses
 from ebbtide.rpc.status import translated
-from ebbtide.types.fleet import AttemptRef
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
@@ -105,6 +105,11 @@ class Session:
         if first is None or first.WhichOneof("kind") != "attached":
             raise Unavailable("the coordinator did not answer the attach")
         answer: fleet_pb2.Attached = first.attached
+        if answer.protocol_version != PROTOCOL_VERSION:
+            raise NotReady(
+                f"the coordinator speaks protocol {answer.protocol_version}, this worker {PROTOCOL_VERSION}; "
+                "run the same version of Ebbtide on both"
+            )
         return answer
 
     def _adopt(self, attached: fleet_pb2.Attached) -> None:

@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 from ebbtide import telemetry
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, Unavailable
 from ebbtide.rollout_worker.engine import Shapes
+from ebbtide.rollout_worker.engine.checkpoint import architecture
 from ebbtide.rpc.convert import from_proto
 from ebbtide.rpc.retry import retrying
 from ebbtide.rpc.status import translated
@@ -30,6 +31,14 @@ T = TypeVar("T")
 _BATCH: Final = 64
 #: No tile for so long: the relay is asked again.
 _STREAM_S: Final = 60.0
+
+
+class OtherArchitecture(InvalidRequest):
+    """The version's tensors are not those of the engine's model; `architecture` is what they are."""
+
+    def __init__(self, message: str, *, architecture: str) -> None:
+        super().__init__(message, field="weights")
+        self.architecture = architecture
 
 
 class WeightsFile:
@@ -84,8 +93,9 @@ class Puller:
     async def pull(self, run_id: str, version: PolicyVersion, shapes: Shapes, held: WeightsFile | None) -> WeightsFile:
         """All of `version`, verified; tiles that `held` has too are not fetched.
 
-        Raises `InvalidRequest` for weights that do not fit `shapes`, `VersionUnavailable` if the relay has none of it,
-        `ChunkCorrupt` or `Unavailable` if that is how it still was when patience ended.
+        Raises `OtherArchitecture` for weights that do not fit `shapes`, `InvalidRequest` for a manifest that is not the
+        announced one, `VersionUnavailable` if the relay has none of it, `ChunkCorrupt` or `Unavailable` if that is how
+        it still was when patience ended.
         """
         manifest = await self._patiently(lambda: self._manifest(run_id, version))
         check_fit(manifest, shapes)
@@ -121,10 +131,11 @@ class Puller:
 
 
 def check_fit(manifest: Manifest, shapes: Shapes) -> None:
-    """Raise `InvalidRequest` unless the version has just the tensors of the engine's model (`shapes`; empty: any)."""
+    """Raise `OtherArchitecture` unless the version has just the tensors `shapes` of the engine's model (empty: any)."""
     found = {entry.name: entry.shape for entry in manifest.tensors}
     if shapes and found != dict(shapes):
         names = sorted(set(found) ^ set(shapes)) or sorted(name for name in found if found[name] != shapes[name])
-        raise InvalidRequest(
-            f"of another architecture than this engine's model: see {', '.join(names[:3])}", field="weights"
+        raise OtherArchitecture(
+            f"of another architecture than this engine's model: see {', '.join(names[:3])}",
+            architecture=architecture(found),
         )

@@ -97,14 +97,11 @@ class Worker:
         tokens = self.attempts.tokens
         rate = (tokens - self._measured_tokens) / max(now - self._measured_at, 1e-3)
         self._measured_at, self._measured_tokens = now, tokens
-        running, waiting = self.attempts.running, self.attempts.waiting
-        metrics.RUNNING.set(running)
-        metrics.WAITING.set(waiting)
+        metrics.RUNNING.set(self.attempts.running)
+        metrics.WAITING.set(self.attempts.waiting)
         metrics.UNACKNOWLEDGED.set(self.outbox.unacknowledged)
         beat = fleet_pb2.Heartbeat(
             state=types_pb2.WorkerState.ValueType(self._state()),
-            running=running,
-            waiting=waiting,
             tokens_per_s=rate,
             tokens_generated=tokens,
             busy_s=self.attempts.busy_s,

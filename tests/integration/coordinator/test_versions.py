@@ -108,3 +108,48 @@ async def test_a_run_of_another_model_is_hinted_at(cluster: Any) -> None:
     (hint,) = await run.events("warning", 1)
     assert "elsewhere" in hint.message
     assert "attached: m" in hint.message
+
+
+async def refuse(worker: Any, run_id: str, version: int, architecture: str) -> None:
+    failed = fleet_pb2.InstallFailed(
+        version=types_pb2.PolicyVersion(policy="policy", version=version), run_id=run_id, architecture=architecture
+    )
+    await worker.say(install_failed=failed)
+
+
+def engine(model: str, architecture: str) -> fleet_pb2.EngineInfo:
+    return fleet_pb2.EngineInfo(model=model, vocab_size=1000, max_model_len=256, architecture=architecture)
+
+
+async def test_a_run_that_no_worker_has_the_model_for_fails_and_names_it(cluster: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.01)
+    worker = await cluster.worker("w1", installs=False, engine=engine("small", "s"))
+    run = await cluster.run(model="big")
+    await run.submit("a")
+    for tries in range(1, 4):
+        await wait_until(lambda: len(worker.installed) >= tries)  # noqa: B023 - awaited at once
+        assert (await run.get()).status == types_pb2.RUN_STATUS_RUNNING
+        await refuse(worker, "r", 1, "b")
+    ended = (await run.events("status", 3))[-1]
+    assert ended.key == "FAILED"
+    assert "names big, the workers serve small" in ended.message
+    record = await run.get()
+    assert (record.status, record.message) == (types_pb2.RUN_STATUS_FAILED, ended.message)
+    assert dict(record.dropped) == {"run_ended": 1}
+
+
+async def test_a_run_that_some_worker_fits_or_fitted_waits_for_it(cluster: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.01)
+    run = await cluster.run(model="big")
+    fit = await cluster.worker("w1", engine=engine("big", "b"))
+    await run.submit("a")
+    await fit.has("a")
+    await fit.add("a", 0, 4)
+    await fit.break_streams()
+    await cluster.restart()  # which knows of the fit by the tokens that are stored
+    misfit = await cluster.worker("w2", installs=False, engine=engine("small", "s"))
+    for tries in range(1, 6):
+        await wait_until(lambda: len(misfit.installed) >= tries)  # noqa: B023 - awaited at once
+        await refuse(misfit, "r", 1, "b")
+    back = await cluster.worker("w3", engine=engine("big", "b"))
+    await back.has("a")

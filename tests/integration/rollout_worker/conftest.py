@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from ebbtide.errors import NotFound, StoreUnavailable, VersionUnavailable
 from ebbtide.ledger import read_ledger
@@ -24,6 +25,7 @@ from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
 from ebbtide.testing import wait_until
+from ebbtide.types.fleet import PROTOCOL_VERSION
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_tokens
 from ebbtide.types.weights import PolicyVersion
@@ -44,6 +46,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         self.stored: dict[str, bytes] = {}
         self.finished: dict[str, int] = {}
         self.fences: dict[str, str] = {}
+        self.protocol_version = PROTOCOL_VERSION
         self.adopting = True
         self.lossy = False  # acknowledgements are lost, and the stream with them
         self.durable = True
@@ -58,7 +61,8 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         out = self._out = asyncio.Queue()
         refs = [held.attempt for held in attach.held]
         mine = [ref for ref in refs if self.adopting and self.fences.get(ref.rollout_id) == ref.attempt_id]
-        attached = fleet_pb2.Attached(session=f"session{len(self.attaches)}", heartbeat_s=0.05, adopted=mine)
+        session, speaks = f"session{len(self.attaches)}", self.protocol_version
+        attached = fleet_pb2.Attached(session=session, protocol_version=speaks, heartbeat_s=0.05, adopted=mine)
         attached.superseded.extend(ref for ref in refs if ref not in mine)
         reader = asyncio.create_task(self._read(request_iterator, out))
         try:
@@ -270,6 +274,10 @@ class House:
         self.coordinator.install(self.relay.publish(1))
         await self.coordinator.hear("installed")
         return process
+
+    def in_engine(self) -> float | None:
+        """Rollouts in the engine at the last heartbeat."""
+        return REGISTRY.get_sample_value("ebbtide_worker_running")
 
     def generated(self) -> int:
         """Tokens that left the engine."""

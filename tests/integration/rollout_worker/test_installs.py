@@ -4,6 +4,10 @@ forbids."""
 import asyncio
 from typing import Any
 
+import pytest
+
+from ebbtide.rollout_worker.engine.checkpoint import architecture
+from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
 from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from ebbtide.types.weights import PolicyVersion
@@ -111,3 +115,17 @@ async def test_a_worker_reports_that_it_is_installing(house: House) -> None:
     house.coordinator.install(house.relay.publish(2))
     await asyncio.wait_for(house.coordinator.hear("installed", 2), 5)
     assert {beat.state for beat in house.coordinator.heard["heartbeat"]} >= {2, 3}
+
+
+async def test_weights_of_another_architecture_are_refused_with_a_digest_of_it(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"weight": (256,)}
+    monkeypatch.setattr(ScriptedEngine, "shapes", property(lambda _: shapes))
+    await house.worker()
+    fits = architecture(shapes)
+    shapes["another"] = (1,)
+    house.coordinator.install(house.relay.publish(2))
+    failed = await house.coordinator.hear("install_failed")
+    assert "another architecture" in failed.message
+    assert failed.architecture == fits != architecture(shapes)

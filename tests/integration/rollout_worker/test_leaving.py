@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.errors import InvalidRequest, Unavailable
+from ebbtide.errors import InvalidRequest, NotReady, Unavailable
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker.engine import EngineFailed
 from ebbtide.testing import wait_until
@@ -121,3 +121,12 @@ async def test_an_unknown_model_is_refused_by_name(house: House) -> None:
     worker = await house.worker(version=0, engine="vllm", model="/no/such/checkpoint")
     with pytest.raises(InvalidRequest, match="model: /no/such/checkpoint"):
         await worker.task
+
+
+async def test_a_coordinator_of_another_protocol_ends_the_worker_with_the_reason(house: House) -> None:
+    house.coordinator.protocol_version += 1
+    worker = await house.worker(version=0)
+    with pytest.raises(Unavailable, match="had ended"):
+        await worker.task
+    assert isinstance(worker.shutdown.failure, NotReady)
+    assert "the coordinator speaks protocol 2, this worker 1" in str(worker.shutdown.failure)

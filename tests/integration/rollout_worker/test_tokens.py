@@ -70,11 +70,11 @@ async def test_a_broken_control_stream_costs_nothing(house: House, expected: Exp
 async def test_attempts_that_were_given_away_meanwhile_are_dropped(house: House) -> None:
     worker = await house.worker()
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
-    await wait_until(lambda: house.coordinator.length("r1") > 20)
+    await wait_until(lambda: house.coordinator.length("r1") > 20 and house.in_engine() == 1)
     house.coordinator.fences["r1"] = "another"
     house.coordinator.hang_up()
     await wait_until(lambda: len(house.coordinator.attaches) == 2)
-    await wait_until(lambda: house.coordinator.heard["heartbeat"][-1].running == 0)
+    await wait_until(lambda: house.in_engine() == 0)
     stored = house.coordinator.length("r1")
     await worker.end()
     assert house.coordinator.length("r1") == stored
@@ -84,20 +84,20 @@ async def test_attempts_that_were_given_away_meanwhile_are_dropped(house: House)
 async def test_a_superseded_attempt_stops_generating(house: House) -> None:
     await house.worker()
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
-    await wait_until(lambda: house.coordinator.length("r1") > 20)
+    await wait_until(lambda: house.coordinator.length("r1") > 20 and house.in_engine() == 1)
     house.coordinator.fences["r1"] = "another"
-    await wait_until(lambda: house.coordinator.heard["heartbeat"][-1].running == 0)
+    await wait_until(lambda: house.in_engine() == 0)
 
 
 async def test_a_cancelled_attempt_stops_generating(house: House) -> None:
     await house.worker()
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
-    await wait_until(lambda: house.coordinator.length("r1") > 20)
+    await wait_until(lambda: house.coordinator.length("r1") > 20 and house.in_engine() == 1)
     from ebbtide.v1 import fleet_pb2
 
     ref = fleet_pb2.AttemptRef(run_id="run-1", rollout_id="r1", attempt_id=house.coordinator.fences["r1"])
     house.coordinator.say(cancel=fleet_pb2.CancelBatch(attempts=[ref]))
-    await wait_until(lambda: house.coordinator.heard["heartbeat"][-1].running == 0)
+    await wait_until(lambda: house.in_engine() == 0)
 
 
 async def test_a_lost_acknowledgement_is_made_up_for_by_sending_again(house: House, expected: Expected) -> None:

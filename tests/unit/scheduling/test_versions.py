@@ -7,7 +7,7 @@ import pytest
 
 from ebbtide.scheduling.pacing import Bounds
 from ebbtide.scheduling.placement import admits
-from ebbtide.scheduling.versions import Serving, target_versions, unservable
+from ebbtide.scheduling.versions import Serving, fits_nowhere, target_versions, unservable
 
 
 def serving(name: Any, installed: Any, running: Any = 0, *held: Any) -> Any:
@@ -68,3 +68,12 @@ def test_no_target_breaks_a_bound_that_is_held_and_every_ceiling_that_can_be_ser
         distinct = {bounds for bounds in ceilings if bounds.maximum < announced[-1]}
         served = [b for b in distinct if any(admits(b, target) for target in targets.values())]
         assert len(served) >= min(len(distinct), len(workers))
+
+
+def test_weights_fit_nowhere_once_every_worker_had_several_chances_to_refuse_them() -> None:
+    assert fits_nowhere("b", ["a"], 3)
+    assert not fits_nowhere("b", ["a"], 2)
+    assert not fits_nowhere("b", ["a", "c"], 5)
+    assert fits_nowhere("b", ["a", "c"], 6)
+    assert not fits_nowhere("b", ["a", "b"], 100)
+    assert not fits_nowhere("b", [], 100)
