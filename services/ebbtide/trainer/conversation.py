@@ -55,9 +55,7 @@ class Conversations:
             )
         return ids
 
-    def following(
-        self, opening: Sequence[Message], response: Sequence[int], messages: Sequence[Message]
-    ) -> list[int]:
+    def following(self, opening: Sequence[Message], response: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Token ids that stand between `response` (ids as sampled) and the next one; they tell `messages`."""
         if not self._templated:
             return self._encode("".join(message.content for message in messages), special=False)

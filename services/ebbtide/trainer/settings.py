@@ -22,9 +22,7 @@ class WorkSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Meta(description="unique name of this process; started again under it, it has its lease back at once"),
     ] = ""
-    patience_s: Annotated[float, Meta(gt=0, description="how long a service may be away before work is dropped")] = (
-        60.0
-    )
+    patience_s: Annotated[float, Meta(gt=0, description="how long a service may be away before work is dropped")] = 60.0
 
 
 class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -181,9 +181,7 @@ class Player:
         except Exception as error:
             raise EpisodeFailed(DropReason.ENVIRONMENT, f"{type(error).__name__}: {error}") from error
 
-    async def _generate(
-        self, plan: Plan, turn: int, transcript: _Transcript, rollouts: list[str]
-    ) -> FinishedRollout:
+    async def _generate(self, plan: Plan, turn: int, transcript: _Transcript, rollouts: list[str]) -> FinishedRollout:
         request = RolloutRequest(
             rollout_id=f"{plan.episode_id}.t{turn}",
             group_id=plan.group_id,
