@@ -163,8 +163,42 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+async def race(*works: Awaitable[Any]) -> int:
+    """Run all until one ends, then cancel the others and wait for them.
+
+    Returns which one ended, or raises what it raised (the innermost error, where task groups wrapped it). Of several
+    that end at one time the first given counts.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    winner = next(number for number, task in enumerate(tasks) if task in done)
+    if (error := tasks[winner].exception()) is not None:
+        raise _innermost(error)
+    return winner
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by a file with `text`; readers see the old one or the whole new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def fsync(path: Path) -> None:
+    """Make a file's content, or a directory's entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

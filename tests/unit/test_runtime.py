@@ -1,5 +1,6 @@
 """A service process: readiness, signals, crashes, exit codes, and no orphan behind a parent that died."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ebbtide.runtime import write_atomically
+from ebbtide.errors import StoreUnavailable
+from ebbtide.runtime import race, write_atomically
 from ebbtide.testing import wait_until
 
 PREAMBLE = """
@@ -175,3 +177,25 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     write_atomically(path, "two")
     assert path.read_text() == "two"
     assert list(tmp_path.iterdir()) == [path]
+
+
+async def test_a_race_ends_the_losers_and_raises_the_innermost_error() -> None:
+    ended: list[str] = []
+
+    async def loser() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("loser")
+
+    async def failing() -> None:
+        raise StoreUnavailable("inner")
+
+    async def group() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(failing())
+
+    with pytest.raises(StoreUnavailable, match="inner"):
+        await race(loser(), group())
+    assert ended == ["loser"]
+    assert await race(loser(), asyncio.sleep(0)) == 1

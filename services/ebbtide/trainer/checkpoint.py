@@ -10,7 +10,6 @@ removes. Tensors are safetensors, all else is JSON; nothing is pickled.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,9 +22,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.runtime import fsync
 from ebbtide.trainer.collector import Consumed
+from ebbtide.trainer.failure import RunFailed
 from ebbtide.trainer.network import Network, Tokenizer, save_network
-from ebbtide.trainer.race import RunFailed
 from ebbtide.types.run import RunEvent
 
 #: Raised with the meaning of what is written, so that an old checkpoint is refused and not misread.
@@ -71,12 +71,12 @@ def write(
     body = {"training": msgspec.to_builtins(state), "learner": tree}
     (inner / "state.json").write_text(json.dumps(body, allow_nan=False), encoding="utf-8")
     for path in [*inner.iterdir(), inner, unfinished]:
-        _sync(path)
+        fsync(path)
     if final.exists():
         shutil.rmtree(unfinished)
     else:
         unfinished.rename(final)
-    _sync(folder)
+    fsync(folder)
     return final
 
 
@@ -162,11 +162,3 @@ def _set_random_state(states: Mapping[str, torch.Tensor]) -> None:
     for number in range(torch.cuda.device_count()):
         if (state := states.get(f"cuda.{number}")) is not None:
             torch.cuda.set_rng_state(state, number)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,9 +18,9 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import checkpoint
 from ebbtide.trainer.checkpoint import TrainingState
 from ebbtide.trainer.experience import samples_of, summary
+from ebbtide.trainer.failure import RunFailed
 from ebbtide.trainer.learner import Learner, LearnerSettings
 from ebbtide.trainer.network import load_network, load_tokenizer
-from ebbtide.trainer.race import RunFailed
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec
 

@@ -1,29 +1,28 @@
 """Networks and their tokenizers as Hugging Face checkpoints on local disk: safetensors, no remote code, no pickle."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.runtime import fsync
 from ebbtide.trainer.model_directory import check_model_directory, vocabulary_mismatch
 
 #: A causal language model of `transformers`, and a tokenizer; the library is untyped.
 Network = Any
 Tokenizer = Any
-DType = Literal["float32", "bfloat16"]
 
 disable_progress_bar()  # the terminal belongs to whoever shows a run's progress
 
 
-def load_network(directory: Path, *, dtype: DType = "float32") -> Network:
-    """The network in `directory`, in evaluation mode (no dropout), all parameters in `dtype`.
+def load_network(directory: Path) -> Network:
+    """The network in `directory`, in evaluation mode (no dropout), all parameters in float32.
 
     Raises `InvalidRequest` naming `model` for what is no checkpoint, has weights missing, or does not fit its
     tokenizer.
@@ -35,7 +34,7 @@ def load_network(directory: Path, *, dtype: DType = "float32") -> Network:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            dtype=getattr(torch, dtype),
+            dtype=torch.float32,
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -74,7 +73,7 @@ def save_network(
             (beside / name).write_text(text, encoding="utf-8")
         for path in [*beside.rglob("*"), beside]:
             path.chmod(0o755 if path.is_dir() else 0o644)  # workers may run as another user
-            _sync(path)
+            fsync(path)
         if directory.exists():
             aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
             directory.rename(aside / directory.name)
@@ -82,14 +81,6 @@ def save_network(
             shutil.rmtree(aside)
         else:
             beside.rename(directory)
-        _sync(directory.parent)
+        fsync(directory.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from ebbtide.client import Client, Lease
+from ebbtide.runtime import race
 from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer import checkpoint
 from ebbtide.trainer.checkpoint import CheckpointError, TrainingState
 from ebbtide.trainer.collector import Collector
 from ebbtide.trainer.following import CHECKPOINT, Following
 from ebbtide.trainer.learning import Learning, choose_device
-from ebbtide.trainer.race import race
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent

@@ -11,9 +11,9 @@ from typing import Final, Literal
 
 from ebbtide.client import Client, Lease
 from ebbtide.errors import EbbtideError, InvalidRequest, LeaseSuperseded, NoCapacity, Unavailable
-from ebbtide.runtime import Shutdown
+from ebbtide.runtime import Shutdown, race
 from ebbtide.telemetry import bind, get_logger
-from ebbtide.trainer.race import RunFailed, race
+from ebbtide.trainer.failure import RunFailed
 from ebbtide.trainer.settings import WorkSettings
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent, RunStatus

@@ -24,6 +24,7 @@ from typing import Final
 import msgspec
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, Unavailable
+from ebbtide.runtime import fsync
 from ebbtide.types.weights import Manifest
 from ebbtide.weights import check_manifest, tile_sizes
 
@@ -108,11 +109,11 @@ class Disk:
         """Make tiles durable. One that was dropped meanwhile is passed over: no version can want it."""
         with ThreadPoolExecutor(_SYNCS) as pool:
             list(pool.map(self._sync_tile, digests))
-        _fsync(self._tiles)
+        fsync(self._tiles)
 
     def _sync_tile(self, digest: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
-            _fsync(self._tiles / digest.hex())
+            fsync(self._tiles / digest.hex())
 
     def drop_tiles(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
@@ -126,30 +127,22 @@ class Disk:
         path.parent.mkdir(parents=True, exist_ok=True)
         staged = self._staging / secrets.token_hex(8)
         staged.write_bytes(_ENCODER.encode(manifest))
-        _fsync(staged)
+        fsync(staged)
         staged.rename(path)
         for folder in (path.parent, path.parent.parent, self._versions):
-            _fsync(folder)
+            fsync(folder)
 
     def drop_manifest(self, run_id: str, policy: str, version: int) -> None:
         """Forget a version, durably, before its tiles go."""
         path = self._manifest_path(run_id, policy, version)
         path.unlink(missing_ok=True)
-        _fsync(path.parent)
+        fsync(path.parent)
         for folder in (path.parent, path.parent.parent):
             if not any(folder.iterdir()):
                 folder.rmdir()
 
     def _manifest_path(self, run_id: str, policy: str, version: int) -> Path:
         return self._versions / run_id / policy / f"{version:010d}{_SUFFIX}"
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ def test_an_interrupted_write_leaves_the_one_before(tiny_model: Path, tmp_path: 
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "_sync", die)
+    monkeypatch.setattr(checkpoint, "fsync", die)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, tiny_model, state(6))
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from ebbtide.trainer.conversation import load_conversations
 from ebbtide.trainer.driver.service import drive
 from ebbtide.trainer.driver.settings import DriverSettings
 from ebbtide.trainer.environments import Message, Split, StepResult
-from ebbtide.trainer.race import RunFailed
+from ebbtide.trainer.failure import RunFailed
 from ebbtide.types.rollout import RolloutRequest, TrajectoryOutcome
 from ebbtide.types.run import RunSpec, RunStatus
 from ebbtide.types.tokens import unpack_ids, unpack_tokens

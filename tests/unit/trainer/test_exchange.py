@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.runtime import race
 from ebbtide.testing import wait_until
 from ebbtide.trainer.driver import exchange as module
 from ebbtide.trainer.driver.exchange import AlreadyCompleted, Batches, Exchange
-from ebbtide.trainer.race import RunFailed, race
+from ebbtide.trainer.failure import RunFailed
 from ebbtide.types.rollout import Episode, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids

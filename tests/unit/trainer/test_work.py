@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, Unavailable
-from ebbtide.runtime import ProcessSettings, Shutdown
+from ebbtide.runtime import ProcessSettings, Shutdown, race
 from ebbtide.testing import wait_until
 from ebbtide.trainer import work
-from ebbtide.trainer.race import RunFailed, race
+from ebbtide.trainer.failure import RunFailed
 from ebbtide.trainer.settings import WorkSettings
 from ebbtide.types.run import EnvironmentSpec, RunSpec, RunStatus
 
@@ -116,22 +116,3 @@ async def test_work_ends_when_its_lease_is_lost(serve: Any) -> None:
 async def test_other_errors_end_the_process(serve: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         await serve([failing(ZeroDivisionError())])
-
-
-async def test_a_race_ends_the_losers_and_raises_the_innermost_error() -> None:
-    ended: list[str] = []
-
-    async def loser() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("loser")
-
-    async def group() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(failing(RunFailed("inner"))(None))
-
-    with pytest.raises(RunFailed, match="inner"):
-        await race(loser(), group())
-    assert ended == ["loser"]
-    assert await race(loser(), asyncio.sleep(0)) == 1

@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar
 
 from ebbtide.client import Lease
 from ebbtide.errors import AlreadyExists, EbbtideError, InvalidRequest, NoCapacity
-from ebbtide.trainer.race import RunFailed
+from ebbtide.trainer.failure import RunFailed
 from ebbtide.types.rollout import Episode, FinishedRollout, RolloutRequest, SubmitOutcome
 
 A = TypeVar("A")

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from ebbtide.trainer.race import RunFailed
+from ebbtide.trainer.failure import RunFailed
 
 T = TypeVar("T")
 

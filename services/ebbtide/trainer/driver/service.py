@@ -6,6 +6,7 @@ from typing import Final
 
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest
+from ebbtide.runtime import race
 from ebbtide.telemetry import get_logger
 from ebbtide.trainer.conversation import Conversations, load_conversations
 from ebbtide.trainer.driver.episodes import Player
@@ -14,8 +15,8 @@ from ebbtide.trainer.driver.sandbox import Sandbox, TookTooLong
 from ebbtide.trainer.driver.settings import DriverSettings
 from ebbtide.trainer.driver.steps import Steps
 from ebbtide.trainer.environments import EnvironmentSource, load_source
+from ebbtide.trainer.failure import RunFailed
 from ebbtide.trainer.following import Following
-from ebbtide.trainer.race import RunFailed, race
 from ebbtide.types.run import RunSpec
 
 log = get_logger(__name__)

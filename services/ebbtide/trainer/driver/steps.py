@@ -14,8 +14,8 @@ from ebbtide.trainer.driver.episodes import Player
 from ebbtide.trainer.driver.evaluation import evaluate
 from ebbtide.trainer.driver.exchange import Exchange
 from ebbtide.trainer.driver.groups import EXCERPT, Group, GroupResult
+from ebbtide.trainer.failure import RunFailed
 from ebbtide.trainer.following import Following
-from ebbtide.trainer.race import RunFailed
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import RunEvent
 

@@ -29,7 +29,6 @@ def test_what_is_saved_is_loaded_again_bit_for_bit(network: Network, checkpoint:
         assert torch.equal(tensor, loaded.state_dict()[name]), name
     assert not list(checkpoint.glob("*.bin"))
     assert all(path.stat().st_mode & 0o004 for path in (checkpoint, *checkpoint.iterdir())), "others may read it"
-    assert load_network(checkpoint, dtype="bfloat16").dtype == torch.bfloat16
 
 
 def test_saving_again_replaces_the_whole_and_leaves_nothing_beside(network: Network, checkpoint: Path) -> None:
