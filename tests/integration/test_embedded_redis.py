@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from ebbtide.errors import StoreUnavailable
+from ebbtide.redis_server import redis_command
 from ebbtide.testing import EmbeddedRedis, wait_until
-from ebbtide.testing.redis import redis_command
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:

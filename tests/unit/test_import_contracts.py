@@ -18,6 +18,7 @@ PLANTED = {
     "The SDK stands on": ("common/ebbtide/client/planted.py", "import ebbtide.telemetry"),
     "Only the coordinator has a store": ("services/ebbtide/trainer/planted.py", "import ebbtide.store"),
     "Only trainers and the command line": ("services/ebbtide/weight_relay/planted.py", "import ebbtide.client"),
+    "Services do not run on": ("services/ebbtide/cli/planted_too.py", "import ebbtide.testing"),
     "Decisions and weights are pure": ("common/ebbtide/scheduling/planted.py", "import time"),
     "redis belongs": ("services/ebbtide/coordinator/planted.py", "import redis.asyncio"),
     "grpc belongs": ("services/ebbtide/coordinator/planted_too.py", "from grpc import aio"),

