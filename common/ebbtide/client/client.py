@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import time
 import tomllib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -176,14 +177,18 @@ class Client:
         """Take the lease of a role of a run, or of any run that wants one.
 
         `holder` names who holds it; the same holder claiming again ends its former lease at once. With `wait`, waits
-        until the lease is free; else raises `NotReady` or `NotFound`.
+        until the lease is free, and prefers, of any runs, one that was begun before: see `scheduling.claims`. Else
+        raises `NotReady` or `NotFound`.
         """
         holder = holder or f"{socket.gethostname()}-{os.getpid()}"
         request = runs_pb2.ClaimRunRequest(run_id=run_id or "", role=role, holder=holder)
         return Lease(self._coordinator, await self._claim(request, wait=wait), self._weights)
 
     async def _claim(self, request: runs_pb2.ClaimRunRequest, *, wait: bool) -> runs_pb2.Lease:
+        began = time.monotonic()
         for pause in pauses(0.2, 2.0):
+            if wait:
+                request.waited_s = time.monotonic() - began
             try:
                 return await self._coordinator.call(self._runs.ClaimRun, request)
             except (NotReady, NotFound, NoCapacity) as error:

@@ -1,12 +1,15 @@
 """Leases: who may act for a run in which role. The fence counts; the expiry only says when another may claim."""
 
+import asyncio
 from typing import Final
 
 from ebbtide.errors import NotReady
 from ebbtide.store.faults import Refused
+from ebbtide.store.keys import run_key
+from ebbtide.store.rows import Held
 from ebbtide.store.topic import Topic
 from ebbtide.types.ids import new_fence
-from ebbtide.types.run import LeaseRef
+from ebbtide.types.run import ROLES, LeaseRef
 
 
 class Leases(Topic):
@@ -22,6 +25,17 @@ class Leases(Topic):
                 f"it is free in {int(rest) / 1000:.1f} s unless it is renewed"
             ) from None
         return LeaseRef(run_id=run_id, role=role, fence=fence)
+
+    async def held(self, run_id: str) -> dict[str, Held]:
+        """The roles of a run that are held."""
+        keys = [run_key(run_id, "CLAIM", role) for role in ROLES]
+        holders = await asyncio.gather(*(self._link.call("GET", key) for key in keys))
+        rests = await asyncio.gather(*(self._link.call("PTTL", key) for key in keys))
+        return {
+            role: Held(holder.decode(), max(0, rest) / 1000)
+            for role, holder, rest in zip(ROLES, holders, rests, strict=True)
+            if holder
+        }
 
     async def renew(self, lease: LeaseRef, ttl_s: float) -> None:
         await self._leased("lease_renew", lease, round(ttl_s * 1000))

@@ -45,6 +45,13 @@ class Placed(Struct, frozen=True):
     attempts: int
 
 
+class Held(Struct, frozen=True):
+    """A role's holder, and for how long it has the lease unless it renews it."""
+
+    holder: str
+    rest_s: float
+
+
 class Requeued(Struct, frozen=True):
     """A rollout whose attempt ended: `barren` attempts in a row stored nothing, and why they ended."""
 

@@ -1,5 +1,6 @@
 """Runs and their leases: what the `Runs` service does."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import msgspec
@@ -8,7 +9,8 @@ from ebbtide import telemetry
 from ebbtide.coordinator.bells import follow
 from ebbtide.coordinator.checks import check_batch, check_lease
 from ebbtide.coordinator.parts import Parts
-from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound
+from ebbtide.scheduling.claims import Claimable, choose
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunEvent, RunSpec, RunStatus, check_spec
@@ -98,8 +100,8 @@ class RunService:
         ):
             yield event
 
-    async def claim(self, run_id: str, role: str, holder: str) -> tuple[LeaseRef, Run]:
-        """The role's lease on the run; without an id, on the oldest live run that lacks one and is not external.
+    async def claim(self, run_id: str, role: str, holder: str, waited_s: float) -> tuple[LeaseRef, Run]:
+        """The role's lease on the run; without an id, on the one of `scheduling.claims` that is not external.
 
         Raises `NotReady` if it is held, or there is none.
         """
@@ -108,18 +110,22 @@ class RunService:
         check_id(holder, field="holder")
         if run_id:
             await self._recovery.live(check_id(run_id, field="run_id"))
-        anybodys = [name for name, run in self._state.runs.items() if not run.spec.external]
-        for candidate in [run_id] if run_id else anybodys:
-            try:
-                lease = await self._store.leases.claim(candidate, role, holder, self._settings.lease_ttl_s)
-            except NotReady:
-                if run_id:
-                    raise
-                continue
-            log.info("claimed", run_id=candidate, role=role, holder=holder)
-            self._bells.ring("events", candidate)
-            return lease, await self.get(candidate)
-        raise NotReady(f"no run wants a {role}; submit one, or wait")
+        else:
+            anybodys = [name for name, run in self._state.runs.items() if not run.spec.external]
+            claimable = await asyncio.gather(*(self._claimable(name, role) for name in anybodys))
+            run_id = choose(claimable, role=role, holder=holder, waited_s=waited_s)
+        lease = await self._store.leases.claim(run_id, role, holder, self._settings.lease_ttl_s)
+        log.info("claimed", run_id=run_id, role=role, holder=holder)
+        self._bells.ring("events", run_id)
+        return lease, await self.get(run_id)
+
+    async def _claimable(self, run_id: str, role: str) -> Claimable:
+        held = await self._store.leases.held(run_id)
+        mine = held.pop(role, None)
+        if mine is None:
+            return Claimable(run_id=run_id, paired=bool(held))
+        renewed_s = self._settings.lease_ttl_s - mine.rest_s
+        return Claimable(run_id=run_id, holder=mine.holder, renewed_s=renewed_s, paired=bool(held))
 
     async def renew(self, lease: LeaseRef) -> Run:
         await self._store.leases.renew(check_lease(lease), self._settings.lease_ttl_s)

@@ -1,6 +1,7 @@
 """Runs, their leases and their ends."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import grpc
@@ -87,6 +88,29 @@ async def test_any_run_is_claimed_oldest_first(cluster: Any) -> None:
         await cluster.call(cluster.runs.ClaimRun, request)
     with pytest.raises(NotFound):
         await cluster.call(cluster.runs.ClaimRun, runs_pb2.ClaimRunRequest(run_id="zz", role="driver", holder="d"))
+
+
+async def test_who_starts_again_under_another_name_finds_back_to_its_run(cluster: Any) -> None:
+    old = await cluster.run("old", version=False)
+    young = await cluster.run("young", version=False)
+    await cluster.call(cluster.runs.ReleaseLease, young.lease)  # nobody works on it yet
+
+    async def claim(holder: str, waited_s: float) -> Any:
+        request = runs_pb2.ClaimRunRequest(role="driver", holder=holder, waited_s=waited_s)
+        return await cluster.call(cluster.runs.ClaimRun, request)
+
+    async def claimed(holder: str) -> Any:
+        await cluster.call(cluster.runs.RenewLease, old.lease)  # its trainer waits for a driver
+        with contextlib.suppress(NotReady):
+            return await claim(holder, 0.0)
+
+    first = await claim("a", 0.0)
+    assert first.run.run_id == (await claim("a", 0.0)).run.run_id == "old"
+    with pytest.raises(NotReady, match="a may have left run old"):
+        await claim("b", 0.0)
+    assert (await claim("b", 60.0)).run.run_id == "young"  # a has renewed its lease since b asked first
+    lease = await wait_until(lambda: claimed("c"))  # a does so no more
+    assert lease.run.run_id == "old"
 
 
 async def test_a_run_whose_trainer_comes_from_outside_is_claimed_by_its_id_alone(cluster: Any) -> None:

@@ -1,6 +1,7 @@
 """The `Runs` service on the wire."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
@@ -40,7 +41,8 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
             yield to_proto(event, runs_pb2.RunEvent)
 
     async def ClaimRun(self, request: runs_pb2.ClaimRunRequest, context: Context) -> runs_pb2.Lease:
-        lease, run = await self._runs.claim(request.run_id, request.role, request.holder)
+        waited_s = request.waited_s if request.HasField("waited_s") else math.inf
+        lease, run = await self._runs.claim(request.run_id, request.role, request.holder, waited_s)
         return runs_pb2.Lease(
             ref=to_proto(lease, runs_pb2.LeaseRef), ttl_s=self._ttl_s, run=to_proto(run, runs_pb2.Run)
         )
