@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -101,7 +102,11 @@ def run(main: Callable[[Shutdown], Awaitable[None]], name: str, settings: Proces
         die_with_parent(settings.die_with_parent)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_supervise(main, name, settings))
-    sys.exit(code)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # All is closed. To take an interpreter apart that has torch in it needs seconds, and brings nothing.
+    os._exit(code)
 
 
 async def _supervise(main: Callable[[Shutdown], Awaitable[None]], name: str, settings: ProcessSettings) -> int:

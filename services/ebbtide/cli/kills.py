@@ -75,8 +75,8 @@ def _middle(progress: Progress, flush_tokens: int) -> range:
     """How many tokens a response has in its middle: some are stored for sure, and it is not soon at its end."""
     lengths = [values["response_length"] for values in progress.steps.values() if "response_length" in values]
     mean = sum(lengths) / len(lengths) if lengths else 0.0
-    # Stored is what was flushed: up to one window less than what was generated.
-    least = _STORED + flush_tokens
+    # Stored is what was flushed: up to one window less than what was generated, and half of one may be on its way.
+    least = _STORED + flush_tokens * 3 // 2
     return range(least, max(least + flush_tokens, round(_SHARE * mean)))
 
 
