@@ -5,7 +5,6 @@ queue.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -50,12 +49,6 @@ async def write(call: Any, message: Any) -> None:
         raise grpc.aio.AioRpcError(
             await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
         ) from None
-
-
-async def messages(call: Any) -> AsyncIterator[Any]:
-    """What `call` brings until the peer ends it, by `read()`: a call may be read or iterated over, never both."""
-    while (message := await call.read()) is not grpc.aio.EOF:
-        yield message
 
 
 class _Call:

@@ -16,10 +16,11 @@ from ebbtide.errors import Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.outbox import Ack, Delta, Outbox
-from ebbtide.rollout_worker.together import first_of
+from ebbtide.rpc.channel import write
 from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.retry import pauses
 from ebbtide.rpc.status import translated
+from ebbtide.runtime import race
 from ebbtide.types.fleet import AppendStatus
 from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
@@ -41,16 +42,16 @@ class Appender:
             try:
                 with translated("coordinator", self._target):
                     await self._stream(session)
-            except (Unavailable, asyncio.InvalidStateError) as error:
+            except Unavailable as error:
                 log.warning("append stream broken", reason=str(error))
             await asyncio.sleep(pause)
 
     async def _stream(self, session: str) -> None:
         call = self._stub.Append()
         try:
-            await call.write(fleet_pb2.AppendRequest(session=session))
+            await write(call, fleet_pb2.AppendRequest(session=session))
             self._outbox.rewind(time.monotonic())
-            await first_of(self._read(call), self._write(call, session))
+            await race(self._read(call), self._write(call, session))
         finally:
             call.cancel()
 
@@ -61,7 +62,7 @@ class Appender:
             start = time.monotonic()
             deltas = [_delta(delta) for delta in self._outbox.take(start)]
             self._answered.clear()
-            await call.write(fleet_pb2.AppendRequest(session=session, sequence=self._sequence, deltas=deltas))
+            await write(call, fleet_pb2.AppendRequest(session=session, sequence=self._sequence, deltas=deltas))
             await self._answered.wait()
             metrics.FLUSH_SECONDS.observe(time.monotonic() - start)
 

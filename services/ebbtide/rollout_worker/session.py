@@ -23,11 +23,12 @@ from ebbtide.errors import (
 from ebbtide.rollout_worker.appending import Appender
 from ebbtide.rollout_worker.generation import Assignment
 from ebbtide.rollout_worker.installer import Installation
-from ebbtide.rollout_worker.together import first_of
 from ebbtide.rollout_worker.worker import Worker
+from ebbtide.rpc.channel import write
 from ebbtide.rpc.convert import from_proto
 from ebbtide.rpc.retry import pauses
 from ebbtide.rpc.status import translated
+from ebbtide.runtime import race
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
@@ -80,18 +81,15 @@ class Session:
         with translated("coordinator", self._target):
             call = self._stub.Control()
             try:
-                await call.write(self._worker.attach())
+                await write(call, self._worker.attach())
                 attached = await self._answer(call)
                 self._adopt(attached)
-                await first_of(
+                await race(
                     self._receive(call),
                     self._send(call),
                     self._beat(attached.heartbeat_s),
                     self._appender.run(attached.session),
                 )
-            except asyncio.InvalidStateError:  # written to a call that had ended
-                await anext(aiter(call), None)  # raises why
-                raise Unavailable("the coordinator ended the stream") from None
             finally:
                 self.connected = False
                 call.cancel()
@@ -124,7 +122,7 @@ class Session:
     async def _send(self, call: Any) -> None:
         queue = self._worker.outgoing.queue
         while (message := await queue.get()) is not None:
-            await call.write(message)
+            await write(call, message)
         await call.done_writing()
         await asyncio.Event().wait()  # the coordinator ends the stream, and with it the session
 

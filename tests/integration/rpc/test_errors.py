@@ -10,7 +10,7 @@ import pytest
 
 from ebbtide import errors
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unavailable
-from ebbtide.rpc.channel import messages, write
+from ebbtide.rpc.channel import write
 from ebbtide.rpc.security import ServerSettings
 from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
@@ -138,16 +138,6 @@ async def test_writing_to_a_stream_that_ended_raises_its_status(cluster: Any) ->
     await wait_until(stream.done)
     with pytest.raises(errors.AttemptSuperseded, match="drop the attempt"), translated("coordinator"):
         await write(stream, b"")
-
-
-async def test_the_messages_of_a_call_may_follow_a_single_read(cluster: Any) -> None:
-    channel = await cluster.connect((await cluster.serve()).address)
-    stream: Any = channel.stream_stream("/ebbtide.v1.Fleet/Append")()
-    for _ in range(3):
-        await write(stream, b"")
-    assert await stream.read() == b""
-    await stream.done_writing()
-    assert [message async for message in messages(stream)] == [b"", b""]
 
 
 async def test_a_status_that_a_write_under_way_covered_is_still_worth_a_retry() -> None:
