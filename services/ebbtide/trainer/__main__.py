@@ -14,15 +14,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def serve(settings: TrainerSettings, shutdown: Shutdown) -> None:
-    import torch
+    from ebbtide.trainer.threads import limit_threads
+
+    limit_threads(settings.threads)  # before anything imports torch
 
     from ebbtide.trainer import work
     from ebbtide.trainer.learning import choose_device
     from ebbtide.trainer.service import train
 
     choose_device(settings.device)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     await work.serve(settings, shutdown, "trainer", lambda client, lease: train(client, lease, settings))
 
 

@@ -42,13 +42,13 @@ def _make(settings: Settings) -> Path:
     environment = parse(EnvironmentSpec, spec.get("environment", {}))
     seed = settings.seed if settings.seed >= 0 else int(spec.get("seed", 0))
 
-    import torch
+    from ebbtide.trainer.threads import limit_threads
+
+    limit_threads(settings.threads)  # before anything imports torch
 
     from ebbtide.trainer.base_model import make_base_model
     from ebbtide.trainer.environments import load_source
 
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     source = load_source(environment.name, environment.params, seed)
 
     def tell(now: "BaseModelProgress") -> None:
