@@ -40,8 +40,7 @@ class Connection:
         """`patience_s`: how long a call waits for a store that is away before it raises `StoreUnavailable`."""
         self.where = url.rpartition("@")[2] if "@" in url else url  # no password in messages
         self.patience_s = patience_s
-        self.links = 0  # how often a link came up; a change means that earlier calls may have been lost
-        self.on_link: Callable[[], None] = lambda: None
+        self.on_link: Callable[[], None] = lambda: None  # called when a link came up: earlier calls may have been lost
         self.superseded = asyncio.Event()  # set when the store belongs to another coordinator
         self._pool = ConnectionPool.from_url(
             url, protocol=2, socket_timeout=None, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0)
@@ -128,7 +127,6 @@ class Connection:
 
     async def _serve(self, link: AbstractConnection) -> None:
         """Use the link until it breaks; raises what broke it."""
-        self.links += 1
         self._up.set()
         self.on_link()
         tasks = [asyncio.create_task(work) for work in (self._write(link), self._read(link), self._watch())]

@@ -108,16 +108,13 @@ def _placed(request: bytes, prompt: bytes, partial: bytes, attempts: int) -> Pla
 
 
 def _open(row: list[bytes | int]) -> Open:
-    place, _, state, attempt, worker, request, prompt_len, barren, evidence, stored = row
+    place, state, attempt, request, prompt_len, stored = row
     return Open(
         place=int(place),
         request=unpack(bytes(request), RolloutRequest),
         prompt_len=int(prompt_len),
         state=State(bytes(state).decode()),
         attempt_id=bytes(attempt).decode(),
-        worker_id=bytes(worker).decode(),
-        barren=int(barren),
-        evidence=bytes(evidence).decode(),
         stored=int(stored),
     )
 

@@ -31,9 +31,6 @@ class Open(Struct, frozen=True, kw_only=True):
     prompt_len: int
     state: State
     attempt_id: str
-    worker_id: str
-    barren: int
-    evidence: str
     stored: int
 
 

@@ -13,7 +13,7 @@ from ebbtide.store.rollouts import Rollouts
 from ebbtide.store.runs import Runs
 from ebbtide.store.trajectories import Trajectories
 
-#: Streams, XAUTOCLAIM, exclusive ranges; all that the scripts use is there.
+#: The first whose XRANGE takes the exclusive bounds by which the scripts read on behind a cursor.
 OLDEST_REDIS: Final = (6, 2)
 
 
