@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 from ebbtide import telemetry
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, Unavailable
 from ebbtide.rollout_worker.engine import Shapes
-from ebbtide.rollout_worker.engine.checkpoint import architecture
+from ebbtide.rollout_worker.engine.checkpoint import architecture, misfits
 from ebbtide.rpc.convert import from_proto
 from ebbtide.rpc.retry import retrying
 from ebbtide.rpc.status import translated
@@ -133,9 +133,8 @@ class Puller:
 def check_fit(manifest: Manifest, shapes: Shapes) -> None:
     """Raise `OtherArchitecture` unless the version has just the tensors `shapes` of the engine's model (empty: any)."""
     found = {entry.name: entry.shape for entry in manifest.tensors}
-    if shapes and found != dict(shapes):
-        names = sorted(set(found) ^ set(shapes)) or sorted(name for name in found if found[name] != shapes[name])
+    if shapes and (names := misfits(found, shapes)):
         raise OtherArchitecture(
-            f"of another architecture than this engine's model: see {', '.join(names[:3])}",
+            f"of another architecture than this engine's model: see {names}",
             architecture=architecture(found),
         )

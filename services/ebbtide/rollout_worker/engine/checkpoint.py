@@ -3,6 +3,7 @@
 import hashlib
 import json
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,13 @@ def architecture(shapes: Shapes) -> str:
     """A digest that two checkpoints share when their tensors have the same names and shapes."""
     lines = "\n".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items()))
     return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+
+def misfits(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
+    """Up to three tensors that only one of both has, or that have another shape in each; empty if they agree."""
+    names = sorted(found.keys() ^ wanted.keys())
+    names = names or sorted(name for name, shape in found.items() if tuple(shape) != tuple(wanted[name]))
+    return ", ".join(names[:3])
 
 
 def end_tokens(root: Path) -> tuple[int, ...]:

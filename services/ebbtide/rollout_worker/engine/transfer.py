@@ -13,6 +13,8 @@ from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from ebbtide.rollout_worker.engine.checkpoint import misfits
+
 # It warns of each layer that has no tensors of its own in a checkpoint; that none is missing is checked here.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -66,6 +68,5 @@ class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         """Nothing is held."""
 
     def _check(self, found: dict[str, list[int]]) -> None:
-        if found != self._shapes:
-            names = sorted(set(found) ^ set(self._shapes)) or [n for n in found if found[n] != self._shapes[n]]
-            raise ValueError(f"the weights are of another architecture: see {', '.join(names[:3])}")
+        if names := misfits(found, self._shapes):
+            raise ValueError(f"the weights are of another architecture: see {names}")
