@@ -84,6 +84,7 @@ class Worker:
                 kind=types_pb2.WorkerKind.ValueType(self.settings.kind),
                 site=self.settings.site,
                 protocol_version=PROTOCOL_VERSION,
+                capabilities=["resume", f"engine:{self.settings.engine}"],
                 slots=self.settings.slots,
                 engine=to_proto(self.info, fleet_pb2.EngineInfo),
                 held=held,
