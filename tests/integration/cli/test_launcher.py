@@ -61,8 +61,9 @@ async def test_a_program_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatc
 
     async def kill_for_ever(made: Launcher) -> None:
         while True:
+            killed = made.process("worker").pid
             made.crash("worker")
-            await asyncio.sleep(0.05)
+            await wait_until(lambda: made.process("worker").pid != killed)  # noqa: B023 - called at once
 
     async with launcher(print) as made:
         await made.start(program(tmp_path, "worker"))

@@ -1,6 +1,5 @@
 """The way of a rollout through the two streams, and the fences on it."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -108,14 +107,11 @@ async def test_a_silent_worker_is_lost_and_its_rollouts_go_elsewhere(cluster_wit
         await first.has("a")
         second = await cluster.worker("w2", slots=1)
 
-        async def beat() -> None:
-            while True:
-                await second.say(heartbeat=fleet_pb2.Heartbeat(state=types_pb2.WORKER_STATE_READY))
-                await asyncio.sleep(0.05)
+        async def beats_and_has_it() -> bool:
+            await second.say(heartbeat=fleet_pb2.Heartbeat(state=types_pb2.WORKER_STATE_READY))
+            return "a" in second.assigned
 
-        beating = asyncio.create_task(beat())
-        await second.has("a")
-        beating.cancel()
+        await wait_until(beats_and_has_it, interval=0.05)
         await wait_until(lambda: isinstance(first.ended, NotFound))
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import sys
 import threading
-import time
 
 import pytest
 
@@ -49,20 +48,20 @@ async def test_too_many_stuck_calls_are_the_environments_fault_as_a_whole(monkey
     await wait_until(lambda: box.stuck == 0)
 
 
-async def test_no_more_run_at_once_than_there_are_places() -> None:
-    box, running, most, lock = Sandbox(3), 0, 0, threading.Lock()
+async def test_as_many_run_at_once_as_there_are_places_and_no_more() -> None:
+    box, running, most, lock, three = Sandbox(3), 0, 0, threading.Lock(), threading.Barrier(3)
 
     def work() -> None:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.005)
+        three.wait(5)
         with lock:
             running -= 1
 
-    await asyncio.gather(*(box.call(work, timeout_s=5) for _ in range(20)))
-    assert most <= 3
+    await asyncio.gather(*(box.call(work, timeout_s=5) for _ in range(21)))
+    assert most == 3
 
 
 def test_a_stuck_call_does_not_keep_the_process() -> None:
