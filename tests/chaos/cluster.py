@@ -23,15 +23,16 @@ from ebbtide.testing import EmbeddedRedis
 TOKEN: Final = "a-token-of-tests"
 #: The flush window of all workers.
 FLUSH_TOKENS: Final = 8
-#: What all workers follow. Tokens come slowly enough that a flush window is far longer than an append takes here.
-SCRIPT: Final = ScriptedSettings(step_s=0.02, vocab_size=100, mean_length=96)
+#: What all workers follow. Tokens come slowly, and are sent often, so that a flush window has room for an append that a
+#: busy machine takes its time for.
+SCRIPT: Final = ScriptedSettings(step_s=0.025, vocab_size=100, mean_length=96)
 
 _COORDINATOR: Final = {"heartbeat_s": 0.5, "heartbeat_timeout_s": 15, "lease_ttl_s": 3}
 _WORKER: Final = {
     "engine": "scripted",
     "slots": 32,
     "flush_tokens": FLUSH_TOKENS,
-    "flush_interval_ms": 100,
+    "flush_interval_ms": 40,
     **{f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")},
 }
 

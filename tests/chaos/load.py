@@ -135,9 +135,10 @@ class Load:
         assert min(over.values()) >= 0, over
         return sum(over.values())
 
-    def lost_a_window_at_most(self) -> bool:
-        """Whether no more was generated twice than one flush window for each interruption."""
-        return self.generated_twice() <= FLUSH_TOKENS * self.interruptions()
+    def check_losses(self) -> None:
+        """No more was generated twice than one flush window for each interruption."""
+        twice, interruptions = self.generated_twice(), self.interruptions()
+        assert twice <= FLUSH_TOKENS * interruptions, f"{twice} tokens in {interruptions} interruptions"
 
     async def settle(self) -> Run:
         """Wait for all rollouts, check each token and each count, and end the run."""

@@ -17,15 +17,16 @@ async def test_nothing_acknowledged_is_lost_when_the_store_is_killed_under_load(
     await load.submit(64)
     load.watch_tokens(8)
     for _ in range(2):
-        submitting = asyncio.create_task(keep_submitting(load))
+        enough = asyncio.Event()
+        submitting = asyncio.create_task(keep_submitting(load, enough))
         await load.more_tokens(500)
         cluster.redis.kill()
         await generates_on(cluster, 300)
         assert not submitting.done()
         cluster.redis.start()
         await load.more_tokens(300)
-        submitting.cancel()
-        await asyncio.gather(submitting, return_exceptions=True)
+        enough.set()
+        await submitting
     run = await load.settle()
     assert run.counters["attempts"] == len(load.requests)
     assert load.generated_twice() == 0
@@ -83,9 +84,9 @@ async def kill_under_writes(directory: Path) -> None:
         await link.close()
 
 
-async def keep_submitting(load: Load) -> None:
+async def keep_submitting(load: Load, enough: asyncio.Event) -> None:
     """Small calls one after the other, so that one of them meets the store's death."""
-    while True:
+    while not enough.is_set():
         await load.submit(1)
         await asyncio.sleep(0.02)
 
