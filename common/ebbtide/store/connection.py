@@ -67,6 +67,11 @@ class Connection:
             await asyncio.gather(self._keeper, return_exceptions=True)
             self._keeper = None
 
+    async def lost(self) -> None:
+        """Wait, once open, until what keeps the connection fails, and raise why: the store is out of reach for good."""
+        if self._keeper is not None:
+            await asyncio.shield(self._keeper)
+
     async def run(self, script: Script, prefix: str, *args: Argument, patience_s: float | None = None) -> Any:
         """Run a script on the run whose keys begin with `prefix`. Raises `Refused`, `TermSuperseded`,
         `StoreUnavailable`.

@@ -75,6 +75,7 @@ class Coordinator:
             "decide": self.dispatcher.decide_for_ever(),
             "watch": self.dispatcher.watch_for_ever(),
             "term": self._superseded(),
+            "store": self.link.lost(),
         }
 
     async def _superseded(self) -> None:
