@@ -4,6 +4,7 @@ Invariant: it accepts calls from `start` to `stop`; its health says SERVING only
 for the server as a whole ("") and for each of its services alike. It holds nothing that a restart would miss.
 """
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -20,6 +21,26 @@ from ebbtide.rpc.security import ServerSettings, TokenCheck
 #: What registers a servicer (generated), the servicer, and the service's full name.
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
 _STATUS: Final = health_pb2.HealthCheckResponse
+
+
+def check_servable(settings: ServerSettings) -> None:
+    """Raise `InvalidRequest` for settings that no server could start with now, an address that is taken among them.
+
+    For a service whose start changes what others see: it asks first.
+    """
+    address = check_address(settings.listen, field="listen")
+    settings.bearer()
+    settings.credentials()
+    if address.startswith("unix:"):
+        return
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise InvalidRequest(f"cannot bind {address} ({error.strerror}); name another", field="listen") from None
 
 
 class Server:

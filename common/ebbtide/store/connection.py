@@ -18,7 +18,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from ebbtide.errors import StoreUnavailable
+from ebbtide.errors import InvalidRequest, StoreUnavailable
 from ebbtide.store.faults import TermSuperseded, fault
 from ebbtide.store.scripts import Script
 
@@ -37,14 +37,20 @@ class Connection:
     """`await call("GET", key)`; `await run(script, prefix, ...)`. Start it with `open`, end it with `close`."""
 
     def __init__(self, url: str, *, patience_s: float = 3.0) -> None:
-        """`patience_s`: how long a call waits for a store that is away before it raises `StoreUnavailable`."""
+        """`patience_s`: how long a call waits for a store that is away before it raises `StoreUnavailable`.
+
+        Raises `InvalidRequest` for a URL that names no Redis.
+        """
         self.where = url.rpartition("@")[2] if "@" in url else url  # no password in messages
         self.patience_s = patience_s
         self.on_link: Callable[[], None] = lambda: None  # called when a link came up: earlier calls may have been lost
         self.superseded = asyncio.Event()  # set when the store belongs to another coordinator
-        self._pool = ConnectionPool.from_url(
-            url, protocol=2, socket_timeout=None, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0)
-        )
+        try:
+            self._pool = ConnectionPool.from_url(
+                url, protocol=2, socket_timeout=None, socket_connect_timeout=5, retry=Retry(NoBackoff(), 0)
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"{self.where!r} cannot be used: {error}", field="store_url") from None
         self._up = asyncio.Event()
         self._why = f"the store at {self.where} was not reached yet"
         self._out: list[bytes] = []

@@ -1,9 +1,10 @@
 """Starts the coordinator."""
 
+import asyncio
 from collections.abc import Sequence
 
 from ebbtide.coordinator.settings import Settings
-from ebbtide.runtime import Shutdown, run
+from ebbtide.runtime import Shutdown, race, run
 from ebbtide.settings import load
 
 
@@ -15,12 +16,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def serve(settings: Settings, shutdown: Shutdown) -> None:
     from ebbtide.coordinator.service import Coordinator
-    from ebbtide.rpc.server import Server
+    from ebbtide.rpc.server import Server, check_servable
     from ebbtide.telemetry import rpc_observer
 
+    # Before it takes the store over: a start that fails must not end the coordinator that serves.
+    check_servable(settings.server)
     coordinator = Coordinator(settings)
     try:
-        server = Server(settings.server, await coordinator.open(), observe=rpc_observer())
+        opening = asyncio.create_task(coordinator.open())
+        if await race(opening, shutdown.requested.wait()):
+            return  # asked to end while it waited for the store
+        server = Server(settings.server, opening.result(), observe=rpc_observer())
         await server.start()
         for name, loop in coordinator.loops().items():
             shutdown.spawn(loop, name)

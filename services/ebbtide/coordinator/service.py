@@ -51,6 +51,7 @@ class Coordinator:
     async def open(self) -> list[Service]:
         """Take the store over and load the live runs. Returns the services. Raises `StoreUnavailable`."""
         settings = self._settings
+        log.info("waiting for the store", at=self.link.where)
         await self.link.open(patience_s=settings.store_boot_s)
         condition = await self.store.condition()
         _warn(condition)

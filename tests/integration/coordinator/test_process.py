@@ -78,6 +78,32 @@ async def test_without_a_store_it_ends_with_the_remedy(start: Any, tmp_path: Any
     assert b"start it, or mend the store URL" in err
 
 
+async def test_a_start_that_cannot_listen_leaves_the_serving_coordinator_alone(start: Any, redis_url: Any) -> None:
+    serving = await start(store_url=redis_url)
+    second = await start("--server-listen", serving.address, store_url=redis_url, ready=False)
+    _, err = await asyncio.wait_for(second.communicate(), 20)
+    assert second.returncode == 1
+    assert f"listen: cannot bind {serving.address}".encode() in err
+    async with open_channel(serving.address, ClientSecurity(token=TOKEN)) as channel:
+        spec = to_proto(RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e")), types_pb2.RunSpec)
+        await runs_pb2_grpc.RunsStub(channel).SubmitRun(runs_pb2.SubmitRunRequest(run_id="r", spec=spec))
+
+
+async def test_asked_to_end_while_it_waits_for_the_store_it_ends(start: Any, tmp_path: Any) -> None:
+    process = await start(store_url=f"unix://{tmp_path}/none.sock", ready=False)
+    assert b"waiting for the store" in await asyncio.wait_for(process.stderr.readline(), 20)
+    process.send_signal(signal.SIGTERM)
+    await asyncio.wait_for(process.communicate(), 10)
+    assert process.returncode == 0
+
+
+async def test_a_store_url_that_names_no_store_is_refused_by_field(start: Any) -> None:
+    process = await start(store_url="nonsense", ready=False)
+    _, err = await asyncio.wait_for(process.communicate(), 20)
+    assert b"store_url: 'nonsense' cannot be used" in err
+    assert b"Traceback" not in err
+
+
 async def test_help_answers_without_loading_what_it_does_not_need() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "ebbtide.coordinator", "--help"]
     process = await asyncio.create_subprocess_exec(
