@@ -31,15 +31,23 @@ def check(path: Path, *, deep: bool = True) -> RunSpec:
     return msgspec.structs.replace(spec, model=str(Path(spec.model).resolve()))
 
 
-def check_deeply(spec: RunSpec) -> None:
-    """Raises `InvalidRequest` for a model, trainer or environment that would be refused, if a trainer is installed."""
+def check_deeply(spec: RunSpec, patience_s: float = 120.0) -> None:
+    """Raises `InvalidRequest` for a model, trainer or environment that would be refused, if a trainer is installed, and
+    for an environment that takes longer than `patience_s` seconds."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
         file = Path(folder) / "spec.json"
         file.write_text(json.dumps(to_mapping(spec)))
         command = [sys.executable, "-m", "ebbtide.trainer.preflight", str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == _REFUSED:
-        answer = json.loads(done.stdout)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            raise InvalidRequest(
+                f"{spec.environment.name!r} gave no first and last problem within {patience_s:g} s; ask for less, or "
+                "submit with --no-check",
+                field="environment",
+            ) from None
+    if done.returncode == _REFUSED and done.stdout.strip():
+        answer = json.loads(done.stdout.splitlines()[-1])  # before it stands what the environment prints
         raise InvalidRequest(answer["message"], field=answer["field"])
     if done.returncode not in (0, _NOT_INSTALLED):
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from ebbtide.errors import InvalidRequest
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -12,6 +14,16 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def check_model_directory(directory: Path, *, field: str = "model") -> None:
     """Raises `InvalidRequest` naming `field` and the remedy unless `directory` is a Hugging Face checkpoint of a causal
     language model in safetensors, with a tokenizer whose every id has a row in the embedding."""
+    try:
+        _check(directory, field)
+    except (AttributeError, TypeError, KeyError, OSError) as error:  # its files are not of the shape that they have
+        raise InvalidRequest(
+            f"{str(directory)[:200]!r} is damaged ({type(error).__name__}: {str(error)[:200]}); copy it again",
+            field=field,
+        ) from error
+
+
+def _check(directory: Path, field: str) -> None:
     if not directory.is_dir():
         raise InvalidRequest(f"{str(directory)!r} is no directory; give the path of a local checkpoint", field=field)
     if (directory / "adapter_config.json").exists():
@@ -26,12 +38,23 @@ def check_model_directory(directory: Path, *, field: str = "model") -> None:
     for shard in _shards(directory, field):
         if not (directory / shard).is_file():
             raise InvalidRequest(f"the index names {shard!r}, which is missing; copy the checkpoint again", field=field)
+    for path in directory.glob("*.safetensors"):
+        _check_whole(path, field)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise InvalidRequest(f"{str(directory)!r} has no tokenizer; save one beside the weights", field=field)
     rows = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     highest = highest_token_id(directory, field=field)
     if isinstance(rows, int) and highest >= rows:
         raise vocabulary_mismatch(highest, rows, field)
+
+
+def _check_whole(path: Path, field: str) -> None:
+    """By its header, without reading the weights."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise InvalidRequest(f"{str(path)!r} is damaged ({error}); copy it again", field=field) from None
 
 
 def highest_token_id(directory: Path, *, field: str = "model") -> int:

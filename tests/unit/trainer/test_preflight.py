@@ -1,6 +1,7 @@
 """What is told at submit of runs that would fail later."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ebbtide.cli.preflight import check_deeply
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import preflight
 from ebbtide.trainer.conversation import load_conversations
@@ -57,6 +59,34 @@ def test_of_a_run_that_brings_its_own_trainer_only_the_model_is_looked_at(tiny_m
     assert refusal(make_spec(tiny_model / "nowhere", **outside)).field == "model"
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", ""),
+        ("model.safetensors.index.json", '{"weight_map": []}'),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 3}}'),
+        ("tokenizer.json", '{"model": 3}'),
+        ("tokenizer.json", '{"added_tokens": [{}]}'),
+        ("config.json", '{"text_config": null}'),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_as_the_model(
+    tiny_model: Path, tmp_path: Path, name: str, content: str
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / name).write_text(content)
+    error = refusal(make_spec(tmp_path / "model"))
+    assert error.field == "model"
+    assert "is damaged" in str(error)
+
+
+def test_weights_that_were_cut_off_are_refused_as_the_model(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "model.safetensors' is damaged" in str(refusal(make_spec(tmp_path / "model")))
+
+
 def test_the_answer_names_the_field_in_json(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,3 +96,27 @@ def test_the_answer_names_the_field_in_json(
         preflight.main([str(file)])
     assert ended.value.code == 2
     assert json.loads(capsys.readouterr().out)["field"] == "sampling.max_tokens"
+
+
+ENVIRONMENT = """
+import time
+from ebbtide.errors import InvalidRequest
+print("an environment that talks")
+def slow(params, seed):
+    time.sleep(600)
+def picky(params, seed):
+    raise InvalidRequest("is too small", field="environment.params.size")
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "field", "patience_s"), [("picky", "environment.params.size", 60.0), ("slow", "environment", 0.2)]
+)
+def test_an_environment_that_talks_or_hangs_is_told_by_field(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factory: str, field: str, patience_s: float
+) -> None:
+    (tmp_path / "talkative.py").write_text(ENVIRONMENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(InvalidRequest) as refused:
+        check_deeply(make_spec(tiny_model, environment={"name": f"talkative:{factory}"}), patience_s)
+    assert refused.value.field == field
