@@ -42,7 +42,9 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """The value of the authorization header. Raises `InvalidRequest` when there is no usable token."""
         if self.token and self.token_file:
             raise InvalidRequest("both token and token_file are set; leave one out", field="token_file")
-        token = self.token or (_read(self.token_file, "token_file").decode().strip() if self.token_file else "")
+        token = self.token or (
+            _read(self.token_file, "token_file").decode(errors="replace").strip() if self.token_file else ""
+        )
         if not token:
             raise InvalidRequest("is required: set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE", field="token")
         if not token.isascii() or not token.isprintable() or len(token) > _MAX_TOKEN:
@@ -52,7 +54,7 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def _pair(self) -> tuple[bytes, bytes] | None:
         if bool(self.tls_cert) != bool(self.tls_key):
             raise InvalidRequest("tls_cert and tls_key go together", field="tls_key" if self.tls_cert else "tls_cert")
-        return (_read(self.tls_key, "tls_key"), _read(self.tls_cert, "tls_cert")) if self.tls_cert else None
+        return (_pem(self.tls_key, "tls_key"), _pem(self.tls_cert, "tls_cert")) if self.tls_cert else None
 
 
 class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +77,7 @@ class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
             if self.tls_ca:
                 raise InvalidRequest("a server with tls_ca needs a certificate", field="tls_cert")
             return None
-        authority = _read(self.tls_ca, "tls_ca") if self.tls_ca else None
+        authority = _pem(self.tls_ca, "tls_ca") if self.tls_ca else None
         return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 
@@ -91,7 +93,7 @@ class ClientSecurity(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
             refuse_clear(target, allowed=self.allow_insecure, field="target")
             return None
         key, chain = pair or (None, None)
-        return grpc.ssl_channel_credentials(_read(self.tls_ca, "tls_ca") if self.tls_ca else None, key, chain)
+        return grpc.ssl_channel_credentials(_pem(self.tls_ca, "tls_ca") if self.tls_ca else None, key, chain)
 
 
 class TokenCheck:
@@ -126,6 +128,13 @@ def refuse_clear(address: str, *, allowed: bool, field: str) -> None:
             "configure TLS, or set allow_insecure on a network that you trust",
             field=field,
         )
+
+
+def _pem(path: str, field: str) -> bytes:
+    content = _read(path, field)
+    if b"-----BEGIN " not in content:
+        raise InvalidRequest(f"{path} is no PEM file", field=field)
+    return content
 
 
 def _read(path: str, field: str) -> bytes:

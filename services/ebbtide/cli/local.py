@@ -184,7 +184,7 @@ async def local_cluster(directory: Path, notify: Callable[[str], None]) -> Async
     """A cluster in `directory`, not booted yet. When the block is left, however it is left, its processes are gone.
 
     `notify` is told in one line what happens to programs unasked. Raises `InvalidRequest` if the directory is
-    another's.
+    another's, or cannot be written.
     """
     with _prepared(directory) as redis_socket:
         async with launcher(notify) as launched:
@@ -194,8 +194,12 @@ async def local_cluster(directory: Path, notify: Callable[[str], None]) -> Async
 @contextmanager
 def _prepared(directory: Path) -> Iterator[Path]:
     """Locks, clears and fills the directory. Gives the path of the Redis socket."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "cluster.lock").open("w") as lock:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        opened = (directory / "cluster.lock").open("w")
+    except OSError as error:
+        raise InvalidRequest(f"cannot be written ({error.strerror}); name another", field=str(directory)) from None
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -98,6 +98,6 @@ def _token(file: Path | None) -> str | None:
     from ebbtide.errors import InvalidRequest
 
     try:
-        return None if file is None else file.read_text().strip()
+        return None if file is None else file.read_text(errors="replace").strip()
     except OSError as error:
         raise InvalidRequest(f"{str(file)!r} cannot be read ({error.strerror})", field="--token-file") from None

@@ -44,11 +44,15 @@ class Refusal(msgspec.Struct, frozen=True):
 
 class Disk:
     def __init__(self, root: Path) -> None:
-        """Take the directory. Raises `InvalidRequest` if another relay has it."""
+        """Take the directory. Raises `InvalidRequest` if another relay has it, or nobody can write there."""
         self._tiles, self._versions, self._staging = root / "tiles", root / "versions", root / "staging"
-        for folder in (self._tiles, self._versions, self._staging):
-            folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (root / "lock").open("wb")
+        try:
+            for folder in (self._tiles, self._versions, self._staging):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (root / "lock").open("wb")
+        except OSError as error:
+            text = f"{root} cannot be written ({error.strerror}); name another directory"
+            raise InvalidRequest(text, field="data_dir") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -91,6 +91,20 @@ def test_a_token_file_that_is_not_there_is_named() -> None:
     assert "--token-file: 'no/such/file' cannot be read" in done.stderr
 
 
+def test_a_token_file_that_holds_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(bytes(range(256)))
+    done = ebbtide("runs", "--token-file", str(tmp_path / "token"))
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "token: must be printable ASCII" in done.stderr
+
+
+def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = ebbtide("up", "--model", str(tmp_path), "--run-dir", str(tmp_path / "file"))
+    assert done.returncode == 2
+    assert done.stderr == f"ebbtide: {tmp_path}/file: cannot be written (File exists); name another\n"
+
+
 def test_the_demos_options_change_the_demos_spec(tmp_path: Path) -> None:
     options = DemoOptions(run_dir=tmp_path, seed=5, steps=7, control=True, temperature=0.7, top_p=0.9, eval_problems=9)
     spec = demo_spec(options)

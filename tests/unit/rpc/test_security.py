@@ -99,3 +99,14 @@ def test_half_a_certificate_or_an_authority_without_one_is_refused(tmp_path: Pat
     with pytest.raises(InvalidRequest, match="No such file") as refused:
         ServerSettings(token="t", tls_cert=str(tmp_path / "c"), tls_key=str(tmp_path / "k")).credentials()
     assert refused.value.field == "tls_key"
+
+
+def test_what_is_no_pem_file_and_a_token_that_is_no_text_are_refused_by_field(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(256)))
+    with pytest.raises(InvalidRequest, match=r"tls_cert: .* is no PEM file|tls_key: .* is no PEM file"):
+        ServerSettings(token="t", tls_cert=str(file), tls_key=str(file)).credentials()
+    with pytest.raises(InvalidRequest, match=r"tls_ca: .* is no PEM file"):
+        ClientSecurity(token="t", tls_ca=str(file)).credentials("127.0.0.1:1")
+    with pytest.raises(InvalidRequest, match="token: must be printable ASCII"):
+        ClientSecurity(token_file=str(file)).bearer()
