@@ -184,7 +184,7 @@ def _from_json(text: str) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise _Refused(f"must be a JSON object ({error})") from None
 
 

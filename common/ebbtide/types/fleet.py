@@ -1,9 +1,9 @@
 """Workers as the fleet sees them."""
 
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ebbtide.types.weights import PolicyVersion
 
@@ -40,11 +40,11 @@ class AttemptRef(Struct, frozen=True):
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """What an engine can take: token ids below `vocab_size`, prompt plus response up to `max_model_len` tokens."""
 
-    model: str
+    model: Annotated[str, Meta(max_length=4096)]
     vocab_size: int
     max_model_len: int
-    eos_token_ids: tuple[int, ...] = ()
-    architecture: str = ""
+    eos_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
+    architecture: Annotated[str, Meta(max_length=128)] = ""
 
 
 class Worker(Struct, frozen=True, kw_only=True):

@@ -16,6 +16,11 @@ Natural = Annotated[int, Meta(ge=0)]
 
 #: The `trainer.name` of a run whose trainer and driver come from outside the cluster.
 EXTERNAL: Final = "external"
+#: They travel with every assignment of a rollout.
+MAX_STOPS: Final = 128
+MAX_STOP_LENGTH: Final = 128
+#: Of a spec as JSON: all runs are listed in one message.
+MAX_SPEC_BYTES: Final = 32 << 10
 
 
 class RunStatus(IntEnum):
@@ -152,7 +157,26 @@ def check_spec(spec: RunSpec) -> RunSpec:
             raise InvalidRequest("must be finite", field=f"trainer.{name}")
     if not math.isfinite(spec.batch.episode_timeout_s):
         raise InvalidRequest("must be finite", field="batch.episode_timeout_s")
+    _check_finite(spec.environment.params, "environment.params")
+    if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
+        raise InvalidRequest(f"more than {MAX_SPEC_BYTES} bytes in all; put data into files", field=_longest(spec))
     return spec
+
+
+def _check_finite(value: Any, field: str) -> None:
+    """JSON, in which parameters travel, has no other numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest("must be finite", field=field)
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_finite(inner, f"{field}.{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _check_finite(inner, f"{field}[{index}]")
+
+
+def _longest(spec: RunSpec) -> str:
+    return max(spec.__struct_fields__, key=lambda name: len(msgspec.json.encode(getattr(spec, name))))
 
 
 def check_sampling(sampling: Sampling, *, field: str) -> Sampling:
@@ -172,8 +196,11 @@ def check_sampling(sampling: Sampling, *, field: str) -> Sampling:
             )
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(f"must be at most max_tokens ({sampling.max_tokens})", field=f"{field}.min_tokens")
-    if any(not text for text in sampling.stop):
-        raise InvalidRequest("a stop string must not be empty", field=f"{field}.stop")
+    if any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in sampling.stop):
+        raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", field=f"{field}.stop")
+    for name in ("stop", "stop_token_ids"):
+        if len(getattr(sampling, name)) > MAX_STOPS:
+            raise InvalidRequest(f"at most {MAX_STOPS}", field=f"{field}.{name}")
     if any(not 0 <= token < 1 << 32 for token in sampling.stop_token_ids):
         raise InvalidRequest("token ids are unsigned 32-bit", field=f"{field}.stop_token_ids")
     return sampling

@@ -239,7 +239,7 @@ def _send(session: Session, assignments: Sequence[fleet_pb2.Assignment]) -> None
     size = 0
     for one in assignments:
         batch.append(one)
-        size += len(one.prompt_ids) + len(one.partial)
+        size += one.ByteSize()
         if size >= _BATCH_BYTES or one is assignments[-1]:
             session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(assign=fleet_pb2.AssignBatch(assignments=batch)))
             batch, size = [], 0

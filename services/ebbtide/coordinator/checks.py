@@ -84,6 +84,7 @@ def _check_prompt(request: RolloutRequest, field: str, context: int, vocabulary:
 def check_cursor(cursor: str, *, field: str = "cursor") -> str:
     """A cursor as the coordinator gave it, or empty."""
     first, _, second = cursor.partition("-")
-    if cursor and not (first.isdecimal() and second.isdecimal() and len(cursor) <= 40):
+    given = first.isdecimal() and second.isdecimal() and len(cursor) <= 41 and max(int(first), int(second)) < 1 << 64
+    if cursor and not given:
         raise InvalidRequest("is none that was given out here; leave it empty to begin", field=field)
     return cursor

@@ -19,10 +19,10 @@ class Attach(Struct, frozen=True, kw_only=True):
     protocol_version: int
     slots: Annotated[int, Meta(ge=1, le=1 << 16)]
     engine: EngineInfo
-    site: str = ""
+    site: Annotated[str, Meta(max_length=128)] = ""
     capabilities: tuple[str, ...] = ()
     held: tuple[HeldAttempt, ...] = ()
-    installed: tuple[PolicyVersion, ...] = ()
+    installed: Annotated[tuple[PolicyVersion, ...], Meta(max_length=64)] = ()
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True):

@@ -76,10 +76,11 @@ class RunService:
         await self._attempts.end_run(run_id, RunStatus.CANCELLED, "cancelled", drop=DropReason.CANCELLED)
         return await self.get(run_id)
 
-    async def finish(self, lease: LeaseRef, status: RunStatus, message: str) -> Run:
+    async def finish(self, lease: LeaseRef, wanted: int, message: str) -> Run:
         """End a run as FINISHED (all training rollouts accounted for) or FAILED."""
-        if status not in {RunStatus.FINISHED, RunStatus.FAILED}:
+        if wanted not in {RunStatus.FINISHED, RunStatus.FAILED}:
             raise InvalidRequest("must be FINISHED or FAILED", field="status")
+        status = RunStatus(wanted)
         run = await self.get(check_lease(lease).run_id)
         if run.status.ended:
             if run.status is not status:

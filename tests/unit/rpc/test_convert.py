@@ -236,3 +236,10 @@ def test_enums_have_the_same_numbers_on_both_sides() -> None:
     for ours, theirs, prefix in sides:
         numbers = {f"{prefix}{item.name}": item.value for item in ours}
         assert {f"{prefix}UNSPECIFIED": 0, **numbers} == dict(theirs.items())
+
+
+def test_parameters_nested_without_end_are_refused_by_field() -> None:
+    deep = "[" * 20_000 + "]" * 20_000
+    message = types_pb2.EnvironmentSpec(name="e", params=f'{{"a": {deep}}}')
+    with pytest.raises(InvalidRequest, match=r"^spec.params: must be a JSON object"):
+        from_proto(message, EnvironmentSpec, field="spec")

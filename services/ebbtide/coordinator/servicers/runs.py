@@ -3,12 +3,13 @@
 
 import math
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 
 from ebbtide.coordinator.checks import check_cursor
 from ebbtide.coordinator.runs import RunService
+from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.run import LeaseRef, RunEvent, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
@@ -17,6 +18,8 @@ from ebbtide.v1 import runs_pb2, runs_pb2_grpc
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "ebbtide.v1.Runs"
+#: Bytes of one event: each is held for every watcher that has yet to read it.
+_MAX_EVENT: Final = 32 << 10
 
 
 class RunsServicer(runs_pb2_grpc.RunsServicer):
@@ -65,11 +68,14 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         return runs_pb2.Empty()
 
     async def Report(self, request: runs_pb2.ReportRequest, context: Context) -> runs_pb2.Empty:
+        for index, event in enumerate(request.events):
+            if event.ByteSize() > _MAX_EVENT:
+                raise InvalidRequest(f"more than {_MAX_EVENT} bytes", field=f"events[{index}]")
         events = [from_proto(event, RunEvent, field=f"events[{i}]") for i, event in enumerate(request.events)]
         await self._runs.report(from_proto(request.lease, LeaseRef, field="lease"), events)
         return runs_pb2.Empty()
 
     async def FinishRun(self, request: runs_pb2.FinishRunRequest, context: Context) -> runs_pb2.Run:
         lease = from_proto(request.lease, LeaseRef, field="lease")
-        status = RunStatus(request.status) if request.status else RunStatus.FINISHED
+        status = request.status or RunStatus.FINISHED
         return to_proto(await self._runs.finish(lease, status, request.message), runs_pb2.Run)

@@ -1,0 +1,66 @@
+"""What clients and workers send that cannot be: refused by field, and nobody else notices."""
+
+from typing import Any
+
+import pytest
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.rpc.channel import write
+from ebbtide.rpc.convert import to_proto
+from ebbtide.rpc.status import translated
+from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
+from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
+from ebbtide.v1.fleet_pb2_grpc import FleetStub
+
+
+async def test_a_spec_too_large_to_be_listed_with_others_is_refused_by_field(cluster: Any) -> None:
+    spec = to_proto(RunSpec(name="n", model="m" * 100_000, environment=EnvironmentSpec(name="e")), types_pb2.RunSpec)
+    with pytest.raises(InvalidRequest, match="model: more than"):
+        await cluster.call(cluster.runs.SubmitRun, runs_pb2.SubmitRunRequest(run_id="r", spec=spec))
+    assert not (await cluster.call(cluster.runs.ListRuns, runs_pb2.ListRunsRequest())).runs
+
+
+async def test_a_cursor_beyond_what_the_store_counts_is_refused_by_field(cluster: Any) -> None:
+    run = await cluster.run()
+    request = rollouts_pb2.WatchFinishedRequest(run_id=run.run_id, cursor=f"{1 << 64}-0")
+    with pytest.raises(InvalidRequest, match=r"^cursor: "), translated("coordinator"):
+        await cluster.rollouts.WatchFinished(request).read()
+    with pytest.raises(InvalidRequest, match=r"outcomes\[0\].cursor"):
+        await run.commit(f"0-{1 << 64}")
+
+
+async def test_a_status_that_there_is_not_ends_no_run(cluster: Any) -> None:
+    run = await cluster.run()
+    with pytest.raises(InvalidRequest, match="status: must be FINISHED or FAILED"):
+        await run.finish(99)
+    assert (await run.get()).status == types_pb2.RUN_STATUS_RUNNING
+
+
+async def test_an_event_too_large_to_be_held_for_slow_watchers_is_refused_by_field(cluster: Any) -> None:
+    run = await cluster.run()
+    events = [runs_pb2.RunEvent(kind="step"), runs_pb2.RunEvent(kind="step", message="m" * 100_000)]
+    with pytest.raises(InvalidRequest, match=r"events\[1\]: more than"):
+        await cluster.call(cluster.runs.Report, runs_pb2.ReportRequest(lease=run.lease, events=events))
+
+
+async def test_a_worker_whose_words_would_fill_the_listing_is_refused_by_field(cluster: Any) -> None:
+    attach = fleet_pb2.Attach(
+        worker_id="w1", kind=types_pb2.WORKER_KIND_SPOT, protocol_version=1, slots=1, site="s" * 1000,
+        engine=fleet_pb2.EngineInfo(model="m", vocab_size=9, max_model_len=9),
+    )  # fmt: skip
+    stub = FleetStub(cluster.channel)
+    control: Any = stub.Control()
+    with pytest.raises(InvalidRequest, match=r"attach.site"), translated("coordinator"):
+        await write(control, fleet_pb2.WorkerMessage(attach=attach))
+        await control.read()
+    assert not (await cluster.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())).workers
+
+
+async def test_rollouts_with_many_stop_strings_are_assigned_in_messages_that_arrive(cluster: Any) -> None:
+    run = await cluster.run()
+    sampling = Sampling(max_tokens=8, stop=tuple(f"{number:0128}" for number in range(128)))
+    names = [f"r{number}" for number in range(300)]
+    for half in (names[:150], names[150:]):
+        await run.submit(*half, sampling=sampling)
+    worker = await cluster.worker("w1", slots=len(names))
+    await worker.has(*names)

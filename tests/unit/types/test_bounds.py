@@ -1,0 +1,34 @@
+"""What a spec may hold at most."""
+
+import math
+from typing import Any
+
+import pytest
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling, check_spec
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [({"a": math.nan}, "a"), ({"a": {"b": math.inf}}, "a.b"), ({"a": [1.0, -math.inf]}, r"a\[1\]")],
+)
+def test_parameters_that_json_cannot_carry_are_refused_by_key(params: dict[str, Any], field: str) -> None:
+    spec = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e", params=params))
+    with pytest.raises(InvalidRequest, match=f"^environment.params.{field}: must be finite"):
+        check_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        (Sampling(stop=("",)), "stop"),
+        (Sampling(stop=("x" * 129,)), "stop"),
+        (Sampling(stop=("x",) * 129), "stop"),
+        (Sampling(stop_token_ids=tuple(range(129))), "stop_token_ids"),
+    ],
+)
+def test_stops_that_would_weigh_down_every_assignment_are_refused_by_field(sampling: Sampling, field: str) -> None:
+    spec = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"), sampling=sampling)
+    with pytest.raises(InvalidRequest, match=f"^sampling.{field}: "):
+        check_spec(spec)
