@@ -50,8 +50,8 @@ async def test_a_worker_whose_words_would_fill_the_listing_is_refused_by_field(c
     )  # fmt: skip
     stub = FleetStub(cluster.channel)
     control: Any = stub.Control()
+    await write(control, fleet_pb2.WorkerMessage(attach=attach))
     with pytest.raises(InvalidRequest, match=r"attach.site"), translated("coordinator"):
-        await write(control, fleet_pb2.WorkerMessage(attach=attach))
         await control.read()
     assert not (await cluster.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())).workers
 
