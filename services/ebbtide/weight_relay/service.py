@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ebbtide import telemetry
-from ebbtide.errors import ChunkCorrupt, EbbtideError, NoCapacity, VersionUnavailable
+from ebbtide.errors import ChunkCorrupt, EbbtideError, InvalidRequest, NoCapacity, VersionUnavailable
 from ebbtide.scheduling.retention import RetentionPlan, plan_retention
 from ebbtide.types.weights import Manifest, PolicyVersion, VersionInfo
 from ebbtide.weight_relay import metrics
@@ -41,8 +41,15 @@ class Relay:
         self._unbroken: set[asyncio.Task[object]] = set()
 
     async def open(self) -> None:
-        """Find the versions on disk and delete everything else. Looks at sizes alone; digests are checked at reads."""
-        manifests, refusals = await asyncio.to_thread(self._disk.load)
+        """Find the versions on disk and delete everything else. Looks at sizes alone; digests are checked at reads.
+
+        Raises `InvalidRequest` for what can be neither read nor deleted.
+        """
+        try:
+            manifests, refusals = await asyncio.to_thread(self._disk.load)
+        except OSError as error:
+            text = f"{error.filename} cannot be read or deleted ({error.strerror}); remove it"
+            raise InvalidRequest(text, field="data_dir") from None
         for refusal in refusals:
             log.warning("version refused", path=refusal.path, reason=refusal.reason)
         now = self._clock()
