@@ -58,9 +58,9 @@ async def test_a_worker_whose_words_would_fill_the_listing_is_refused_by_field(c
 
 async def test_rollouts_with_many_stop_strings_are_assigned_in_messages_that_arrive(cluster: Any) -> None:
     run = await cluster.run()
-    sampling = Sampling(max_tokens=8, stop=tuple(f"{number:0128}" for number in range(128)))
-    names = [f"r{number}" for number in range(300)]
-    for half in (names[:150], names[150:]):
-        await run.submit(*half, sampling=sampling)
+    sampling = Sampling(max_tokens=8, stop=tuple(chr(0x10000 + number) * 128 for number in range(128)))
+    names = [f"r{number}" for number in range(120)]  # 64 KiB each
+    for start in range(0, len(names), 40):
+        await run.submit(*names[start : start + 40], sampling=sampling)
     worker = await cluster.worker("w1", slots=len(names))
     await worker.has(*names)
