@@ -52,8 +52,8 @@ class Status(NamedTuple):
 
 
 def to_status(error: Exception) -> Status:
-    """What a client is told about `error`. An exception outside the tree is logged here, under the id that is sent."""
-    if not isinstance(error, EbbtideError):
+    """What a client is told about `error`. One that callers can do nothing about is logged here, under the id sent."""
+    if not isinstance(error, EbbtideError) or isinstance(error, errors.Internal):
         name = secrets.token_hex(4)
         log.error("unexpected error", exc_info=error, extra={"error_id": name})
         error = errors.Internal(f"internal error {name}; the service's log says more under this id")

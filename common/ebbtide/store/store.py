@@ -21,7 +21,6 @@ class Condition(Struct, frozen=True):
     """What the store promises. `fsync`: "always", "everysec", "no", or "off" without an append-only file."""
 
     version: str
-    instance: str
     fsync: str
     evicts: bool
 
@@ -50,7 +49,6 @@ class Store:
         on = settings.get("appendonly") == "yes"
         return Condition(
             version=version,
-            instance=server["run_id"],
             fsync=settings.get("appendfsync", "off") if on else "off",
             evicts=settings.get("maxmemory", "0") != "0" and settings.get("maxmemory-policy") != "noeviction",
         )
