@@ -1,4 +1,4 @@
-"""Fixtures for all tests: one redis-server process per test session, flushed for each test that asks for it."""
+"""Fixtures for all tests: a redis-server process, flushed for each test that asks for it, and a tiny checkpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,3 +24,33 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
     """The URL of an empty store."""
     assert redis_server.command("FLUSHALL") == b"+OK\r\n"
     return redis_server.url
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of 30 thousand parameters with the character tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from ebbtide.trainer.characters import character_tokenizer
+    from ebbtide.trainer.network import save_network
+
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    save_network(Qwen3ForCausalLM(config), tokenizer, directory)
+    return directory

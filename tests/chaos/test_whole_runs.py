@@ -18,24 +18,6 @@ STEPS: Final = 6
 EPISODES: Final = STEPS * 4 * 4
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 too small to learn, with the character tokenizer."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from ebbtide.trainer.characters import character_tokenizer
-    from ebbtide.trainer.network import save_network
-
-    torch.manual_seed(0)
-    tokenizer = character_tokenizer()
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Qwen3Config(vocab_size=len(tokenizer), num_key_value_heads=1, head_dim=8, **sizes)
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    save_network(Qwen3ForCausalLM(config), tokenizer, directory)
-    return directory
-
-
 class House:
     """Cluster, trainer and driver."""
 
