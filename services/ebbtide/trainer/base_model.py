@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
@@ -21,37 +20,14 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.trainer.base_model_plan import RECORD, BaseModelPlan, base_model_path, inputs, is_made
 from ebbtide.trainer.batches import Sample, collate
 from ebbtide.trainer.characters import character_tokenizer
 from ebbtide.trainer.environments import EnvironmentSource, ExampleSource, Message
 from ebbtide.trainer.network import Network, Tokenizer, save_network
 
-#: Part of the cache key: raise it when this module makes other models from the same inputs.
-RECIPE: Final = 2
 #: Number of the first prompt to learn from: far from those of a run, which count from 0, so that these are new to it.
 FIRST_PROMPT: Final = 1 << 40
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseModelPlan:
-    """Shape, training and end. `error_rate`: share of an answer's letters and digits that demonstrations mistype; it
-    bounds the accuracy from above, so that the model does not leap over its target between two checks."""
-
-    layers: int = 4
-    hidden_size: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    feed_forward_size: int = 384
-    context: int = 512
-    batch: int = 32
-    learning_rate: float = 2e-3
-    warmup_steps: int = 20
-    max_steps: int = 800
-    error_rate: float = 0.15
-    target_accuracy: float = 0.28
-    check_every: int = 10
-    check_prompts: int = 64
 
 
 @dataclass(frozen=True)
@@ -82,18 +58,16 @@ def make_base_model(
         raise InvalidRequest(
             "this environment has no examples to learn from; give a checkpoint", field="environment.name"
         )
-    inputs = {"recipe": RECIPE, "source": source.identity, "seed": seed, "plan": asdict(plan)}
-    key = blake2b(json.dumps(inputs, sort_keys=True).encode(), digest_size=8).hexdigest()
-    path = directory / f"base-{key}"
-    if (path / "base_model.json").exists():
+    path = base_model_path(directory, source, seed, plan)
+    if is_made(path):
         return path
     tokenizer = character_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network = _new_network(plan, tokenizer)
         end = _Supervision(network, tokenizer, source, plan, seed).run(progress)
-    record = json.dumps({**inputs, **asdict(end)}, indent=2)
-    save_network(network.eval(), tokenizer, path, notes={"base_model.json": record})
+    record = json.dumps({**inputs(source, seed, plan), **asdict(end)}, indent=2)
+    save_network(network.eval(), tokenizer, path, notes={RECORD: record})
     return path
 
 

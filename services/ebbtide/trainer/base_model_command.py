@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.settings import load
+from ebbtide.trainer.base_model_plan import BaseModelPlan, base_model_path, is_made
 from ebbtide.types.parse import parse
 from ebbtide.types.run import EnvironmentSpec
 
@@ -42,14 +43,18 @@ def _make(settings: Settings) -> Path:
     environment = parse(EnvironmentSpec, spec.get("environment", {}))
     seed = settings.seed if settings.seed >= 0 else int(spec.get("seed", 0))
 
+    from ebbtide.trainer.environments import load_source
+
+    directory, plan = Path(settings.directory), BaseModelPlan()
+    source = load_source(environment.name, environment.params, seed)
+    if is_made(path := base_model_path(directory, source, seed, plan)):
+        return path
+
     from ebbtide.trainer.threads import limit_threads
 
     limit_threads(settings.threads)  # before anything imports torch
 
     from ebbtide.trainer.base_model import make_base_model
-    from ebbtide.trainer.environments import load_source
-
-    source = load_source(environment.name, environment.params, seed)
 
     def tell(now: "BaseModelProgress") -> None:
         values = {"step": now.step, "loss": now.loss, "accuracy": now.accuracy, "seconds": now.seconds}
@@ -58,7 +63,7 @@ def _make(settings: Settings) -> Path:
         elif now.step % 20 == 0:
             _say(f"step {now.step}: loss {now.loss:.2f}, accuracy {now.accuracy:.2f}")
 
-    return make_base_model(Path(settings.directory), source, seed=seed, progress=tell)
+    return make_base_model(directory, source, seed=seed, plan=plan, progress=tell)
 
 
 def _say(line: str) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.base_model import BaseModelPlan, BaseModelProgress, make_base_model
+from ebbtide.trainer.base_model import BaseModelProgress, make_base_model
+from ebbtide.trainer.base_model_plan import BaseModelPlan
 from ebbtide.trainer.environments import Message, Split, StepResult
 from ebbtide.trainer.model_directory import check_model_directory
 from ebbtide.trainer.network import load_network, load_tokenizer
