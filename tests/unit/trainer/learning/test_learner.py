@@ -144,3 +144,16 @@ def test_a_restored_learner_goes_on_exactly(network: Network) -> None:
     assert restored.step(samples, Random(1)) == second
     assert all(torch.equal(a, b) for a, b in zip(weights(network), weights(twin), strict=True))
     assert (first.learning_rate, second.learning_rate) == pytest.approx((0.25e-3, 0.5e-3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+def test_a_step_on_a_gpu_is_that_of_the_cpu(network: Network) -> None:
+    samples = [recorded(network, sample(12, 5, advantage=1.0)), recorded(network, sample(13, 5, advantage=-1.0))]
+    twin = deepcopy(network).to("cuda")
+    settings = LearnerSettings(learning_rate=1e-3)
+    here = Learner(network, settings, version=3).step(samples, Random(0))
+    there = Learner(twin, settings, version=3).step(samples, Random(0))
+    assert there.loss == pytest.approx(here.loss, abs=1e-4)
+    assert there.grad_norm == pytest.approx(here.grad_norm, rel=1e-3)
+    pairs = zip(weights(network), weights(twin), strict=True)
+    assert all(torch.allclose(old, new.cpu(), atol=1e-3) for old, new in pairs)
