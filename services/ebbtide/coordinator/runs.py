@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from pathlib import PurePath
 
 import msgspec
 
@@ -41,7 +42,7 @@ class RunService:
     async def _hint(self, run: Run) -> None:
         """Warn of a fleet that seems to serve another model; its workers say for sure when they install a version."""
         models = {worker.engine.model for worker in self._fleet.workers() if worker.engine}
-        if models and run.spec.model not in models:
+        if models and models.isdisjoint({run.spec.model, PurePath(run.spec.model).name}):  # workers name no paths
             text = f"no attached worker names the model {run.spec.model}; attached: {', '.join(sorted(models))}"
             await self._store.events.note(run.run_id, RunEvent(kind="warning", key="model", message=text))
             self._bells.ring("events", run.run_id)

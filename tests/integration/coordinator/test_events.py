@@ -60,3 +60,11 @@ async def test_a_worker_that_cannot_install_a_version_warns_of_it_once(cluster: 
     await run.finish()
     warnings = [event.message for event in await watch(run) if event.kind == "warning"]
     assert warnings == ["worker w1 could not install version 1: no room"]
+
+
+async def test_a_model_given_by_its_path_is_known_by_its_last_name(cluster: Any) -> None:
+    await cluster.worker("w1")  # which names its model m
+    for run_id, model, warned in (("right", "/models/m", False), ("wrong", "/m/other", True)):
+        run = await cluster.run(run_id, model=model)
+        await run.finish()
+        assert any(event.kind == "warning" for event in await watch(run)) is warned
