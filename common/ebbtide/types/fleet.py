@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from ebbtide.types.weights import PolicyVersion
 
 #: Raised when the streams' meaning changes; peers that do not speak the same one refuse each other at attach.
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 
 class WorkerKind(IntEnum):
@@ -23,6 +23,8 @@ class WorkerState(IntEnum):
     INSTALLING = 3
     DRAINING = 4
     LOST = 5
+    SUSPECTED = 6
+    SHUNNED = 7
 
 
 class AppendStatus(IntEnum):
@@ -61,3 +63,7 @@ class Worker(Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0
     uptime_s: float = 0.0
     engine: EngineInfo | None = None
+    waiting: int = 0
+    plateau: int = 0
+    shunned_s: float = 0.0
+    reason: str = ""

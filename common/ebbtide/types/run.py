@@ -135,6 +135,25 @@ class RunEvent(Struct, frozen=True, kw_only=True):
     age_s: float = 0.0
 
 
+class AttemptSpan(Struct, frozen=True, kw_only=True):
+    """One attempt that has ended; tokens [first, last) are its own. Times are seconds since the run was submitted.
+
+    `end`: "finished", "cancelled", or why it was taken from the worker.
+    """
+
+    cursor: str
+    rollout_id: str
+    attempt_id: str
+    worker_id: str
+    first: int
+    last: int
+    begin_s: float
+    end_s: float
+    end: str
+    first_version: int = 0
+    last_version: int = 0
+
+
 class LeaseRef(Struct, frozen=True):
     run_id: str
     role: str

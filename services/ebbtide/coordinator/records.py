@@ -23,6 +23,8 @@ class Attach(Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...] = ()
     held: tuple[HeldAttempt, ...] = ()
     installed: Annotated[tuple[PolicyVersion, ...], Meta(max_length=64)] = ()
+    flush_tokens: int = 0
+    flush_interval_s: float = 0.0
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True):
@@ -31,6 +33,9 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     tokens_generated: int = 0
     busy_s: float = 0.0
     uptime_s: float = 0.0
+    waiting: int = 0
+    held: bool = False
+    quiet_s: float = 0.0
 
 
 class Installed(Struct, frozen=True, kw_only=True):
@@ -56,3 +61,4 @@ class Released(Struct, frozen=True, kw_only=True):
 
 class DrainNotice(Struct, frozen=True, kw_only=True):
     deadline_s: float = 0.0
+    reason: str = ""

@@ -38,7 +38,8 @@ class Orphaned(Struct, frozen=True):
 class Attempt(Struct, kw_only=True, eq=False):
     """One running rollout, from token `start` on. Exactly one of `session` and `orphaned` is set.
 
-    `leaving`: the store was asked to end it, so that its worker can no longer go on with it.
+    `leaving`: the store was asked to end it, so that its worker can no longer go on with it. `stored`: tokens of the
+    rollout that the store has, as acknowledged last; `started`: a token of this attempt has arrived.
     """
 
     run_id: str
@@ -47,6 +48,8 @@ class Attempt(Struct, kw_only=True, eq=False):
     start: int
     max_tokens: int
     leaving: bool = False
+    stored: int = 0
+    started: bool = False
     session: "Session | None" = None
     orphaned: Orphaned | None = None
 
@@ -141,6 +144,7 @@ class Session:
         self.target: tuple[str, int] | None = None
         self.unfit: dict[str, float] = {}  # run -> until when
         self.draining = self.gone = False
+        self.progressed = now  # when tokens of it arrived last, stored or not
 
     @property
     def worker_id(self) -> str:

@@ -29,6 +29,7 @@ from ebbtide.types.rollout import (
     TrajectoryOutcome,
 )
 from ebbtide.types.run import (
+    AttemptSpan,
     BatchSpec,
     EnvironmentSpec,
     EvaluationSpec,
@@ -46,6 +47,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     AttemptRef: fleet_pb2.AttemptRef,
     EngineInfo: fleet_pb2.EngineInfo,
     Worker: fleet_pb2.Worker,
+    AttemptSpan: runs_pb2.AttemptSpan,
     RolloutRequest: rollouts_pb2.RolloutRequest,
     FinishedRollout: rollouts_pb2.FinishedRollout,
     TokenChunk: rollouts_pb2.TokenChunk,
