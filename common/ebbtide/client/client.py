@@ -21,7 +21,7 @@ from ebbtide.types.fleet import Worker
 from ebbtide.types.ids import new_run_id
 from ebbtide.types.parse import parse
 from ebbtide.types.rollout import TokenChunk
-from ebbtide.types.run import Run, RunEvent, RunSpec, check_spec
+from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, check_spec
 from ebbtide.types.weights import Manifest, VersionInfo
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
@@ -126,6 +126,22 @@ class Client:
         stub = FleetStub(self._coordinator.channel)
         answer = await self._coordinator.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())
         return [from_proto(worker, Worker) for worker in answer.workers]
+
+    async def drain_worker(self, worker_id: str, within_s: float = 30.0) -> int:
+        """Ask a worker to hand over within so many seconds and to leave; returns how many rollouts it has to hand over.
+
+        Answers once the worker was told: it has left when `workers` lists it no more, or as lost. Raises `NotFound`.
+        """
+        request = fleet_pb2.DrainWorkerRequest(worker_id=worker_id, within_s=within_s)
+        stub = FleetStub(self._coordinator.channel)
+        return (await self._coordinator.call(stub.DrainWorker, request)).running
+
+    async def timeline(self, run_id: str, cursor: str = "") -> AsyncGenerator[AttemptSpan, None]:
+        """The attempts of a run that have ended, after `cursor`, oldest first, up to the last. Raises `NotFound`."""
+        request = runs_pb2.ReadTimelineRequest(run_id=run_id, cursor=cursor)
+        async for message in self._coordinator.follow(lambda: self._runs.ReadTimeline(request)):
+            request.cursor = message.cursor
+            yield from_proto(message, AttemptSpan)
 
     async def stream_tokens(self, run_id: str, rollout_id: str, offset: int = 0) -> AsyncGenerator[TokenChunk, None]:
         """A rollout's tokens from `offset` as they are generated; the last chunk has a reason.

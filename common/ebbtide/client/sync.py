@@ -21,7 +21,7 @@ from ebbtide.types.rollout import (
     Trajectory,
     TrajectoryOutcome,
 )
-from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus
+from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.weights import Manifest, PolicyVersion, VersionInfo
 
 if TYPE_CHECKING:
@@ -118,6 +118,12 @@ class SyncClient:
 
     def workers(self) -> list[Worker]:
         return self._loop.call(self._client.workers())
+
+    def drain_worker(self, worker_id: str, within_s: float = 30.0) -> int:
+        return self._loop.call(self._client.drain_worker(worker_id, within_s))
+
+    def timeline(self, run_id: str, cursor: str = "") -> Iterator[AttemptSpan]:
+        return self._loop.iterate(self._client.timeline(run_id, cursor))
 
     def stream_tokens(self, run_id: str, rollout_id: str, offset: int = 0) -> Iterator[TokenChunk]:
         return self._loop.iterate(self._client.stream_tokens(run_id, rollout_id, offset))
