@@ -29,6 +29,10 @@ RUN_KEYS: Final[dict[str, str]] = {
     "CHATTER": "chatter",
     # set: `kind:key` of events, so that a repeat is dropped. Expires with RUN.
     "EVENT_KEYS": "eventkeys",
+    # stream: r(ollout), a(ttempt), w(orker), f(irst) and l(ast) token, b(egin) and e(nd) in ms since submission, why,
+    # v(ersions of its first and last token, u32 each): an entry per attempt that has ended. Capped. Owner: lib.
+    # Expires with RUN.
+    "SPANS": "spans",
     # hash: term, `lease:ROLE` -> fence, and `r:ROLLOUT` -> "ATTEMPT:stored" for each running rollout: what every
     # write compares. Owner: claim_term, lease_*, place, append, requeue. Deleted at the run's end, which bars all
     # further writes.

@@ -11,6 +11,7 @@ from ebbtide.store.events import Events
 from ebbtide.store.leases import Leases
 from ebbtide.store.rollouts import Rollouts
 from ebbtide.store.runs import Runs
+from ebbtide.store.spans import Spans
 from ebbtide.store.trajectories import Trajectories
 
 #: The first whose XRANGE takes the exclusive bounds by which the scripts read on behind a cursor.
@@ -37,6 +38,7 @@ class Store:
         self.appends = Appends(link, term)
         self.trajectories = Trajectories(link, term)
         self.events = Events(link, term)
+        self.spans = Spans(link, term)
 
     async def condition(self) -> Condition:
         """Ask the store what it is. Raises `StoreUnavailable` for one that is too old."""

@@ -25,6 +25,7 @@ from ebbtide.store.store import Store
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, Worker, WorkerState
 from ebbtide.types.ids import check_id, new_fence
 from ebbtide.types.run import RunEvent
+from ebbtide.v1 import fleet_pb2
 
 log = telemetry.get_logger(__name__)
 #: A lost worker stays in the listing for so long.
@@ -115,6 +116,7 @@ class Fleet:
         match message:
             case Heartbeat():
                 session.beat = message
+                session.draining |= message.state is WorkerState.DRAINING
                 session.state = WorkerState.DRAINING if session.draining else message.state
             case Installed():
                 self._installed(session, message)
@@ -124,7 +126,20 @@ class Fleet:
                 self._released(session, message)
             case DrainNotice():
                 session.draining, session.state = True, WorkerState.DRAINING
-                self._tell_all(session, f"worker {session.worker_id} drains", "draining", deadline=message.deadline_s)
+                text = f"worker {session.worker_id} drains" + (f": {message.reason}" if message.reason else "")
+                self._tell_all(session, text, "draining", deadline=message.deadline_s)
+
+    def drain(self, worker_id: str, within_s: float) -> int:
+        """Ask a worker to hand over and leave within so many seconds; it is given nothing more. Returns the number of
+        rollouts that it has. A repeat tells it again, so that a nearer deadline counts. Raises `NotFound`.
+        """
+        session = next((one for one in self._state.sessions.values() if one.worker_id == worker_id), None)
+        if session is None:
+            raise NotFound(f"no worker {worker_id} is attached; `ebbtide workers` lists those that are")
+        session.draining, session.state = True, WorkerState.DRAINING
+        session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(drain=fleet_pb2.Drain(deadline_s=within_s)))
+        log.info("drain", worker_id=worker_id, within_s=within_s, rollouts=len(session.attempts))
+        return len(session.attempts)
 
     def _installed(self, session: Session, message: Installed) -> None:
         session.installed = (message.run_id, message.version)

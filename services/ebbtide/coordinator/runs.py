@@ -14,7 +14,7 @@ from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound
 from ebbtide.scheduling.claims import Claimable, choose
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import DropReason
-from ebbtide.types.run import ROLES, LeaseRef, Run, RunEvent, RunSpec, RunStatus, check_spec
+from ebbtide.types.run import ROLES, AttemptSpan, LeaseRef, Run, RunEvent, RunSpec, RunStatus, check_spec
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 
 log = telemetry.get_logger(__name__)
@@ -101,6 +101,14 @@ class RunService:
             lambda: run_id not in self._state.runs,
         ):
             yield event
+
+    async def timeline(self, run_id: str, cursor: str) -> AsyncIterator[AttemptSpan]:
+        """The attempts that have ended, after `cursor`, oldest first."""
+        await self._store.runs.read(check_id(run_id, field="run_id"))
+        while spans := await self._store.spans.page(run_id, cursor):
+            for span in spans:
+                yield span
+            cursor = spans[-1].cursor
 
     async def claim(self, run_id: str, role: str, holder: str, waited_s: float) -> tuple[LeaseRef, Run]:
         """The role's lease on the run; without an id, on the one of `scheduling.claims` that is not external.

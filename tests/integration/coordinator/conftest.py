@@ -18,6 +18,7 @@ from ebbtide.rpc.server import Server
 from ebbtide.rpc.status import translated
 from ebbtide.store.faults import TermSuperseded
 from ebbtide.testing import wait_until
+from ebbtide.types.fleet import PROTOCOL_VERSION
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids, pack_tokens
@@ -41,6 +42,7 @@ class ScriptedWorker:
         self.assigned: dict[str, fleet_pb2.Assignment] = {}
         self.cancelled: list[str] = []
         self.installed: list[int] = []
+        self.drains: list[float] = []
         self.attached = fleet_pb2.Attached()
         self.ended: Exception | None = None
         self._sequence = 0
@@ -53,7 +55,7 @@ class ScriptedWorker:
         """Open both streams; `more` are further fields of Attach."""
         self._control: Any = self._fleet.Control()
         hello: dict[str, Any] = {
-            "worker_id": self.worker_id, "kind": types_pb2.WORKER_KIND_SPOT, "protocol_version": 1,
+            "worker_id": self.worker_id, "kind": types_pb2.WORKER_KIND_SPOT, "protocol_version": PROTOCOL_VERSION,
             "slots": self.slots, "engine": self.engine,
         }  # fmt: skip
         with translated("coordinator"):
@@ -83,6 +85,8 @@ class ScriptedWorker:
         for ref in message.cancel.attempts:
             self.cancelled.append(ref.rollout_id)
             self.assigned.pop(ref.rollout_id, None)
+        if message.HasField("drain"):
+            self.drains.append(message.drain.deadline_s)
         if message.HasField("install"):
             self.installed.append(message.install.version.version)
             if self.installs:

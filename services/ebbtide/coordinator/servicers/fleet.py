@@ -2,6 +2,7 @@
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any, Final, TypeAlias
 
@@ -15,6 +16,7 @@ from ebbtide.coordinator.state import Session
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
+from ebbtide.types.ids import check_id
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -89,6 +91,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.ListWorkersRequest, context: Context
     ) -> fleet_pb2.ListWorkersResponse:
         return fleet_pb2.ListWorkersResponse(workers=[to_proto(one, fleet_pb2.Worker) for one in self._fleet.workers()])
+
+    async def DrainWorker(
+        self, request: fleet_pb2.DrainWorkerRequest, context: Context
+    ) -> fleet_pb2.DrainWorkerResponse:
+        if not 0 <= request.within_s < math.inf:
+            raise InvalidRequest("must be seconds from now, 0 or more", field="within_s")
+        worker_id = check_id(request.worker_id, field="worker_id")
+        return fleet_pb2.DrainWorkerResponse(running=self._fleet.drain(worker_id, request.within_s))
 
 
 async def _hello(requests: AsyncIterator[fleet_pb2.WorkerMessage]) -> Attach:

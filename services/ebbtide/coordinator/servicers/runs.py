@@ -43,6 +43,12 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         async for event in self._runs.watch(request.run_id, check_cursor(request.cursor)):
             yield to_proto(event, runs_pb2.RunEvent)
 
+    async def ReadTimeline(
+        self, request: runs_pb2.ReadTimelineRequest, context: Context
+    ) -> AsyncIterator[runs_pb2.AttemptSpan]:
+        async for span in self._runs.timeline(request.run_id, check_cursor(request.cursor)):
+            yield to_proto(span, runs_pb2.AttemptSpan)
+
     async def ClaimRun(self, request: runs_pb2.ClaimRunRequest, context: Context) -> runs_pb2.Lease:
         waited_s = request.waited_s if request.HasField("waited_s") else math.inf
         lease, run = await self._runs.claim(request.run_id, request.role, request.holder, waited_s)

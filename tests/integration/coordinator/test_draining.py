@@ -1,0 +1,51 @@
+"""A worker that is asked to leave."""
+
+from typing import Any
+
+import pytest
+
+from ebbtide.errors import InvalidRequest, NotFound
+from ebbtide.testing import wait_until
+from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc
+
+
+async def drain(cluster: Any, worker_id: str, within_s: float) -> int:
+    stub = fleet_pb2_grpc.FleetStub(cluster.channel)
+    request = fleet_pb2.DrainWorkerRequest(worker_id=worker_id, within_s=within_s)
+    return int((await cluster.call(stub.DrainWorker, request)).running)
+
+
+async def test_a_worker_that_is_to_leave_is_told_and_given_nothing_more(cluster: Any) -> None:
+    run, leaving = await cluster.run(), await cluster.worker("w1", slots=2)
+    await run.submit("a")
+    await leaving.has("a")
+    assert await drain(cluster, "w1", 30.0) == 1
+    await wait_until(lambda: leaving.drains == [30.0], what="the worker is told")
+    await run.submit("b")
+    other = await cluster.worker("w2")
+    await other.has("b")
+    assert set(leaving.assigned) == {"a"}
+
+
+async def test_a_nearer_deadline_is_told_again(cluster: Any) -> None:
+    leaving = await cluster.worker("w1")
+    assert [await drain(cluster, "w1", within_s) for within_s in (30.0, 5.0)] == [0, 0]
+    await wait_until(lambda: leaving.drains == [30.0, 5.0], what="the worker is told both")
+
+
+async def test_an_unknown_worker_cannot_be_drained(cluster: Any) -> None:
+    with pytest.raises(NotFound, match="no worker w9"):
+        await drain(cluster, "w9", 1.0)
+    with pytest.raises(InvalidRequest) as refused:
+        await drain(cluster, "w9", -1.0)
+    assert refused.value.field == "within_s"
+
+
+async def test_the_run_is_told_why_a_worker_drains(cluster: Any) -> None:
+    run, leaving = await cluster.run(), await cluster.worker("w1")
+    await run.submit("a")
+    await leaving.has("a")
+    await leaving.say(draining=fleet_pb2.Draining(deadline_s=20.0, reason="spot interruption"))
+    (event,) = [e for e in await run.events("worker", 2) if e.labels["state"] == "draining"]
+    assert "spot interruption" in event.message
+    assert event.values["deadline"] == 20.0
