@@ -174,6 +174,7 @@ class Attempts:
 
     def _drop_run(self, run: RunState) -> None:
         run.ended = True
+        run.settled.set()  # appends that wait are told that it is over
         self._state.runs.pop(run.run_id, None)
         for session in self._state.sessions.values():
             mine = [attempt for attempt in session.attempts.values() if attempt.run_id == run.run_id]

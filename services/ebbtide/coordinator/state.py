@@ -2,9 +2,10 @@
 
 Invariant: of a run, the store is the truth and this its mirror. A mirror changes only behind the store: `changing`
 holds the run's lock over a store call and the change that follows it. Where a call's outcome is unknown the mirror is
-`stale`, and is read anew before it is used to place. Who may write: the holder of the run's lock, and, for one
-attempt, whoever saw the store end it. All of it is lost with the process; `recovery` reads the runs back, and workers
-attach again with the attempts that they have.
+`stale`, and is read anew before it is used to place. When the store came back it may know less than the mirror: then
+the run is not `settled` until `recovery` has told the store of the attempts that live on. Who may write: the holder of
+the run's lock, and, for one attempt, whoever saw the store end it. All of it is lost with the process; `recovery` reads
+the runs back, and workers attach again with the attempts that they have.
 """
 
 import asyncio
@@ -28,18 +29,29 @@ _HOMES: Final = 1 << 16
 
 
 class Orphaned(Struct, frozen=True):
-    """An attempt without its worker: re-queued at `due` unless the worker comes back. `blame`: see `scheduling`."""
+    """An attempt without its worker: re-queued at `due` unless the worker comes back. The rest: see `Why`."""
 
     due: float
     reason: str
     blame: bool
+    avoid: bool = False
+    moved: bool = False
+    noticed_s: float | None = None
+
+    @property
+    def why(self) -> Why:
+        return Why(
+            reason=self.reason, blame=self.blame, avoid=self.avoid, moved=self.moved, noticed_s=self.noticed_s
+        )
 
 
 class Attempt(Struct, kw_only=True, eq=False):
     """One running rollout, from token `start` on. Exactly one of `session` and `orphaned` is set.
 
     `leaving`: the store was asked to end it, so that its worker can no longer go on with it. `stored`: tokens of the
-    rollout that the store has, as acknowledged last; `started`: a token of this attempt has arrived.
+    rollout that the store has, as acknowledged last; `started`: a token of this attempt has arrived; `heard`: when the
+    last one did, or it was given; `resumed`: it is not the rollout's first; `lost`: tokens that went with its worker,
+    at most; `moving`: see `Moves`.
     """
 
     run_id: str
@@ -50,27 +62,83 @@ class Attempt(Struct, kw_only=True, eq=False):
     leaving: bool = False
     stored: int = 0
     started: bool = False
+    heard: float = 0.0
+    resumed: bool = False
+    lost: int = 0
+    moving: str = ""
     session: "Session | None" = None
     orphaned: Orphaned | None = None
+
+    def __post_init__(self) -> None:
+        self.stored = max(self.stored, self.start)
 
     @property
     def ref(self) -> AttemptRef:
         return AttemptRef(self.run_id, self.waiting.rollout_id, self.attempt_id)
 
+    def arrived(self, now: float) -> None:
+        """Tokens of it came, stored or not yet."""
+        self.heard = now
+        session = self.session
+        if session is not None:
+            session.progressed = now
+        if self.started:
+            return
+        self.started = True
+        if session is not None:
+            session.pending.pop(self.attempt_id, None)
+            if self.resumed:
+                session.resumes.append((self.run_id, now - self.waiting.since))
+
     def orphan(self, orphaned: Orphaned) -> None:
-        if self.session is not None:
-            self.session.attempts.pop(self.attempt_id, None)
-        self.session, self.orphaned = None, orphaned
+        self.part()
+        self.orphaned = orphaned
 
     def give(self, session: "Session") -> None:
-        if self.session is not None:
-            self.session.attempts.pop(self.attempt_id, None)
+        self.part()
         self.session, self.orphaned = session, None
         session.attempts[self.attempt_id] = self
+        session.held[self.run_id, self.waiting.bounds] += 1
+        if not self.started:
+            session.pending[self.attempt_id] = self
+
+    def part(self) -> None:
+        """Take it from its session, if it has one."""
+        session, self.session = self.session, None
+        if session is None or session.attempts.pop(self.attempt_id, None) is None:
+            return
+        session.pending.pop(self.attempt_id, None)
+        kind = (self.run_id, self.waiting.bounds)
+        session.held[kind] -= 1
+        if not session.held[kind]:
+            del session.held[kind]
+
+
+class StoreLife:
+    """One life of the store. It is `over` once the store came back, or another took its place: that one may know less.
+
+    `name`: of the server and its data, as `Connection.life`. `durable_after_s`: a write survives the store so long after
+    it was acknowledged within one life; 0: at once. An answer "durable" may be given only if the life is not over then.
+    """
+
+    def __init__(self, name: str = "", durable_after_s: float = 0.0) -> None:
+        self.name, self.durable_after_s = name, durable_after_s
+        self.over = asyncio.Event()
+
+
+class Widow(Struct, frozen=True):
+    """An attempt whose rollout the store has forgotten: its worker goes on until `due`, and the rollout may come again."""
+
+    attempt: Attempt
+    due: float
 
 
 class RunState:
     """A live run.
+
+    `settled`: the store's present life knows of all attempts that live on, but for the `widows` (by rollout): until then
+    appends wait, so that no worker is told SUPERSEDED because the store forgot. An append for a widow is not sent to the
+    store but answered as stored with 0 tokens; the worker sends again when the rollout is known (`Session.resend`).
 
     `versions`: the announced ones that can be had; `homes`: episode -> session of its last turn; `busy`, `served`: when
     the run last had work, and a worker; `fitted`: whether some worker ever installed a version; `misfits`: before that,
@@ -85,6 +153,8 @@ class RunState:
         self.ended = False
         self.line = Line()
         self.running: dict[str, Attempt] = {}
+        self.settled = asyncio.Event()
+        self.widows: dict[str, Widow] = {}
         self.versions: dict[int, PolicyVersion] = {}
         self.homes: dict[str, str] = {}
         self.failed_installs: dict[int, int] = {}
@@ -115,8 +185,7 @@ class RunState:
         self.line.remove(rollout_id)
         if attempt is not None:
             del self.running[rollout_id]
-            if attempt.session is not None:
-                attempt.session.attempts.pop(attempt.attempt_id, None)
+            attempt.part()
         return attempt
 
     def settle_at(self, episode_id: str, session_id: str) -> None:
@@ -128,7 +197,8 @@ class RunState:
 
 
 class Session:
-    """One attachment of a worker. `run_id`: the run it is to serve, `since` when; `target`: the version that it was
+    """One attachment of a worker. `resend`: set to end its append stream, so that it sends again what is not durable;
+    cleared with the next stream. `run_id`: the run it is to serve, `since` when; `target`: the version that it was
     last told."""
 
     def __init__(self, session_id: str, hello: Attach, now: float) -> None:
@@ -144,6 +214,7 @@ class Session:
         self.target: tuple[str, int] | None = None
         self.unfit: dict[str, float] = {}  # run -> until when
         self.draining = self.gone = False
+        self.resend = asyncio.Event()
         self.progressed = now  # when tokens of it arrived last, stored or not
 
     @property
@@ -169,5 +240,7 @@ class State:
         self.runs: dict[str, RunState] = {}
         self.sessions: dict[str, Session] = {}
         self.ended: set[str] = set()  # ended runs whose data is still to be deleted
+        self.life = StoreLife()  # the store's present one
+        self.doubt_until = 0.0  # until then the store may have forgotten what workers and leases still send again
         self.wake = asyncio.Event()  # something to decide
         self.reap = asyncio.Event()  # an attempt lost its worker
