@@ -14,7 +14,11 @@ from ebbtide.scheduling.pacing import Bounds
 
 
 class Waiting(Struct, frozen=True, kw_only=True):
-    """A queued rollout. `length`: tokens of prompt and partial; `place`: in line; `since`: when it came into it."""
+    """A queued rollout. `length`: tokens of prompt and partial; `place`: in line; `since`: when it came into it.
+
+    `avoid`: workers, by their own names, that fell silent with it; `barren`: attempts in a row that ended in vain;
+    `prefer`: the worker that a move chose for it ("": none).
+    """
 
     rollout_id: str
     episode_id: str
@@ -23,6 +27,9 @@ class Waiting(Struct, frozen=True, kw_only=True):
     place: int
     priority: int = 0
     since: float = 0.0
+    avoid: frozenset[str] = frozenset()
+    barren: int = 0
+    prefer: str = ""
 
 
 class Line:

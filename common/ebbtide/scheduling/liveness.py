@@ -4,9 +4,16 @@ Invariant: a worker is silent only for time that the judge was awake in. Lost wi
 hears every worker attach.
 """
 
+from typing import Final
+
+#: Two heartbeats of 1 s, and the time by which one of them may be late. Together with a judge that comes every
+#: JUDGE_EVERY_S a silent worker is found within 3 s.
+TIMEOUT_S: Final = 2.5
+JUDGE_EVERY_S: Final = 0.25
+
 
 class Liveness:
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._heard: dict[str, float] = {}
         self._judged: float | None = None

@@ -1,18 +1,29 @@
-"""Which queued rollout goes to which worker: in line order, to the worker of the episode's last turn, else to the
-emptiest.
+"""Which queued rollout goes to which worker: in line order, to the worker that a move chose, else to that of the
+episode's last turn, else to where it will run fastest.
+
+Delayed dispatch and the choice of the shortest queue follow RLBoost (arXiv 2510.19225, Algorithm 2). What differs: it
+decides per rollout and not per group, on every event and not by polling, and compares workers by the speed learnt of
+each instead of by the length of their queues alone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from ebbtide.scheduling.line import Waiting
+from ebbtide.scheduling.line import Line, Waiting
 from ebbtide.scheduling.pacing import Bounds
 
 
 class Host(Struct, frozen=True, kw_only=True):
-    """A worker that serves the run. It has `installed` and is on its way to `target`, which may be the same version."""
+    """A worker that serves the run. It has `installed` and is on its way to `target`, which may be the same version.
+
+    `worker_id` is the key that a placement names; `name` is the worker's own. `running`: all that it was given,
+    `pending`: of those, the ones that have not started; `probation`: of those, the ones whose last attempt was barren.
+    `rate`: tokens/s that each of its rollouts would make with one more (0: not known yet), and `plateau`: up to how
+    many rollouts that holds (0: not known).
+    """
 
     worker_id: str
     slots: int
@@ -20,6 +31,11 @@ class Host(Struct, frozen=True, kw_only=True):
     installed: int
     target: int
     max_model_len: int
+    name: str = ""
+    pending: int = 0
+    probation: int = 0
+    rate: float = 0.0
+    plateau: int = 0
 
 
 class Placement(NamedTuple):
@@ -27,33 +43,47 @@ class Placement(NamedTuple):
     worker_id: str
 
 
-def place(line: Iterable[Waiting], hosts: Sequence[Host], homes: Mapping[str, str]) -> list[Placement]:
-    """Fill the hosts' free slots from the line. `homes`: episode -> worker of its last turn.
+def pending_limit(host: Host) -> int:
+    """How many rollouts that have not started a worker may hold: enough to keep it busy until the next decision."""
+    return max(8, host.slots // 4)
+
+
+def place(
+    line: Iterable[Waiting],
+    hosts: Sequence[Host],
+    homes: Mapping[str, str],
+    *,
+    pending_limit: Callable[[Host], int] = pending_limit,
+    at_most: int | None = None,
+) -> list[Placement]:
+    """Fill the hosts' free slots from the line, with `at_most` placements. `homes`: episode -> worker of its last turn.
 
     A worker may take a rollout if every version that it has on its way is within the rollout's bounds, and one more
-    token fits into its context. A rollout that fits nowhere is passed over, so that it holds up nobody.
+    token fits into its context. A rollout that fits nowhere is passed over, so that it holds up nobody. A worker that
+    holds as many pending rollouts as `pending_limit` allows gets no more: the rest waits in line, for whoever is next.
+
+    A rollout never goes to a worker that it is to avoid, unless it must avoid all of `hosts` that could take it, the
+    full ones among them. One whose last attempt was barren goes only to where no other such is pending, so that a
+    rollout that kills workers is told from its neighbours.
     """
-    free = {host.worker_id: host.slots - host.running for host in hosts if host.slots > host.running}
-    open_hosts = {host.worker_id: host for host in hosts if host.worker_id in free}
-    passed: set[tuple[Bounds, bool]] = set()
-    placements = []
+    rooms = _Rooms(hosts, pending_limit)
+    kinds = line.bounds() if isinstance(line, Line) else None
+    shut: set[Bounds] = set()
+    placements: list[Placement] = []
     for one in line:
-        if not free:
+        if not rooms.open or len(placements) == at_most or (kinds is not None and len(shut) == len(kinds)):
             break
-        kind = (one.bounds, one.length < min(host.max_model_len for host in open_hosts.values()))
-        if kind in passed:
+        if one.bounds in shut:
             continue
-        fit = [worker_id for worker_id in free if _fits(one, open_hosts[worker_id])]
-        if not fit:
-            if kind[1]:  # only its bounds can be why, and they shut out all like it
-                passed.add(kind)
+        within = rooms.within(one.bounds)
+        if not within:
+            shut.add(one.bounds)
             continue
-        home = homes.get(one.episode_id)
-        chosen = home if home in fit else max(fit, key=lambda worker_id: _room(free, open_hosts[worker_id]))
-        placements.append(Placement(one.rollout_id, chosen))
-        free[chosen] -= 1
-        if not free[chosen]:
-            del free[chosen], open_hosts[chosen]
+        fit = rooms.fit(one, within)
+        if fit:
+            room = _chosen(one, fit, homes)
+            placements.append(Placement(one.rollout_id, room.host.worker_id))
+            rooms.take(room, one)
     return placements
 
 
@@ -70,16 +100,92 @@ def outsized(
     return [one for one in line if one.length >= longest and now - one.since >= grace_s]
 
 
-def _fits(one: Waiting, host: Host) -> bool:
-    within = admits(one.bounds, host.installed) and admits(one.bounds, host.target)
-    return within and one.length < host.max_model_len
-
-
-def _room(free: Mapping[str, int], host: Host) -> tuple[float, str]:
-    """The share of the worker's slots that is free; ties by name, so that a decision can be repeated."""
-    return free[host.worker_id] / host.slots, host.worker_id
-
-
 def admits(bounds: Bounds, version: int) -> bool:
     """Whether a token made by `version` is within `bounds`. Version 0 is none, and within nothing."""
     return version >= max(1, bounds.minimum) and (not bounds.maximum or version <= bounds.maximum)
+
+
+def serves(bounds: Bounds, host: Host) -> bool:
+    """Whether all versions that the worker has on its way are within `bounds`."""
+    return admits(bounds, host.installed) and admits(bounds, host.target)
+
+
+def may_take(one: Waiting, host: Host) -> bool:
+    """Whether the worker could take the rollout if it had room, and is none that it avoids."""
+    return serves(one.bounds, host) and one.length < host.max_model_len and host.name not in one.avoid
+
+
+class _Room:
+    """What is left of a host while places are given away."""
+
+    def __init__(self, host: Host, limit: int) -> None:
+        self.host = host
+        self.given = 0
+        self.left = min(host.slots - host.running, limit - host.pending)
+        self.probation = host.probation
+        self.score = self._score()
+
+    def take(self, one: Waiting) -> None:
+        self.given += 1
+        self.left -= 1
+        self.probation += one.barren > 0
+        self.score = self._score()
+
+    def _score(self) -> tuple[float, float, str]:
+        """Predicted rate, in steps of a tenth so that noise decides nothing; then the share of its slots that is free;
+        ties by name, so that a decision can be repeated. Beyond the plateau all that run share what it makes.
+        """
+        host, load = self.host, self.host.running + self.given + 1
+        rate = host.rate * max(host.running + 1, host.plateau) / max(load, host.plateau)
+        return _tenths(rate), (host.slots - load + 1) / host.slots, host.worker_id
+
+
+def _tenths(rate: float) -> float:
+    step = 0.1 * 10.0 ** (len(str(int(rate))) - 1)
+    return round(rate / step) * step
+
+
+class _Rooms:
+    """The hosts with room, by the bounds that they serve."""
+
+    def __init__(self, hosts: Sequence[Host], limit: Callable[[Host], int]) -> None:
+        self._hosts = hosts
+        self.open = [room for host in hosts if (room := _Room(host, limit(host))).left > 0]
+        self._within: dict[Bounds, list[_Room]] = {}
+        self._context = min((host.max_model_len for host in hosts), default=0)
+
+    def within(self, bounds: Bounds) -> list[_Room]:
+        found = self._within.get(bounds)
+        if found is None:
+            found = self._within[bounds] = [room for room in self.open if serves(bounds, room.host)]
+        return found
+
+    def fit(self, one: Waiting, within: list[_Room]) -> list[_Room]:
+        """Those of `within` that may take `one`: nearly always all."""
+        if one.length < self._context and not one.avoid and not one.barren:
+            return within
+        fit = [room for room in within if one.length < room.host.max_model_len]
+        if one.avoid and any(may_take(one, host) for host in self._hosts):
+            fit = [room for room in fit if room.host.name not in one.avoid]
+        return [room for room in fit if not room.probation] if one.barren else fit
+
+    def take(self, room: _Room, one: Waiting) -> None:
+        room.take(one)
+        if room.left <= 0:
+            self.open.remove(room)
+            for rooms in self._within.values():
+                if room in rooms:
+                    rooms.remove(room)
+
+
+def _chosen(one: Waiting, fit: list[_Room], homes: Mapping[str, str]) -> _Room:
+    if one.prefer:
+        for room in fit:
+            if one.prefer in (room.host.worker_id, room.host.name):
+                return room
+    home = homes.get(one.episode_id)
+    if home is not None:
+        for room in fit:
+            if room.host.worker_id == home:
+                return room
+    return max(fit, key=attrgetter("score"))

@@ -1,0 +1,207 @@
+"""Which running rollouts move to another worker, because they would end sooner there.
+
+After RLBoost (arXiv 2510.19225, Algorithm 2, section on load balancing): work that waits in one engine goes to one
+that has nothing waiting; and what an engine runs beyond the batch size at which its throughput flattens goes to one
+with room. Three things differ. It decides per rollout. It does not wait for an engine to fall idle, but compares what
+a rollout would gain, by the speed learnt of each worker, with what the move costs: a prefill, which also holds up
+those that run there, and the hand-over. And among an engine's rollouts it takes those that gain most, which are those
+with most tokens still to come.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Final, NamedTuple
+
+from msgspec import Struct
+
+from ebbtide.scheduling.lengths import Lengths
+from ebbtide.scheduling.line import Waiting
+from ebbtide.scheduling.placement import Host, may_take
+from ebbtide.scheduling.throughput import Speed
+
+#: A rollout that was given to a worker and has not started for so long waits for others there.
+_STUCK_S: Final = 1.0
+
+
+class Generating(Struct, frozen=True, kw_only=True):
+    """An attempt at `waiting` that a worker was given at `since`. `length`: tokens of prompt and response so far,
+    `made`: of the response; `budget`: tokens that it may still make.
+    """
+
+    attempt_id: str
+    waiting: Waiting
+    length: int
+    made: int
+    budget: int
+    since: float
+    started: bool
+
+
+class Engine(Struct, frozen=True, kw_only=True):
+    """A worker: `host.running` counts also what is on its way to it, and no more what was told to leave it. `context`:
+    mean tokens of prompt and response of what it runs; `rollouts`: all that may be moved, asked for only if some will.
+    """
+
+    host: Host
+    speed: Speed
+    context: float
+    rollouts: Callable[[], Iterable[Generating]]
+
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """What a move costs, and how sure its gain must be: `margin` times the cost, at a rate higher by `advantage`, for
+    a rollout that has been with its worker for `settled_s`; at most `at_once` moves in a round.
+    """
+
+    prefill_tokens_per_s: float = 5_000.0
+    handover_s: float = 0.5
+    margin: float = 1.5
+    advantage: float = 1.15
+    settled_s: float = 10.0
+    at_once: int = 32
+
+
+COSTS: Final = Costs()
+
+
+class Move(NamedTuple):
+    """The attempt goes from worker `source` to `target` (keys of their hosts), and is to end `gain_s` sooner there."""
+
+    attempt_id: str
+    source: str
+    target: str
+    gain_s: float
+
+
+def rebalance(
+    engines: Sequence[Engine], lengths: Lengths, *, now: float, costs: Costs = COSTS, unstarted: bool = True
+) -> list[Move]:
+    """The moves to make now. Ask only when nobody in line could take the free slots. `unstarted` off leaves out those
+    that wait in an engine (for comparisons).
+    """
+    if len(engines) < 2:
+        return []
+    sides = _sides(engines)
+    moves = _moved_waiting(sides, now, costs) if unstarted else []
+    while len(moves) < costs.at_once:
+        move = _best(sides, lengths, now, costs)
+        if move is None:
+            break
+        moves.append(move)
+    return moves
+
+
+class _Side:
+    """A worker as the moves decided so far leave it."""
+
+    def __init__(self, engine: Engine, typical: Callable[[float, float], float]) -> None:
+        self.engine = engine
+        self.key = engine.host.worker_id
+        self.running = engine.host.running
+        self.pending = engine.host.pending
+        self.prefill_s = 0.0
+        self.spent = False
+        self._typical = typical
+        self._rollouts: list[Generating] | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        started = max(0, self.running - self.pending)
+        self.now_rate = self.rate(started) if started else 0.0
+        self.next_rate = self.rate(started + 1) if self.running < self.engine.host.slots and not self.pending else 0.0
+
+    def rate(self, running: int) -> float:
+        """Tokens/s of one of `running`; of a worker of which nothing is known, those of a typical one."""
+        context = self.engine.context
+        return self.engine.speed.rate(running, context) or self._typical(running, context)
+
+    def rollouts(self) -> list[Generating]:
+        if self._rollouts is None:
+            self._rollouts = list(self.engine.rollouts())
+        return self._rollouts
+
+    def give(self, one: Generating, target: "_Side", prefill_s: float) -> None:
+        self.rollouts().remove(one)
+        self.running -= 1
+        target.running += 1
+        target.prefill_s += prefill_s
+        self.refresh()
+        target.refresh()
+
+
+def _sides(engines: Sequence[Engine]) -> list[_Side]:
+    def typical(running: float, context: float) -> float:
+        known = [rate for engine in engines if (rate := engine.speed.rate(running, context))]
+        return median(known) if known else 0.0
+
+    return [_Side(engine, typical) for engine in engines]
+
+
+def _moved_waiting(sides: list[_Side], now: float, costs: Costs) -> list[Move]:
+    """From the engine in which most wait to one in which none do and there is room, until none such is left."""
+    moves: list[Move] = []
+    queues = [side for side in sides if side.pending]
+    while queues and len(moves) < costs.at_once:
+        source = max(queues, key=lambda side: (side.pending, side.key))
+        rooms = [side for side in sides if side.next_rate > 0.0 and side is not source]
+        found = _stuck(source, rooms, now)
+        if found is None:
+            queues.remove(source)
+            continue
+        one, target = found
+        moves.append(Move(one.attempt_id, source.key, target.key, now - one.since))
+        source.pending -= 1
+        source.give(one, target, 0.0)
+        if not source.pending:
+            queues.remove(source)
+    return moves
+
+
+def _stuck(source: _Side, rooms: list[_Side], now: float) -> tuple[Generating, _Side] | None:
+    """The last in the engine's queue that somebody has room for, and who is fastest of them."""
+    if not rooms:
+        return None
+    for one in sorted(source.rollouts(), key=lambda one: (-one.since, one.attempt_id)):
+        if one.started or now - one.since < _STUCK_S:
+            continue
+        fit = [side for side in rooms if may_take(one.waiting, side.engine.host)]
+        if fit:
+            return one, max(fit, key=lambda side: (side.next_rate, side.key))
+    return None
+
+
+def _best(sides: list[_Side], lengths: Lengths, now: float, costs: Costs) -> Move | None:
+    """From the slowest worker to the fastest, the rollout that gains most; None if no move is worth its cost."""
+    while True:
+        busy = [side for side in sides if side.now_rate > 0.0 and not side.spent]
+        room = [side for side in sides if side.next_rate > 0.0]
+        if not busy or not room:
+            return None
+        source = min(busy, key=lambda side: (side.now_rate, side.key))
+        target = max(room, key=lambda side: (side.next_rate, -side.running, side.key))
+        if target.next_rate < costs.advantage * source.now_rate:
+            return None
+        found = _gainer(source, target, lengths, now, costs)
+        if found is not None:
+            one, gain_s, prefill_s = found
+            source.give(one, target, prefill_s)
+            return Move(one.attempt_id, source.key, target.key, gain_s)
+        source.spent = True
+
+
+def _gainer(
+    source: _Side, target: _Side, lengths: Lengths, now: float, costs: Costs
+) -> tuple[Generating, float, float] | None:
+    """Of the source's rollouts the one that gains most seconds by the move, with its gain and its prefill's seconds."""
+    best: tuple[Generating, float, float] | None = None
+    saved_s = 1.0 / source.now_rate - 1.0 / target.next_rate
+    for one in source.rollouts():
+        if not one.started or now - one.since < costs.settled_s:
+            continue
+        prefill_s = one.length / costs.prefill_tokens_per_s
+        cost_s = costs.handover_s + target.prefill_s + prefill_s * (1 + target.running)
+        gain_s = lengths.rest(one.made, one.budget) * saved_s - cost_s
+        worth = gain_s > (costs.margin - 1.0) * cost_s
+        if worth and (best is None or gain_s > best[1]) and may_take(one.waiting, target.engine.host):
+            best = (one, gain_s, prefill_s)
+    return best

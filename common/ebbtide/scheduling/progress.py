@@ -1,0 +1,101 @@
+"""Which workers have stopped making tokens though they have work and their heartbeats go on.
+
+How long is too long is learnt of each worker: a loaded one has longer gaps. Invariant: a worker is waited for only in
+time that it had work, could do it, and the judge was awake in. Lost with the process: gaps are learnt anew.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from msgspec import Struct
+
+#: The least that a worker is waited for; with a judge four times a second it is found within 3 s.
+FLOOR_S: Final = 2.0
+#: And the most, whatever it has shown: a first token may wait behind a compilation.
+CEILING_S: Final = 60.0
+#: Longest gap seen lately, times this, is out of the ordinary.
+_FACTOR: Final = 2.0
+#: In so long a gap once seen counts for half.
+_HALF_LIFE_S: Final = 60.0
+
+
+class Doing(Struct, frozen=True, kw_only=True):
+    """What a worker is about: attempts that have made a token, and attempts that have not. `excused`: it may not make
+    tokens now, or they may not come through: held, installing weights, its store away.
+    """
+
+    session: str
+    started: int
+    pending: int
+    excused: bool = False
+
+
+class _Watched(Struct):
+    since: float
+    learnt: float
+    started: int = 0
+    busy: bool = False
+    gap_s: float = 0.0
+    first_s: float = 0.0
+
+
+class Progress:
+    def __init__(self, *, floor_s: float = FLOOR_S, ceiling_s: float = CEILING_S) -> None:
+        self._floor_s, self._ceiling_s = floor_s, ceiling_s
+        self._watched: dict[str, _Watched] = {}
+        self._judged: float | None = None
+
+    def arrived(self, session: str, now: float) -> None:
+        """Tokens of the worker arrived, stored or not."""
+        one = self._watched.get(session)
+        if one is None:
+            return
+        if one.busy:
+            fade = 0.5 ** ((now - one.learnt) / _HALF_LIFE_S)
+            one.gap_s, one.first_s, one.learnt = one.gap_s * fade, one.first_s * fade, now
+            if one.started:
+                one.gap_s = max(one.gap_s, now - one.since)
+            else:
+                one.first_s = max(one.first_s, now - one.since, self._floor_s / _FACTOR)
+        one.since = now
+
+    def forget(self, session: str) -> None:
+        self._watched.pop(session, None)
+
+    def quiet_s(self, session: str, now: float) -> float:
+        """For how long tokens of the worker have been waited for; 0.0 while none are."""
+        one = self._watched.get(session)
+        return now - one.since if one is not None and one.busy else 0.0
+
+    def allowed_s(self, session: str) -> float:
+        """For how long the worker is waited for now."""
+        one = self._watched.get(session)
+        if one is None:
+            return self._ceiling_s
+        usual = one.gap_s if one.started else max(one.gap_s, one.first_s)
+        if not one.started and not one.first_s:
+            return self._ceiling_s  # never saw it start one
+        return min(self._ceiling_s, max(self._floor_s, _FACTOR * usual))
+
+    def stalled(self, doings: Iterable[Doing], now: float) -> list[str]:
+        """The sessions that have made no token for too long. Call it at least four times a second, with all of them: a
+        gap of half the floor is taken for our own sleep.
+        """
+        asleep = 0.0 if self._judged is None else now - self._judged
+        self._judged = now
+        found = []
+        for doing in doings:
+            one = self._watched.get(doing.session)
+            if one is None:
+                one = self._watched[doing.session] = _Watched(since=now, learnt=now)
+            if asleep > self._floor_s / 2:
+                one.since = min(now, one.since + asleep)
+            busy = not doing.excused and doing.started + doing.pending > 0
+            if not busy or not one.busy:
+                one.since = now
+            elif one.started and not doing.started:
+                one.since = now  # those that ran have ended; the next one's first token is another wait
+            one.busy, one.started = busy, doing.started
+            if busy and now - one.since > self.allowed_s(doing.session):
+                found.append(doing.session)
+        return found

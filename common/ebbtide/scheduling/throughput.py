@@ -1,0 +1,116 @@
+"""How fast each worker generates, learnt online: tokens/s against concurrency, corrected for the length of contexts.
+
+After RLBoost (arXiv 2510.19225, section on load balancing), whose table of throughput against batch size is recorded
+in one step, rescaled by the mean context and used in the next, the same for all engines. This one is per worker, so
+that engines may differ; it is learnt while it is used; and how contexts slow an engine down is learnt too.
+
+Invariant: `_bins` holds, per range of concurrency, the mean seconds per token and the mean context that went with
+them, older ones fading. Lost with the process; a second of each concurrency teaches it again.
+"""
+
+from bisect import bisect_left, insort
+from math import log
+from typing import Final
+
+from msgspec import Struct
+
+#: Ranges of concurrency: four to a doubling, single counts below.
+_PER_DOUBLING: Final = 4.0
+#: What was seen counts for at most so many seconds against what is seen now.
+_MEMORY_S: Final = 60.0
+#: Throughput within this of the highest is on the plateau; and it must have been seen so far beyond the knee.
+_FLAT: Final = 0.93
+_BEYOND: Final = 1.25
+#: Contexts must differ by so many tokens to teach anything about what they cost, and explain at most this.
+_CONTEXT_TOKENS: Final = 256.0
+_STEEPEST: Final = 1.0 / 1024
+
+
+class _Bin(Struct):
+    running: float
+    seconds_per_token: float
+    context: float
+    weight_s: float
+
+
+class Speed:
+    """One worker's. `weigh_context` off leaves contexts out of it (for comparisons)."""
+
+    def __init__(self, *, weigh_context: bool = True) -> None:
+        self._weigh = weigh_context
+        self._bins: dict[int, _Bin] = {}
+        self._order: list[int] = []
+        self._slope = [0.0, 0.0]  # of relative slowdown on context: covariance, variance
+
+    def observe(self, running: float, context: float, tokens: int, seconds: float) -> None:
+        """In `seconds` the worker made `tokens` with `running` rollouts whose contexts were `context` long on average.
+
+        Leave out spans in which it was held, installed weights, or began or ended many rollouts.
+        """
+        if running < 1 or tokens <= 0 or seconds <= 0:
+            return
+        spent = running * seconds / tokens
+        key = _key(running)
+        known = self._bins.get(key)
+        if known is None:
+            self._bins[key] = _Bin(running, spent, context, seconds)
+            insort(self._order, key)
+            return
+        self._learn_slope(spent / known.seconds_per_token - 1.0, context - known.context, seconds)
+        known.weight_s = min(_MEMORY_S, known.weight_s + seconds)
+        share = min(1.0, seconds / known.weight_s)
+        known.running += share * (running - known.running)
+        known.seconds_per_token += share * (spent - known.seconds_per_token)
+        known.context += share * (context - known.context)
+
+    def rate(self, running: float, context: float) -> float:
+        """Tokens/s that each of `running` rollouts makes; 0.0 while nothing is known.
+
+        Between what was seen it is interpolated; with fewer rollouts than were ever seen each is as fast as with
+        those, and with more they share what the most made: so that it promises nothing that was not seen.
+        """
+        if not self._order or running <= 0:
+            return 0.0
+        at = bisect_left(self._order, _key(running))
+        low = self._bins[self._order[max(0, at - 1)]]
+        high = self._bins[self._order[min(at, len(self._order) - 1)]]
+        fast, slow = self._spent(low, context), self._spent(high, context)
+        if running >= high.running:
+            return high.running / (slow * running)
+        if running <= low.running or high.running == low.running:
+            return 1.0 / fast
+        share = (running - low.running) / (high.running - low.running)
+        return 1.0 / (fast + share * (slow - fast))
+
+    def plateau(self, context: float) -> int:
+        """The fewest rollouts with nearly the highest throughput, if it was seen not to grow beyond; else 0."""
+        made = [
+            (one.running, one.running / self._spent(one, context)) for one in map(self._bins.get, self._order) if one
+        ]
+        best = max((total for _, total in made), default=0.0)
+        for before, (running, total) in zip([None, *made], made, strict=False):
+            if total < _FLAT * best:
+                continue
+            knee = running
+            if before is not None:  # between the two, where the line through them reaches the plateau
+                knee = before[0] + (running - before[0]) * (_FLAT * best - before[1]) / (total - before[1])
+            return max(1, round(knee)) if made[-1][0] >= _BEYOND * knee else 0
+        return 0
+
+    def _spent(self, one: _Bin, context: float) -> float:
+        """Seconds per token of a bin, with contexts of another length."""
+        covariance, variance = self._slope
+        if not self._weigh or variance <= 0.0:
+            return one.seconds_per_token
+        slope = min(_STEEPEST, max(0.0, covariance / variance))
+        return one.seconds_per_token * max(0.25, 1.0 + slope * (context - one.context))
+
+    def _learn_slope(self, slowdown: float, further: float, seconds: float) -> None:
+        if abs(further) >= _CONTEXT_TOKENS:
+            fade = 1.0 - min(0.5, seconds / (10 * _MEMORY_S))
+            self._slope[0] = fade * self._slope[0] + seconds * further * slowdown
+            self._slope[1] = fade * self._slope[1] + seconds * further * further
+
+
+def _key(running: float) -> int:
+    return int(_PER_DOUBLING * log(running) / log(2.0) + 0.5)
