@@ -22,6 +22,8 @@ from ebbtide.cli.local import Cluster, Shape, free_address, local_cluster
 from ebbtide.cli.progress import Progress, follow
 from ebbtide.cli.report import Report, make_report
 from ebbtide.cli.screen import Screen
+from ebbtide.cli.timeline import Timeline
+from ebbtide.cli.timeline_command import fetch
 from ebbtide.client import Client
 from ebbtide.client.client import read_spec
 from ebbtide.errors import EbbtideError
@@ -72,14 +74,15 @@ def demo_spec(options: DemoOptions) -> RunSpec:
     return check_spec(read_spec(tree))
 
 
-async def run_demo(options: DemoOptions) -> tuple[Report, Path]:
-    """The whole job. Returns the report and its file. Raises `EbbtideError` where there is none."""
+async def run_demo(options: DemoOptions) -> tuple[Report, Timeline, Path]:
+    """The whole job. Returns the report, who generated what when, and the report's file. Raises `EbbtideError` where
+    there is none."""
     spec, screen = demo_spec(options), Screen("Ebbtide demo")
     async with screen.shown():
         async with local_cluster(options.run_dir, screen.note) as cluster:
             shutil.rmtree(options.run_dir / _RUN_ID, ignore_errors=True)
             demo = _Demo(options, spec, cluster, screen)
-            run, progress = await cluster.launcher.during(demo.run())
+            run, progress, timeline = await cluster.launcher.during(demo.run())
             screen.phase("shutdown")
         screen.phase("")
     kills = demo.kills.done
@@ -89,7 +92,7 @@ async def run_demo(options: DemoOptions) -> tuple[Report, Path]:
     )
     path = options.run_dir / "report.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
-    return report, path
+    return report, timeline, path
 
 
 class _Demo:
@@ -100,7 +103,7 @@ class _Demo:
         self._screen = screen
         self.kills = Kills(cluster, screen.note)
 
-    async def run(self) -> tuple[Run, Progress]:
+    async def run(self) -> tuple[Run, Progress, Timeline]:
         """Up to the end of the run, and what is known of it then. Raises `EbbtideError` if the run failed."""
         spec = await self._with_model()
         self._screen.phase("boot")
@@ -121,9 +124,10 @@ class _Demo:
                 await asyncio.wait({killing})
             if not killing.cancelled():
                 killing.result()  # what kept it from its work, if anything did
+            timeline = await fetch(client, run.run_id)
         if run.status is not RunStatus.FINISHED:
             raise EbbtideError(f"the run ended as {run.status.name.lower()}: {run.message}")
-        return run, progress
+        return run, progress, timeline
 
     async def _with_model(self) -> RunSpec:
         if self._spec.model != BASE_MODEL:

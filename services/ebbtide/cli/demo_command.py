@@ -10,6 +10,7 @@ from ebbtide.cli.interrupts import INTERRUPTED
 from ebbtide.cli.interrupts import run as run_interruptible
 from ebbtide.cli.picture import terminal_curve, write_picture
 from ebbtide.cli.summary import summary
+from ebbtide.cli.timeline_command import write
 from ebbtide.errors import InvalidRequest
 
 
@@ -18,14 +19,16 @@ def run(options: DemoOptions) -> int:
     logs = options.run_dir / "logs"
 
     async def main() -> int:
-        report, path = await run_demo(options)
+        report, timeline, path = await run_demo(options)
         write_picture(report, path.with_suffix(".png"))
+        drawn = write(timeline, path.parent)
         console = Console()
         print(f"\n{terminal_curve(report, min(100, console.width))}\n")  # noqa: T201 - rich would wrap it
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         for name, text in summary(report, path):
             table.add_row(name, text)
+        table.add_row("timeline", ", ".join(map(str, drawn)))
         console.print(table, highlight=False)
         return 0 if report.rollouts_accounted_for else 1
 

@@ -150,5 +150,9 @@ def doing(worker: Worker) -> str:
             return f"waits for work{with_version}"
         case WorkerState.INSTALLING:
             return "installs new weights"
+        case WorkerState.DRAINING:
+            return f"hands over {worker.running} rollouts" if worker.running else "drains"
+        case WorkerState.SHUNNED:
+            return f"gets no work for {worker.shunned_s:.0f} s"
         case state:
             return state.name.lower()

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from ebbtide.cli.accounts import Accounts
 from ebbtide.cli.progress import Evaluation, Progress, WorkerSample
+from ebbtide.cli.run_detail import finite, histogram
 from ebbtide.types.run import Run
 
 #: Of the trainer's step, the seconds that it spent waiting for trajectories.
@@ -23,7 +24,9 @@ class Kill(Struct, frozen=True, kw_only=True):
 
 class Report(Struct, frozen=True, kw_only=True):
     """As written to `report.json`. Accuracies are shares of answers right on problems never trained on; `logprob_gap`
-    is the mean absolute difference, in nats, between the logprobs of workers and trainer on the same tokens."""
+    is the mean absolute difference, in nats, between the logprobs of workers and trainer on the same tokens. Of
+    `tokens_saved` no one was generated again; a percentile is the bound that it does not exceed, None where none does.
+    """
 
     run_id: str
     status: str
@@ -46,6 +49,12 @@ class Report(Struct, frozen=True, kw_only=True):
     resumed: list[dict[str, str | int]]
     tokens_generated: int
     tokens_stored: int
+    tokens_saved: int
+    tokens_lost_at_most: int
+    rollouts_moved: int
+    attempts: int
+    detection_p99_s: float | None
+    resume_p50_s: float | None
     tokens_generated_twice: int
     tokens_generated_twice_at_most_per_rollout: int
     flush_tokens: int
@@ -99,6 +108,12 @@ def make_report(
         ],
         tokens_generated=accounts.generated,
         tokens_stored=counters.get("tokens_stored", 0),
+        tokens_saved=counters.get("tokens_resumed", 0),
+        tokens_lost_at_most=counters.get("tokens_lost_at_most", 0),
+        rollouts_moved=counters.get("moved", 0),
+        attempts=counters.get("attempts", 0),
+        detection_p99_s=finite(histogram(counters, "detection").at_most(0.99)),
+        resume_p50_s=finite(histogram(counters, "resume").at_most(0.5)),
         tokens_generated_twice=accounts.twice,
         tokens_generated_twice_at_most_per_rollout=max(accounts.lost.values(), default=0),
         flush_tokens=flush_tokens,

@@ -25,6 +25,7 @@ def summary(report: Report, path: Path) -> Iterator[tuple[str, str]]:
     yield "resumed", _resumed(report)
     again, most = report.tokens_generated_twice, report.tokens_generated_twice_at_most_per_rollout
     yield "tokens", f"{report.tokens_generated:,} generated, {again:,} of them twice (at most {most} of one rollout)"
+    yield "saved", f"{report.tokens_saved:,} tokens that a rollout took along to another worker"
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_s.items())
     yield "tokens/s", f"{rates} (while it had work)"
     yield "idle", ", ".join(f"{name} {share:.0%}" for name, share in report.idle_share.items())

@@ -35,8 +35,8 @@ def test_help_names_every_command_and_is_quick() -> None:
     # Against what cannot be left out, so that a busy machine is no excuse and no obstacle; 0.25 s on an idle one.
     assert time.monotonic() - began < 3 * imports + 0.3
     assert done.returncode == 0
-    names = ["demo", "up", "submit", "runs", "watch", "workers", "cancel", "base-model", *SERVICES]
-    assert [name for name in names if f" {name} " not in done.stdout] == []
+    people = ["demo", "up", "base-model", "submit", "runs", "watch", "timeline", "cancel", "workers", "drain"]
+    assert [name for name in (*people, *SERVICES) if f" {name} " not in done.stdout] == []
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -96,6 +96,14 @@ def test_a_token_file_that_holds_no_text_is_refused_in_one_line(tmp_path: Path) 
     done = ebbtide("runs", "--token-file", str(tmp_path / "token"))
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "token: must be printable ASCII" in done.stderr
+
+
+def test_a_duration_that_is_none_is_refused_before_anybody_is_asked() -> None:
+    done = ebbtide("drain", "worker-1", "--within", "soon")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "ebbtide: --within: 'soon' is no duration: write 30, 30s, 2m or 1h\n",
+    )
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,12 @@ SPEC = RunSpec(
 )
 
 
+MIGRATED = {
+    "tokens_resumed": 320, "tokens_lost_at_most": 64, "moved": 2, "attempts": 39, "detection:le:0.5": 3,
+    "detection:le:inf": 3, "resume:le:0.25": 1, "resume:le:inf": 3,
+}  # fmt: skip
+
+
 def step(number: int, reward: float, at: float, **values: float) -> RunEvent:
     named = {"step": float(number), "reward": reward, "tokens": 100.0, "trained": 8.0, "response_length": 40.0}
     clock = {"seconds_wait": 1.0, "seconds_train": 3.0, "seconds_publish": 0.5, "seconds_checkpoint": 0.5}
@@ -62,7 +68,7 @@ def progress() -> Progress:
 @pytest.fixture
 def report(progress: Progress) -> Report:
     progress.samples["worker-1"].append(WorkerSample(uptime_s=15.0, busy_s=8.0, tokens=3000))
-    counters = {"submitted": 34, "trained": 32, "resumed_midway": 1, "tokens_stored": 995}
+    counters = {"submitted": 34, "trained": 32, "resumed_midway": 1, "tokens_stored": 995, **MIGRATED}
     run = Run(
         run_id="demo",
         spec=SPEC,
@@ -88,6 +94,9 @@ def test_the_report_has_every_figure_it_promises(report: Report) -> None:
     assert told["resumed"] == [{"rollout": "s1.g0.0.t0", "from": "worker-2", "to": "worker-1", "offset": 17}]
     assert (told["tokens_generated"], told["tokens_generated_twice"]) == (1000, 5)
     assert told["tokens_generated_twice_at_most_per_rollout"] == 3
+    assert (told["tokens_saved"], told["tokens_lost_at_most"]) == (320, 64)
+    assert (told["rollouts_moved"], told["attempts"]) == (2, 39)
+    assert (told["detection_p99_s"], told["resume_p50_s"]) == (0.5, None)
     assert told["logprob_gap"] == pytest.approx((0.001 * 100 + 0.003 * 300) / 400)
     assert told["logprob_gap_worst_step"] == 0.003
     assert told["mean_response_tokens"] == 40

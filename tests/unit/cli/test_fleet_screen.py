@@ -1,0 +1,93 @@
+"""What a person sees of the fleet."""
+
+import asyncio
+import io
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from ebbtide.cli.fleet_screen import fleet_line, fleet_table, watch_fleet, worker_line
+from ebbtide.testing import wait_until
+from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
+from ebbtide.types.weights import PolicyVersion
+
+BUSY = Worker(
+    worker_id="w1", kind=WorkerKind.SPOT, state=WorkerState.READY, slots=64, running=40, waiting=8, plateau=32,
+    tokens_per_s=1234.4, tokens_generated=987654, last_heartbeat_s=0.42,
+    installed=(PolicyVersion(policy="policy", version=12),),
+)  # fmt: skip
+
+
+def shown(*workers: Worker) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200).print(fleet_table(workers))
+    return out.getvalue()
+
+
+def test_the_table_tells_load_speed_plateau_version_heartbeat_and_tokens() -> None:
+    (_, row) = shown(BUSY).splitlines()
+    cells = row.split()
+    assert cells[:2] == ["w1", "spot"]
+    assert cells[-9:] == ["40", "8", "64", "32", "1,234", "12", "0.4", "s", "987,654"]
+
+
+def test_what_is_not_known_yet_is_no_number() -> None:
+    (_, row) = shown(msgspec.structs.replace(BUSY, plateau=0, installed=())).splitlines()
+    assert row.split()[-6:-4] == ["-", "1,234"]
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "said"),
+    [
+        (WorkerState.SUSPECTED, {"reason": "no token for 4 s"}, ("suspected", "no token for 4 s")),
+        (WorkerState.SHUNNED, {"shunned_s": 19.7, "reason": "lost 3 times"}, ("gets no work for 20 s", "lost 3 times")),
+        (WorkerState.DRAINING, {}, ("hands over 40 rollouts",)),
+        (WorkerState.LOST, {"reason": "its stream broke"}, ("lost", "its stream broke", "987,654")),
+    ],
+)
+def test_a_worker_in_trouble_is_shown_with_the_reason(
+    state: WorkerState, more: dict[str, Any], said: tuple[str, ...]
+) -> None:
+    worker = msgspec.structs.replace(BUSY, state=state, **more)
+    text = shown(worker)
+    assert [word for word in said if word not in text] == []
+    assert said[0] in worker_line(worker)
+    assert worker.reason in worker_line(worker)
+
+
+def test_of_a_lost_worker_nothing_is_shown_that_is_not_so_any_more() -> None:
+    assert "1,234" not in shown(msgspec.structs.replace(BUSY, state=WorkerState.LOST))
+
+
+def test_the_fleet_in_a_line_counts_who_is_there() -> None:
+    lost = msgspec.structs.replace(BUSY, worker_id="w2", state=WorkerState.LOST)
+    assert fleet_line([BUSY, lost]) == "1 workers, 1 lost lately · 40/64 rollouts · 1,234 tokens/s"
+
+
+class Listing:
+    """Stands for a client: lists one worker, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def workers(self) -> list[Worker]:
+        self.asked += 1
+        return [BUSY]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_watching_looks_again_and_again_and_draws_only_on_a_terminal(
+    terminal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listing, out = Listing(), io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200)
+    watching = asyncio.create_task(watch_fleet(listing, 0.01, console))  # type: ignore[arg-type]
+    await wait_until(lambda: listing.asked >= 3)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert ("987,654" in out.getvalue()) is terminal
+    assert (sum("w1 generates 40 rollouts" in line for line in lines) >= 2) is not terminal
+    assert "\x1b" not in "".join(lines)

@@ -1,0 +1,62 @@
+"""What a person is told of one run's rollouts and tokens."""
+
+import io
+import math
+
+from rich.console import Console
+
+from ebbtide.cli.run_detail import Histogram, detail_table, finite, histogram
+from ebbtide.types.run import EnvironmentSpec, Run, RunSpec, RunStatus
+from ebbtide.types.weights import PolicyVersion
+
+SPEC = RunSpec(name="demo", model="m", environment=EnvironmentSpec(name="e"))
+COUNTERS = {
+    "submitted": 100, "trained": 90, "queued": 2, "running": 5, "finished": 1, "attempts": 123, "moved": 4,
+    "resumed_midway": 17, "tokens_stored": 54321, "tokens_resumed": 2222, "tokens_lost_at_most": 64,
+    "attempts:le:1": 80, "attempts:le:2": 88, "attempts:le:3": 89, "attempts:le:5": 90, "attempts:le:10": 90,
+    "attempts:le:inf": 90,
+    "detection:le:0.1": 1, "detection:le:2.5": 99, "detection:le:3": 100, "detection:le:inf": 100,
+    "resume:le:0.5": 3, "resume:le:inf": 4,
+}  # fmt: skip
+
+
+def told(run: Run) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(detail_table(run))
+    return out.getvalue()
+
+
+def test_a_percentile_is_the_bound_that_it_does_not_exceed() -> None:
+    found = histogram(COUNTERS, "detection")
+    assert (found.count, found.at_most(0.01), found.at_most(0.5), found.at_most(0.99)) == (100, 0.1, 2.5, 2.5)
+    assert found.at_most(0.999) == 3
+    assert histogram({}, "detection").at_most(0.5) is None
+
+
+def test_a_percentile_beyond_the_last_bound_is_no_number() -> None:
+    assert histogram(COUNTERS, "resume").at_most(0.99) == math.inf
+    assert finite(histogram(COUNTERS, "resume").at_most(0.99)) is None
+    assert finite(Histogram(((0.5, 1),)).at_most(0.5)) == 0.5
+
+
+def test_a_run_tells_what_was_saved_lost_migrated_and_how_fast() -> None:
+    newest = PolicyVersion(policy="policy", version=7, step=6)
+    run = Run(
+        run_id="r", spec=SPEC, status=RunStatus.RUNNING, counters=COUNTERS, dropped={"cancelled": 3}, newest=newest,
+        holders={"trainer": "t-1"}, message="waits for workers: none is attached", age_s=61,
+    )  # fmt: skip
+    text = told(run)
+    for said in (
+        "r, running after 1:01", "waits for workers: none is attached", "version 7, step 6 of 100",
+        "100 submitted, 90 trained; dropped: 3 cancelled", "2 wait, 5 run, 1 finished",
+        "123; of finished rollouts 80 had 1, 8 had 2, 1 had 3, 1 had 4-5",
+        "17 resumed midway; 4 moved", "2,222 tokens that were not generated again", "at most 64 tokens",
+        "p50 ≤ 2.5 s, p90 ≤ 2.5 s, p99 ≤ 2.5 s (100 observed", "p50 ≤ 0.5 s, p90 beyond all bounds", "t-1",
+    ):  # fmt: skip
+        assert said in text, text
+
+
+def test_a_run_without_losses_shows_no_latencies() -> None:
+    text = told(Run(run_id="r", spec=SPEC))
+    assert "detection" not in text
+    assert "at most 0 tokens" in text
