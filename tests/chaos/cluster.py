@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 from ebbtide.cli.process import Process, Program
 from ebbtide.client import Client
@@ -19,6 +20,7 @@ from ebbtide.ledger import AttemptRecord, read_ledger
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import EmbeddedRedis
+from tests.chaos.way import Way
 
 TOKEN: Final = "a-token-of-tests"
 #: The flush window of all workers.
@@ -27,42 +29,60 @@ FLUSH_TOKENS: Final = 8
 #: busy machine takes its time for.
 SCRIPT: Final = ScriptedSettings(step_s=0.025, vocab_size=100, mean_length=96)
 
+_ENVIRONMENT: Final = {
+    "EBBTIDE_TOKEN": TOKEN,
+    "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])]),
+}
 _COORDINATOR: Final = {"heartbeat_s": 0.5, "heartbeat_timeout_s": 15, "lease_ttl_s": 3}
 _WORKER: Final = {
     "engine": "scripted",
     "slots": 32,
     "flush_tokens": FLUSH_TOKENS,
     "flush_interval_ms": 40,
-    **{f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")},
 }
+_SCRIPT: Final = {f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")}
 
 
 class Cluster:
-    """`process[name]` is the last one started under that name; workers are called w1, w2, ..."""
+    """`process[name]` is the last one started under that name; workers are called w1, w2, ...
 
-    def __init__(self, directory: Path) -> None:
+    A `routed` one has a way between any two programs, `ways[who calls, who is called]`, once the caller was started.
+    """
+
+    def __init__(self, directory: Path, *, routed: bool = False) -> None:
         self.directory = directory
         self.redis = EmbeddedRedis(directory / "redis")
         self.process: dict[str, Process] = {}
+        self.routed = routed
+        self.ways: dict[tuple[str, str], Way] = {}
+        self.environment: dict[str, dict[str, str]] = {}  # of programs, by name, beyond that of all
+        self.script = dict(_SCRIPT)  # settings of workers that are started from now on
+        self._coordinator: dict[str, Any] = dict(_COORDINATOR)
         self._clients: list[Client] = []
 
     async def boot(self, *, workers: int = 2, **coordinator: Any) -> Client:
-        """Start everything, and return a client of it."""
-        self.redis.start()
-        await asyncio.gather(self.coordinator(**coordinator), self.relay())
+        """Start everything, and return a client of it. The coordinator keeps its settings when it is started again."""
+        self._coordinator |= coordinator
+        self.store()
+        await asyncio.gather(self.coordinator(), self.relay())
         await asyncio.gather(*(self.worker(f"w{number + 1}") for number in range(workers)))
         return self.client()
+
+    def store(self) -> None:
+        """Start Redis, again if need be."""
+        with patch.dict(os.environ, self.environment.get("redis", {})):
+            self.redis.start()
 
     def client(self, coordinator: str = "coordinator", relay: str = "") -> Client:
         security = ClientSecurity(token=TOKEN)
         addresses = self.process[coordinator].address, relay or self.process["relay"].address
-        client = Client(*addresses, security=security, patience_s=30.0)
+        client = Client(*addresses, security=security, patience_s=60.0)
         self._clients.append(client)
         return client
 
     async def coordinator(self, name: str = "coordinator", **settings: Any) -> Process:
-        listen = self._address(name)
-        flags = {"server_listen": listen, "store_url": self.redis.url, **_COORDINATOR, **settings}
+        listen, store = self._address(name), await self.route(name, "redis")
+        flags = {"server_listen": listen, "store_url": store, **self._coordinator, **settings}
         return await self.start(name, "coordinator", **flags)
 
     async def relay(self) -> Process:
@@ -71,23 +91,23 @@ class Cluster:
 
     async def worker(self, name: str, coordinator: str = "coordinator", **settings: object) -> Process:
         flags: dict[str, object] = {
-            "coordinator": self.process[coordinator].address,
-            "relay": self.process["relay"].address,
+            "coordinator": await self.route(name, coordinator),
+            "relay": await self.route(name, "relay"),
             "worker_id": name,
             "counter_file": self.directory / f"{name}.ledger",
         }
-        return await self.start(name, "rollout_worker", **{**flags, **_WORKER, **settings})
+        return await self.start(name, "rollout_worker", **{**flags, **_WORKER, **self.script, **settings})
 
     async def start(self, name: str, module: str, **settings: object) -> Process:
         """Start a service and wait until it is ready."""
         flags = {"die_with_parent": os.getpid(), "ready_file": self.directory / f"{name}.json", **settings}
-        command = [sys.executable, "-m", f"ebbtide.{module}"]
+        command = [sys.executable, "-m", module if module.startswith("tests.") else f"ebbtide.{module}"]
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", str(value)]
         program = Program(
             name=name,
             command=tuple(command),
-            environment={**os.environ, "EBBTIDE_TOKEN": TOKEN},
+            environment={**os.environ, **_ENVIRONMENT, **self.environment.get(name, {})},
             log=self.directory / f"{name}.log",
             ready_file=self.directory / f"{name}.json",
             stop_s=30.0,
@@ -96,19 +116,37 @@ class Cluster:
         await process.wait_ready()
         return process
 
+    async def route(self, caller: str, service: str) -> str:
+        """The address under which `caller` reaches `service`."""
+        target = self.redis.url if service == "redis" else self.process[service].address
+        if not self.routed:
+            return target
+        if (caller, service) not in self.ways:
+            self.ways[caller, service] = await Way.open(target)
+        return self.ways[caller, service].address
+
     def _address(self, name: str) -> str:
         """Where `name` listened before, or anywhere."""
         return self.process[name].address if name in self.process else "127.0.0.1:0"
 
     def kill(self, *names: str) -> None:
         for name in names:
-            self.process[name].kill()
+            if name == "redis":
+                self.redis.kill()
+            else:
+                self.process[name].kill()
 
     def freeze(self, name: str) -> None:
-        os.kill(self.process[name].pid, signal.SIGSTOP)
+        os.kill(self.pid(name), signal.SIGSTOP)
 
     def thaw(self, name: str) -> None:
-        os.kill(self.process[name].pid, signal.SIGCONT)
+        os.kill(self.pid(name), signal.SIGCONT)
+
+    def ask_to_end(self, name: str) -> None:
+        os.kill(self.pid(name), signal.SIGTERM)
+
+    def pid(self, name: str) -> int:
+        return self.redis.pid if name == "redis" else self.process[name].pid
 
     def ledger(self, *names: str) -> list[AttemptRecord]:
         """What these workers, or all that ever were, generated, as they counted it themselves."""
@@ -132,4 +170,6 @@ class Cluster:
             await client.close()
         for process in self.process.values():
             process.kill()
+        for way in self.ways.values():
+            await way.close()
         self.redis.close()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from random import Random
 from typing import Final
 
@@ -14,56 +14,74 @@ from ebbtide.ledger import AttemptRecord
 from ebbtide.rollout_worker.engine.scripted import END, follow
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishedRollout, FinishReason, RolloutRequest, SubmitOutcome, TokenChunk
-from ebbtide.types.run import Run, RunStatus, Sampling
+from ebbtide.types.run import AttemptSpan, Run, RunStatus, Sampling
 from ebbtide.types.tokens import pack_ids, unpack_ids, unpack_tokens
 from ebbtide.types.weights import PolicyVersion
 from tests.chaos.cluster import FLUSH_TOKENS, SCRIPT, Cluster
 
 RUN: Final = "r"
-_SPEC: Final = {"name": "chaos", "model": "scripted", "environment": {"name": "none"}}
+SPEC: Final = {"name": "chaos", "model": "scripted", "environment": {"name": "none"}}
+
+
+def make_requests(first: int, count: int, *, version: int = 0) -> list[RolloutRequest]:
+    """Rollouts of up to 128 tokens, numbered from `first` on, the same ones whoever makes them."""
+    return [_request(number, version) for number in range(first, first + count)]
+
+
+def _request(number: int, version: int) -> RolloutRequest:
+    random = Random(number)
+    prompt = [random.randrange(2, SCRIPT.vocab_size) for _ in range(random.randrange(3, 20))]
+    return RolloutRequest(
+        rollout_id=f"x{number}",
+        group_id=f"g{number // 4}",
+        episode_id=f"e{number}",
+        prompt_ids=pack_ids(prompt),
+        sampling=Sampling(max_tokens=random.randrange(64, 129)),
+        min_version=version,
+        max_version=version,
+    )
+
+
+async def publish(lease: Lease, *, step: int, elements: int = 16) -> PolicyVersion:
+    """A version of one tensor of float32."""
+    weights = np.random.default_rng(step).random(elements, dtype=np.float32)
+    return await lease.publish({"w": weights}, step=step)
 
 
 class Load:
     """Rollouts of one run, in and out through one lease. Made by `begin`."""
 
-    def __init__(self, cluster: Cluster, client: Client, lease: Lease, *, seed: int) -> None:
-        self._cluster, self._client, self.lease, self._random = cluster, client, lease, Random(seed)
+    def __init__(self, cluster: Cluster, client: Client, lease: Lease) -> None:
+        self._cluster, self._client, self.lease = cluster, client, lease
         self.requests: dict[str, RolloutRequest] = {}
         self._came: dict[str, dict[str, FinishedRollout]] = defaultdict(dict)  # rollout -> cursor -> finish
         self._chunks: dict[str, list[TokenChunk]] = defaultdict(list)
         self._tasks = [asyncio.create_task(self._collect())]
 
     @classmethod
-    async def begin(cls, cluster: Cluster, client: Client, *, seed: int = 0) -> "Load":
+    async def begin(cls, cluster: Cluster, client: Client) -> "Load":
         """Submit the run, claim it and publish its first version."""
-        await client.submit(_SPEC, RUN)
-        lease = await client.acquire(RUN, holder="test")
-        load = cls(cluster, client, lease, seed=seed)
+        await client.submit(SPEC, RUN)
+        load = await cls.claim(cluster, client)
         await load.publish(step=0)
         return load
 
+    @classmethod
+    async def claim(cls, cluster: Cluster, client: Client, requests: Iterable[RolloutRequest] = ()) -> "Load":
+        """Claim the run, once it is free. `requests`: what its former holder submitted."""
+        load = cls(cluster, client, await client.acquire(RUN, holder="test"))
+        load.requests |= {request.rollout_id: request for request in requests}
+        return load
+
     async def publish(self, *, step: int, elements: int = 16) -> PolicyVersion:
-        weights = np.random.default_rng(step).random(elements, dtype=np.float32)
-        return await self.lease.publish({"w": weights}, step=step)
+        return await publish(self.lease, step=step, elements=elements)
 
     async def submit(self, count: int, *, version: int = 0) -> None:
         """Rollouts of up to 128 tokens that are not known yet; those of `version` alone if it is given."""
-        made = [self._request(len(self.requests) + number, version) for number in range(count)]
+        made = make_requests(len(self.requests), count, version=version)
         self.requests |= {request.rollout_id: request for request in made}
         outcomes = await self.lease.submit_rollouts(made)
         assert set(outcomes) <= {SubmitOutcome.ACCEPTED, SubmitOutcome.KNOWN}
-
-    def _request(self, number: int, version: int) -> RolloutRequest:
-        prompt = [self._random.randrange(2, SCRIPT.vocab_size) for _ in range(self._random.randrange(3, 20))]
-        return RolloutRequest(
-            rollout_id=f"x{number}",
-            group_id=f"g{number // 4}",
-            episode_id=f"e{number}",
-            prompt_ids=pack_ids(prompt),
-            sampling=Sampling(max_tokens=self._random.randrange(64, 129)),
-            min_version=version,
-            max_version=version,
-        )
 
     def watch_tokens(self, count: int) -> None:
         """Read the tokens of the first `count` rollouts as they are stored."""
@@ -94,11 +112,11 @@ class Load:
         """Wait until so many tokens more are stored."""
         await self.counted("tokens_stored", (await self.run()).counters.get("tokens_stored", 0) + count)
 
-    async def all_finished(self) -> None:
+    async def all_finished(self, timeout: float = 45) -> None:
         for task in self._tasks:
             if task.done():
                 task.result()
-        await wait_until(lambda: len(self._came) == len(self.requests), timeout=45, what="all rollouts")
+        await wait_until(lambda: len(self._came) == len(self.requests), timeout=timeout, what="all rollouts")
 
     # -- counting ------------------------------------------------------------------------------------------------
 
@@ -140,14 +158,15 @@ class Load:
         twice, interruptions = self.generated_twice(), self.interruptions()
         assert twice <= FLUSH_TOKENS * interruptions, f"{twice} tokens in {interruptions} interruptions"
 
-    async def settle(self) -> Run:
-        """Wait for all rollouts, check each token and each count, and end the run."""
-        await self.all_finished()
+    async def settle(self, timeout: float = 45) -> Run:
+        """Wait for all rollouts, check each token, each attempt and each count, and end the run."""
+        await self.all_finished(timeout)
         for name in self.requests:
             self._check(name)
         await asyncio.gather(*self._tasks[1:])
         for name, chunks in self._chunks.items():
             self._check_stream(name, chunks)
+        await self._check_attempts()
         names = list(self.requests)
         before = (await self.run()).counters
         total = sum(map(self.length, names))
@@ -172,6 +191,24 @@ class Load:
         assert finish.reason is (FinishReason.STOP if ids[-1] == END else FinishReason.LENGTH)
         versions = set(tokens["version"].tolist())
         assert versions == {request.min_version} if request.min_version else min(versions) > 0, name
+
+    async def _check_attempts(self) -> None:
+        """One attempt at a time: each went on where the one before it had ended, and generated what is its own."""
+        made = {record.attempt_id: record for record in self._cluster.ledger()}
+        spans: dict[str, list[AttemptSpan]] = defaultdict(list)
+        async for span in self._client.timeline(RUN):
+            spans[span.rollout_id].append(span)
+        assert spans.keys() == self.requests.keys()
+        for name, attempts in spans.items():
+            end = 0
+            for span in attempts:
+                assert span.first == end <= span.last, (name, attempts)
+                end = span.last
+                if record := made.get(span.attempt_id):  # one that never reached its worker is none of these
+                    assert (record.start, record.generated >= span.last - span.first) == (span.first, True), span
+                else:
+                    assert span.first == span.last, span
+            assert (end, attempts[-1].end) == (self.length(name), "finished"), (name, attempts)
 
     def _check_stream(self, name: str, chunks: list[TokenChunk]) -> None:
         """What a reader saw before, during and after is what was stored in the end: no token was taken back."""
