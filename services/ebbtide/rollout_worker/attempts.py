@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
+from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError
@@ -17,12 +18,18 @@ from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
 from ebbtide.rollout_worker.generation import Assignment, Generation
+from ebbtide.rollout_worker.holds import Holds
 from ebbtide.rollout_worker.outbox import Ack, Outbox
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.tokens import token_count
 from ebbtide.types.weights import PolicyVersion
 
 log = telemetry.get_logger(__name__)
+
+#: A released attempt ends behind the next tokens that its engine makes, or after this time if none come.
+_LAST_TOKENS_S: Final = 0.25
+#: What a paused engine has made may still be on its way for so long.
+_SETTLE_S: Final = 0.02
 
 
 class Held:
@@ -57,8 +64,11 @@ class Attempts:
         self.empty.set()
         self.due = asyncio.Event()  # set when the next message is due earlier than it was
         self.pressure = asyncio.Event()  # set when the outbox is full, and whenever it may have become less so
+        self.holds = Holds()
+        self.holds.watch(self._owe)
         self.tokens = 0
         self._busy_s, self._busy_since = 0.0, 0.0
+        self._owing_since = 0.0  # the newest token, or when work began or a hold changed since
 
     def __contains__(self, attempt_id: str) -> bool:
         return attempt_id in self._held
@@ -76,6 +86,11 @@ class Attempts:
         """Seconds with at least one rollout in the engine."""
         return self._busy_s + (time.monotonic() - self._busy_since if self._busy_since else 0.0)
 
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the engine made a token while it had work and was not held."""
+        return time.monotonic() - self._owing_since if self._busy_since and not self.holds else 0.0
+
     def start(self, assignment: Assignment) -> None:
         """Take an attempt and generate for it. Raises `InvalidRequest` if this engine cannot."""
         ref = assignment.attempt
@@ -86,8 +101,9 @@ class Attempts:
         self._outbox.open(ref, assignment.partial)
         if generation.finish is None:
             held.task = asyncio.create_task(self._generate(held), name=f"generate {ref.rollout_id}")
-            held.task.add_done_callback(self._crashed)
-            self._busy_since = self._busy_since or time.monotonic()
+            held.task.add_done_callback(lambda task: self._ended(held, task))
+            if not self._busy_since:
+                self._busy_since = self._owing_since = time.monotonic()
         else:
             self._outbox.finish(ref.attempt_id, generation.finish, time.monotonic())
             self.due.set()
@@ -107,7 +123,10 @@ class Attempts:
 
     def settle(self, acks: Iterable[Ack], *, durable: bool) -> None:
         """Take note of acknowledgements; `durable` says whether what they name is fsynced."""
+        due = self._outbox.due
         done = self._outbox.settle(acks, durable=durable, now=time.monotonic())
+        if self._outbox.due < due:
+            self.due.set()
         self.drop(done.finished, "finished")
         self.drop(done.superseded, "superseded")
         self._release_stored()
@@ -120,18 +139,40 @@ class Attempts:
         except EngineFailed as error:
             self._fail(error)
 
-    async def hand_over(self, reason: str) -> None:
-        """Stop all generation; each attempt is released once its tokens are stored."""
+    def release(self, refs: Iterable[AttemptRef], reason: str) -> None:
+        """Stop generating for these and flush what they made; each is handed back once all of it is stored.
+
+        One that has ended ends as it would have; one that is not held is none.
+        """
+        for ref in refs:
+            held = self._held.get(ref.attempt_id)
+            if held is None or held.releasing or held.task is None:
+                continue
+            held.releasing = reason
+            if held.started and not self.holds:
+                asyncio.get_running_loop().call_later(_LAST_TOKENS_S, held.task.cancel)
+            else:
+                held.task.cancel()
+
+    async def hand_over(self, reason: str, *, patience_s: float) -> None:
+        """Stop all generation; each attempt is released once its tokens are stored.
+
+        `patience_s`: how long an engine in the midst of something else may take to pause.
+        """
+        self.holds.begin("drain")
         try:
-            await self._engine.pause("drain")  # what the engine has made so far still comes out
+            async with asyncio.timeout(patience_s):
+                await self._engine.pause("drain")  # what the engine has made so far still comes out
+                await asyncio.sleep(_SETTLE_S)
+        except TimeoutError:
+            log.warning("the engine did not pause in time: what it has not given out yet is left in it")
         except EngineFailed as error:
             log.warning("nothing more comes out of the engine", reason=str(error))
-        await self.close()
         for held in self._held.values():
             if held.generation.finish is None:
                 held.releasing = held.releasing or reason
-        self._outbox.flush(time.monotonic())
-        self.due.set()
+        await self.close()
+        self._flush()
         self._release_stored()
 
     async def close(self) -> None:
@@ -158,18 +199,16 @@ class Attempts:
                 async for delta in stream:
                     tokens = held.generation.accept(delta)
                     self._count(held, tokens)
-                    if held.generation.finish is not None:
+                    if held.generation.finish is not None or held.releasing:
                         break
             if held.generation.finish is None:
-                held.releasing = "the engine ended the request"
+                held.releasing = held.releasing or "the engine ended the request"
         except EngineFailed as error:
             held.releasing = f"stopped: {error}"
             self._fail(error)
         except EbbtideError as error:
             held.releasing = str(error)
             log.warning("attempt failed", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=str(error))
-        finally:
-            self._ended(held)
 
     def _count(self, held: Held, tokens: bytes) -> None:
         count = token_count(tokens)
@@ -179,6 +218,7 @@ class Attempts:
         self.tokens += count
         metrics.TOKENS.inc(count)
         attempt_id, now = held.assignment.attempt.attempt_id, time.monotonic()
+        self._owing_since = now
         if attempt_id not in self._outbox:
             return
         due = self._outbox.due
@@ -190,16 +230,27 @@ class Attempts:
         if self._outbox.full:
             self.pressure.set()
 
-    def _crashed(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _ended(self, held: Held) -> None:
+    def _ended(self, held: Held, task: asyncio.Task[None]) -> None:
+        """Not part of the task: one that is cancelled before its first step runs nothing of its own."""
         held.task = None
         if self._busy_since and not self.running:
             self._busy_s, self._busy_since = self.busy_s, 0.0
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+            held.releasing = held.releasing or "the worker failed"
+        if held.generation.finish is not None:
+            held.releasing = ""  # it ended before it was stopped
+        elif held.releasing:
+            self._flush()
         self._release_stored()
         self.ended.set()
+
+    def _flush(self) -> None:
+        self._outbox.flush(time.monotonic())
+        self.due.set()
+
+    def _owe(self) -> None:
+        self._owing_since = time.monotonic()
 
     def _release_stored(self) -> None:
         """Hand back what is to be released and is stored whole."""

@@ -1,8 +1,8 @@
 """Policy versions: which one the engine serves, and the way to the next.
 
-Invariant: `current` is what the engine serves, whole; it changes only here, under `gate`, which also admits
-attempts: so an attempt is judged by the version that its first token will be made by. At most one version is
-pulled or installed at a time; of several wished for meanwhile the last counts. Nothing survives this process: a
+Invariant: `current` is what the engine serves, whole; it changes only here, and while it does (`installing`) no
+attempt is admitted: so an attempt is judged by the version that its first token will be made by. At most one version
+is pulled or installed at a time; of several wished for meanwhile the last counts. Nothing survives this process: a
 new one pulls again.
 """
 
@@ -41,28 +41,47 @@ class Installer:
         self._wish: Installation | None = None
         self._wished = asyncio.Event()
         self._file: WeightsFile | None = None
-        self.gate = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._stopped = False
         self.current: Installation | None = None
         self.busy = False
+
+    @property
+    def installing(self) -> bool:
+        """Whether the engine is changing from one version to another."""
+        return "install" in self._attempts.holds
 
     def wish(self, wanted: Installation) -> None:
         self._wish = wanted
         self._wished.set()
         self._attempts.ended.set()  # an install that waits looks again
 
+    def stop(self) -> None:
+        """Begin nothing more. A pull ends here; an install that has begun goes on."""
+        self._stopped = True
+        if self._task is not None and not self.installing:
+            self._task.cancel()
+
     async def run(self) -> None:
-        """Install what is wished for, for ever. Raises `EngineFailed` when the engine is lost over it."""
+        """Install what is wished for, until told to stop. Raises `EngineFailed` when the engine is lost over it."""
+        self._task = asyncio.current_task()
         try:
-            while True:
+            while not self._stopped:
                 await self._wished.wait()
                 self._wished.clear()
                 if self._wish is not None:
-                    self.busy = self._wish != self.current
+                    self._be_busy(busy=self._wish != self.current)
                     await self._fulfil(self._wish)
-                    self.busy = False
+                    self._be_busy(busy=False)
         finally:
+            self.busy = False
             if self._file is not None:
                 self._file.close()
+
+    def _be_busy(self, *, busy: bool) -> None:
+        if busy != self.busy:
+            self.busy = busy
+            self._attempts.holds.tell()
 
     async def _fulfil(self, wanted: Installation) -> None:
         pull_s = pause_s = 0.0
@@ -91,12 +110,12 @@ class Installer:
         try:
             while self._wish == wanted:
                 self._attempts.ended.clear()
-                async with self.gate:
-                    if self._attempts.admit(wanted.run_id, wanted.version):
+                if self._attempts.admit(wanted.run_id, wanted.version):
+                    with self._attempts.holds.during("install"):
                         pause_s = await self._engine.install(wanted.version.version, file.path)
                         self.current = wanted
-                        self._file, file = file, self._file or file
-                        return pause_s
+                    self._file, file = file, self._file or file
+                    return pause_s
                 await self._attempts.ended.wait()
             return None
         finally:

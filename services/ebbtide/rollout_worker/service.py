@@ -4,9 +4,10 @@ import asyncio
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from ebbtide import telemetry
 from ebbtide.errors import Unavailable
@@ -20,7 +21,9 @@ from ebbtide.rollout_worker.settings import Settings
 from ebbtide.rollout_worker.weights import Puller
 from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
 from ebbtide.rpc.channel import open_channel
+from ebbtide.rpc.retry import pauses
 from ebbtide.runtime import Shutdown
+from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
@@ -28,7 +31,11 @@ from ebbtide.v1.weights_pb2_grpc import WeightsStub
 log = telemetry.get_logger(__name__)
 
 #: How long the coordinator may take to close the streams of a worker that has handed everything over.
-_GOODBYE_S = 5.0
+_GOODBYE_S: Final = 5.0
+#: But no longer than this behind the time by which all was to be handed over.
+_LAST_S: Final = 0.5
+#: A failed process is ended ten seconds later, whatever it has left to do (`runtime`).
+_FAILED_S: Final = 8.0
 
 
 def make_engine(settings: Settings) -> Engine:
@@ -42,6 +49,46 @@ def make_engine(settings: Settings) -> Engine:
     return VllmEngine(settings.model, settings.slots, settings.vllm)
 
 
+class Parts(NamedTuple):
+    """A worker, put together."""
+
+    attempts: Attempts
+    installer: Installer
+    worker: Worker
+    session: Session
+
+    def background(self, engine: Engine) -> dict[str, Coroutine[Any, Any, None]]:
+        """What runs for ever beside the worker, by name. Whatever of it raises ends the worker."""
+        return {
+            "installer": self.installer.run(),
+            "throttle": throttle(engine, self.worker.outbox, self.attempts),
+            "streams": self.session.run(),
+        }
+
+
+def assemble(
+    settings: Settings,
+    engine: Engine,
+    info: EngineInfo,
+    puller: Puller,
+    stub: FleetStub,
+    *,
+    worker_id: str,
+    ledger: Ledger | None,
+    fail: Callable[[BaseException], None],
+    attached: Callable[[], None],
+    jitter: Callable[[], float] = lambda: random.uniform(0.75, 1.0),
+    pauses: Callable[[float, float], Iterator[float]] = pauses,
+) -> Parts:
+    """Put a worker together around its engine; starts nothing. `fail` is told what ends it."""
+    outgoing, outbox = Outgoing(), _outbox(settings, jitter)
+    attempts = Attempts(engine, info, outbox, ledger, release=outgoing.release, fail=fail)
+    installer = Installer(engine, puller, attempts, outgoing.put)
+    worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
+    session = Session(worker, stub, settings.coordinator, attached=attached, pauses=pauses)
+    return Parts(attempts, installer, worker, session)
+
+
 async def serve(shutdown: Shutdown, settings: Settings) -> None:
     """Run one worker until it is asked to end. Raises what keeps it from working."""
     worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
@@ -52,35 +99,42 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         # First of all: the engine's processes may be forked, which nothing but this thread should live through.
         info = await engine.start()
         log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
-        outgoing, outbox = Outgoing(), _outbox(settings)
         ledger = stack.enter_context(Ledger(Path(settings.counter_file))) if settings.counter_file else None
-        attempts = Attempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
-        stack.push_async_callback(attempts.close)
         coordinator = await stack.enter_async_context(open_channel(settings.coordinator, settings.client))
         relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
-        puller = Puller(WeightsStub(relay), settings.relay, patience_s=settings.pull_patience_s)
-        installer = Installer(engine, puller, attempts, outgoing.put)
-        worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
-        session = Session(
-            worker,
+        parts = assemble(
+            settings,
+            engine,
+            info,
+            Puller(WeightsStub(relay), settings.relay, patience_s=settings.pull_patience_s),
             FleetStub(coordinator),
-            settings.coordinator,
+            worker_id=worker_id,
+            ledger=ledger,
+            fail=shutdown.fail,
             attached=_once(shutdown, worker_id),
-            drain=shutdown.requested.set,
         )
-        shutdown.spawn(installer.run(), "installer")
-        shutdown.spawn(throttle(engine, outbox, attempts.pressure), "throttle")
-        streams = shutdown.spawn(session.run(), "streams")
-        await shutdown.requested.wait()
-        await _leave(worker, session, streams)
+        stack.push_async_callback(parts.attempts.close)
+        tasks = {name: shutdown.spawn(work, name) for name, work in parts.background(engine).items()}
+        stack.push_async_callback(_end, tasks["installer"])  # an install may not outlive the engine that it is for
+        shutdown.spawn(_on_signal(shutdown, parts.worker), "signals")
+        await parts.worker.leaving.wait()
+        await _leave(parts.worker, parts.session, tasks["streams"])
 
 
-def _outbox(settings: Settings) -> Outbox:
+async def _on_signal(shutdown: Shutdown, worker: Worker) -> None:
+    """A signal, or a failure, of which the process ends by itself some seconds later."""
+    await shutdown.requested.wait()
+    failure = shutdown.failure
+    patience_s = worker.settings.drain_timeout_s
+    worker.leave(min(patience_s, _FAILED_S) if failure else patience_s, "failed" if failure else "signal")
+
+
+def _outbox(settings: Settings, jitter: Callable[[], float]) -> Outbox:
     return Outbox(
         flush_tokens=settings.flush_tokens,
         flush_interval_s=settings.flush_interval_ms / 1000,
         limit=settings.unacknowledged_tokens,
-        jitter=lambda: random.uniform(0.75, 1.0),
+        jitter=jitter,
     )
 
 
@@ -98,10 +152,20 @@ def _once(shutdown: Shutdown, address: str) -> Callable[[], None]:
 
 
 async def _leave(worker: Worker, session: Session, streams: asyncio.Task[None]) -> None:
-    if streams.done():
-        raise Unavailable("the streams to the coordinator had ended: nothing could be handed over")
-    if not await worker.drain(worker.settings.drain_timeout_s):
-        raise Unavailable("not all tokens could be handed over in time; they are generated again elsewhere")
+    drain = asyncio.create_task(worker.drain())
+    try:
+        await asyncio.wait({drain, streams}, return_when=asyncio.FIRST_COMPLETED)
+        if not drain.done():
+            raise Unavailable("the streams to the coordinator had ended: nothing could be handed over")
+        if not drain.result():
+            raise Unavailable("not all tokens could be handed over in time; they are generated again elsewhere")
+    finally:
+        await _end(drain)
     if session.connected:
-        await asyncio.wait({streams}, timeout=_GOODBYE_S)
-    log.info("drained", tokens=worker.attempts.tokens)
+        await asyncio.wait({streams}, timeout=min(_GOODBYE_S, worker.remaining_s + _LAST_S))
+    log.info("drained", reason=worker.reason, tokens=worker.attempts.tokens)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})

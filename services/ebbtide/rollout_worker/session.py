@@ -7,7 +7,8 @@ the outbox allows.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 from ebbtide import telemetry
@@ -39,6 +40,8 @@ log = telemetry.get_logger(__name__)
 #: Errors that trying again does not cure.
 _FATAL: Final = (InvalidRequest, Unauthenticated, PermissionDenied, NotReady, Internal)
 _ATTACH_S: Final = 15.0
+#: Between two tries of a worker that is leaving.
+_HURRY_S: Final = 0.2
 
 
 class Session:
@@ -51,18 +54,18 @@ class Session:
         target: str,
         *,
         attached: Callable[[], None],
-        drain: Callable[[], None],
+        pauses: Callable[[float, float], Iterator[float]] = pauses,
     ) -> None:
-        """`attached` is called after each attach; `drain` when the coordinator asks for one."""
+        """`attached` is called after each attach; `pauses` gives the waits between tries, from one bound to another."""
         self._worker, self._target = worker, target
         self._stub = stub
         self._appender = Appender(stub, target, worker.outbox, worker.attempts)
-        self._attached, self._drain = attached, drain
+        self._attached, self._pauses = attached, pauses
         self.connected = False
 
     async def run(self) -> None:
         """Stay attached until the worker has drained. Raises what trying again does not cure."""
-        waits = pauses(0.1, 2.0)
+        waits = self._pauses(0.1, 2.0)
         while True:
             began = time.monotonic()
             try:
@@ -74,8 +77,16 @@ class Session:
             else:
                 return
             if time.monotonic() - began > 10.0:
-                waits = pauses(0.1, 2.0)
-            await asyncio.sleep(next(waits))
+                waits = self._pauses(0.1, 2.0)
+            await self._wait(next(waits))
+
+    async def _wait(self, pause_s: float) -> None:
+        """Who leaves has no time for long pauses."""
+        leaving = self._worker.leaving
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await leaving.wait()
+                await asyncio.sleep(_HURRY_S)
 
     async def _attach(self) -> None:
         with translated("coordinator", self._target):
@@ -127,27 +138,39 @@ class Session:
         await asyncio.Event().wait()  # the coordinator ends the stream, and with it the session
 
     async def _beat(self, interval_s: float) -> None:
+        """Heartbeats at the interval, and at once when one has news."""
+        news = self._worker.beat
         while True:
+            news.clear()
             self._worker.outgoing.put(self._worker.heartbeat())
-            await asyncio.sleep(interval_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await news.wait()
 
     async def _receive(self, call: Any) -> None:
         async for message in call:
-            await self._handle(message)
+            self._handle(message)
         if not self._worker.drained:
             raise Unavailable("the coordinator ended the stream")
 
-    async def _handle(self, message: fleet_pb2.CoordinatorMessage) -> None:
+    def _handle(self, message: fleet_pb2.CoordinatorMessage) -> None:
+        """Waits for nothing: no message may be stuck behind another."""
         worker = self._worker
         match message.WhichOneof("kind"):
             case "assign":
-                await worker.assign(from_proto(item, Assignment) for item in message.assign.assignments)
+                worker.assign(from_proto(item, Assignment) for item in message.assign.assignments)
             case "cancel":
-                worker.attempts.drop((from_proto(ref, AttemptRef) for ref in message.cancel.attempts), "cancelled")
+                worker.cancel(_refs(message.cancel.attempts))
+            case "release":
+                worker.release(_refs(message.release.attempts), message.release.reason or "moved")
             case "install":
                 version = from_proto(message.install.version, PolicyVersion)
                 worker.installer.wish(Installation(message.install.run_id, version))
             case "drain":
-                self._drain()
+                worker.leave(message.drain.deadline_s or worker.settings.drain_timeout_s, "asked")
             case other:
                 log.warning("message not understood", kind=other)
+
+
+def _refs(refs: Iterable[fleet_pb2.AttemptRef]) -> list[AttemptRef]:
+    return [from_proto(ref, AttemptRef) for ref in refs]

@@ -1,13 +1,16 @@
 """The worker as the coordinator meets it: what it says of itself, and what it does when told.
 
-Invariant: while `draining`, no attempt is admitted. Messages for the coordinator wait in `outgoing` for the
-control stream of the moment; what a broken stream did not take is dropped, for the next attach says everything
-anew.
+Invariant: while `draining`, no attempt is admitted; of all deadlines to leave by, the earliest counts. Messages for the
+coordinator wait in `outgoing` for the control stream of the moment; what a broken stream did not take is dropped, for
+the next attach says everything anew. Nothing here waits when told something: assignments that an install holds up lie
+in `_arriving`, and whatever else comes is done meanwhile.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable
+from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
@@ -23,6 +26,13 @@ from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker
 from ebbtide.v1 import fleet_pb2, types_pb2
 
 log = telemetry.get_logger(__name__)
+
+#: Of the time given to leave, so much is kept for goodbyes and the process's own end, but no more than a tenth.
+_MARGIN_S: Final = 2.0
+#: An engine that is busy may take so long to pause, but no more than a quarter of the time left.
+_PAUSE_S: Final = 2.0
+#: The rate of tokens is measured over at least this time, however often heartbeats go.
+_RATE_S: Final = 0.2
 
 
 class Outgoing:
@@ -62,15 +72,32 @@ class Worker:
     ) -> None:
         self.settings, self.worker_id, self.info = settings, worker_id, info
         self.outbox, self.attempts, self.installer, self.outgoing = outbox, attempts, installer, outgoing
-        self.draining = self.drained = False
+        self.leaving = asyncio.Event()  # set once the worker is to hand over
+        self.reason = ""  # for which it leaves
+        self.drained = False
+        self.beat = asyncio.Event()  # set when a heartbeat has news that cannot wait
+        attempts.holds.watch(self._hold_changed)
+        self._arriving: dict[str, Assignment] = {}
+        self._deadline = math.inf
+        self._limit: asyncio.Timeout | None = None
         self._started = self._measured_at = time.monotonic()
-        self._measured_tokens = 0
+        self._measured_tokens, self._rate = 0, 0.0
+
+    @property
+    def draining(self) -> bool:
+        return self.leaving.is_set()
+
+    @property
+    def remaining_s(self) -> float:
+        """Until everything should be handed over."""
+        return max(0.0, self._deadline - time.monotonic())
 
     def attach(self) -> fleet_pb2.WorkerMessage:
         """The first message of a session; begins `outgoing` anew."""
         self.outgoing.clear()
+        self._arriving.clear()  # not among those held: the coordinator gives them out again
         if self.draining:
-            self.outgoing.put(_draining(self.settings.drain_timeout_s))
+            self._say_draining()
         if self.drained:
             self.outgoing.end()
         held = [
@@ -89,33 +116,78 @@ class Worker:
                 engine=to_proto(self.info, fleet_pb2.EngineInfo),
                 held=held,
                 installed=[to_proto(current.version, types_pb2.PolicyVersion)] if current else [],
+                flush_tokens=self.settings.flush_tokens,
+                flush_interval_s=self.settings.flush_interval_ms / 1000,
             )
         )
 
     def heartbeat(self) -> fleet_pb2.WorkerMessage:
-        """The worker's state; `tokens_per_s` is the mean since the last heartbeat."""
-        now = time.monotonic()
-        tokens = self.attempts.tokens
-        rate = (tokens - self._measured_tokens) / max(now - self._measured_at, 1e-3)
-        self._measured_at, self._measured_tokens = now, tokens
+        """The worker's state; `tokens_per_s` is the mean since the last heartbeat or two."""
+        now, tokens = time.monotonic(), self.attempts.tokens
+        if (elapsed := now - self._measured_at) >= _RATE_S:
+            self._rate = (tokens - self._measured_tokens) / elapsed
+            self._measured_at, self._measured_tokens = now, tokens
+        waiting = self.attempts.waiting + len(self._arriving)
         metrics.RUNNING.set(self.attempts.running)
-        metrics.WAITING.set(self.attempts.waiting)
+        metrics.WAITING.set(waiting)
         metrics.UNACKNOWLEDGED.set(self.outbox.unacknowledged)
         beat = fleet_pb2.Heartbeat(
             state=types_pb2.WorkerState.ValueType(self._state()),
-            tokens_per_s=rate,
+            tokens_per_s=self._rate,
             tokens_generated=tokens,
             busy_s=self.attempts.busy_s,
             uptime_s=now - self._started,
+            waiting=waiting,
+            held=bool(self.attempts.holds),
+            quiet_s=self.attempts.quiet_s,
         )
         return fleet_pb2.WorkerMessage(heartbeat=beat)
 
-    async def assign(self, assignments: Iterable[Assignment]) -> None:
-        """Start what can be started here; hand the rest straight back, with the reason."""
-        async with self.installer.gate:
-            for assignment in assignments:
-                if assignment.attempt.attempt_id not in self.attempts:
-                    self._assign(assignment)
+    def assign(self, assignments: Iterable[Assignment]) -> None:
+        """Start what can be started here; hand the rest straight back, with the reason. During an install they wait."""
+        for assignment in assignments:
+            if assignment.attempt.attempt_id not in self.attempts:
+                self._arriving[assignment.attempt.attempt_id] = assignment
+        self._admit()
+
+    def cancel(self, refs: Iterable[AttemptRef]) -> None:
+        """Forget these: they are over, or somebody else's."""
+        refs = list(refs)
+        for ref in refs:
+            self._arriving.pop(ref.attempt_id, None)
+        self.attempts.drop(refs, "cancelled")
+
+    def release(self, refs: Iterable[AttemptRef], reason: str) -> None:
+        """Hand these back, and all that they made; see `Attempts.release`."""
+        refs = list(refs)
+        if early := [ref for ref in refs if self._arriving.pop(ref.attempt_id, None)]:
+            self.outgoing.release(early, reason)
+        self.attempts.release(refs, reason)
+
+    def leave(self, within_s: float, reason: str) -> None:
+        """Begin to hand over, to be gone in `within_s` seconds; told again, only an earlier deadline is news."""
+        deadline = time.monotonic() + within_s - min(_MARGIN_S, within_s / 10)
+        if deadline >= self._deadline:
+            return
+        self._deadline = deadline
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + self.remaining_s)
+        log.info("leaving", reason=reason, within_s=round(within_s, 3), first=not self.draining)
+        if not self.draining:
+            self.reason = reason
+            self.leaving.set()
+            self.installer.stop()
+            self._admit()  # back they go
+        self._say_draining()
+        self.beat.set()
+
+    def _hold_changed(self) -> None:
+        self.beat.set()
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._arriving and (self.draining or not self.installer.installing):
+            self._assign(self._arriving.pop(next(iter(self._arriving))))
 
     def _assign(self, assignment: Assignment) -> None:
         current = self.installer.current
@@ -139,14 +211,11 @@ class Worker:
         log.info("not taken", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=reason)
         self.outgoing.release([ref], reason)
 
-    async def drain(self, deadline_s: float) -> bool:
-        """Stop admitting, hand over all attempts, and close the streams. Whether all tokens were stored in time."""
-        self.draining = True
-        self.outgoing.put(_draining(deadline_s))
-        async with self.installer.gate:
-            await self.attempts.hand_over("drained")
+    async def drain(self) -> bool:
+        """Once told to leave: hand over all attempts, and close the streams. Whether all tokens were stored in time."""
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(self.remaining_s) as self._limit:
+                await self.attempts.hand_over("drained", patience_s=min(_PAUSE_S, self.remaining_s / 4))
                 await self.attempts.empty.wait()
         except TimeoutError:
             log.warning("tokens not handed over in time", tokens=self.outbox.unacknowledged, attempts=len(self.outbox))
@@ -160,13 +229,14 @@ class Worker:
             return WorkerState.DRAINING
         return WorkerState.INSTALLING if self.installer.busy else WorkerState.READY
 
+    def _say_draining(self) -> None:
+        notice = fleet_pb2.Draining(deadline_s=self.remaining_s, reason=self.reason)
+        self.outgoing.put(fleet_pb2.WorkerMessage(draining=notice))
 
-def _draining(deadline_s: float) -> fleet_pb2.WorkerMessage:
-    return fleet_pb2.WorkerMessage(draining=fleet_pb2.Draining(deadline_s=deadline_s))
 
-
-async def throttle(engine: Engine, outbox: Outbox, pressure: asyncio.Event) -> None:
-    """Hold the engine from when the outbox is full until it is roomy again."""
+async def throttle(engine: Engine, outbox: Outbox, attempts: Attempts) -> None:
+    """Hold the engine from when the outbox is full until it is roomy again, for ever."""
+    pressure = attempts.pressure
     while True:
         await pressure.wait()
         pressure.clear()
@@ -174,9 +244,10 @@ async def throttle(engine: Engine, outbox: Outbox, pressure: asyncio.Event) -> N
             continue
         start = time.monotonic()
         log.warning("the store is slow: generation is held", unacknowledged=outbox.unacknowledged)
-        await engine.pause("store")
-        while not outbox.roomy:
-            await pressure.wait()
-            pressure.clear()
-        await engine.resume("store")
+        with attempts.holds.during("store"):
+            await engine.pause("store")
+            while not outbox.roomy:
+                await pressure.wait()
+                pressure.clear()
+            await engine.resume("store")
         metrics.THROTTLED_SECONDS.inc(time.monotonic() - start)
