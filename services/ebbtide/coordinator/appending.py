@@ -6,29 +6,30 @@ back until it is there again, and with it that worker's stream alone.
 
 import asyncio
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from typing import Final
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.bells import Bells
 from ebbtide.coordinator.fleet import Fleet
-from ebbtide.coordinator.state import Orphaned, RunState, State
+from ebbtide.coordinator.state import Attempt, Orphaned, RunState, Session, State
 from ebbtide.errors import InvalidRequest, NotFound, StoreUnavailable
+from ebbtide.rpc.appends import Receiver, finishes
 from ebbtide.rpc.retry import pauses
-from ebbtide.store.appends import Ack, Delta
+from ebbtide.store.appends import Columns
 from ebbtide.store.store import Store
-from ebbtide.types.fleet import AppendStatus
+from ebbtide.types.appends import Ack
+from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
 
-#: Deltas of one message: a script's arguments must fit on Lua's stack.
-MAX_DELTAS: Final = 1024
+Responses = AsyncIterator[fleet_pb2.AppendResponse]
 #: What `everysec` may lose, and a margin for a slow fsync.
 _EVERYSEC_S: Final = 2.0
-_SUPERSEDED: Final = Ack(AppendStatus.SUPERSEDED, 0, False)
-_OUTCOMES: Final = {status: status.name.lower() for status in AppendStatus}
+_OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for status in AppendStatus}
 
 
 class Appending:
@@ -38,114 +39,174 @@ class Appending:
         self._state, self._store, self._fleet, self._bells = state, store, fleet, bells
         self._everysec = fsync == "everysec"
 
-    async def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> AsyncIterator[fleet_pb2.AppendResponse]:
+    def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         """Answer a worker's messages in their order."""
-        if not self._everysec:
-            async for request in requests:
-                yield await self.append(request)
-            return
-        out: asyncio.Queue[fleet_pb2.AppendResponse | None] = asyncio.Queue()
-        reader = asyncio.create_task(self._read(requests, out))
-        try:
-            while (response := await out.get()) is not None:
-                yield response
-            reader.result()
-        finally:
-            reader.cancel()
+        return _twice(self._answers(requests)) if self._everysec else self._answers(requests)
 
-    async def _read(
-        self,
-        requests: AsyncIterator[fleet_pb2.AppendRequest],
-        out: "asyncio.Queue[fleet_pb2.AppendResponse | None]",
-    ) -> None:
-        """Answer at once, and again when the answer has become durable."""
-        loop = asyncio.get_running_loop()
-        try:
+    async def _answers(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
+        receiver, name = Receiver(), ""
+        with ExitStack() as stack:
             async for request in requests:
-                response = await self.append(request)
-                out.put_nowait(response)
-                durable = fleet_pb2.AppendResponse(sequence=response.sequence, acks=response.acks, durable=True)
-                loop.call_later(_EVERYSEC_S, out.put_nowait, durable)
-        finally:
-            out.put_nowait(None)
+                session = self._fleet.session(request.session or name)
+                if session.session_id != name:
+                    name = session.session_id
+                    stack.enter_context(session.appending())
+                session.storing += 1
+                try:
+                    answer = await self._append(session, receiver, request)
+                finally:
+                    session.storing -= 1
+                yield answer
 
-    async def append(self, request: fleet_pb2.AppendRequest) -> fleet_pb2.AppendResponse:
-        """Store one message. Raises `NotFound` for a session that is over, `InvalidRequest`."""
+    async def _append(
+        self, session: Session, receiver: Receiver, request: fleet_pb2.AppendRequest
+    ) -> fleet_pb2.AppendResponse:
+        """Store one message. Raises `InvalidRequest`."""
         start = time.monotonic()
-        self._fleet.session(request.session)
-        by_run: dict[str, list[int]] = defaultdict(list)
-        if len(request.deltas) > MAX_DELTAS:
-            raise InvalidRequest(f"at most {MAX_DELTAS} in one message", field="deltas")
-        deltas = [self._checked(index, delta) for index, delta in enumerate(request.deltas)]
-        for index, delta in enumerate(request.deltas):
-            by_run[delta.attempt.run_id].append(index)
-        acks: list[Ack] = [_SUPERSEDED] * len(deltas)
-        calls = [self._store_all(run_id, [deltas[i] for i in indices]) for run_id, indices in by_run.items()]
-        for indices, found in zip(by_run.values(), await asyncio.gather(*calls), strict=True):
-            for index, ack in zip(indices, found, strict=True):
-                acks[index] = ack
-        _count(deltas, acks, time.monotonic() - start)
-        answers = [_answer(delta.attempt, ack) for delta, ack in zip(request.deltas, acks, strict=True)]
-        return fleet_pb2.AppendResponse(sequence=request.sequence, acks=answers, durable=not self._everysec)
+        refs, ends = receiver.attempts(request), finishes(request)
+        others: dict[int, Ack] = {}
+        if refs:
+            if request.tokens:
+                session.progressed = start
+            works = _by_run(request, refs, ends)
+            checked = [self._checked(columns, places) for places, columns in works]
+            stores = [self._keep(columns, attempts) for (_, columns), attempts in zip(works, checked, strict=True)]
+            found = [await stores[0]] if len(stores) == 1 else await asyncio.gather(*stores)
+            for (places, _), some in zip(works, found, strict=True):
+                others.update({places[i]: ack for i, ack in some.items()})
+        _count(len(refs), len(request.tokens), others, time.monotonic() - start)
+        answers = [_answer(place, ack) for place, ack in others.items()] if others else None
+        return fleet_pb2.AppendResponse(sequence=request.sequence, others=answers, durable=not self._everysec)
 
-    def _checked(self, index: int, delta: fleet_pb2.Delta) -> Delta:
-        ref, field = delta.attempt, f"deltas[{index}]"
-        if len(delta.tokens) % TOKEN_BYTES:
-            raise InvalidRequest(f"no run of {TOKEN_BYTES}-byte token records", field=f"{field}.tokens")
-        run = self._state.runs.get(ref.run_id)
-        attempt = run.running.get(ref.rollout_id) if run else None
-        most = attempt.max_tokens if attempt and attempt.attempt_id == ref.attempt_id else None
-        if most is not None and delta.offset + len(delta.tokens) // TOKEN_BYTES > most:
-            raise InvalidRequest(f"more than the rollout's max_tokens ({most})", field=f"{field}.tokens")
-        if delta.finish not in {0, FinishReason.STOP, FinishReason.LENGTH}:
-            raise InvalidRequest("a worker ends a rollout by STOP or LENGTH", field=f"{field}.finish")
-        finish = FinishReason(delta.finish) if delta.finish else None
-        return Delta(ref.rollout_id, ref.attempt_id, delta.offset, delta.tokens, finish)
+    def _checked(self, deltas: Columns, places: Sequence[int]) -> list[Attempt | None]:
+        """What the mirror has of each delta's attempt. Raises `InvalidRequest` for more than a rollout's tokens."""
+        run = self._state.runs.get(deltas.attempts[0].run_id)
+        running = run.running if run else {}
+        found: list[Attempt | None] = []
+        started, now = False, time.monotonic()
+        for ref, offset, count in zip(deltas.attempts, deltas.offsets, deltas.counts, strict=True):
+            attempt = running.get(ref.rollout_id)
+            if attempt is not None and attempt.attempt_id == ref.attempt_id:
+                if offset + count > attempt.max_tokens:
+                    field = f"deltas[{places[len(found)]}].tokens"
+                    raise InvalidRequest(f"more than the rollout's max_tokens ({attempt.max_tokens})", field=field)
+                if count and not attempt.started:
+                    attempt.begun(now)
+                    started = True
+            else:
+                attempt = None
+            found.append(attempt)
+        if started and run and run.line:
+            self._state.wake.set()  # its worker may take one that waits
+        return found
 
-    async def _store_all(self, run_id: str, deltas: list[Delta]) -> list[Ack]:
-        run = self._state.runs.get(run_id)
-        if run is None:
-            return [_SUPERSEDED] * len(deltas)
+    async def _keep(self, deltas: Columns, attempts: Sequence[Attempt | None]) -> dict[int, Ack]:
+        run = self._state.runs.get(run_id := deltas.attempts[0].run_id)
         for pause in pauses(0.05, 1.0):
+            if run is None:
+                break
             try:
-                acks = await self._store.appends.append(run_id, deltas)
+                others = await self._store.appends.append(run_id, deltas)
             except NotFound:
-                return [_SUPERSEDED] * len(deltas)
+                break
             except StoreUnavailable:
                 await asyncio.sleep(pause)
                 continue
-            self._take_in(run, deltas, acks)
-            return acks
-        raise AssertionError("pauses do not end")
+            self._take_in(run, deltas, attempts, others)
+            return others
+        return {i: Ack(ref.attempt_id, AppendStatus.SUPERSEDED, 0, False) for i, ref in enumerate(deltas.attempts)}
 
-    def _take_in(self, run: RunState, deltas: list[Delta], acks: list[Ack]) -> None:
-        finished = 0
-        for delta, ack in zip(deltas, acks, strict=True):
+    def _take_in(
+        self, run: RunState, deltas: Columns, attempts: Sequence[Attempt | None], others: dict[int, Ack]
+    ) -> None:
+        for attempt, offset, count in zip(attempts, deltas.offsets, deltas.counts, strict=True):
+            if attempt is not None:
+                attempt.stored = offset + count
+        ended = [i for i in deltas.finishes if i not in others]
+        for i, ack in others.items():
+            if (attempt := attempts[i]) is not None and ack.status is not AppendStatus.SUPERSEDED:
+                attempt.stored = ack.stored
             if ack.finished:
-                finished += run.end(delta.rollout_id, delta.attempt_id) is not None
+                ended.append(i)
             elif ack.status is AppendStatus.SUPERSEDED:
-                self._disowned(run, delta)
-            self._bells.ring("tokens", run.run_id, delta.rollout_id)
+                self._disowned(run, deltas.attempts[i])
+        over = (deltas.attempts[i] for i in ended)
+        finished = sum(run.finish(ref.rollout_id, ref.attempt_id) for ref in over)
+        for ref in deltas.attempts:
+            self._bells.ring("tokens", run.run_id, ref.rollout_id)
         if finished:
             metrics.finished.inc(finished)
             self._bells.ring("finished", run.run_id)
             self._state.wake.set()
 
-    def _disowned(self, run: RunState, delta: Delta) -> None:
+    def _disowned(self, run: RunState, ref: AttemptRef) -> None:
         """The worker will drop this attempt: if the mirror still has it, the mirror is behind the store."""
-        attempt = run.running.get(delta.rollout_id)
-        if attempt is not None and attempt.attempt_id == delta.attempt_id and attempt.orphaned is None:
+        attempt = run.running.get(ref.rollout_id)
+        if attempt is not None and attempt.attempt_id == ref.attempt_id and attempt.orphaned is None:
             attempt.orphan(Orphaned(time.monotonic(), "the store did not know the attempt any more", False))
             self._state.reap.set()
 
 
-def _count(deltas: list[Delta], acks: list[Ack], seconds: float) -> None:
+async def _twice(answers: Responses) -> Responses:
+    """Each answer at once, and again, without its particulars, when it has become durable."""
+    loop = asyncio.get_running_loop()
+    out: asyncio.Queue[fleet_pb2.AppendResponse | None] = asyncio.Queue()
+
+    async def read() -> None:
+        try:
+            async for answer in answers:
+                out.put_nowait(answer)
+                durable = fleet_pb2.AppendResponse(sequence=answer.sequence, durable=True)
+                loop.call_later(_EVERYSEC_S, out.put_nowait, durable)
+        finally:
+            out.put_nowait(None)
+
+    reader = asyncio.create_task(read())
+    try:
+        while (answer := await out.get()) is not None:
+            yield answer
+        reader.result()
+    finally:
+        reader.cancel()
+
+
+def _by_run(
+    request: fleet_pb2.AppendRequest, refs: list[AttemptRef], ends: dict[int, FinishReason]
+) -> list[tuple[Sequence[int], Columns]]:
+    """The message's deltas run by run, each with the places that they have in the message."""
+    offsets, counts, tokens = list(request.offsets), list(request.counts), request.tokens
+    if len({ref.run_id for ref in refs}) == 1:
+        return [(range(len(refs)), Columns(refs, offsets, counts, tokens, ends))]
+    pieces, at = [], 0
+    for count in counts:
+        pieces.append(tokens[at : at + count * TOKEN_BYTES])
+        at += count * TOKEN_BYTES
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, ref in enumerate(refs):
+        places[ref.run_id].append(place)
+    return [
+        (
+            mine,
+            Columns(
+                [refs[i] for i in mine],
+                [offsets[i] for i in mine],
+                [counts[i] for i in mine],
+                b"".join(pieces[i] for i in mine),
+                {to: ends[i] for to, i in enumerate(mine) if i in ends},
+            ),
+        )
+        for mine in places.values()
+    ]
+
+
+def _count(deltas: int, size: int, others: dict[int, Ack], seconds: float) -> None:
     metrics.append_seconds.observe(seconds)
-    metrics.tokens.inc(sum(len(delta.tokens) for delta in deltas) // TOKEN_BYTES)
-    for status, number in Counter(ack.status for ack in acks).items():
-        metrics.appends.labels(_OUTCOMES[status]).inc(number)
+    metrics.tokens.inc(size // TOKEN_BYTES)
+    _OUTCOMES[AppendStatus.STORED].inc(deltas - len(others))
+    for ack in others.values():
+        _OUTCOMES[ack.status].inc()
 
 
-def _answer(attempt: fleet_pb2.AttemptRef, ack: Ack) -> fleet_pb2.AppendAck:
+def _answer(index: int, ack: Ack) -> fleet_pb2.AppendAck:
     status = fleet_pb2.AppendAck.Status.ValueType(ack.status)
-    return fleet_pb2.AppendAck(attempt=attempt, status=status, stored=ack.stored, finished=ack.finished)
+    return fleet_pb2.AppendAck(index=index, status=status, stored=ack.stored, finished=ack.finished)

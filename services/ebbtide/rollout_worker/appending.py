@@ -1,31 +1,75 @@
 """The append stream: tokens out, acknowledgements in, opened anew after any failure.
 
-Invariant: a stream begins again from what was acknowledged last (repeats are harmless at the other end), and
-has one message in flight: a slow store makes messages larger, not more. What this process had in flight when it
-dies was stored or was not; the rollouts go on elsewhere from whichever it is.
+Invariant: a stream begins again from what was acknowledged last (repeats are harmless at the other end). At most
+`_IN_FLIGHT` messages are unanswered: a slow acknowledgement does not hold back tokens that are due, and a store that
+is away makes messages larger, not more. Answers come in the order of the messages. What this process had in flight
+when it dies was stored or was not; the rollouts go on elsewhere from whichever it is.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import deque
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from ebbtide import telemetry
 from ebbtide.errors import Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
-from ebbtide.rollout_worker.outbox import Ack, Delta, Outbox
+from ebbtide.rollout_worker.outbox import Message, Outbox
+from ebbtide.rpc.appends import Sender, acks
 from ebbtide.rpc.channel import write
-from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.retry import pauses
 from ebbtide.rpc.status import translated
 from ebbtide.runtime import race
-from ebbtide.types.fleet import AppendStatus
-from ebbtide.v1 import fleet_pb2, types_pb2
+from ebbtide.types.appends import Ack
+from ebbtide.v1 import fleet_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 
 log = telemetry.get_logger(__name__)
+#: Messages on their way at once: two seconds' worth at four flushes a second.
+_IN_FLIGHT: Final = 8
+
+
+class Flying(NamedTuple):
+    message: Message
+    since: float
+
+
+class Stream:
+    """One append stream: what of it is unanswered, and which finishes are answered and not yet durable."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self._sender = Sender()
+        self._flying: deque[Flying] = deque()
+        self._finished: dict[int, list[Ack]] = {}
+        self._answered = asyncio.Event()
+
+    async def open(self, session: str) -> None:
+        await write(self.call, fleet_pb2.AppendRequest(session=session))
+
+    async def room(self) -> None:
+        """Wait until one more message may be on its way."""
+        while len(self._flying) >= _IN_FLIGHT:
+            self._answered.clear()
+            await self._answered.wait()
+
+    async def send(self, message: Message) -> None:
+        self._flying.append(Flying(message, time.monotonic()))
+        await write(self.call, self._sender.request(message.number, message.deltas))
+
+    def answered(self, response: fleet_pb2.AppendResponse) -> list[Ack]:
+        """What is news in an answer. Under `everysec` there are two: one at once, one when it has become durable."""
+        if self._flying and response.sequence == self._flying[0].message.number:
+            message, since = self._flying.popleft()
+            metrics.FLUSH_SECONDS.observe(time.monotonic() - since)
+            self._answered.set()
+            found = acks(message.deltas, response)
+            if not response.durable and (finished := [ack for ack in found if ack.finished]):
+                self._finished[response.sequence] = finished
+            return found
+        return self._finished.pop(response.sequence, []) if response.durable else []
 
 
 class Appender:
@@ -33,8 +77,6 @@ class Appender:
 
     def __init__(self, stub: FleetStub, target: str, outbox: Outbox, attempts: Attempts) -> None:
         self._stub, self._target, self._outbox, self._attempts = stub, target, outbox, attempts
-        self._sequence = 0
-        self._answered = asyncio.Event()
 
     async def run(self, session: str) -> None:
         """One stream after the other, for ever. Raises `NotFound` once the session is over."""
@@ -47,38 +89,28 @@ class Appender:
             await asyncio.sleep(pause)
 
     async def _stream(self, session: str) -> None:
-        call = self._stub.Append()
+        stream = Stream(self._stub.Append())
         try:
-            await write(call, fleet_pb2.AppendRequest(session=session))
+            await stream.open(session)
             self._outbox.rewind(time.monotonic())
-            await race(self._read(call), self._write(call, session))
+            await race(self._read(stream), self._write(stream))
         finally:
-            call.cancel()
+            stream.call.cancel()
 
-    async def _write(self, call: Any, session: str) -> None:
+    async def _write(self, stream: Stream) -> None:
         while True:
             await self._until_due()
-            self._sequence += 1
-            start = time.monotonic()
-            deltas = [_delta(delta) for delta in self._outbox.take(start)]
-            self._answered.clear()
-            await write(call, fleet_pb2.AppendRequest(session=session, sequence=self._sequence, deltas=deltas))
-            await self._answered.wait()
-            metrics.FLUSH_SECONDS.observe(time.monotonic() - start)
+            await stream.room()
+            message = self._outbox.take(time.monotonic())
+            if message.deltas:
+                await stream.send(message)
 
-    async def _read(self, call: Any) -> None:
-        async for response in call:
-            answer = response.sequence == self._sequence and not self._answered.is_set()
-            acks = [_ack(ack) for ack in response.acks]
-            # A message is answered a second time once it has become durable: only its finishes are news then.
-            self._settle(acks if answer else [ack for ack in acks if ack.finished], durable=response.durable)
-            if answer:
-                self._answered.set()
+    async def _read(self, stream: Stream) -> None:
+        async for response in stream.call:
+            if found := stream.answered(response):
+                self._attempts.settle(found, durable=response.durable)
+                self._attempts.due.set()  # what the store turned out not to have is due
         raise Unavailable("the coordinator ended the append stream")
-
-    def _settle(self, acks: Sequence[Ack], *, durable: bool) -> None:
-        if acks:
-            self._attempts.settle(acks, durable=durable)
 
     async def _until_due(self) -> None:
         due = self._attempts.due
@@ -87,16 +119,3 @@ class Appender:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(wait, 3600.0)):
                     await due.wait()
-
-
-def _delta(delta: Delta) -> fleet_pb2.Delta:
-    return fleet_pb2.Delta(
-        attempt=to_proto(delta.ref, fleet_pb2.AttemptRef),
-        offset=delta.offset,
-        tokens=delta.tokens,
-        finish=types_pb2.FinishReason.ValueType(delta.finish or 0),
-    )
-
-
-def _ack(ack: fleet_pb2.AppendAck) -> Ack:
-    return Ack(ack.attempt.attempt_id, AppendStatus(ack.status), ack.stored, ack.finished)

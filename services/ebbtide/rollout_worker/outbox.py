@@ -2,14 +2,17 @@
 
 Invariant: an attempt's whole response, partial included, stays here from its assignment until its finish is
 durable, or it is superseded, released or cancelled; so whatever the store forgets can be sent again. 0 <=
-stored <= length and 0 <= sent <= length always. When this process dies the outbox is gone: the rollout goes on
-elsewhere from what was stored.
+stored <= length and 0 <= sent <= length always. No token waits unsent for longer than the interval, and no
+rollout has `flush_tokens` unsent ones, while messages are taken when they are due. When this process dies the outbox
+is gone: the rollout goes on elsewhere from what was stored.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+from ebbtide.rpc.appends import MAX_DELTAS
+from ebbtide.types.appends import Ack, Delta
 from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -17,25 +20,16 @@ from ebbtide.types.tokens import TOKEN_BYTES
 #: Tokens in one message: 12 bytes each, well below the 4 MiB that a message may have.
 MESSAGE_TOKENS: Final = 200_000
 #: Deltas in one message: the coordinator takes no more.
-MESSAGE_DELTAS: Final = 1024
-#: A finish waits this long for others, that they may share a message.
-_FINISH_DELAY_S: Final = 0.02
+MESSAGE_DELTAS: Final = MAX_DELTAS
+#: A finish, and an attempt's first token, waits this long for others, that they may share a message.
+_URGENT_S: Final = 0.02
 
 
-class Delta(NamedTuple):
-    """Tokens of one attempt from `offset` on, packed; `finish` on its last."""
+class Message(NamedTuple):
+    """What goes out at once. `number` counts messages; acknowledgements bear it."""
 
-    ref: AttemptRef
-    offset: int
-    tokens: bytes
-    finish: FinishReason | None
-
-
-class Ack(NamedTuple):
-    attempt_id: str
-    status: AppendStatus
-    stored: int
-    finished: bool
+    number: int
+    deltas: list[Delta]
 
 
 class Settled(NamedTuple):
@@ -46,14 +40,19 @@ class Settled(NamedTuple):
 
 
 class Output:
-    """One attempt's response."""
+    """One attempt's response.
+
+    `asked`: the store is to be asked what it has, be there something to send or not. `turned`: the last message taken
+    when it was last wound back; what is said of it up to that one is of no consequence any more.
+    """
 
     def __init__(self, ref: AttemptRef, partial: bytes) -> None:
         self.ref = ref
         self.tokens = bytearray(partial)
-        self.sent = self.stored = self.length
+        self.begin = self.sent = self.stored = self.length
         self.finish: FinishReason | None = None
-        self.finish_sent = False
+        self.finish_sent = self.asked = False
+        self.turned = 0
 
     @property
     def length(self) -> int:
@@ -61,18 +60,26 @@ class Output:
 
     @property
     def wants_sending(self) -> bool:
-        return self.sent < self.length or (self.finish is not None and not self.finish_sent)
+        return self.sent < self.length or self.asked or (self.finish is not None and not self.finish_sent)
 
     def take(self, limit: int) -> Delta:
         offset, end = self.sent, min(self.length, self.sent + limit)
-        self.sent = end
+        self.sent, self.asked = end, False
         self.finish_sent = end == self.length and self.finish is not None
-        tokens = bytes(self.tokens[offset * TOKEN_BYTES : end * TOKEN_BYTES])
+        tokens = bytes(memoryview(self.tokens)[offset * TOKEN_BYTES : end * TOKEN_BYTES])
         return Delta(self.ref, offset, tokens, self.finish if self.finish_sent else None)
+
+    def wind_back(self, to: int, message: int) -> None:
+        """Send again from token `to` on; messages up to `message` are out already."""
+        self.sent, self.finish_sent, self.turned = to, False, message
 
 
 class Outbox:
-    """The outputs of all attempts held, and when the next message is due."""
+    """The outputs of all attempts held, and when the next message is due.
+
+    Two clocks: `_due`, by which all that is unsent must go, and `_urgent`, for the few that must not wait so long; a
+    message for those carries them alone, so that others' tokens still travel in bulk.
+    """
 
     def __init__(
         self, *, flush_tokens: int, flush_interval_s: float, limit: int, jitter: Callable[[], float] = lambda: 1.0
@@ -83,7 +90,9 @@ class Outbox:
         self._limit = limit
         self._outputs: dict[str, Output] = {}
         self._flush_tokens, self._interval, self._jitter = flush_tokens, flush_interval_s, jitter
-        self._due = math.inf
+        self._due = self._urgent_due = math.inf
+        self._urgent: dict[str, None] = {}  # attempt ids, in the order in which they became so
+        self._messages = 0
         self.unacknowledged = 0
 
     def __len__(self) -> int:
@@ -95,7 +104,7 @@ class Outbox:
     @property
     def due(self) -> float:
         """When the next message should go; infinity while there is nothing to send."""
-        return self._due
+        return min(self._due, self._urgent_due)
 
     @property
     def full(self) -> bool:
@@ -120,19 +129,27 @@ class Outbox:
 
     def append(self, attempt_id: str, tokens: bytes, now: float) -> None:
         output = self._outputs[attempt_id]
+        first = output.length == output.begin
         output.tokens += tokens
         self.unacknowledged += len(tokens) // TOKEN_BYTES
         if output.length - output.sent >= self._flush_tokens:
             self._due = min(self._due, now)
         elif self._due == math.inf:
             self._due = now + self._interval * self._jitter()
+        if first:
+            self._hurry(attempt_id, now)
 
     def finish(self, attempt_id: str, reason: FinishReason, now: float) -> None:
         self._outputs[attempt_id].finish = reason
-        self._due = min(self._due, now + min(_FINISH_DELAY_S, self._interval))
+        self._hurry(attempt_id, now)
+
+    def _hurry(self, attempt_id: str, now: float) -> None:
+        self._urgent[attempt_id] = None
+        self._urgent_due = min(self._urgent_due, now + min(_URGENT_S, self._interval))
 
     def drop(self, attempt_id: str) -> None:
         """Forget an attempt; one that is not held is none."""
+        self._urgent.pop(attempt_id, None)
         if output := self._outputs.pop(attempt_id, None):
             self.unacknowledged -= output.length - output.stored
 
@@ -142,18 +159,31 @@ class Outbox:
             self._due = min(self._due, now)
 
     def rewind(self, now: float) -> None:
-        """A new stream: what was sent and not acknowledged is sent again."""
+        """A new stream: what was sent and not acknowledged is sent again, and of the rest the store is asked whether
+        it still has it.
+        """
         for output in self._outputs.values():
-            output.sent, output.finish_sent = output.stored, False
+            output.wind_back(output.stored, self._messages)
+            output.asked = True
         self._due = math.inf
         self.flush(now)
 
-    def take(self, now: float) -> list[Delta]:
-        """The deltas of the next message; they count as sent. Several messages where one cannot hold all."""
+    def take(self, now: float) -> Message:
+        """The next message; what is in it counts as sent. Several messages where one cannot hold all."""
+        whole = self._urgent_due == math.inf or self._due <= now + _URGENT_S
+        outputs = [self._outputs[attempt_id] for attempt_id in self._urgent if attempt_id in self._outputs]
+        if whole:
+            outputs += [output for attempt_id, output in self._outputs.items() if attempt_id not in self._urgent]
+            self._due = math.inf
+        self._urgent.clear()
+        self._urgent_due = math.inf
+        self._messages += 1
+        return Message(self._messages, self._filled(outputs, now))
+
+    def _filled(self, outputs: Iterable[Output], now: float) -> list[Delta]:
         room = MESSAGE_TOKENS
         deltas: list[Delta] = []
-        self._due = math.inf
-        for output in self._outputs.values():
+        for output in outputs:
             if not output.wants_sending:
                 continue
             if room <= 0 or len(deltas) == MESSAGE_DELTAS:
@@ -181,9 +211,16 @@ class Outbox:
             self.unacknowledged += output.stored - ack.stored
             output.stored = ack.stored
             if ack.status is AppendStatus.GAP:
-                output.sent, output.finish_sent = ack.stored, False
-                self._due = min(self._due, now)
-            elif ack.finished and durable:
+                self._gap(output, ack, now)
+                continue
+            output.sent = max(output.sent, ack.stored)
+            if ack.finished and durable:
                 done.finished.append(output.ref)
                 self.drop(ack.attempt_id)
         return done
+
+    def _gap(self, output: Output, ack: Ack, now: float) -> None:
+        """Send again from where the store stands; once, although messages behind the refused one are refused too."""
+        if not 0 < ack.message <= output.turned:
+            output.wind_back(ack.stored, self._messages)
+            self._due = min(self._due, now)

@@ -11,15 +11,17 @@ import pytest
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import Settings
 from ebbtide.errors import NotReady
+from ebbtide.rpc.appends import Sender, acks
 from ebbtide.rpc.channel import open_channel, write
-from ebbtide.rpc.convert import to_proto
+from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.rpc.status import translated
 from ebbtide.store.faults import TermSuperseded
 from ebbtide.testing import wait_until
-from ebbtide.types.fleet import PROTOCOL_VERSION
-from ebbtide.types.rollout import RolloutKind, RolloutRequest
+from ebbtide.types.appends import Ack, Delta
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
+from ebbtide.types.rollout import FinishReason, RolloutKind, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids, pack_tokens
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, rollouts_pb2, rollouts_pb2_grpc, runs_pb2, runs_pb2_grpc, types_pb2
@@ -46,6 +48,7 @@ class ScriptedWorker:
         self.attached = fleet_pb2.Attached()
         self.ended: Exception | None = None
         self._sequence = 0
+        self._sender = Sender()
         self.durable = False  # whether the last answer was
         self._reader: asyncio.Task[None] | None = None
         self._append: Any = None
@@ -69,6 +72,7 @@ class ScriptedWorker:
     async def open_append(self) -> None:
         """A new append stream."""
         self._append = self._fleet.Append()
+        self._sender = Sender()
         assert await self.send() == []
 
     async def _read(self) -> None:
@@ -97,24 +101,31 @@ class ScriptedWorker:
     async def say(self, **kind: Any) -> None:
         await write(self._control, fleet_pb2.WorkerMessage(**kind))
 
-    async def send(self, *deltas: fleet_pb2.Delta, session: str | None = None) -> list[fleet_pb2.AppendAck]:
+    async def send(self, *deltas: Delta, session: str | None = None) -> list[Ack]:
         """Append, and the acknowledgements."""
+        response = await self.exchange(self.message(*deltas, session=session))
+        return acks(deltas, response)
+
+    def message(self, *deltas: Delta, session: str | None = None) -> fleet_pb2.AppendRequest:
         self._sequence += 1
         name = self.attached.session if session is None else session
+        return self._sender.request(self._sequence, deltas, session=name)
+
+    async def exchange(self, request: fleet_pb2.AppendRequest) -> fleet_pb2.AppendResponse:
+        """Send one message, and its answer."""
         with translated("coordinator"):
-            request = fleet_pb2.AppendRequest(session=name, sequence=self._sequence, deltas=deltas)
             await write(self._append, request)
-            response = await self._append.read()
+            response: fleet_pb2.AppendResponse = await self._append.read()
             assert response is not grpc.aio.EOF, await self._append.code()
-        assert response.sequence == self._sequence
+        assert response.sequence == request.sequence
         self.durable = response.durable
-        return list(response.acks)
+        return response
 
-    def delta(self, rollout_id: str, offset: int, count: int, finish: int = 0) -> fleet_pb2.Delta:
-        attempt = self.assigned[rollout_id].attempt
-        return fleet_pb2.Delta(attempt=attempt, offset=offset, tokens=tokens(offset, count), finish=finish)  # type: ignore[arg-type]
+    def delta(self, rollout_id: str, offset: int, count: int, finish: int = 0) -> Delta:
+        ref = from_proto(self.assigned[rollout_id].attempt, AttemptRef)
+        return Delta(ref, offset, tokens(offset, count), FinishReason(finish) if finish else None)
 
-    async def add(self, rollout_id: str, offset: int, count: int, finish: int = 0) -> fleet_pb2.AppendAck:
+    async def add(self, rollout_id: str, offset: int, count: int, finish: int = 0) -> Ack:
         (ack,) = await self.send(self.delta(rollout_id, offset, count, finish))
         return ack
 

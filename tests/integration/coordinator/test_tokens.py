@@ -181,13 +181,19 @@ async def test_what_no_worker_may_send_is_refused_by_name(cluster: Any) -> None:
     worker = await cluster.worker("w1")
     await run.submit("a")
     await worker.has("a")
-    for bad, named in [
-        (fleet_pb2.Delta(attempt=worker.assigned["a"].attempt, tokens=b"x" * 13), r"deltas\[0\].tokens"),
-        (worker.delta("a", 60, 5), r"deltas\[0\].tokens.*max_tokens"),
-        (worker.delta("a", 0, 1, types_pb2.FINISH_REASON_CANCELLED), r"deltas\[0\].finish"),
+    nothing: Any = lambda message: None  # noqa: E731
+    for delta, spoil, named in [
+        (worker.delta("a", 0, 1), lambda message: setattr(message, "tokens", b"x" * 13), "^tokens"),
+        (worker.delta("a", 0, 1), lambda message: message.numbers.__setitem__(0, 7), r"^deltas\[0\].number"),
+        (worker.delta("a", 0, 1), lambda message: message.offsets.append(3), "^numbers"),
+        (worker.delta("a", 0, 1), lambda message: message.finishes.add(index=1, reason=STOP), "^finishes"),
+        (worker.delta("a", 60, 5), nothing, r"^deltas\[0\].tokens.*max_tokens"),
+        (worker.delta("a", 0, 1, types_pb2.FINISH_REASON_CANCELLED), nothing, r"^deltas\[0\].finish"),
     ]:
+        message = worker.message(delta)
+        spoil(message)
         with pytest.raises(InvalidRequest, match=named):
-            await worker.send(bad)
+            await worker.exchange(message)
         await worker.open_append()
 
 

@@ -20,12 +20,14 @@ from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker.engine.scripted import follow
 from ebbtide.rollout_worker.service import serve
 from ebbtide.rollout_worker.settings import ScriptedSettings, Settings
+from ebbtide.rpc.appends import Receiver, answer
 from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
 from ebbtide.testing import wait_until
-from ebbtide.types.fleet import PROTOCOL_VERSION
+from ebbtide.types.appends import Ack, Delta
+from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_tokens
 from ebbtide.types.weights import PolicyVersion
@@ -80,38 +82,36 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         out.put_nowait(None)
 
     async def Append(self, request_iterator: AsyncIterator[fleet_pb2.AppendRequest], context: Any) -> Any:
+        receiver, name = Receiver(), ""
         async for request in request_iterator:
-            if request.session != f"session{len(self.attaches)}":
+            name = request.session or name
+            if name != f"session{len(self.attaches)}":
                 raise NotFound("this session is over")
             await self.store_up.wait()
-            acks = [self._append(delta) for delta in request.deltas]
+            deltas = receiver.deltas(request)
+            acks = [self._append(delta) for delta in deltas]
             self.messages += bool(acks)
             if self.lossy and acks:
                 self.lossy = False
                 raise StoreUnavailable("the store went away with the acknowledgement")
-            yield fleet_pb2.AppendResponse(sequence=request.sequence, acks=acks, durable=self.durable)
+            yield answer(request.sequence, deltas, acks, durable=self.durable)
 
     def ListWorkers(self, request: fleet_pb2.ListWorkersRequest, context: Any) -> Any:
         raise NotImplementedError
 
-    def _append(self, delta: fleet_pb2.Delta) -> fleet_pb2.AppendAck:
-        name, count = delta.attempt.rollout_id, len(delta.tokens) // TOKEN_BYTES
-        ack = fleet_pb2.AppendAck(attempt=delta.attempt)
-        length = len(self.stored.get(name, b"")) // TOKEN_BYTES
-        if self.fences.get(name) != delta.attempt.attempt_id:
-            ack.status = fleet_pb2.AppendAck.STATUS_SUPERSEDED
-            return ack
-        if delta.offset + count > length and delta.offset != length:
-            ack.status = fleet_pb2.AppendAck.STATUS_GAP
-        else:
-            ack.status = fleet_pb2.AppendAck.STATUS_STORED
+    def _append(self, delta: Delta) -> Ack:
+        name, count = delta.ref.rollout_id, len(delta.tokens) // TOKEN_BYTES
+        attempt_id, length = delta.ref.attempt_id, self.length(name)
+        if self.fences.get(name) != attempt_id:
+            return Ack(attempt_id, AppendStatus.SUPERSEDED, 0, finished=False)
+        gap = delta.offset + count > length and delta.offset != length
+        if not gap:
             if delta.offset == length:
                 self.stored[name] = self.stored.get(name, b"") + delta.tokens
             if delta.finish:
                 self.finished[name] = delta.finish
-        ack.stored = len(self.stored[name]) // TOKEN_BYTES
-        ack.finished = name in self.finished
-        return ack
+        status = AppendStatus.GAP if gap else AppendStatus.STORED
+        return Ack(attempt_id, status, self.length(name), name in self.finished)
 
     def assign(
         self, name: str, sampling: Sampling, *, attempt: str = "a1", policy: str = POLICY, **bounds: int

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from ebbtide.rollout_worker.outbox import MESSAGE_DELTAS, MESSAGE_TOKENS, Ack, Delta, Outbox
+from ebbtide.rollout_worker.outbox import MESSAGE_DELTAS, MESSAGE_TOKENS, Outbox
+from ebbtide.types.appends import Ack, Delta
 from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -30,10 +31,25 @@ def outbox() -> Outbox:
 
 def test_nothing_is_due_while_there_is_nothing(outbox: Outbox) -> None:
     assert outbox.due == math.inf
-    assert outbox.take(0.0) == []
+    assert outbox.take(0.0).deltas == []
 
 
-def test_the_first_token_is_due_after_the_interval_and_enough_of_them_at_once(outbox: Outbox) -> None:
+def begun(outbox: Outbox, *names: str) -> None:
+    """Each of these has one token that went out before time 5."""
+    for name in names:
+        outbox.append(name, tokens(1), 4.0)
+    outbox.take(4.5)
+    assert outbox.due == math.inf
+
+
+def test_the_first_token_of_an_attempt_is_due_within_20_ms(outbox: Outbox) -> None:
+    outbox.open(ref("b"), tokens(3))  # an attempt that goes on behind a partial
+    outbox.append("b", tokens(1, 3), 5.0)
+    assert outbox.due == pytest.approx(5.02)
+
+
+def test_later_tokens_are_due_after_the_interval_and_enough_of_them_at_once(outbox: Outbox) -> None:
+    begun(outbox, "a")
     outbox.append("a", tokens(1), 5.0)
     assert outbox.due == pytest.approx(5.1)
     outbox.append("a", tokens(6), 5.05)
@@ -42,26 +58,65 @@ def test_the_first_token_is_due_after_the_interval_and_enough_of_them_at_once(ou
     assert outbox.due == 5.06
 
 
+def test_the_interval_counts_from_the_oldest_unsent_token_and_jitter_only_shortens_it() -> None:
+    outbox = Outbox(flush_tokens=99, flush_interval_s=0.2, limit=100, jitter=lambda: 0.75)
+    for name in "ab":
+        outbox.open(ref(name), b"")
+    begun(outbox, "a", "b")
+    outbox.append("a", tokens(1), 5.0)
+    outbox.append("b", tokens(1), 5.14)
+    assert outbox.due == pytest.approx(5.15)
+    assert len(outbox.take(5.15).deltas) == 2
+    outbox.append("b", tokens(1), 5.2)
+    assert outbox.due == pytest.approx(5.35)
+
+
+def test_what_is_urgent_goes_alone_and_the_rest_stays_due_when_it_was(outbox: Outbox) -> None:
+    outbox.open(ref("b"), b"")
+    outbox.open(ref("c"), b"")
+    begun(outbox, "a", "b")
+    outbox.append("a", tokens(2), 5.0)
+    outbox.append("b", tokens(3), 5.0)
+    outbox.finish("b", FinishReason.STOP, 5.01)
+    outbox.append("c", tokens(1), 5.02)
+    assert outbox.due == pytest.approx(5.03)
+    assert [(delta.ref, delta.finish) for delta in outbox.take(5.03).deltas] == [
+        (ref("b"), FinishReason.STOP),
+        (ref("c"), None),
+    ]
+    assert outbox.due == pytest.approx(5.1)
+    assert [delta.ref for delta in outbox.take(5.1).deltas] == [ref("a")]
+
+
+def test_what_is_urgent_and_what_is_due_soon_share_a_message(outbox: Outbox) -> None:
+    outbox.open(ref("b"), b"")
+    begun(outbox, "a")
+    outbox.append("a", tokens(2), 5.0)
+    outbox.append("b", tokens(1), 5.07)
+    assert len(outbox.take(5.09).deltas) == 2
+    assert outbox.due == math.inf
+
+
 def test_one_message_takes_the_tokens_of_all(outbox: Outbox) -> None:
     outbox.open(ref("b"), tokens(3))
     outbox.append("a", tokens(2), 0.0)
     outbox.append("b", tokens(1, 3), 0.0)
-    assert outbox.take(0.1) == [Delta(ref("a"), 0, tokens(2), None), Delta(ref("b"), 3, tokens(1, 3), None)]
+    assert outbox.take(0.1).deltas == [Delta(ref("a"), 0, tokens(2), None), Delta(ref("b"), 3, tokens(1, 3), None)]
     assert outbox.due == math.inf
-    assert outbox.take(0.2) == []
+    assert outbox.take(0.2).deltas == []
 
 
 def test_a_finish_goes_with_the_last_tokens_and_soon(outbox: Outbox) -> None:
     outbox.append("a", tokens(2), 1.0)
     outbox.finish("a", FinishReason.STOP, 1.0)
     assert outbox.due == pytest.approx(1.02)
-    assert outbox.take(1.02) == [Delta(ref("a"), 0, tokens(2), FinishReason.STOP)]
+    assert outbox.take(1.02).deltas == [Delta(ref("a"), 0, tokens(2), FinishReason.STOP)]
 
 
 def test_a_finish_without_tokens_is_sent_too(outbox: Outbox) -> None:
     outbox.open(ref("b"), tokens(4))
     outbox.finish("b", FinishReason.LENGTH, 1.0)
-    assert outbox.take(1.1) == [Delta(ref("b"), 4, b"", FinishReason.LENGTH)]
+    assert outbox.take(1.1).deltas == [Delta(ref("b"), 4, b"", FinishReason.LENGTH)]
 
 
 def test_an_attempt_leaves_when_its_finish_is_durable_not_before(outbox: Outbox) -> None:
@@ -81,7 +136,7 @@ def test_a_gap_is_filled_from_what_the_store_has(outbox: Outbox) -> None:
     outbox.settle([Ack("b", GAP, 1, False)], durable=True, now=1.2)
     assert outbox.due == 1.2
     assert outbox.unacknowledged == 7, "even what it was given as partial"
-    assert outbox.take(1.2) == [Delta(ref("b"), 1, tokens(7, 1), None)]
+    assert outbox.take(1.2).deltas == [Delta(ref("b"), 1, tokens(7, 1), None)]
 
 
 def test_a_new_stream_sends_again_what_was_not_acknowledged(outbox: Outbox) -> None:
@@ -90,15 +145,54 @@ def test_a_new_stream_sends_again_what_was_not_acknowledged(outbox: Outbox) -> N
     outbox.settle([Ack("a", STORED, 6, False)], durable=True, now=1.2)
     outbox.append("a", tokens(2, 6), 1.3)
     outbox.finish("a", FinishReason.STOP, 1.3)
-    assert outbox.take(1.4) == [Delta(ref("a"), 6, tokens(2, 6), FinishReason.STOP)]
+    assert outbox.take(1.4).deltas == [Delta(ref("a"), 6, tokens(2, 6), FinishReason.STOP)]
     outbox.rewind(2.0)
     assert outbox.due == 2.0
-    assert outbox.take(2.0) == [Delta(ref("a"), 6, tokens(2, 6), FinishReason.STOP)]
+    assert outbox.take(2.0).deltas == [Delta(ref("a"), 6, tokens(2, 6), FinishReason.STOP)]
 
 
-def test_a_new_stream_has_nothing_to_send_where_all_is_stored(outbox: Outbox) -> None:
+def test_a_new_stream_asks_whether_the_store_still_has_what_it_had(outbox: Outbox) -> None:
+    outbox.append("a", tokens(6), 1.0)
+    outbox.take(1.1)
+    outbox.settle([Ack("a", STORED, 6, False)], durable=True, now=1.2)
     outbox.rewind(2.0)
+    assert outbox.take(2.0).deltas == [Delta(ref("a"), 6, b"", None)]
+    outbox.settle([Ack("a", GAP, 4, False)], durable=True, now=2.1)
+    assert outbox.take(2.1).deltas == [Delta(ref("a"), 4, tokens(2, 4), None)]
+
+
+def test_of_several_refused_messages_in_flight_one_is_enough_to_send_again(outbox: Outbox) -> None:
+    sent = []
+    for number in range(4):
+        outbox.append("a", tokens(8, 8 * number), 1.0 + number)
+        sent.append(outbox.take(1.0 + number).number)
+    outbox.settle([Ack("a", STORED, 8, False, sent[0])], durable=True, now=5.0)
+    outbox.settle([Ack("a", GAP, 4, False, sent[1])], durable=True, now=5.1)  # the store was restarted between the two
+    again = outbox.take(5.1)
+    assert again.deltas == [Delta(ref("a"), 4, tokens(28, 4), None)]
+    for stale in sent[2:]:
+        outbox.settle([Ack("a", GAP, 4, False, stale)], durable=True, now=5.2)
     assert outbox.due == math.inf
+    outbox.settle([Ack("a", STORED, 32, False, again.number)], durable=True, now=5.3)
+    assert (outbox.unacknowledged, outbox.due) == (0, math.inf)
+
+
+def test_a_gap_of_what_was_sent_again_is_sent_again_too(outbox: Outbox) -> None:
+    outbox.append("a", tokens(8), 1.0)
+    first = outbox.take(1.0).number
+    outbox.settle([Ack("a", GAP, 0, False, first)], durable=True, now=1.1)
+    second = outbox.take(1.1).number
+    outbox.settle([Ack("a", GAP, 0, False, second)], durable=True, now=1.2)
+    assert outbox.take(1.2).deltas == [Delta(ref("a"), 0, tokens(8), None)]
+
+
+def test_what_the_store_turns_out_to_have_is_not_sent_again(outbox: Outbox) -> None:
+    outbox.append("a", tokens(8), 1.0)
+    outbox.take(1.0)
+    outbox.rewind(2.0)  # the answer was lost with the stream
+    outbox.settle([Ack("a", STORED, 8, False)], durable=True, now=2.1)
+    outbox.append("a", tokens(1, 8), 2.2)
+    assert outbox.take(2.3).deltas == [Delta(ref("a"), 8, tokens(1, 8), None)]
 
 
 @pytest.mark.parametrize("ack", [Ack("a", SUPERSEDED, 0, False), Ack("a", STORED, 3, False)])
@@ -128,10 +222,10 @@ def test_it_is_full_above_its_limit_and_roomy_again_at_half(outbox: Outbox) -> N
 def test_no_message_is_larger_than_messages_may_be(outbox: Outbox) -> None:
     outbox.append("a", bytes(TOKEN_BYTES * (MESSAGE_TOKENS + 5)), 1.0)
     outbox.finish("a", FinishReason.STOP, 1.0)
-    (first,) = outbox.take(1.0)
+    (first,) = outbox.take(1.0).deltas
     assert (len(first.tokens), first.finish) == (MESSAGE_TOKENS * TOKEN_BYTES, None)
     assert outbox.due == 1.0
-    (second,) = outbox.take(1.0)
+    (second,) = outbox.take(1.0).deltas
     assert (second.offset, len(second.tokens), second.finish) == (MESSAGE_TOKENS, 5 * TOKEN_BYTES, FinishReason.STOP)
 
 
@@ -139,9 +233,9 @@ def test_no_message_has_more_deltas_than_are_taken(outbox: Outbox) -> None:
     for number in range(MESSAGE_DELTAS + 3):
         outbox.open(ref(f"n{number}"), b"")
         outbox.append(f"n{number}", tokens(1), 1.0)
-    assert len(outbox.take(1.1)) == MESSAGE_DELTAS
+    assert len(outbox.take(1.1).deltas) == MESSAGE_DELTAS
     assert outbox.due == 1.1
-    assert len(outbox.take(1.1)) == 3
+    assert len(outbox.take(1.1).deltas) == 3
 
 
 class FlakyStore:
@@ -187,7 +281,7 @@ def test_whatever_gets_lost_the_store_ends_with_the_whole_response(seed: int) ->
         if store.often(0.05) or (made == 200 and outbox.due > now + 1):
             outbox.rewind(now)  # a new stream
         if outbox.due <= now:
-            acks = [ack for delta in outbox.take(now) for ack in store.take(delta)]
+            acks = [ack for delta in outbox.take(now).deltas for ack in store.take(delta)]
             outbox.settle(acks, durable=True, now=now)
     assert store.stored == tokens(made)
     assert outbox.unacknowledged == 0

@@ -1,50 +1,63 @@
--- ARGV: term, then rollout, attempt, offset, tokens, finish reason ('' if not the end) of each delta.
--- Tokens are not opened: the fence "ATTEMPT:stored" is compared as it is, and taken apart only where it differs. Returns per delta {1 stored | 2 gap | 3 superseded, stored, finished}.
-local fields = {'term'}
-for at = 2, #ARGV, 5 do fields[#fields + 1] = 'r:' .. ARGV[at] end
+-- ARGV: term, number of deltas, then of each rollout, "ATTEMPT:offset", "ATTEMPT:end" and tokens; then place (from 1) and reason of each finish.
+-- Tokens are not opened: the fence "ATTEMPT:stored" is compared as it is, and taken apart only where it differs.
+-- Returns place, {1 stored | 2 gap | 3 superseded}, stored and finished of each delta that was not stored as sent, in a row.
+local last = 2 + 4 * ARGV[2]
+local fields, reasons = {'term'}, {}
+for at = 3, last, 4 do fields[#fields + 1] = 'r:' .. ARGV[at] end
+for at = last + 1, #ARGV, 2 do reasons[tonumber(ARGV[at])] = ARGV[at + 1] end
 local have = redis.call('HMGET', FENCE, unpack(fields))
 if have[1] ~= ARGV[1] then return barred(ARGV[1]) end
-local now, set, out = {}, {}, {}
+local now, set, others = {}, {}, {}
 for i = 2, #fields do now[fields[i]] = have[i] end
 
-local function answer(id, attempt, offset, n)
-  local field = 'r:' .. id
-  local split = now[field] and string.find(now[field], ':', 1, true)
+-- How a delta stands that does not follow on as it is: status, stored, finished; nil for new tokens that follow on.
+local function differs(id, attempt, offset, n)
+  local fence = now['r:' .. id]
+  local split = fence and string.find(fence, ':', 1, true)
   if not split then  -- not running: it may be this attempt that finished it
     local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'attempt')
-    if r[1] == 'finished' and r[2] == attempt then return {1, redis.call('STRLEN', TOKENS .. id) / 12, 1} end
-    return {3, 0, 0}
+    if r[1] == 'finished' and r[2] == attempt then return 1, redis.call('STRLEN', TOKENS .. id) / 12, 1 end
+    return 3, 0, 0
   end
-  if string.sub(now[field], 1, split - 1) ~= attempt then return {3, 0, 0} end
-  local stored = tonumber(string.sub(now[field], split + 1))
-  if offset + n <= stored then return {1, stored, 0} end
-  if offset ~= stored then return {2, stored, 0} end
-  return nil  -- new tokens that follow on
+  if string.sub(fence, 1, split - 1) ~= attempt then return 3, 0, 0 end
+  local stored = tonumber(string.sub(fence, split + 1))
+  if offset + n <= stored then return 1, stored, 0 end
+  if offset ~= stored then return 2, stored, 0 end
+  return nil
 end
 
-local appended = 0
-for at = 2, #ARGV, 5 do
-  local id, attempt, tokens, reason = ARGV[at], ARGV[at + 1], ARGV[at + 3], ARGV[at + 4]
-  local field, offset, n, reply = 'r:' .. id, tonumber(ARGV[at + 2]), #tokens / 12, nil
-  if now[field] ~= attempt .. ':' .. ARGV[at + 2] then reply = answer(id, attempt, offset, n) end
-  if not reply then
-    if n > 0 then redis.call('APPEND', TOKENS .. id, tokens) end
-    now[field] = attempt .. ':' .. (offset + n)
-    set[field] = now[field]
-    appended = appended + n
-    reply = {1, offset + n, 0}
+local appended, place = 0, 0
+for at = 3, last, 4 do
+  place = place + 1
+  local id, field, tokens, reason = ARGV[at], fields[place + 1], ARGV[at + 3], reasons[place]
+  local status, stored, finished
+  if now[field] ~= ARGV[at + 1] then
+    local split = string.find(ARGV[at + 1], ':', 1, true)
+    local attempt, offset = string.sub(ARGV[at + 1], 1, split - 1), tonumber(string.sub(ARGV[at + 1], split + 1))
+    status, stored, finished = differs(id, attempt, offset, #tokens / 12)
+    if status == 1 and finished == 0 and reason and stored == offset + #tokens / 12 then
+      finish(id, 'running', reason, '')
+      now[field], set[field], finished = false, nil, 1
+    end
   end
-  if reason ~= '' and reply[1] == 1 and reply[3] == 0 and reply[2] == offset + n then
-    finish(id, 'running', reason, '')
-    now[field], set[field] = false, nil
-    reply[3] = 1
+  if status then
+    local base = #others
+    others[base + 1], others[base + 2], others[base + 3], others[base + 4] = place, status, stored, finished
+  else
+    if #tokens > 0 then redis.call('APPEND', TOKENS .. id, tokens) end
+    appended = appended + #tokens
+    if reason then
+      finish(id, 'running', reason, '')
+      now[field], set[field] = false, nil
+    else
+      now[field], set[field] = ARGV[at + 2], ARGV[at + 2]
+    end
   end
-  out[#out + 1] = reply
 end
 local flat = {}
 for field, value in pairs(set) do flat[#flat + 1] = field; flat[#flat + 1] = value end
 if #flat > 0 then redis.call('HSET', FENCE, unpack(flat)) end
-count('tokens_stored', appended)
-count('bytes', appended * 12)
+count('tokens_stored', appended / 12)
+count('bytes', appended)
 settle()
-return out
+return others
