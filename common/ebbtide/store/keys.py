@@ -10,6 +10,8 @@ from typing import Final
 
 #: string: the term of the coordinator that may write. Set at each start of a coordinator; never ends.
 TERM: Final = "ebbtide:{fleet}:term"
+#: string: the life of the store in which all runs were settled last; see `Runs.settle`. Never ends.
+LIFE: Final = "ebbtide:{fleet}:life"
 #: zset run id -> order of submission. Added to before the run is made, taken from when the run's record has expired.
 INDEX: Final = "ebbtide:{fleet}:runs"
 
@@ -46,8 +48,8 @@ RUN_KEYS: Final[dict[str, str]] = {
     # completed.
     "OPEN": "open",
     # hash per rollout: req (msgpack, without the prompt), prompt, digest, kind, state, attempt, attempts, worker,
-    # from, barren, evidence, reason, message, cursor. Owner: submit .. complete. Deleted when acknowledged,
-    # completed, cancelled, or at the run's end.
+    # from, begin (ms since submission), barren, evidence, avoid (workers, a comma behind each), reason, message,
+    # cursor. Owner: submit .. complete. Deleted when acknowledged, completed, cancelled, or at the run's end.
     "ROLLOUT": "rollout:",
     # string per rollout: its token records so far. Owner: append. Ends with ROLLOUT.
     "TOKENS": "tokens:",

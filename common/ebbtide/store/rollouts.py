@@ -8,7 +8,7 @@ import msgspec
 from ebbtide.errors import AlreadyExists, InvalidRequest, NoCapacity
 from ebbtide.store.codec import body_digest, pack, unpack
 from ebbtide.store.faults import Refused
-from ebbtide.store.rows import Accepted, Open, Placed, Requeued, State
+from ebbtide.store.rows import Accepted, Adopted, Fate, Lost, Open, Placed, Requeued, State, Why
 from ebbtide.store.topic import Topic
 from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import LeaseRef
@@ -49,15 +49,25 @@ class Rollouts(Topic):
         found = await self._write("place", run_id, *(part for placement in placements for part in placement))
         return [None if row == 0 else _placed(*row) for row in found]
 
-    async def requeue(
-        self, run_id: str, attempts: Sequence[tuple[str, str]], *, reason: str, blame: bool
-    ) -> list[Requeued | None]:
-        """End attempts, as (rollout, attempt); None for one that does not run. `blame` counts a barren one against
-        its rollout.
+    async def requeue(self, run_id: str, attempts: Sequence[Lost], why: Why) -> list[Requeued | None]:
+        """End attempts; None for one that does not run."""
+        flat = (part for one in attempts for part in (one.rollout_id, one.attempt_id, one.tokens))
+        noticed = "" if why.noticed_s is None else f"{why.noticed_s:.3f}"
+        flags = (int(why.blame), int(why.avoid), int(why.moved))
+        found = await self._write("requeue", run_id, why.reason, *flags, noticed, *flat)
+        return [None if row == 0 else Requeued(row[0], row[1], row[2].decode(), _workers(row[3])) for row in found]
+
+    async def tally(self, run_id: str, observations: Sequence[tuple[str, float]]) -> None:
+        """Count what only the coordinator sees, as (histogram, value). Not safe to repeat: better lost than doubled."""
+        await self._write("tally", run_id, *(part for name, value in observations for part in (name, f"{value:.3f}")))
+
+    async def adopt(self, run_id: str, attempts: Sequence[tuple[str, str, str]], *, newer: bool) -> list[Adopted]:
+        """Let attempts that go on at their workers run, as (rollout, attempt, worker), though the store may have
+        forgotten it. `newer`: they are known to be newer than any that the store has.
         """
-        flat = (part for attempt in attempts for part in attempt)
-        found = await self._write("requeue", run_id, reason, int(blame), *flat)
-        return [None if row == 0 else Requeued(row[0], row[1], row[2].decode()) for row in found]
+        flat = (part for attempt in attempts for part in (*attempt, int(newer)))
+        found = await self._write("adopt", run_id, *flat)
+        return [Adopted(Fate(fate), stored) for fate, stored in found]
 
     async def dead_letter(self, run_id: str, letters: Sequence[tuple[str, str]]) -> int:
         """Finish queued rollouts as dead letters, as (rollout, evidence); returns how many were."""
@@ -108,7 +118,7 @@ def _placed(request: bytes, prompt: bytes, partial: bytes, attempts: int) -> Pla
 
 
 def _open(row: list[bytes | int]) -> Open:
-    place, state, attempt, request, prompt_len, stored = row
+    place, state, attempt, request, prompt_len, stored, barren, avoid = row
     return Open(
         place=int(place),
         request=unpack(bytes(request), RolloutRequest),
@@ -116,7 +126,14 @@ def _open(row: list[bytes | int]) -> Open:
         state=State(bytes(state).decode()),
         attempt_id=bytes(attempt).decode(),
         stored=int(stored),
+        barren=int(barren),
+        avoid=_workers(bytes(avoid)),
     )
+
+
+def _workers(listed: bytes) -> frozenset[str]:
+    """Names with a comma behind each."""
+    return frozenset(listed.decode().split(",")[:-1])
 
 
 def _pairs(flat: list[bytes]) -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """What the store tells the coordinator about rollouts; smaller than what callers submit."""
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 from msgspec import Struct
 
@@ -13,6 +13,19 @@ class State(StrEnum):
     FINISHED = "finished"
 
 
+class Fate(IntEnum):
+    """What the store says of an attempt that its worker goes on with."""
+
+    OVER = 0
+    RUNS = 1
+    UNKNOWN = 2  # the rollout itself is not known
+
+
+class Adopted(Struct, frozen=True):
+    fate: Fate
+    stored: int
+
+
 class Accepted(Struct, frozen=True):
     """One submitted rollout: `place` in line for an accepted one, `state` for a known one."""
 
@@ -23,7 +36,7 @@ class Accepted(Struct, frozen=True):
 
 class Open(Struct, frozen=True, kw_only=True):
     """A queued or running rollout as read back at a start; `request` comes without its prompt, of `prompt_len`
-    tokens.
+    tokens. `barren`, `avoid`: see `Requeued`.
     """
 
     place: int
@@ -32,6 +45,8 @@ class Open(Struct, frozen=True, kw_only=True):
     state: State
     attempt_id: str
     stored: int
+    barren: int = 0
+    avoid: frozenset[str] = frozenset()
 
 
 class Placed(Struct, frozen=True):
@@ -49,9 +64,32 @@ class Held(Struct, frozen=True):
     rest_s: float
 
 
+class Lost(Struct, frozen=True):
+    """An attempt to end: with its worker went at most `tokens` that nobody has."""
+
+    rollout_id: str
+    attempt_id: str
+    tokens: int = 0
+
+
+class Why(Struct, frozen=True, kw_only=True):
+    """Why attempts end. `blame`: the rollout itself may be the cause; `avoid`: it is not to come back to that worker;
+    `moved`: the coordinator took it away; `noticed_s`: in how many seconds the worker's loss was noticed, if it was.
+    """
+
+    reason: str
+    blame: bool = False
+    avoid: bool = False
+    moved: bool = False
+    noticed_s: float | None = None
+
+
 class Requeued(Struct, frozen=True):
-    """A rollout whose attempt ended: `barren` attempts in a row stored nothing, and why they ended."""
+    """A rollout whose attempt ended: `barren` attempts in a row stored nothing, and why they ended; `avoid`: workers
+    that went silent with it.
+    """
 
     stored: int
     barren: int
     evidence: str
+    avoid: frozenset[str] = frozenset()

@@ -131,11 +131,13 @@ class Appending:
             elif ack.status is AppendStatus.SUPERSEDED:
                 self._disowned(run, deltas.attempts[i])
         over = (deltas.attempts[i] for i in ended)
-        finished = sum(run.finish(ref.rollout_id, ref.attempt_id) for ref in over)
+        finished = [attempt for ref in over if (attempt := run.finish(ref.rollout_id, ref.attempt_id))]
         for ref in deltas.attempts:
             self._bells.ring("tokens", run.run_id, ref.rollout_id)
         if finished:
-            metrics.finished.inc(finished)
+            metrics.finished.inc(len(finished))
+            for attempt in finished:
+                metrics.rollout_attempts.observe(attempt.number)
             self._bells.ring("finished", run.run_id)
             self._state.wake.set()
 

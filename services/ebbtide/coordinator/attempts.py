@@ -14,13 +14,14 @@ import msgspec
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.bells import Bells
+from ebbtide.coordinator.lives import widowed
 from ebbtide.coordinator.state import Attempt, Orphaned, RunState, Session, State
 from ebbtide.rpc.convert import to_proto
 from ebbtide.scheduling.attempts import dead_letter
 from ebbtide.scheduling.line import Waiting
 from ebbtide.scheduling.pacing import Bounds
 from ebbtide.scheduling.placement import Placement
-from ebbtide.store.rows import Placed
+from ebbtide.store.rows import Lost, Open, Placed, Requeued, Why
 from ebbtide.store.store import Store
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
@@ -35,7 +36,7 @@ _BATCH_BYTES: Final = 256 << 10
 
 
 def waiting(request: RolloutRequest, *, place: int, length: int) -> Waiting:
-    """A rollout as it stands in line from now on."""
+    """A new rollout as it stands in line from now on."""
     return Waiting(
         rollout_id=request.rollout_id,
         episode_id=request.episode_id,
@@ -45,6 +46,12 @@ def waiting(request: RolloutRequest, *, place: int, length: int) -> Waiting:
         priority=request.priority,
         since=time.monotonic(),
     )
+
+
+def standing(row: Open) -> Waiting:
+    """A rollout that the store has already, as it stands in line from now on."""
+    fresh = waiting(row.request, place=row.place, length=row.prompt_len + row.stored)
+    return msgspec.structs.replace(fresh, avoid=row.avoid, barren=row.barren)
 
 
 class Attempts:
@@ -71,6 +78,7 @@ class Attempts:
                 waiting=stood,
                 start=token_count(given.partial),
                 max_tokens=given.request.sampling.max_tokens,
+                number=given.attempts,
             )
             run.running[rollout_id] = attempt
             run.settle_at(stood.episode_id, session.session_id)
@@ -89,40 +97,61 @@ class Attempts:
         """Put orphans that are due back in line. Returns when the next one is due, if any waits."""
         next_due: float | None = None
         for run in list(self._state.runs.values()):
-            due: dict[tuple[str, bool], list[Attempt]] = defaultdict(list)
+            due: dict[Orphaned, list[Attempt]] = defaultdict(list)
             for attempt in run.running.values():
                 if attempt.orphaned is None:
                     continue
                 if attempt.orphaned.due <= now:
                     attempt.leaving = True
-                    due[attempt.orphaned.reason, attempt.orphaned.blame].append(attempt)
+                    due[attempt.orphaned].append(attempt)
                 else:
                     next_due = min(next_due or attempt.orphaned.due, attempt.orphaned.due)
-            for (reason, blame), attempts in due.items():
-                await self._requeue(run, attempts, reason=reason, blame=blame)
+            for orphaned, attempts in due.items():
+                await self._requeue(run, attempts, orphaned.why)
         return next_due
 
-    async def _requeue(self, run: RunState, attempts: Sequence[Attempt], *, reason: str, blame: bool) -> None:
-        letters: list[tuple[str, str]] = []
+    async def _requeue(self, run: RunState, attempts: Sequence[Attempt], why: Why) -> None:
         async with run.changing():
-            pairs = [(attempt.waiting.rollout_id, attempt.attempt_id) for attempt in attempts]
-            found = await self._store.rollouts.requeue(run.run_id, pairs, reason=reason, blame=blame)
-            for attempt, row in zip(attempts, found, strict=True):
-                rollout_id = attempt.waiting.rollout_id
-                if run.running.get(rollout_id) is attempt:
-                    del run.running[rollout_id]
-                if row is None:  # it finished while the store was asked, or the store knows better
-                    run.stale = True
-                    continue
-                metrics.requeued.inc()
-                log.info("requeued", run_id=run.run_id, rollout_id=rollout_id, offset=row.stored, reason=reason)
-                length = attempt.waiting.length + row.stored - attempt.start
-                run.line.add(msgspec.structs.replace(attempt.waiting, length=length, since=time.monotonic()))
-                if message := dead_letter(row.barren, row.evidence, limit=self._barren_limit):
-                    letters.append((rollout_id, message))
+            lost = [Lost(one.waiting.rollout_id, one.attempt_id, one.lost) for one in attempts]
+            found = await self._store.rollouts.requeue(run.run_id, lost, why)
+            rows = [(one, row) for one, row in zip(attempts, found, strict=True) if self._back_in_line(run, one, row)]
+            for attempt, row in rows:
+                log.info(
+                    "requeued",
+                    run_id=run.run_id,
+                    rollout_id=attempt.waiting.rollout_id,
+                    offset=row.stored if row else 0,
+                    reason=why.reason,
+                )
+            if rows:
+                metrics.count_requeued(why, len(rows), sum(attempt.lost for attempt, _ in rows))
+            letters = [
+                (attempt.waiting.rollout_id, message)
+                for attempt, row in rows
+                if row and (message := dead_letter(row.barren, row.evidence, limit=self._barren_limit))
+            ]
             if letters:
                 await self.bury(run, letters)
         self._state.wake.set()
+
+    def _back_in_line(self, run: RunState, attempt: Attempt, row: Requeued | None) -> bool:
+        """The store answered `row` for an attempt that was to end; False if the store knows better."""
+        rollout_id = attempt.waiting.rollout_id
+        if run.running.get(rollout_id) is attempt:
+            del run.running[rollout_id]
+        if row is None:  # it finished while the store was asked
+            run.stale = True
+            return False
+        stood = msgspec.structs.replace(
+            attempt.waiting,
+            length=attempt.waiting.length + row.stored - attempt.start,
+            since=time.monotonic(),
+            avoid=row.avoid,
+            barren=row.barren,
+            prefer=attempt.target,
+        )
+        run.line.add(stood)
+        return True
 
     async def bury(self, run: RunState, letters: Sequence[tuple[str, str]]) -> None:
         """Make dead letters of queued rollouts. Call with the run's lock held."""
@@ -141,7 +170,9 @@ class Attempts:
         for ref in held:
             run = self._state.runs.get(ref.run_id)
             attempt = run.running.get(ref.rollout_id) if run else None
-            if attempt is None or attempt.attempt_id != ref.attempt_id or not _free(attempt, session):
+            if run is not None and widowed(self._state, run, ref, session):
+                adopted.append(ref)
+            elif attempt is None or attempt.attempt_id != ref.attempt_id or not _free(attempt, session):
                 superseded.append(ref)
             else:
                 attempt.give(session)
@@ -180,7 +211,7 @@ class Attempts:
             mine = [attempt for attempt in session.attempts.values() if attempt.run_id == run.run_id]
             session.cancel(attempt.ref for attempt in mine)
             for attempt in mine:
-                del session.attempts[attempt.attempt_id]
+                attempt.part()
             if session.run_id == run.run_id:
                 session.run_id = ""
         for topic in ("events", "finished", "trajectories"):
@@ -190,6 +221,17 @@ class Attempts:
         self._state.ended.add(run.run_id)
         self._state.wake.set()
         self._state.reap.set()
+
+    async def tally(self) -> None:
+        """Count how long rollouts took to go on, as seen since the last time. What cannot be counted now is not."""
+        seen, self._state.resumes[:] = list(self._state.resumes), []
+        by_run: dict[str, list[tuple[str, float]]] = defaultdict(list)
+        for run_id, seconds in seen:
+            metrics.resume_seconds.observe(seconds)
+            by_run[run_id].append(("resume", seconds))
+        for run_id, observations in by_run.items():
+            if run_id in self._state.runs:
+                await self._store.rollouts.tally(run_id, observations)
 
     async def sweep_ended(self) -> None:
         """Delete what ended runs have left."""
@@ -202,7 +244,8 @@ class Attempts:
 def _free(attempt: Attempt, session: Session) -> bool:
     """Whether the worker that shows up with the attempt may go on with it: nobody else has it, nor is it leaving."""
     other = attempt.session is not None and attempt.session.worker_id != session.worker_id
-    return not other and not attempt.leaving
+    taken = attempt.orphaned is not None and attempt.orphaned.avoid
+    return not other and not taken and not attempt.leaving
 
 
 def _record(attempt: Attempt, given: Placed, session: Session) -> None:
@@ -211,6 +254,7 @@ def _record(attempt: Attempt, given: Placed, session: Session) -> None:
     if given.attempts > 1:
         if given.partial:
             metrics.resumptions.inc()
+            metrics.tokens_resumed.inc(token_count(given.partial))
         log.info(
             "resumed",
             run_id=attempt.run_id,

@@ -75,6 +75,7 @@ class Dispatcher:
             metrics.observe(self._state.runs.values(), self._state.sessions.values())
             try:
                 next_due = await self._attempts.requeue_due(now)
+                await self._attempts.tally()
                 await self._attempts.sweep_ended()
             except LeaseSuperseded:  # the run ended meanwhile
                 continue

@@ -5,8 +5,10 @@ is gone has no attempts. When this process dies, workers keep their attempts and
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -15,12 +17,12 @@ from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.attempts import Attempts
 from ebbtide.coordinator.bells import Bells
+from ebbtide.coordinator.health import Health, Suspect
 from ebbtide.coordinator.records import Attach, DrainNotice, Heartbeat, Installed, InstallFailed, Released
 from ebbtide.coordinator.settings import Settings
-from ebbtide.coordinator.state import Orphaned, RunState, Session, State
+from ebbtide.coordinator.state import Attempt, Orphaned, RunState, Session, State
 from ebbtide.errors import EbbtideError, NotFound, NotReady
 from ebbtide.scheduling.attempts import blames
-from ebbtide.scheduling.liveness import Liveness
 from ebbtide.store.store import Store
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, Worker, WorkerState
 from ebbtide.types.ids import check_id, new_fence
@@ -30,6 +32,8 @@ from ebbtide.v1 import fleet_pb2
 log = telemetry.get_logger(__name__)
 #: A lost worker stays in the listing for so long.
 _LOST_KEPT_S: Final = 60.0
+#: How long what a lost worker had sent may take to be stored, before its attempts end.
+_DRAIN_S: Final = 0.1
 #: After a failed install, before the next try; and how many failures make an old version one that cannot be had.
 _INSTALL_PAUSE_S: Final = 2.0
 _INSTALL_FAILURES: Final = 3
@@ -39,9 +43,9 @@ class Fleet:
     def __init__(self, settings: Settings, state: State, store: Store, attempts: Attempts, bells: Bells) -> None:
         self._settings, self._state, self._store = settings, state, store
         self._attempts, self._bells = attempts, bells
-        self._liveness = Liveness(settings.heartbeat_timeout_s)
-        #: Often enough to tell a worker's silence from our own sleep, and to be late by a tenth at most.
-        self.judge_every_s = min(0.5, settings.heartbeat_timeout_s / 10)
+        self._health = Health(settings.heartbeat_timeout_s)
+        self.judge_every_s = self._health.judge_every_s
+        self._closing: dict[str, Session] = {}  # gone, but what they sent is still to be stored
         self._lost: dict[str, tuple[float, Worker]] = {}
         self._notes: set[asyncio.Task[None]] = set()
         self.leaving = False  # this coordinator ends: broken streams are its own doing
@@ -56,15 +60,19 @@ class Fleet:
             )
         now = time.monotonic()
         session = Session(new_fence(), hello, now)
+        session.resumes = self._state.resumes
         adopted, superseded = self._attempts.adopt(session, (held.attempt for held in hello.held))
         for other in [one for one in self._state.sessions.values() if one.worker_id == hello.worker_id]:
             self.detach(other, "it attached again")
         self._lost.pop(hello.worker_id, None)
         self._recognise(session, adopted)
         self._state.sessions[session.session_id] = session
-        self._liveness.heard(session.session_id, now)
+        self._health.heard(session, now)
         self._state.wake.set()
-        self._tell_all(session, f"worker {hello.worker_id} attached", "attached")
+        shunned_s = self._health.shunned_s(session)
+        text = f"worker {hello.worker_id} attached"
+        text += f"; it was lost too often, and gets no work for {shunned_s:.0f} s" if shunned_s else ""
+        self._tell_all(session, text, "shunned" if shunned_s else "attached")
         log.info("attached", worker_id=hello.worker_id, adopted=len(adopted), superseded=len(superseded))
         return session, adopted, superseded
 
@@ -77,42 +85,75 @@ class Fleet:
                 session.installed, session.run_id = (run.run_id, version), run.run_id
                 return
 
-    def detach(self, session: Session, reason: str) -> None:
+    def detach(self, session: Session, reason: str, suspect: Suspect | None = None) -> None:
         """The session is over; its attempts wait for the grace and go back in line. Nothing happens the second time."""
         if session.gone:
             return
+        now = time.monotonic()
         session.gone = True
         session.outbox.put_nowait(None)
         self._state.sessions.pop(session.session_id, None)
-        self._liveness.forget(session.session_id)
+        quiet_s = suspect.quiet_s if suspect else self._health.quiet_s(session, now)
+        self._health.gone(session, now, announced=session.draining or self.leaving)
         if self.leaving:
             return
-        lost = len(session.attempts)
-        orphaned = Orphaned(time.monotonic() + self._settings.reattach_grace_s, f"worker lost: {reason}", True)
-        for attempt in list(session.attempts.values()):
-            attempt.orphan(orphaned)
-        self._lost[session.worker_id] = (time.monotonic(), self._listed(session, WorkerState.LOST))
+        state = WorkerState.SUSPECTED if suspect else WorkerState.LOST
+        lost = self._orphan_all(session, reason, now, quiet_s, suspected=suspect is not None)
+        listed = msgspec.structs.replace(self._listed(session, state), running=lost, reason=reason)
+        self._lost[session.worker_id] = (now, listed)
         self._state.reap.set()
         self._state.wake.set()
         left = session.draining and not lost
-        event = "left" if left else "lost"
+        event = "left" if left else state.name.lower()
         log.warning(event, worker_id=session.worker_id, reason=reason, rollouts=lost)
         text = f"worker {session.worker_id} {event}" + ("" if left else f": {reason}; {lost} rollouts go elsewhere")
         self._tell_all(session, text, event, rollouts=lost)
 
+    def _orphan_all(self, session: Session, reason: str, now: float, quiet_s: float, *, suspected: bool) -> int:
+        """Orphan the attempts of a session that is over; returns how many. One that may still have sent tokens gets
+        a moment for them to be stored; one that was silent anyway does not, nor may it have the same rollouts again.
+        """
+        lost = list(session.attempts.values())
+        drains = not suspected and not session.drained.is_set()
+        grace = 0.0 if suspected else self._settings.reattach_grace_s
+        due = now + max(grace, _DRAIN_S if drains else 0.0)
+        orphaned = Orphaned(due, f"worker lost: {reason}", True, avoid=suspected, noticed_s=quiet_s)
+        for attempt, tokens in zip(lost, [_lost_at_most(one, session, now) for one in lost], strict=True):
+            attempt.lost = tokens
+            attempt.orphan(orphaned)
+        if lost and drains:
+            self._closing[session.session_id] = session
+            self._background(self._drain(session, lost, orphaned, now + grace))
+        return len(lost)
+
+    async def _drain(self, session: Session, lost: list[Attempt], orphaned: Orphaned, due: float) -> None:
+        """Let the append stream of a lost worker come to its end before its attempts do."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                await session.drained.wait()
+        self._closing.pop(session.session_id, None)
+        at_last = msgspec.structs.replace(orphaned, due=due)
+        for attempt in lost:
+            if attempt.orphaned is orphaned:
+                attempt.orphaned = at_last
+        self._state.reap.set()
+
     def judge(self, now: float) -> None:
-        """Lose the workers that have been silent for too long."""
-        for session_id in self._liveness.silent(now):
-            self._liveness.forget(session_id)
-            if session := self._state.sessions.get(session_id):
-                self.detach(session, f"no heartbeat for {self._settings.heartbeat_timeout_s:g} s")
+        """Lose the workers that have been silent, or have made nothing, for too long."""
+        for suspect in self._health.judge(self._state.sessions.values(), now):
+            if session := self._state.sessions.get(suspect.session_id):
+                self.detach(session, suspect.reason, suspect)
         for worker_id, (when, _) in list(self._lost.items()):
             if now - when > _LOST_KEPT_S:
                 del self._lost[worker_id]
 
+    def shunned_s(self, session: Session) -> float:
+        """For how much longer a worker that was lost too often gets no work."""
+        return self._health.shunned_s(session)
+
     def hear(self, session: Session, message: msgspec.Struct) -> None:
         """Take in one control message."""
-        self._liveness.heard(session.session_id, time.monotonic())
+        self._health.heard(session, time.monotonic())
         match message:
             case Heartbeat():
                 session.beat = message
@@ -189,10 +230,13 @@ class Fleet:
         self._state.wake.set()
 
     def session(self, session_id: str) -> Session:
-        """The open session. Raises `NotFound` for one that is over or of another coordinator's life."""
-        if (session := self._state.sessions.get(session_id)) is None:
-            raise NotFound("this session is over; attach again on the control stream")
-        return session
+        """The session that a message names. Raises `NotFound` for one that is over or of another coordinator's life."""
+        if (session := self._state.sessions.get(session_id)) is not None:
+            self._health.heard(session, time.monotonic())
+            return session
+        if (session := self._closing.get(session_id)) is not None:
+            return session
+        raise NotFound("this session is over; attach again on the control stream")
 
     def workers(self) -> list[Worker]:
         """All attached workers, and those lost lately."""
@@ -200,7 +244,9 @@ class Fleet:
         return sorted([*listed, *(worker for _, worker in self._lost.values())], key=lambda one: one.worker_id)
 
     def _listed(self, session: Session, state: WorkerState) -> Worker:
-        beat = session.beat
+        beat, shunned_s = session.beat, self._health.shunned_s(session)
+        if shunned_s and state not in {WorkerState.DRAINING, WorkerState.LOST, WorkerState.SUSPECTED}:
+            state = WorkerState.SHUNNED
         return Worker(
             worker_id=session.worker_id,
             kind=session.hello.kind,
@@ -210,11 +256,15 @@ class Fleet:
             running=len(session.attempts),
             tokens_per_s=beat.tokens_per_s,
             installed=(session.installed[1],) if session.installed else session.hello.installed,
-            last_heartbeat_s=self._liveness.since(session.session_id, time.monotonic()),
+            last_heartbeat_s=self._health.quiet_s(session, time.monotonic()),
             tokens_generated=beat.tokens_generated,
             busy_s=beat.busy_s,
             uptime_s=beat.uptime_s,
             engine=session.hello.engine,
+            waiting=len(session.pending),
+            plateau=session.plateau,
+            shunned_s=shunned_s,
+            reason="it was lost too often" if state is WorkerState.SHUNNED else "",
         )
 
     def _tell_all(self, session: Session, text: str, state: str, **values: float) -> None:
@@ -246,3 +296,16 @@ class Fleet:
         for task in self._notes:
             task.cancel()
         await asyncio.gather(*self._notes, return_exceptions=True)
+
+
+def _lost_at_most(attempt: Attempt, session: Session, now: float) -> int:
+    """Tokens that may have gone with a worker: its flush window, or what it can have made since it sent some last, at
+    twice its usual rate; whichever is less.
+    """
+    most = attempt.max_tokens - attempt.stored
+    if session.hello.flush_tokens:
+        most = min(most, session.hello.flush_tokens)
+    started = len(session.attempts) - len(session.pending)
+    if started and (rate := session.beat.tokens_per_s / started):
+        most = min(most, math.ceil(2 * rate * (now - session.progressed)))
+    return max(0, most)

@@ -1,10 +1,14 @@
 """What a coordinator counts. No label without a bound: never a run, a rollout or a worker."""
 
 from collections.abc import Iterable
+from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator.state import RunState, Session
+from ebbtide.store.rows import Why
 from ebbtide.types.fleet import WorkerState
+
+_WAITS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
 
 runs = telemetry.gauge("coordinator_runs", "live runs")
 queued = telemetry.gauge("coordinator_rollouts_queued", "rollouts waiting for a worker")
@@ -13,6 +17,22 @@ workers = telemetry.gauge("coordinator_workers", "attached workers", ("state",))
 attempts = telemetry.counter("coordinator_attempts_total", "attempts started")
 resumptions = telemetry.counter("coordinator_resumptions_total", "attempts that went on from stored tokens")
 requeued = telemetry.counter("coordinator_requeued_total", "attempts that ended without a finish")
+moved = telemetry.counter("coordinator_moved_total", "attempts taken from a worker to balance the fleet")
+tokens_resumed = telemetry.counter(
+    "coordinator_tokens_resumed_total", "stored tokens that attempts went on from: saved, not generated again"
+)
+tokens_lost = telemetry.counter(
+    "coordinator_tokens_lost_total", "tokens lost with workers that went without notice, at most"
+)
+rollout_attempts = telemetry.histogram(
+    "coordinator_rollout_attempts", "attempts per rollout that a worker finished", buckets=(1, 2, 3, 5, 10)
+)
+detection_seconds = telemetry.histogram(
+    "coordinator_detection_seconds", "a worker's last sign of life to its loss", buckets=_WAITS
+)
+resume_seconds = telemetry.histogram(
+    "coordinator_resume_seconds", "rollout back in line to the first token of its next attempt", buckets=_WAITS
+)
 finished = telemetry.counter("coordinator_finished_total", "rollouts finished by workers")
 dead_letters = telemetry.counter("coordinator_dead_letters_total", "rollouts given up")
 tokens = telemetry.counter("coordinator_tokens_appended_total", "tokens received from workers, repeats included")
@@ -22,6 +42,16 @@ placement_seconds = telemetry.histogram("coordinator_placement_seconds", "rollou
 install_seconds = telemetry.histogram(
     "coordinator_install_seconds", "policy versions as workers report them", ("phase",)
 )
+
+
+def count_requeued(why: Why, attempts: int, lost: int) -> None:
+    """So many attempts ended in one go, and with them at most so many tokens."""
+    requeued.inc(attempts)
+    tokens_lost.inc(lost)
+    if why.moved:
+        moved.inc(attempts)
+    if why.noticed_s is not None:
+        detection_seconds.observe(why.noticed_s)
 
 
 def observe(live: Iterable[RunState], sessions: Iterable[Session]) -> None:

@@ -6,6 +6,7 @@ from msgspec import Meta
 
 from ebbtide.rpc.security import ServerSettings
 from ebbtide.runtime import ProcessSettings
+from ebbtide.scheduling.liveness import TIMEOUT_S
 
 
 class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -13,16 +14,24 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
 
     server: ServerSettings = ServerSettings.at("127.0.0.1:7600")
     store_url: Annotated[
-        str, Meta(description="Redis 6.2 or newer: redis://, rediss:// or unix:///path", extra={"shared": True})
+        str,
+        Meta(
+            description="Redis 6.2 or newer: redis://, rediss://, unix:///path, "
+            "or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE",
+            extra={"shared": True},
+        ),
     ] = "redis://127.0.0.1:6379/0"
     store_patience_s: Annotated[
         float, Meta(gt=0, description="how long a call waits for a store that is away, before it fails")
     ] = 3.0
     store_boot_s: Annotated[float, Meta(gt=0, description="how long a start waits for the store")] = 30.0
+    store_replicas: Annotated[
+        int, Meta(ge=0, description="so many of the store's replicas must have a write before it is acknowledged")
+    ] = 0
     heartbeat_s: Annotated[float, Meta(gt=0, description="pause between a worker's heartbeats")] = 1.0
     heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, description="a worker silent for so long is lost; its rollouts go elsewhere")
-    ] = 5.0
+    ] = TIMEOUT_S
     reattach_grace_s: Annotated[
         float, Meta(ge=0, description="how long attempts wait for a worker whose stream broke")
     ] = 0.0

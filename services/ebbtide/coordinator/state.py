@@ -10,15 +10,18 @@ the runs back, and workers attach again with the attempts that they have.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from msgspec import Struct
 
 from ebbtide.coordinator.records import Attach, Heartbeat
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
+from ebbtide.scheduling.lengths import Lengths
 from ebbtide.scheduling.line import Line, Waiting
+from ebbtide.scheduling.pacing import Bounds
+from ebbtide.store.rows import Why
 from ebbtide.types.fleet import AttemptRef, WorkerState
 from ebbtide.types.run import RunSpec
 from ebbtide.types.weights import PolicyVersion
@@ -40,18 +43,16 @@ class Orphaned(Struct, frozen=True):
 
     @property
     def why(self) -> Why:
-        return Why(
-            reason=self.reason, blame=self.blame, avoid=self.avoid, moved=self.moved, noticed_s=self.noticed_s
-        )
+        return Why(reason=self.reason, blame=self.blame, avoid=self.avoid, moved=self.moved, noticed_s=self.noticed_s)
 
 
 class Attempt(Struct, kw_only=True, eq=False):
     """One running rollout, from token `start` on. Exactly one of `session` and `orphaned` is set.
 
     `leaving`: the store was asked to end it, so that its worker can no longer go on with it. `stored`: tokens of the
-    rollout that the store has, as acknowledged last; `started`: a token of this attempt has arrived; `heard`: when the
-    last one did, or it was given; `resumed`: it is not the rollout's first; `lost`: tokens that went with its worker,
-    at most; `moving`: see `Moves`.
+    rollout that the store has, as acknowledged last; `started`: a token of this attempt has arrived; `number`: how many
+    attempts the rollout has had with it (0: not known); `lost`: tokens that went with its worker, at most; `target`:
+    the worker that it is on its way to, if the coordinator moves it.
     """
 
     run_id: str
@@ -62,10 +63,9 @@ class Attempt(Struct, kw_only=True, eq=False):
     leaving: bool = False
     stored: int = 0
     started: bool = False
-    heard: float = 0.0
-    resumed: bool = False
+    number: int = 0
     lost: int = 0
-    moving: str = ""
+    target: str = ""
     session: "Session | None" = None
     orphaned: Orphaned | None = None
 
@@ -76,18 +76,12 @@ class Attempt(Struct, kw_only=True, eq=False):
     def ref(self) -> AttemptRef:
         return AttemptRef(self.run_id, self.waiting.rollout_id, self.attempt_id)
 
-    def arrived(self, now: float) -> None:
-        """Tokens of it came, stored or not yet."""
-        self.heard = now
-        session = self.session
-        if session is not None:
-            session.progressed = now
-        if self.started:
-            return
+    def begun(self, now: float) -> None:
+        """Its first tokens came, stored or not yet."""
         self.started = True
-        if session is not None:
+        if (session := self.session) is not None:
             session.pending.pop(self.attempt_id, None)
-            if self.resumed:
+            if self.number > 1:
                 session.resumes.append((self.run_id, now - self.waiting.since))
 
     def orphan(self, orphaned: Orphaned) -> None:
@@ -117,8 +111,8 @@ class Attempt(Struct, kw_only=True, eq=False):
 class StoreLife:
     """One life of the store. It is `over` once the store came back, or another took its place: that one may know less.
 
-    `name`: of the server and its data, as `Connection.life`. `durable_after_s`: a write survives the store so long after
-    it was acknowledged within one life; 0: at once. An answer "durable" may be given only if the life is not over then.
+    `name`: of the server and its data, as `Connection.life`. `durable_after_s`: a write survives the store so long
+    after it was acknowledged within one life; 0: at once. "Durable" may be answered only if the life is not over then.
     """
 
     def __init__(self, name: str = "", durable_after_s: float = 0.0) -> None:
@@ -127,22 +121,27 @@ class StoreLife:
 
 
 class Widow(Struct, frozen=True):
-    """An attempt whose rollout the store has forgotten: its worker goes on until `due`, and the rollout may come again."""
+    """An attempt whose rollout the store forgot: its worker goes on until `due`, and the rollout may come again.
+
+    `newer`: the attempt is known to be newer than any that the store has.
+    """
 
     attempt: Attempt
     due: float
+    newer: bool = False
 
 
 class RunState:
     """A live run.
 
-    `settled`: the store's present life knows of all attempts that live on, but for the `widows` (by rollout): until then
-    appends wait, so that no worker is told SUPERSEDED because the store forgot. An append for a widow is not sent to the
-    store but answered as stored with 0 tokens; the worker sends again when the rollout is known (`Session.resend`).
+    `settled`: the store's present life knows of all attempts that live on, but for the `widows` (by rollout): until
+    then appends wait, so that no worker is told SUPERSEDED because the store forgot. An append for a widow is not sent
+    to the store but answered as stored, with 0 tokens; the worker sends again once the rollout is known
+    (`Session.resend`).
 
     `versions`: the announced ones that can be had; `homes`: episode -> session of its last turn; `busy`, `served`: when
     the run last had work, and a worker; `fitted`: whether some worker ever installed a version; `misfits`: before that,
-    how often versions of an architecture were refused by workers of another.
+    how often versions of an architecture were refused by workers of another; `lengths`: of its finished responses.
     """
 
     def __init__(self, run_id: str, spec: RunSpec) -> None:
@@ -158,6 +157,7 @@ class RunState:
         self.versions: dict[int, PolicyVersion] = {}
         self.homes: dict[str, str] = {}
         self.failed_installs: dict[int, int] = {}
+        self.lengths = Lengths()
         self.fitted = False
         self.misfits: Counter[str] = Counter()
         self.busy = self.served = float("-inf")
@@ -188,6 +188,13 @@ class RunState:
             attempt.part()
         return attempt
 
+    def finish(self, rollout_id: str, attempt_id: str) -> Attempt | None:
+        """The store finished a rollout with the tokens of this attempt. None if that was known already."""
+        attempt = self.end(rollout_id, attempt_id)
+        if attempt is not None:
+            self.lengths.finished(attempt.stored)
+        return attempt
+
     def settle_at(self, episode_id: str, session_id: str) -> None:
         """Remember which attached worker had an episode's last turn."""
         self.homes.pop(episode_id, None)
@@ -199,7 +206,9 @@ class RunState:
 class Session:
     """One attachment of a worker. `resend`: set to end its append stream, so that it sends again what is not durable;
     cleared with the next stream. `run_id`: the run it is to serve, `since` when; `target`: the version that it was
-    last told."""
+    last told; `pending`: the attempts that have not started; `held`: how many it has of each run and bounds; `plateau`:
+    see `Worker`.
+    """
 
     def __init__(self, session_id: str, hello: Attach, now: float) -> None:
         self.session_id = session_id
@@ -207,6 +216,10 @@ class Session:
         self.state = WorkerState.READY
         self.beat = Heartbeat()
         self.attempts: dict[str, Attempt] = {}  # by attempt id
+        self.pending: dict[str, Attempt] = {}
+        self.held: Counter[tuple[str, Bounds]] = Counter()
+        self.resumes: list[tuple[str, float]] = []  # the state's
+        self.plateau = 0
         self.outbox: asyncio.Queue[fleet_pb2.CoordinatorMessage | None] = asyncio.Queue()
         self.run_id = ""
         self.attached = self.since = now
@@ -216,6 +229,10 @@ class Session:
         self.draining = self.gone = False
         self.resend = asyncio.Event()
         self.progressed = now  # when tokens of it arrived last, stored or not
+        self.storing = 0  # messages that the store was asked to take, and has not answered
+        self._streams = 0
+        self.drained = asyncio.Event()  # it has no append stream open: all that came of it was seen to
+        self.drained.set()
 
     @property
     def worker_id(self) -> str:
@@ -224,6 +241,18 @@ class Session:
     def version_of(self, run_id: str) -> int:
         """The version of the run that is installed; 0 for none."""
         return self.installed[1].version if self.installed and self.installed[0] == run_id else 0
+
+    @contextmanager
+    def appending(self) -> Iterator[None]:
+        """Hold this while an append stream of the worker is open: its attempts are not re-queued yet."""
+        self._streams += 1
+        self.drained.clear()
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            if not self._streams:
+                self.drained.set()
 
     def cancel(self, attempts: Iterable[AttemptRef]) -> None:
         batch = [
@@ -239,6 +268,7 @@ class State:
     def __init__(self) -> None:
         self.runs: dict[str, RunState] = {}
         self.sessions: dict[str, Session] = {}
+        self.resumes: list[tuple[str, float]] = []  # run, and seconds until a rollout went on; until they are counted
         self.ended: set[str] = set()  # ended runs whose data is still to be deleted
         self.life = StoreLife()  # the store's present one
         self.doubt_until = 0.0  # until then the store may have forgotten what workers and leases still send again

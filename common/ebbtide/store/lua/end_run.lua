@@ -8,7 +8,12 @@ end
 local function counter(name) return tonumber(redis.call('HGET', COUNT, name) or 0) end
 local open = counter('submitted') - counter('trained') - counter('dropped')
 if ARGV[7] == '1' and open > 0 then return refuse('UNSETTLED', tostring(open)) end
+local ran = {}
+for _, field in ipairs(redis.call('HKEYS', FENCE)) do
+  if string.sub(field, 1, 2) == 'r:' then ran[#ran + 1] = span(string.sub(field, 3)) end
+end
 redis.call('DEL', FENCE)
+for _, fields in ipairs(ran) do log_span(fields, 'run ended') end
 for i = 9, #ARGV do redis.call('DEL', CLAIM .. ARGV[i]) end
 redis.call('HSET', RUN, 'status', ARGV[4], 'message', ARGV[5])
 count('dropped', open)
@@ -16,5 +21,5 @@ count('dropped:' .. ARGV[6], open)
 for _, name in ipairs({'queued', 'running', 'finished', 'trajectories', 'bytes'}) do count(name, -counter(name)) end
 settle()
 emit('status', ARGV[4], ARGV[5], '{}', cjson.encode({status = ARGV[4]}))
-for _, key in ipairs({RUN, COUNT, EVENTS, CHATTER, EVENT_KEYS}) do redis.call('EXPIRE', key, ARGV[8]) end
+for _, key in ipairs({RUN, COUNT, EVENTS, CHATTER, EVENT_KEYS, SPANS}) do redis.call('EXPIRE', key, ARGV[8]) end
 return 1

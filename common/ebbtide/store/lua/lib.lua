@@ -3,6 +3,13 @@
 -- Events that drivers and trainers rebuild themselves from, a few per step or group: all are kept. Of others, the newest.
 local FACTS = {status = true, version = true, step = true, group_dropped = true, evaluation = true, checkpoint = true}
 local CHATTER_KEPT = 100000
+local SPANS_KEPT = 100000
+-- Upper ends of the buckets that a run counts in, as `NAME:le:END`: each counts what is above the one before, the last is `inf`.
+local BUCKETS = {
+  detection = {0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 3, 5, 10},  -- seconds from a worker's last sign of life to its loss
+  resume = {0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30},  -- seconds from back in line to the first token of the next attempt
+  attempts = {1, 2, 3, 5, 10},  -- per finished rollout
+}
 
 local function refuse(code, text)
   return redis.error_reply(code .. ' ' .. (text or ''))
@@ -31,16 +38,29 @@ local function settle()
   change = {}
 end
 
+local function observe(name, value)
+  local own = 'inf'
+  for _, upper in ipairs(BUCKETS[name]) do
+    if value <= upper then own = upper; break end
+  end
+  count(name .. ':le:' .. own, 1)
+end
+
 local function now_ms()
   local t = redis.call('TIME')
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
+local age_ms  -- of the run; looked up once per script
+local function age()
+  age_ms = age_ms or string.format('%.0f', now_ms() - tonumber(redis.call('HGET', RUN, 'created')))
+  return age_ms
+end
+
 local function emit(kind, key, message, values, labels)
   if key ~= '' and redis.call('SADD', EVENT_KEYS, kind .. ':' .. key) == 0 then return end
-  local age = now_ms() - tonumber(redis.call('HGET', RUN, 'created'))
   local id = redis.call('HINCRBY', RUN, 'events', 1) .. '-0'  -- one count for both streams: the order of all that was said
-  local fields = {'k', kind, 'key', key, 'm', message, 'v', values, 'l', labels, 'at', string.format('%.0f', age)}
+  local fields = {'k', kind, 'key', key, 'm', message, 'v', values, 'l', labels, 'at', age()}
   if FACTS[kind] then redis.call('XADD', EVENTS, id, unpack(fields))
   else redis.call('XADD', CHATTER, 'MAXLEN', '~', CHATTER_KEPT, id, unpack(fields)) end
 end
@@ -52,9 +72,24 @@ local function close(kind, reason)
   else count('dropped', 1); count('dropped:' .. reason, 1) end
 end
 
+-- What the timeline says of a running attempt that ends now. Read it before the rollout's data goes, write it after.
+local function span(id)
+  local r = redis.call('HMGET', ROLLOUT .. id, 'attempt', 'worker', 'from', 'begin')
+  local first, last, versions = tonumber(r[3]), redis.call('STRLEN', TOKENS .. id) / 12, ''
+  if last > first then
+    versions = redis.call('GETRANGE', TOKENS .. id, first * 12 + 8, first * 12 + 11)
+      .. redis.call('GETRANGE', TOKENS .. id, last * 12 - 4, last * 12 - 1)
+  end
+  return {'r', id, 'a', r[1], 'w', r[2], 'f', first, 'l', last, 'b', r[4] or age(), 'v', versions}
+end
+local function log_span(fields, why)
+  redis.call('XADD', SPANS, 'MAXLEN', '~', SPANS_KEPT, '*', 'e', age(), 'why', why, unpack(fields))
+end
+
 -- Deletes a rollout's data and remembers that it is over. Returns its attempt if one was running.
 local function forget(id)
   local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'cursor', 'attempt')
+  local ran = r[1] == 'running' and span(id)
   local bytes = redis.call('HSTRLEN', ROLLOUT .. id, 'prompt') + redis.call('STRLEN', TOKENS .. id)
   redis.call('DEL', ROLLOUT .. id, TOKENS .. id)
   if r[2] then redis.call('XDEL', FINISHED, r[2]) end
@@ -63,7 +98,9 @@ local function forget(id)
   redis.call('SADD', DONE, 'r:' .. id)
   count(r[1], -1)
   count('bytes', -bytes)
-  return r[1] == 'running' and r[3] or nil
+  if not ran then return nil end
+  log_span(ran, 'cancelled')
+  return r[3]
 end
 
 -- A queued or running rollout comes to its end and waits in the finished stream.
@@ -72,6 +109,8 @@ local function finish(id, state, reason, message)
   redis.call('ZREM', OPEN, id)
   local cursor = redis.call('XADD', FINISHED, '*', 'id', id)
   redis.call('HSET', ROLLOUT .. id, 'state', 'finished', 'reason', reason, 'message', message, 'cursor', cursor)
+  if state == 'running' then log_span(span(id), 'finished') end
+  observe('attempts', tonumber(redis.call('HGET', ROLLOUT .. id, 'attempts')))
   count(state, -1)
   count('finished', 1)
 end

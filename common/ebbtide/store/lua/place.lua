@@ -12,7 +12,8 @@ for at = 2, #ARGV, 3 do
     if r[1] == 'queued' then
       attempts = attempts + 1
       redis.call('HSET', FENCE, 'r:' .. id, attempt .. ':' .. stored)
-      redis.call('HSET', ROLLOUT .. id, 'state', 'running', 'attempt', attempt, 'attempts', attempts, 'worker', worker, 'from', stored)
+      redis.call('HSET', ROLLOUT .. id, 'state', 'running', 'attempt', attempt, 'attempts', attempts, 'worker', worker,
+        'from', stored, 'begin', age())
       count('queued', -1)
       count('running', 1)
       count('attempts', 1)

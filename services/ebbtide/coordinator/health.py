@@ -1,0 +1,84 @@
+"""Which workers can be trusted with work: those heard lately, that make tokens, and do not come and go.
+
+Invariant: every attached session is watched, and no other; what is held against a worker outlives its sessions. Lost
+with the process: workers attach anew, and all are trusted again.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ebbtide.coordinator.state import Session
+from ebbtide.scheduling.flapping import Flapping
+from ebbtide.scheduling.liveness import JUDGE_EVERY_S, Liveness
+from ebbtide.scheduling.progress import Doing, Progress
+from ebbtide.types.fleet import WorkerState
+
+
+class Suspect(NamedTuple):
+    """A worker to be given up, why, and for how long it has shown no sign of life, or of work."""
+
+    session_id: str
+    reason: str
+    quiet_s: float
+
+
+class Health:
+    def __init__(self, heartbeat_timeout_s: float) -> None:
+        #: Often enough to tell a worker's silence from our own sleep, and to be late by a tenth at most.
+        self.judge_every_s = min(JUDGE_EVERY_S, heartbeat_timeout_s / 10)
+        self._timeout_s = heartbeat_timeout_s
+        self._liveness = Liveness(heartbeat_timeout_s)
+        self._progress = Progress()
+        self._flapping = Flapping()
+        self._progressed: dict[str, float] = {}
+
+    def heard(self, session: Session, now: float) -> None:
+        """Any message came."""
+        self._liveness.heard(session.session_id, now)
+
+    def quiet_s(self, session: Session, now: float) -> float:
+        """Seconds since the last message."""
+        return self._liveness.since(session.session_id, now)
+
+    def gone(self, session: Session, now: float, *, announced: bool) -> None:
+        """The session is over."""
+        self._liveness.forget(session.session_id)
+        self._progress.forget(session.session_id)
+        self._progressed.pop(session.session_id, None)
+        if not announced:
+            self._flapping.lost(session.worker_id, now)
+
+    def shunned_s(self, session: Session) -> float:
+        """For how much longer the worker is to get no work."""
+        return self._flapping.shunned_s(session.worker_id, time.monotonic())
+
+    def judge(self, sessions: Iterable[Session], now: float) -> list[Suspect]:
+        """The workers to give up. Call it every `judge_every_s`."""
+        watched = list(sessions)
+        for session in watched:
+            if self._progressed.get(session.session_id) != session.progressed:
+                self._progressed[session.session_id] = session.progressed
+                self._progress.arrived(session.session_id, session.progressed)
+        found = {
+            session_id: Suspect(
+                session_id, f"no heartbeat for {self._timeout_s:g} s", self._liveness.since(session_id, now)
+            )
+            for session_id in self._liveness.silent(now)
+        }
+        for session_id in self._progress.stalled(map(_doing, watched), now):
+            quiet_s = self._progress.quiet_s(session_id, now)
+            reason = f"no token for {quiet_s:.1f} s, though it has work and its heartbeats go on"
+            found.setdefault(session_id, Suspect(session_id, reason, quiet_s))
+        return list(found.values())
+
+
+def _doing(session: Session) -> Doing:
+    installed = session.installed and (session.installed[0], session.installed[1].version)
+    installing = session.state is WorkerState.INSTALLING or (session.target is not None and session.target != installed)
+    return Doing(
+        session=session.session_id,
+        started=len(session.attempts) - len(session.pending),
+        pending=len(session.pending),
+        excused=session.beat.held or installing or session.storing > 0,
+    )
