@@ -25,14 +25,20 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the engine that follows a script instead of a model, for tests and for measuring everything else."""
 
-    step_s: Annotated[float, Meta(ge=0, description="seconds for a token of each rollout")] = 0.01
+    step_s: Annotated[float, Meta(ge=0, description="seconds for a token of each rollout, up to the plateau")] = 0.01
+    plateau: Annotated[int, Meta(ge=0, description="rollouts from which on tokens/s stay flat in all; 0: none")] = 0
+    slowness: Annotated[float, Meta(gt=0, description="factor on all times of generation")] = 1.0
+    burst: Annotated[int, Meta(ge=1, description="tokens of a rollout that leave the engine at once")] = 1
     first_token_s: Annotated[float, Meta(ge=0, description="seconds before the first token of a request")] = 0.0
+    prefill_token_s: Annotated[float, Meta(ge=0, description="seconds that a token read holds everybody up")] = 0.0
     boot_s: Annotated[float, Meta(ge=0, description="seconds to boot")] = 0.0
     install_s: Annotated[float, Meta(ge=0, description="seconds for which an install holds generation")] = 0.0
     vocab_size: Annotated[int, Meta(ge=4, description="token ids are below")] = 128
     max_model_len: Annotated[int, Meta(ge=2, description="prompt plus response, tokens")] = 4096
     mean_length: Annotated[int, Meta(ge=0, description="one token in so many ends a response (id 1); 0: none")] = 0
     stall_after_tokens: Annotated[int, Meta(ge=0, description="then nothing comes any more; 0: never")] = 0
+    stall_at_s: Annotated[float, Meta(ge=0, description="so long after boot nothing comes for a while; 0: never")] = 0.0
+    stall_s: Annotated[float, Meta(ge=0, description="how long that while is; 0: for ever")] = 0.0
     fail_after_tokens: Annotated[int, Meta(ge=0, description="then the engine is lost; 0: never")] = 0
     refuse_version: Annotated[int, Meta(ge=0, description="a version that it refuses to install; 0: none")] = 0
 

@@ -52,6 +52,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         self.adopting = True
         self.lossy = False  # acknowledgements are lost, and the stream with them
         self.durable = True
+        self.heartbeat_s = 0.05
         self.store_up = asyncio.Event()
         self.store_up.set()
         self.messages = 0
@@ -64,7 +65,8 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         refs = [held.attempt for held in attach.held]
         mine = [ref for ref in refs if self.adopting and self.fences.get(ref.rollout_id) == ref.attempt_id]
         session, speaks = f"session{len(self.attaches)}", self.protocol_version
-        attached = fleet_pb2.Attached(session=session, protocol_version=speaks, heartbeat_s=0.05, adopted=mine)
+        attached = fleet_pb2.Attached(session=session, protocol_version=speaks, adopted=mine)
+        attached.heartbeat_s = self.heartbeat_s
         attached.superseded.extend(ref for ref in refs if ref not in mine)
         reader = asyncio.create_task(self._read(request_iterator, out))
         try:
@@ -95,6 +97,9 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
                 self.lossy = False
                 raise StoreUnavailable("the store went away with the acknowledgement")
             yield answer(request.sequence, deltas, acks, durable=self.durable)
+
+    def DrainWorker(self, request: fleet_pb2.DrainWorkerRequest, context: Any) -> Any:
+        raise NotImplementedError
 
     def ListWorkers(self, request: fleet_pb2.ListWorkersRequest, context: Any) -> Any:
         raise NotImplementedError
@@ -215,6 +220,7 @@ class WorkerTask:
     """A worker in this process."""
 
     def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.shutdown = Shutdown("rollout-worker", settings)
         self.task = asyncio.create_task(serve(self.shutdown, settings))
 

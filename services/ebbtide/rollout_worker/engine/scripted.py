@@ -1,12 +1,16 @@
 """An engine that follows a script: each token is a pure function of all tokens before it, so that a resume must
 continue exactly, whoever generated the partial. For tests, chaos and scale; its weights change nothing but the
 version.
+
+Invariant: one timer makes the tokens of all requests, a step at a time, while there are requests; nothing is made while
+the engine is paused, stalled or lost. `tokens` counts what was made.
 """
 
 import asyncio
+import math
 import time
 import zlib
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,21 +19,22 @@ from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, T
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
+from ebbtide.types.tokens import pack_ids
 
 #: The token that ends a response.
 END: Final = 1
 #: Ids below are never generated but for END, so that tests may use them as they like.
 _FIRST: Final = 2
+#: Nothing sleeps longer than this at once.
+_LONG_S: Final = 3600.0
 
 
 class Script:
     """What follows a sequence of tokens."""
 
-    def __init__(self, settings: ScriptedSettings, token_ids: Iterable[int]) -> None:
+    def __init__(self, settings: ScriptedSettings, token_ids: Sequence[int]) -> None:
         self._settings = settings
-        self._state = 0
-        for token in token_ids:
-            self._state = zlib.crc32(token.to_bytes(4, "little"), self._state)
+        self._state = zlib.crc32(pack_ids(token_ids))
 
     def next(self) -> tuple[int, float]:
         """The next token and its logprob."""
@@ -46,16 +51,61 @@ def follow(settings: ScriptedSettings, token_ids: Sequence[int], count: int) -> 
     return [script.next() for _ in range(count)]
 
 
+class Feed:
+    """One request: tokens made for it since its reader took some last."""
+
+    def __init__(self, settings: ScriptedSettings, request: EngineRequest, ready: float) -> None:
+        """`ready`: when its first token may be made."""
+        self._request, self.ready = request, ready
+        self._script = Script(settings, request.token_ids)
+        self._made = 0
+        self._ids, self._logprobs, self._versions = list[int](), list[float](), list[int]()
+        self._finish: FinishReason | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def unread(self) -> int:
+        """Tokens that are to be read before the first one is made."""
+        return 0 if self._made else len(self._request.token_ids)
+
+    def make(self, version: int) -> bool:
+        """Make one token; whether it is the last."""
+        token, logprob = self._script.next()
+        self._made += 1
+        if token in self._request.stop_token_ids and self._made > self._request.min_tokens:
+            self._finish = FinishReason.STOP
+        elif self._made == self._request.max_tokens:
+            self._finish = FinishReason.LENGTH
+        self._ids.append(token)
+        self._logprobs.append(logprob)
+        self._versions.append(version)
+        return self._finish is not None
+
+    def tell(self) -> None:
+        self._news.set()
+
+    async def take(self) -> TokenDelta:
+        """What was made meanwhile; waits for news."""
+        await self._news.wait()
+        self._news.clear()
+        delta = TokenDelta(self._ids, self._logprobs, self._versions, self._finish)
+        self._ids, self._logprobs, self._versions = [], [], []
+        return delta
+
+
 class ScriptedEngine:
     """Implements `Engine`; see there."""
 
     def __init__(self, settings: ScriptedSettings) -> None:
         self._settings = settings
         self._version = self.tokens = 0
+        self._feeds: dict[Feed, None] = {}
+        self._steps: asyncio.Task[None] | None = None
         self._paused: set[str] = set()
         self._going = asyncio.Event()
         self._going.set()
         self._lost = False
+        self._stalls = (math.inf, math.inf)  # from when to when
 
     @property
     def shapes(self) -> Shapes:
@@ -63,6 +113,9 @@ class ScriptedEngine:
 
     async def start(self) -> EngineInfo:
         await asyncio.sleep(self._settings.boot_s)
+        if self._settings.stall_at_s:
+            begin = time.monotonic() + self._settings.stall_at_s
+            self._stalls = (begin, begin + (self._settings.stall_s or math.inf))
         return EngineInfo(
             model="scripted",
             vocab_size=self._settings.vocab_size,
@@ -72,22 +125,23 @@ class ScriptedEngine:
         )
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
-        script = Script(self._settings, request.token_ids)
-        await asyncio.sleep(self._settings.first_token_s)
-        for made in range(1, request.max_tokens + 1):
-            await asyncio.sleep(self._settings.step_s)
-            await self._going.wait()
-            await self._fault()
-            token, logprob = script.next()
-            self.tokens += 1
-            finish = None
-            if token in request.stop_token_ids and made > request.min_tokens:
-                finish = FinishReason.STOP
-            elif made == request.max_tokens:
-                finish = FinishReason.LENGTH
-            yield TokenDelta([token], [logprob], [self._version], finish)
-            if finish is not None:
-                return
+        self.check()
+        ready = time.monotonic() + self._settings.first_token_s * self._settings.slowness
+        feed = Feed(self._settings, request, ready)
+        self._feeds[feed] = None
+        if self._steps is None or self._steps.done():
+            self._steps = asyncio.create_task(self._run(), name="scripted engine")
+        try:
+            while True:
+                delta = await feed.take()
+                if not delta.ids:
+                    self.check()
+                    continue
+                yield delta
+                if delta.finish is not None:
+                    return
+        finally:
+            self._feeds.pop(feed, None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in token_ids)
@@ -117,11 +171,52 @@ class ScriptedEngine:
             raise EngineFailed("lost, as scripted")
 
     async def stop(self) -> None:
-        """Nothing to stop."""
+        if self._steps is not None:
+            self._steps.cancel()
+            await asyncio.wait({self._steps})
 
-    async def _fault(self) -> None:
-        if 0 < self._settings.stall_after_tokens <= self.tokens:
-            await asyncio.Event().wait()
-        if 0 < self._settings.fail_after_tokens <= self.tokens:
-            self._lost = True
-        self.check()
+    async def _run(self) -> None:
+        """Step after step, until there are no requests. One that comes late is not made up for."""
+        due = time.monotonic()
+        while self._feeds:
+            now = time.monotonic()
+            ready = [feed for feed in self._feeds if feed.ready <= now]
+            due = max(due + self._step_s(ready), now) if ready else min(feed.ready for feed in self._feeds)
+            await asyncio.sleep(min(due - now, _LONG_S))
+            await self._free()
+            self._step([feed for feed in ready if feed in self._feeds])
+
+    def _step_s(self, ready: Sequence[Feed]) -> float:
+        """Seconds for the next tokens of these requests, the reading of new ones included."""
+        settings = self._settings
+        crowd = max(1.0, len(ready) / settings.plateau) if settings.plateau else 1.0
+        reading = settings.prefill_token_s * sum(feed.unread for feed in ready)
+        return settings.slowness * (settings.step_s * settings.burst * crowd + reading)
+
+    async def _free(self) -> None:
+        """Wait until the engine is neither paused nor stalled."""
+        while True:
+            await self._going.wait()
+            now = time.monotonic()
+            if 0 < self._settings.stall_after_tokens <= self.tokens:
+                await asyncio.Event().wait()
+            elif self._stalls[0] <= now < self._stalls[1]:
+                await asyncio.sleep(min(self._stalls[1] - now, _LONG_S))
+            else:
+                return
+
+    def _step(self, feeds: Sequence[Feed]) -> None:
+        for feed in feeds:
+            for _ in range(self._settings.burst):
+                if 0 < self._settings.fail_after_tokens <= self.tokens:
+                    self._lost = True
+                if self._lost or 0 < self._settings.stall_after_tokens <= self.tokens:
+                    break
+                self.tokens += 1
+                if feed.make(self._version):
+                    self._feeds.pop(feed, None)
+                    break
+            feed.tell()
+        if self._lost:
+            for feed in self._feeds:
+                feed.tell()
