@@ -50,6 +50,8 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         self.fences: dict[str, str] = {}
         self.protocol_version = PROTOCOL_VERSION
         self.adopting = True
+        self.away = False  # who attaches is turned away
+        self.refused = 0
         self.lossy = False  # acknowledgements are lost, and the stream with them
         self.durable = True
         self.heartbeat_s = 0.05
@@ -60,6 +62,9 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
 
     async def Control(self, request_iterator: AsyncIterator[fleet_pb2.WorkerMessage], context: Any) -> Any:
         attach = (await anext(request_iterator)).attach
+        if self.away:
+            self.refused += 1
+            raise StoreUnavailable("away")
         self.attaches.append(attach)
         out = self._out = asyncio.Queue()
         refs = [held.attempt for held in attach.held]
@@ -170,7 +175,9 @@ class Relay(weights_pb2_grpc.WeightsServicer):
     def __init__(self) -> None:
         self.manifests: dict[int, Any] = {}
         self.tiles: dict[bytes, bytes] = {}
-        self.served = 0
+        self.served = self.asked = 0
+        self.flowing = asyncio.Event()
+        self.flowing.set()
         self.corrupt = self.broken = 0  # so many more tiles come altered, or not at all
 
     def publish(self, number: int, *, changed_tiles: int = 4, run_id: str = RUN) -> PolicyVersion:
@@ -192,7 +199,9 @@ class Relay(weights_pb2_grpc.WeightsServicer):
             yield to_proto(part, weights_pb2.ManifestPart)
 
     async def FetchTiles(self, request: weights_pb2.FetchTilesRequest, context: Any) -> Any:
+        self.asked += 1
         for digest in request.digests:
+            await self.flowing.wait()
             if self.broken:
                 self.broken -= 1
                 raise StoreUnavailable("the relay's disk is away")

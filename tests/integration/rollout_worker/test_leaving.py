@@ -1,16 +1,20 @@
 """A worker that is asked to leave hands everything over; one that is killed leaves its ledger."""
 
+import asyncio
 import signal
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from ebbtide.errors import InvalidRequest, NotReady, Unavailable
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker.engine import EngineFailed
+from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
 from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
+from ebbtide.v1 import fleet_pb2
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]
@@ -44,11 +48,138 @@ async def test_a_draining_worker_takes_nothing_more(house: House) -> None:
 
 
 async def test_the_coordinator_may_ask_for_the_drain(house: House) -> None:
-    from ebbtide.v1 import fleet_pb2
-
     worker = await house.worker()
     house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=5))
     await worker.task
+
+
+def handed_over(house: House, expected: Expected) -> bool:
+    """Whether the store has exactly what left the engine."""
+    records = read_ledger(house.counter_file)
+    return all(house.coordinator.ids(one.rollout_id) == expected(one.start + one.generated) for one in records)
+
+
+async def test_a_drain_names_its_reason_and_a_deadline_with_a_margin(house: House) -> None:
+    worker = await house.worker()
+    house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=10))
+    notice = await house.coordinator.hear("draining")
+    assert notice.reason == "asked"
+    assert 8.0 < notice.deadline_s <= 9.0
+    await worker.task
+
+
+async def test_a_drain_cuts_a_slow_pull_short(house: House, expected: Expected) -> None:
+    worker = await house.worker()
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await wait_until(lambda: house.coordinator.length("r1") > 20)
+    house.relay.flowing.clear()
+    house.coordinator.install(house.relay.publish(2))
+    await wait_until(lambda: house.relay.asked >= 2)
+    await worker.end()
+    assert handed_over(house, expected)
+    assert house.coordinator.released() == {"r1": "drained"}
+    assert len(house.coordinator.heard["installed"]) == 1
+    assert "install_failed" not in house.coordinator.heard
+
+
+async def test_a_drain_hands_over_during_an_install_that_outlasts_it(house: House, expected: Expected) -> None:
+    worker = await house.worker()
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await wait_until(lambda: house.coordinator.length("r1") > 20)
+    house.coordinator.store_up.clear()
+    await wait_until(lambda: house.generated() > house.coordinator.length("r1"))
+    msgspec.structs.force_setattr(worker.settings.scripted, "install_s", 60.0)
+    house.coordinator.install(house.relay.publish(2))
+    await wait_until(lambda: house.coordinator.heard["heartbeat"][-1].held)
+    house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=10))
+    await house.coordinator.hear("draining")
+    house.coordinator.store_up.set()
+    await worker.task
+    assert handed_over(house, expected)
+    assert house.coordinator.released() == {"r1": "drained"}
+
+
+async def test_a_drain_does_not_wait_for_an_engine_that_is_too_busy_to_pause(
+    house: House, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause = ScriptedEngine.pause
+
+    async def busy(engine: ScriptedEngine, reason: str) -> None:
+        if reason == "drain":
+            await asyncio.Event().wait()
+        await pause(engine, reason)
+
+    monkeypatch.setattr(ScriptedEngine, "pause", busy)
+    worker = await house.worker()
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await wait_until(lambda: house.coordinator.length("r1") > 20)
+    house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=2))
+    await worker.task
+    assert handed_over(house, expected)
+    assert house.coordinator.released() == {"r1": "drained"}
+
+
+async def test_a_drain_hands_over_what_a_stalled_engine_made(house: House, expected: Expected) -> None:
+    worker = await house.worker(scripted={"stall_after_tokens": 30})
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await wait_until(lambda: house.coordinator.length("r1") == 30)
+    await worker.end()
+    assert handed_over(house, expected)
+    assert house.coordinator.released() == {"r1": "drained"}
+
+
+async def test_a_second_notice_can_only_hasten_a_drain(house: House) -> None:
+    worker = await house.worker()
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await house.hold_store("r1")
+    house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=100))
+    await house.coordinator.hear("draining")
+    house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=200))
+    house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=0.5))
+    hastened = await house.coordinator.hear("draining", 2)
+    assert hastened.deadline_s < 0.5
+    with pytest.raises(Unavailable, match="generated again elsewhere"):
+        await asyncio.wait_for(worker.task, 10)
+    assert len(house.coordinator.heard["draining"]) == 2
+
+
+async def test_a_signal_during_a_drain_hastens_it_and_ends_nothing(house: House, expected: Expected) -> None:
+    process = await house.process()
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await house.hold_store("r1")
+    house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=100))
+    await house.coordinator.hear("draining")
+    process.send_signal(signal.SIGTERM)
+    assert (await house.coordinator.hear("draining", 2)).deadline_s < 20
+    house.coordinator.store_up.set()
+    await wait_until(lambda: process.poll() is not None)
+    assert process.returncode == 0
+    assert handed_over(house, expected)
+
+
+async def test_a_drain_waits_for_a_coordinator_that_is_away(house: House, expected: Expected) -> None:
+    worker = await house.worker()
+    house.coordinator.assign("r1", Sampling(max_tokens=4000))
+    await house.hold_store("r1")
+    house.coordinator.away = True
+    house.coordinator.hang_up()
+    await wait_until(lambda: house.coordinator.refused >= 1)
+    worker.shutdown.requested.set()
+    await wait_until(lambda: house.coordinator.refused >= 4)
+    house.coordinator.away = False
+    house.coordinator.store_up.set()
+    await worker.end()
+    assert handed_over(house, expected)
+    assert house.coordinator.released() == {"r1": "drained"}
+
+
+async def test_a_worker_told_to_leave_before_its_attempts_began_hands_them_back(house: House) -> None:
+    worker = await house.worker()
+    for number in range(32):
+        house.coordinator.assign(f"r{number}", Sampling(max_tokens=4000))
+    house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=10))
+    await worker.task
+    assert set(house.coordinator.released()) == {f"r{number}" for number in range(32)}
 
 
 async def test_a_drain_goes_on_over_a_broken_stream(house: House) -> None:
