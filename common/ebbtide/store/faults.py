@@ -38,6 +38,7 @@ _REMEDIES: Final = {
     "BUSY": "is busy with a script and answers when done",
     "MASTERDOWN": "has lost its primary",
     "CLUSTERDOWN": "is a cluster that is down",
+    "NOREPLICAS": "has fewer replicas than its min-replicas-to-write; start them",
 }
 #: The client library strips the code of replies that it has a class for.
 _CLASSES: Final = (
@@ -55,6 +56,16 @@ _PHRASES: Final = (
     ("invalid username-password", "NOAUTH"),
     ("loading the dataset", "LOADING"),
 )
+
+
+#: What a server says that is not the primary any more, or not yet one: it is to be left, and the primary found.
+_ESTRANGING: Final = ("READONLY", "MASTERDOWN", "LOADING")
+
+
+def estranges(error: redis.exceptions.RedisError) -> bool:
+    """Whether the error means that the server at the other end of the link is not the one to ask."""
+    code = next((name for kind, name in _CLASSES if isinstance(error, kind)), str(error).partition(" ")[0])
+    return code in _ESTRANGING or any(f"-{name} " in str(error) for name in _ESTRANGING)
 
 
 def fault(error: redis.exceptions.RedisError, *, where: str) -> Exception:

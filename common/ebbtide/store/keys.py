@@ -58,7 +58,7 @@ RUN_KEYS: Final[dict[str, str]] = {
     # set: `r:ROLLOUT` and `e:EPISODE` that are over, so that a late repeat is known. Some 50 bytes each. Deleted at
     # the run's end.
     "DONE": "done",
-    # stream: n (training rollouts it stands for), data (msgpack of the Trajectory). An entry is deleted when committed.
+    # stream: n (training rollouts it stands for), data (msgpack of the Trajectory), at (ms). Deleted when committed.
     "TRAJECTORIES": "trajectories",
 }
 

@@ -14,7 +14,7 @@ from ebbtide.types.run import ROLES, LeaseRef
 
 class Leases(Topic):
     async def claim(self, run_id: str, role: str, holder: str, ttl_s: float) -> LeaseRef:
-        """Take the lease, ending the fence before it. Raises `NotReady` while another holder keeps it renewed."""
+        """Take the lease for good, ending the fence before it. Raises `NotReady` while another holder renews it."""
         fence: Final = new_fence()
         try:
             await self._write("lease_claim", run_id, role, fence, holder, round(ttl_s * 1000))
@@ -24,6 +24,7 @@ class Leases(Topic):
                 f"the {role} lease of run {run_id} is held by {other}; "
                 f"it is free in {int(rest) / 1000:.1f} s unless it is renewed"
             ) from None
+        await self._durable()
         return LeaseRef(run_id=run_id, role=role, fence=fence)
 
     async def held(self, run_id: str) -> dict[str, Held]:

@@ -7,7 +7,7 @@ import msgspec
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
 from ebbtide.store.codec import pack, unpack
 from ebbtide.store.faults import Refused, TermSuperseded
-from ebbtide.store.keys import INDEX, TERM, run_key
+from ebbtide.store.keys import INDEX, LIFE, TERM, run_key
 from ebbtide.store.topic import Topic, no_run
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
@@ -22,7 +22,28 @@ class Runs(Topic):
         oldest first.
         """
         await self._link.call("SET", TERM, self._term)
-        return [run_id for run_id in await self.ids() if await self._write("claim_term", run_id)]
+        live = [run_id for run_id in await self.ids() if await self._write("claim_term", run_id)]
+        await self._durable()
+        return live
+
+    async def term_stands(self) -> bool:
+        """Whether this is still the store's coordinator. One that forgot its coordinator is told again."""
+        if (found := await self._link.call("GET", TERM)) is None:
+            await self._link.call("SET", TERM, self._term, "NX")
+        return found in {None, self._term.encode()}
+
+    async def life(self) -> str:
+        """The store's life that `settle` was last done for, of all runs; see `Connection.life`."""
+        return (await self._link.call("GET", LIFE) or b"").decode()
+
+    async def keep_life(self, life: str) -> None:
+        await self._link.call("SET", LIFE, life)
+
+    async def settle(self, run_id: str, ttl_s: float) -> bool:
+        """Make a run that its store may have forgotten a part of safe to go on with: what its watchers have seen is not
+        given another meaning, and leases that could not be renewed last for `ttl_s` again. False if it is over or gone.
+        """
+        return bool(await self._write("settle", run_id, round(ttl_s * 1000), *ROLES))
 
     async def ids(self) -> list[str]:
         """All runs with a record, oldest first."""
@@ -35,9 +56,11 @@ class Runs(Topic):
             raise TermSuperseded
         await self._link.call("ZADD", INDEX, "NX", await self._next_place(), run_id)
         try:
-            return bool(await self._write("submit_run", run_id, msgspec.json.encode(spec, order="deterministic")))
+            made = bool(await self._write("submit_run", run_id, msgspec.json.encode(spec, order="deterministic")))
         except Refused:
             raise AlreadyExists(f"run {run_id} exists with another spec; choose another run_id") from None
+        await self._durable()
+        return made
 
     async def _next_place(self) -> int:
         last = await self._link.call("ZRANGE", INDEX, -1, -1, "WITHSCORES")
@@ -81,13 +104,17 @@ class Runs(Topic):
                 f"{refused.detail} training rollouts of run {run_id} are neither trained nor dropped; "
                 "commit, acknowledge or cancel them first"
             ) from None
+        await self._durable()
 
     async def sweep(self, run_id: str) -> bool:
         """Delete a page of an ended run's data; False when all is gone."""
         return bool(await self._run("sweep_run", run_id, _SWEEP_PAGE))
 
     async def reserve_version(self, lease: LeaseRef) -> int:
-        return int(await self._leased("reserve_version", lease))
+        """A number that no version of the run has or will have: it is durable before it is given out."""
+        number = int(await self._leased("reserve_version", lease))
+        await self._durable()
+        return number
 
     async def announce(self, lease: LeaseRef, version: PolicyVersion) -> bool:
         """Make `version` the newest; False for a repeat. Raises `AlreadyExists`, `InvalidRequest`."""

@@ -8,6 +8,7 @@ from ebbtide.errors import StoreUnavailable
 from ebbtide.store.appends import Appends
 from ebbtide.store.connection import Connection
 from ebbtide.store.events import Events
+from ebbtide.store.greeting import info
 from ebbtide.store.leases import Leases
 from ebbtide.store.rollouts import Rollouts
 from ebbtide.store.runs import Runs
@@ -18,12 +19,27 @@ from ebbtide.store.trajectories import Trajectories
 OLDEST_REDIS: Final = (6, 2)
 
 
+#: By `fsync`: how long an acknowledged write may still be lost with the server, with a margin for a slow disk.
+_FSYNC_S: Final = {"always": 0.0, "everysec": 2.0}
+#: Without `always`, what the kernel may take to write to the disk.
+_UNSYNCED_S: Final = 30.0
+#: Behind Sentinel and without confirmation by replicas: how far a replica lags, and how long a primary that was given
+#: up may take writes until this end notices.
+_UNCONFIRMED_S: Final = 5.0
+
+
 class Condition(Struct, frozen=True):
-    """What the store promises. `fsync`: "always", "everysec", "no", or "off" without an append-only file."""
+    """What the store promises. `fsync`: "always", "everysec", "no", or "off" without an append-only file.
+
+    `durable_after_s`: for so long, an acknowledged write may be forgotten when the store comes back. `wipes`: it would
+    come back empty, and its replicas with it.
+    """
 
     version: str
     fsync: str
     evicts: bool
+    durable_after_s: float = 0.0
+    wipes: bool = False
 
 
 class Store:
@@ -42,17 +58,23 @@ class Store:
 
     async def condition(self) -> Condition:
         """Ask the store what it is. Raises `StoreUnavailable` for one that is too old."""
-        server = _info(await self.link.call("INFO", "server"))
-        version = server["redis_version"]
+        said = info(await self.link.call("INFO"))
+        version = said["redis_version"]
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
             wanted = ".".join(map(str, OLDEST_REDIS))
             raise StoreUnavailable(f"the store at {self.link.where} is Redis {version}; {wanted} or newer is needed")
-        settings = await self._settings("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
-        on = settings.get("appendonly") == "yes"
+        settings = await self._settings("appendonly", "appendfsync", "save", "maxmemory", "maxmemory-policy")
+        fsync = settings.get("appendfsync", "off") if settings.get("appendonly") == "yes" else "off"
+        lasts_s = _FSYNC_S.get(fsync, _UNSYNCED_S)
+        if self.link.sentinel and not self.link.replicas:
+            lasts_s = max(lasts_s, _UNCONFIRMED_S)
+        self.link.durable_after_s = lasts_s
         return Condition(
             version=version,
-            fsync=settings.get("appendfsync", "off") if on else "off",
+            fsync=fsync,
             evicts=settings.get("maxmemory", "0") != "0" and settings.get("maxmemory-policy") != "noeviction",
+            durable_after_s=lasts_s,
+            wipes=fsync == "off" and not settings.get("save") and said.get("connected_slaves", "0") != "0",
         )
 
     async def _settings(self, *names: str) -> dict[str, str]:
@@ -64,8 +86,3 @@ class Store:
 
 def _pairs(flat: list[bytes]) -> dict[str, str]:
     return {key.decode(): value.decode() for key, value in zip(flat[::2], flat[1::2], strict=True)}
-
-
-def _info(text: bytes) -> dict[str, str]:
-    lines = (line.partition(":") for line in text.decode().splitlines() if ":" in line)
-    return {name: value for name, _, value in lines}

@@ -29,6 +29,10 @@ class Topic:
         """Run a script that checks the term and the lease."""
         return await self._run(name, lease.run_id, self._term, lease.role, lease.fence, *args)
 
+    async def _durable(self) -> None:
+        """Behind a rare write whose answer nobody will ask for again: see `Connection.durable`."""
+        await self._link.durable()
+
     async def _run(self, name: str, run_id: str, *args: Argument) -> Any:
         try:
             return await self._link.run(script(name), run_prefix(run_id), *args)

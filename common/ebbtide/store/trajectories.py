@@ -67,8 +67,9 @@ class Trajectories(Topic):
         return list(zip(names[::2], names[1::2], strict=True))
 
     async def page(self, run_id: str, cursor: str) -> list[Trajectory]:
-        """A page of uncommitted trajectories after `cursor`, in the order of their completion."""
-        rows = await self._run("trajectory_page", run_id, cursor or "0-0", PAGE, PAGE_BYTES)
+        """A page of uncommitted trajectories after `cursor`, in the order of their completion: the durable ones."""
+        least_ms = round(self._link.durable_after_s * 1000)
+        rows = await self._run("trajectory_page", run_id, cursor or "0-0", PAGE, PAGE_BYTES, least_ms)
         return [
             msgspec.structs.replace(unpack(data, Trajectory), cursor=entry.decode(), rollouts=int(counted))
             for entry, counted, data in rows

@@ -79,6 +79,7 @@ class Attempts:
                 start=token_count(given.partial),
                 max_tokens=given.request.sampling.max_tokens,
                 number=given.attempts,
+                given=time.monotonic(),
             )
             run.running[rollout_id] = attempt
             run.settle_at(stood.episode_id, session.session_id)

@@ -1,13 +1,16 @@
 """Reading runs back from the store: at the start, and whenever the mirror may have missed something.
 
-Attempts that the store has as running, and that no attached worker holds, wait for their worker until `grace`; then
-they are re-queued like any orphan.
+A store that came back may have missed something itself: then it is told first what lives on (`lives`). Attempts that
+the store has as running, and that no attached worker holds, wait for their worker until `grace`; then they are
+re-queued like any orphan.
 """
 
 import time
+from collections.abc import Awaitable, Callable
 
 from ebbtide import telemetry
-from ebbtide.coordinator.attempts import waiting
+from ebbtide.coordinator.attempts import standing
+from ebbtide.coordinator.lives import Lives
 from ebbtide.coordinator.state import Attempt, Orphaned, RunState, State
 from ebbtide.errors import LeaseSuperseded
 from ebbtide.store.rows import Open
@@ -19,13 +22,18 @@ log = telemetry.get_logger(__name__)
 
 
 class Recovery:
-    def __init__(self, state: State, store: Store, *, grace_s: float) -> None:
-        self._state, self._store = state, store
+    """`over`: called when the store says that a live run of the mirror has ended."""
+
+    def __init__(
+        self, state: State, store: Store, lives: Lives, over: Callable[[str], Awaitable[None]], *, grace_s: float
+    ) -> None:
+        self._state, self._store, self._lives, self._over = state, store, lives, over
         self._until = time.monotonic() + grace_s
 
     async def take_over(self) -> None:
         """Become the store's coordinator and load every live run; ended ones are noted for deletion."""
         live = await self._store.runs.take_over()
+        await self._lives.begin()
         for run_id in live:
             await self.add(await self._store.runs.read(run_id))
         for run_id in set(await self._store.runs.ids()) - set(live):
@@ -51,22 +59,38 @@ class Recovery:
         return await self.add(record)
 
     async def refresh(self, run: RunState) -> None:
-        """Make a stale mirror true again."""
+        """Make a stale mirror true again, and first the store that came back."""
+        self._lives.expire(run)
+        if not run.stale or run.ended:
+            return
         async with run.lock:
-            if not run.stale or run.ended:
-                return
-            run.stale = False
-            ended: set[str] = set()
-            run.ended_lately = ended
-            try:
-                await self._read(run, ended)
-            except BaseException:
-                run.stale = True
-                raise
-            finally:
-                run.ended_lately = None
+            live = run.ended or await self._refresh(run)
+        if not live:
+            log.error("run gone from the store", run_id=run.run_id)
+            await self._over(run.run_id)
+            return
+        await self._lives.settled()
         self._state.wake.set()
         self._state.reap.set()
+
+    async def _refresh(self, run: RunState) -> bool:
+        life, ended = self._state.life, set[str]()
+        run.stale = False
+        run.ended_lately = ended
+        try:
+            if not run.settled.is_set() and not await self._lives.settle(run):
+                return False
+            await self._lives.remarry(run)
+            await self._read(run, ended)
+        except BaseException:
+            run.stale = True
+            raise
+        finally:
+            run.ended_lately = None
+        self._lives.rejoin(run)
+        if life is self._state.life:
+            run.settled.set()
+        return True
 
     async def _read(self, run: RunState, ended: set[str]) -> None:
         known = await self._store.runs.versions(run.run_id)
@@ -80,7 +104,7 @@ class Recovery:
         for row in rows:
             rollout_id = row.request.rollout_id
             if row.state is RolloutState.QUEUED:
-                run.line.add(waiting(row.request, place=row.place, length=row.prompt_len + row.stored))
+                run.line.add(standing(row))
             else:
                 run.running[rollout_id] = self._attempt(row, run.run_id, before.get(rollout_id))
         self._drop_lost(run, before)
@@ -91,7 +115,7 @@ class Recovery:
         return Attempt(
             run_id=run_id,
             attempt_id=row.attempt_id,
-            waiting=waiting(row.request, place=row.place, length=row.prompt_len + row.stored),
+            waiting=standing(row),
             start=row.stored,
             max_tokens=row.request.sampling.max_tokens,
             orphaned=Orphaned(self._until, "its worker did not come back to the restarted coordinator", False),
@@ -102,4 +126,4 @@ class Recovery:
         for rollout_id, attempt in before.items():
             if run.running.get(rollout_id) is not attempt and attempt.session is not None:
                 attempt.session.cancel([attempt.ref])
-                attempt.session.attempts.pop(attempt.attempt_id, None)
+                attempt.part()

@@ -1,14 +1,16 @@
 """Rollouts, episodes and trajectories: what the `Rollouts` service does."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from ebbtide.coordinator.attempts import waiting
 from ebbtide.coordinator.bells import follow, rung_or_late
 from ebbtide.coordinator.checks import check_batch, check_cursor, check_lease, check_reason, check_rollouts
 from ebbtide.coordinator.parts import Parts
 from ebbtide.coordinator.state import RunState
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, StoreUnavailable
 from ebbtide.store.rows import State as RolloutState
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import (
@@ -41,7 +43,9 @@ class RolloutService:
                 lease, requests, quota_bytes=run.spec.quota_bytes, max_open=self._settings.max_open
             )
             for request, row in zip(requests, accepted, strict=True):
-                if row.outcome is SubmitOutcome.ACCEPTED:
+                if request.rollout_id in run.widows:
+                    run.stale = True  # its worker goes on with it
+                elif row.outcome is SubmitOutcome.ACCEPTED:
                     run.line.add(waiting(request, place=row.place, length=len(request.prompt_ids) // 4))
                 elif row.state is RolloutState.QUEUED and request.rollout_id not in run.line:
                     run.stale = True  # taken by a call whose answer was lost
@@ -65,7 +69,8 @@ class RolloutService:
             while True:
                 rung.clear()
                 await self._recovery.live(run_id)
-                chunk = await self._store.trajectories.tokens(run_id, rollout_id, offset)
+                with self._in_doubt(NotFound, InvalidRequest):
+                    chunk = await self._store.trajectories.tokens(run_id, rollout_id, offset)
                 if chunk.tokens or chunk.reason:
                     yield chunk
                 if chunk.reason:
@@ -78,7 +83,9 @@ class RolloutService:
         """End finished rollouts as trained, or dropped with a reason, and delete them."""
         check_lease(lease)
         self._check_ids(rollout_ids)
-        await self._store.rollouts.acknowledge(lease, rollout_ids, check_reason(drop_reason, field="drop_reason"))
+        drop_reason = check_reason(drop_reason, field="drop_reason")
+        with self._in_doubt(InvalidRequest):
+            await self._store.rollouts.acknowledge(lease, rollout_ids, drop_reason)
 
     async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> None:
         """Drop rollouts in whatever state; workers stop generating them."""
@@ -106,7 +113,8 @@ class RolloutService:
 
     async def _complete(self, run: RunState, lease: LeaseRef, index: int, episode: Episode) -> None:
         try:
-            ran = await self._store.trajectories.complete(lease, episode)
+            with self._in_doubt(InvalidRequest):
+                ran = await self._store.trajectories.complete(lease, episode)
         except InvalidRequest as error:
             text = str(error).removeprefix(f"{error.field}: ")
             raise InvalidRequest(text, field=f"episodes[{index}].{error.field}") from None
@@ -131,6 +139,20 @@ class RolloutService:
             check_cursor(outcome.cursor, field=f"outcomes[{index}].cursor")
             check_reason(outcome.drop_reason, field=f"outcomes[{index}].drop_reason")
         await self._store.trajectories.commit(lease, outcomes)
+
+    @contextmanager
+    def _in_doubt(self, *refusals: type[EbbtideError]) -> Iterator[None]:
+        """For calls on what the caller saw stored: a store that came back may have to be told of it first, by the
+        workers and leases that send again what it forgot. So the call is to be made again, too.
+        """
+        try:
+            yield
+        except refusals as error:
+            if time.monotonic() >= self._state.doubt_until:
+                raise
+            raise StoreUnavailable(
+                f"the store came back and may have forgotten something ({error}); ask again"
+            ) from None
 
     def _over(self, run_id: str) -> Callable[[], bool]:
         return lambda: run_id not in self._state.runs

@@ -10,6 +10,7 @@ from ebbtide import telemetry
 from ebbtide.coordinator.bells import follow
 from ebbtide.coordinator.checks import check_batch, check_lease
 from ebbtide.coordinator.parts import Parts
+from ebbtide.coordinator.state import StoreLife
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound
 from ebbtide.scheduling.claims import Claimable, choose
 from ebbtide.types.ids import check_id
@@ -25,6 +26,10 @@ class RunService:
 
     def __init__(self, parts: Parts) -> None:
         self._settings, self._state, self._store, self._bells, self._fleet, self._attempts, self._recovery = parts
+
+    @property
+    def store_life(self) -> StoreLife:
+        return self._state.life
 
     async def submit(self, run_id: str, spec: RunSpec) -> Run:
         """Make a run, once per id."""
@@ -60,7 +65,7 @@ class RunService:
             return ""
         if run.newest is None:
             return "waits for its first policy version"
-        return "" if self._state.sessions else "waits for workers: none is attached"
+        return self._fleet.lacking()
 
     async def list(self) -> list[Run]:
         """All runs with a record, oldest first; those whose record has expired leave the list."""

@@ -1,7 +1,9 @@
 """A coordinator put together: store, state, loops and servicers, in the order in which they come up and go down."""
 
+import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator.appending import Appending
@@ -9,6 +11,7 @@ from ebbtide.coordinator.attempts import Attempts
 from ebbtide.coordinator.bells import Bells
 from ebbtide.coordinator.dispatcher import Dispatcher
 from ebbtide.coordinator.fleet import Fleet
+from ebbtide.coordinator.lives import Lives
 from ebbtide.coordinator.parts import Parts
 from ebbtide.coordinator.recovery import Recovery
 from ebbtide.coordinator.rollouts import RolloutService
@@ -18,6 +21,7 @@ from ebbtide.coordinator.servicers import rollouts as rollouts_wire
 from ebbtide.coordinator.servicers import runs as runs_wire
 from ebbtide.coordinator.settings import Settings
 from ebbtide.coordinator.state import State
+from ebbtide.errors import StoreUnavailable
 from ebbtide.rpc.server import Service
 from ebbtide.store.connection import Connection
 from ebbtide.store.faults import TermSuperseded
@@ -28,14 +32,19 @@ from ebbtide.v1.rollouts_pb2_grpc import add_RolloutsServicer_to_server
 from ebbtide.v1.runs_pb2_grpc import add_RunsServicer_to_server
 
 log = telemetry.get_logger(__name__)
+#: How often a coordinator with nothing to write looks whether it is still the store's.
+_TERM_S: Final = 2.0
 
 
 class Coordinator:
     """`open`, serve what it returns, run `loops`, `leave`, `close`. A restart is another coordinator."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, link: Connection | None = None) -> None:
+        """`link`: the way to the store, unless it is the one of the settings."""
         self._settings = settings
-        self.link = Connection(settings.store_url, patience_s=settings.store_patience_s)
+        self.link = link or Connection(
+            settings.store_url, patience_s=settings.store_patience_s, replicas=settings.store_replicas
+        )
         self.store = Store(self.link, new_fence())
         self.state = State()
         self._bells = Bells()
@@ -54,14 +63,19 @@ class Coordinator:
         log.info("waiting for the store", at=self.link.where)
         await self.link.open(patience_s=settings.store_boot_s)
         condition = await self.store.condition()
-        _warn(condition)
-        recovery = Recovery(self.state, self.store, grace_s=settings.recover_grace_s)
+        _judge(condition, self.link)
+        lives = Lives(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
+        recovery = Recovery(self.state, self.store, lives, self._attempts.run_over, grace_s=settings.recover_grace_s)
         await recovery.take_over()
-        self.link.on_link = self._link_came
-        self.dispatcher = Dispatcher(self.state, self.fleet, self._attempts, recovery, slice_s=settings.slice_s)
+        self.link.on_link = lives.came
+        self.dispatcher = Dispatcher(
+            self.state, self.fleet, self._attempts, recovery, slice_s=settings.slice_s, balance=settings.rebalance
+        )
         parts = Parts(settings, self.state, self.store, self._bells, self.fleet, self._attempts, recovery)
         runs, rollouts = RunService(parts), RolloutService(parts)
-        appending = Appending(self.state, self.store, self.fleet, self._bells, fsync=condition.fsync)
+        appending = Appending(
+            self.state, self.store, self.fleet, self._bells, fsync="everysec" if condition.durable_after_s else "always"
+        )
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, heartbeat_s=settings.heartbeat_s)
         return [
@@ -80,14 +94,15 @@ class Coordinator:
         }
 
     async def _superseded(self) -> None:
-        await self.link.superseded.wait()
+        """Raises `TermSuperseded`: a write was refused, or, where nothing is to be written, the term is another's."""
+        while not self.link.superseded.is_set():
+            with suppress(StoreUnavailable):  # full, or away
+                if not await self.store.runs.term_stands():
+                    break
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TERM_S):
+                    await self.link.superseded.wait()
         raise TermSuperseded
-
-    def _link_came(self) -> None:
-        """Calls that the last link took with it may or may not have been done: look."""
-        for run in self.state.runs.values():
-            run.stale = True
-        self.state.wake.set()
 
     def leave(self) -> None:
         """From here on broken streams are our own doing, and workers keep their attempts."""
@@ -98,9 +113,17 @@ class Coordinator:
         await self.link.close()
 
 
-def _warn(condition: Condition) -> None:
-    log.info("store", version=condition.version, fsync=condition.fsync)
+def _judge(condition: Condition, link: Connection) -> None:
+    """Say what the store does not promise. Raises `StoreUnavailable` for one that would take its replicas with it."""
+    log.info("store", version=condition.version, fsync=condition.fsync, durable_after_s=condition.durable_after_s)
+    if condition.wipes:
+        raise StoreUnavailable(
+            f"the store at {link.where} has replicas and keeps nothing on disk: started again, it would be empty and "
+            "wipe them; turn on appendonly, with appendfsync always"
+        )
     if condition.fsync in {"off", "no"}:
         log.warning("the store's restart may lose what was acknowledged: turn on appendonly, with appendfsync always")
+    if link.sentinel and not link.replicas:
+        log.warning("a failover may lose what was acknowledged last, until it is sent again: set store_replicas to 1")
     if condition.evicts:
         log.warning("the store evicts keys when it is full, rollouts among them: set maxmemory-policy to noeviction")

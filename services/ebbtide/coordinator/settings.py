@@ -43,6 +43,7 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     barren_attempts: Annotated[
         int, Meta(ge=1, description="attempts in a row without a new token that make a rollout a dead letter")
     ] = 5
+    rebalance: Annotated[bool, Meta(description="move rollouts between workers where they end sooner by it")] = True
     slice_s: Annotated[
         float, Meta(gt=0, description="how long a worker serves a run before it may go to one that waits")
     ] = 10.0

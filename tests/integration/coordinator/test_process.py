@@ -54,16 +54,11 @@ async def test_it_says_when_it_is_ready_and_ends_cleanly_when_asked(start: Any, 
     assert out.decode().startswith(f"READY coordinator {process.address}")
 
 
-async def test_a_coordinator_that_was_superseded_ends_and_says_why(start: Any, redis_url: Any) -> None:
+async def test_a_coordinator_that_was_superseded_ends_within_seconds_and_says_why(start: Any, redis_url: Any) -> None:
     first = await start(store_url=redis_url)
     first.send_signal(signal.SIGSTOP)
     second = await start(store_url=redis_url)
-    first.send_signal(signal.SIGCONT)
-    async with open_channel(first.address, ClientSecurity(token=TOKEN)) as channel:
-        spec = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
-        request = runs_pb2.SubmitRunRequest(run_id="r", spec=to_proto(spec, types_pb2.RunSpec))
-        with pytest.raises(Exception, match="another coordinator"):
-            await runs_pb2_grpc.RunsStub(channel).SubmitRun(request)
+    first.send_signal(signal.SIGCONT)  # idle: no call tells it
     _, err = await asyncio.wait_for(first.communicate(), 20)
     assert first.returncode == 1
     assert b"another coordinator has taken over this store" in err

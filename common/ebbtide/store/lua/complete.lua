@@ -27,7 +27,7 @@ for _, id in ipairs(ids) do
 end
 redis.call('SADD', DONE, mark)
 if data ~= '' then
-  redis.call('XADD', TRAJECTORIES, '*', 'n', train, 'data', data)
+  redis.call('XADD', TRAJECTORIES, '*', 'n', train, 'data', data, 'at', string.format('%.0f', now_ms()))
   count('trajectories', train)
   count('bytes', #data)
 end

@@ -11,7 +11,7 @@ from ebbtide.coordinator.checks import check_cursor
 from ebbtide.coordinator.runs import RunService
 from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.convert import from_proto, to_proto
-from ebbtide.types.run import LeaseRef, RunEvent, RunSpec, RunStatus
+from ebbtide.types.run import LeaseRef, Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import runs_pb2, runs_pb2_grpc
 
@@ -52,13 +52,21 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
     async def ClaimRun(self, request: runs_pb2.ClaimRunRequest, context: Context) -> runs_pb2.Lease:
         waited_s = request.waited_s if request.HasField("waited_s") else math.inf
         lease, run = await self._runs.claim(request.run_id, request.role, request.holder, waited_s)
-        return runs_pb2.Lease(
-            ref=to_proto(lease, runs_pb2.LeaseRef), ttl_s=self._ttl_s, run=to_proto(run, runs_pb2.Run)
-        )
+        return self._lease(to_proto(lease, runs_pb2.LeaseRef), run)
 
     async def RenewLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Lease:
         run = await self._runs.renew(from_proto(request, LeaseRef))
-        return runs_pb2.Lease(ref=request, ttl_s=self._ttl_s, run=to_proto(run, runs_pb2.Run))
+        return self._lease(request, run)
+
+    def _lease(self, ref: runs_pb2.LeaseRef, run: Run) -> runs_pb2.Lease:
+        life = self._runs.store_life
+        return runs_pb2.Lease(
+            ref=ref,
+            ttl_s=self._ttl_s,
+            run=to_proto(run, runs_pb2.Run),
+            store_life=life.name,
+            durable_after_s=life.durable_after_s,
+        )
 
     async def ReleaseLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Empty:
         await self._runs.release(from_proto(request, LeaseRef))

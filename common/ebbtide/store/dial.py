@@ -1,0 +1,155 @@
+"""Where the store is: the one server that a URL names, or the primary that Sentinels name just now."""
+
+import asyncio
+from typing import Any, Final, Protocol, cast
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import redis.exceptions
+from redis.asyncio import ConnectionPool
+from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from ebbtide.errors import InvalidRequest
+
+#: A Sentinel that takes longer is passed by: another one, or the next try, has the answer.
+_SENTINEL_S: Final = 1.0
+_COMMON: Final[dict[str, Any]] = {"protocol": 2, "socket_timeout": None, "socket_connect_timeout": 5}
+_SENTINEL_PORT: Final = 26379
+
+Address = tuple[str, int]
+
+
+class Dialer(Protocol):
+    """`where` names the store in messages, without passwords."""
+
+    where: str
+    sentinel: bool
+
+    async def dial(self) -> AbstractConnection:
+        """A link to the store, connected. Raises redis' errors, `OSError` and `TimeoutError`."""
+
+    async def moved(self) -> bool:
+        """Whether another server than the one dialled last is known to be the primary."""
+
+    async def close(self) -> None: ...
+
+
+def dialer(url: str) -> Dialer:
+    """For `redis://`, `rediss://`, `unix://`, or `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE[/DB]` (`rediss+...` with
+    TLS). Raises `InvalidRequest` for anything else.
+    """
+    scheme = url.partition("://")[0]
+    if scheme in {"redis+sentinel", "rediss+sentinel"}:
+        return Sentinels(url)
+    return Direct(url)
+
+
+class Direct:
+    sentinel = False
+
+    def __init__(self, url: str) -> None:
+        self.where = _public(url)
+        try:
+            self._pool = ConnectionPool.from_url(url, **_COMMON, retry=_once())
+        except ValueError as error:
+            raise _unusable(self.where, str(error)) from None
+
+    async def dial(self) -> AbstractConnection:
+        link = cast("AbstractConnection", self._pool.make_connection())  # type: ignore[no-untyped-call]
+        await link.connect()  # type: ignore[no-untyped-call]
+        return link
+
+    async def moved(self) -> bool:
+        return False
+
+    async def close(self) -> None:
+        """Nothing is kept."""
+
+
+class Sentinels:
+    """User and password before the `@` are the server's; those of the Sentinels are the query's `sentinel_username` and
+    `sentinel_password`.
+    """
+
+    sentinel = True
+
+    def __init__(self, url: str) -> None:
+        self.where = _public(url)
+        parts = urlsplit(url)
+        login, _, hosts = parts.netloc.rpartition("@")
+        self._service, _, db = parts.path.strip("/").partition("/")
+        asked = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        if not self._service or not hosts or (db and not db.isdecimal()):
+            raise _unusable(self.where, "it must be redis+sentinel://HOST:PORT,HOST:PORT/SERVICE[/DB]")
+        tls = parts.scheme.startswith("rediss")
+        self._kind = SSLConnection if tls else Connection
+        user, _, password = login.partition(":")
+        self._login = {"username": unquote(user) or None, "password": unquote(password) or None, "db": int(db or 0)}
+        options = {name: asked.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+        if asked:
+            raise _unusable(self.where, f"unknown options {', '.join(sorted(asked))}")
+        wait = {"socket_timeout": _SENTINEL_S, "socket_connect_timeout": _SENTINEL_S, "retry": _once()}
+        addresses = [self._address(host) for host in hosts.split(",")]
+        self._sentinels = Sentinel(addresses, sentinel_kwargs={**options, **wait, "ssl": tls})  # type: ignore[no-untyped-call]
+        self._dialled: Address | None = None
+
+    def _address(self, text: str) -> Address:
+        host, _, port = text.rpartition(":") if ":" in text else (text, "", str(_SENTINEL_PORT))
+        if not host or not port.isdecimal():
+            raise _unusable(self.where, f"{text!r} is no HOST:PORT")
+        return host.strip("[]"), int(port)
+
+    async def dial(self) -> AbstractConnection:
+        named = await self._named()
+        if named is None:
+            raise redis.exceptions.ConnectionError(f"no Sentinel names a primary of {self._service} that is up")
+        address, sound = named
+        if not sound:
+            raise redis.exceptions.ConnectionError(f"the primary of {self._service} is down; its failover is awaited")
+        link = self._kind(host=address[0], port=address[1], **self._login, **_COMMON, retry=_once())
+        await link.connect()  # type: ignore[no-untyped-call]
+        self._dialled = address
+        return link
+
+    async def moved(self) -> bool:
+        named = await self._named()
+        return named is not None and named[0] != self._dialled
+
+    async def close(self) -> None:
+        await self._sentinels.aclose()
+
+    async def _named(self) -> tuple[Address, bool] | None:
+        """The primary of the newest configuration that any Sentinel knows, and whether it is up; None if none answers.
+
+        All are asked: one that was cut off may still name the former primary.
+        """
+        asked = [one.sentinel_masters() for one in self._sentinels.sentinels]
+        found: list[tuple[int, Address, bool]] = []
+        for states in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(states, redis.exceptions.RedisError | OSError | TimeoutError):
+                continue
+            if isinstance(states, BaseException):
+                raise states
+            if (state := cast("dict[str, dict[str, Any]]", states).get(self._service)) is not None:
+                sound = self._sentinels.check_master_state(state, self._service)
+                found.append((int(state["config-epoch"]), (state["ip"], int(state["port"])), sound))
+        if not found:
+            return None
+        _, address, sound = max(found)
+        return address, sound
+
+
+def _once() -> Retry:
+    """Who dials tries again by itself."""
+    return Retry(NoBackoff(), 0)  # type: ignore[no-untyped-call]
+
+
+def _public(url: str) -> str:
+    """The URL without user, password and options."""
+    return (url.rpartition("@")[2] if "@" in url else url).partition("?")[0]
+
+
+def _unusable(where: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{where!r} cannot be used: {why}", field="store_url")

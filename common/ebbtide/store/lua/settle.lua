@@ -1,0 +1,24 @@
+-- ARGV: term, a lease's time to live in ms, then the roles. The store may have forgotten the newest that others have seen of this run.
+-- What is added from now on gets numbers that nobody has seen, and a lease whose holder could not renew it lasts on. Returns 1, or 0 if
+-- the run is over or gone.
+if redis.call('EXISTS', FENCE) == 0 then return 0 end
+local bad = barred(ARGV[1])
+if bad then return bad end
+redis.call('HINCRBY', RUN, 'events', 1000000)
+local AHEAD_MS = 60000  -- more than clocks of primary and replica differ, and more entries than are added before they were copied
+for _, stream in ipairs({FINISHED, TRAJECTORIES, SPANS}) do
+  local about, ms = redis.pcall('XINFO', 'STREAM', stream), now_ms()
+  if not about['err'] then
+    for i = 1, #about, 2 do
+      if about[i] == 'last-generated-id' then ms = math.max(ms, tonumber(string.match(about[i + 1], '^%d+'))) end
+    end
+  end
+  local id = string.format('%.0f-0', ms + AHEAD_MS)
+  redis.call('XADD', stream, id, 'x', '')
+  redis.call('XDEL', stream, id)
+end
+for i = 3, #ARGV do
+  local holder = redis.call('HGET', FENCE, 'holder:' .. ARGV[i])
+  if holder then redis.call('SET', CLAIM .. ARGV[i], holder, 'PX', ARGV[2]) end
+end
+return 1
