@@ -20,7 +20,10 @@ def workers(
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
 ) -> None:
-    """List the workers, and what each of them is doing."""
+    """List the workers, and what each of them is doing.
+
+    load: rollouts / those of them without a token yet / slots. plateau: rollouts at which its throughput flattens.
+    """
     from ebbtide.cli.fleet_screen import fleet_table, watch_fleet
     from ebbtide.cli.tables import print_table
 

@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ebbtide.cli.progress import doing
 from ebbtide.cli.tables import clock
 from ebbtide.types.fleet import Worker, WorkerState
 
@@ -26,30 +25,45 @@ _STYLES: Final = {
     WorkerState.SHUNNED: "yellow",
     WorkerState.DRAINING: "yellow",
 }
-_RIGHT: Final = ("running", "waiting", "slots", "plateau", "tokens/s", "version", "heartbeat", "tokens")
+_RIGHT: Final = ("load", "plateau", "tok/s", "version", "heard", "tokens")
+_WORDS: Final = {
+    WorkerState.INSTALLING: "installs new weights",
+    WorkerState.DRAINING: "hands over",
+}
 
 
 def fleet_table(workers: Sequence[Worker]) -> Table:
-    """All that is known of each worker. `waiting` are those of the running that have no token yet; `plateau` is the
-    number of rollouts at which its throughput flattens, once that is known."""
+    """All that is known of each worker. `load`: its rollouts / those of them that have no token yet / its slots;
+    `plateau`: rollouts at which its throughput flattens, once that is known; `heard`: its last heartbeat."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("worker", "kind", "is doing", *_RIGHT, "reason"):
-        table.add_column(column, justify="right" if column in _RIGHT else "left", no_wrap=column != "reason")
+    for column in ("worker", "kind", "is doing", *_RIGHT):
+        wraps = column == "is doing"
+        table.add_column(column, justify="right" if column in _RIGHT else "left", no_wrap=not wraps, overflow="fold")
     for worker in workers:
         numbers = _numbers(worker)
         if worker.state is WorkerState.LOST:  # what it said last but its tokens is not so any more
             numbers = ("",) * (len(_RIGHT) - 1) + numbers[-1:]
-        words = (worker.worker_id, worker.kind.name.lower(), doing(worker))
-        table.add_row(*words, *numbers, worker.reason, style=_STYLES.get(worker.state, ""))
+        style = _STYLES.get(worker.state, "")
+        table.add_row(worker.worker_id, worker.kind.name.lower(), state(worker), *numbers, style=style)
     return table
+
+
+def state(worker: Worker) -> str:
+    """What it is about, and why if that is no good."""
+    match worker.state:
+        case WorkerState.READY:
+            words = "generates" if worker.running else "waits for work"
+        case WorkerState.SHUNNED:
+            words = f"gets no work for {worker.shunned_s:.0f} s"
+        case other:
+            words = _WORDS.get(other, other.name.lower())
+    return f"{words}: {worker.reason}" if worker.reason else words
 
 
 def _numbers(worker: Worker) -> tuple[str, ...]:
     version = max((installed.version for installed in worker.installed), default=0)
     return (
-        f"{worker.running}",
-        f"{worker.waiting}",
-        f"{worker.slots}",
+        f"{worker.running}/{worker.waiting}/{worker.slots}",
         f"{worker.plateau or '-'}",
         f"{worker.tokens_per_s:,.0f}",
         f"{version or '-'}",
@@ -70,10 +84,10 @@ def fleet_line(workers: Sequence[Worker]) -> str:
 
 def worker_line(worker: Worker) -> str:
     """One worker in a line, for output that is no terminal."""
+    told = f"{worker.worker_id} {state(worker)}"
     if worker.state is WorkerState.LOST:
-        return f"{worker.worker_id} lost: {worker.reason}" if worker.reason else f"{worker.worker_id} lost"
-    told = ", ".join(f"{name} {value}" for name, value in zip(_RIGHT, _numbers(worker), strict=True))
-    return f"{worker.worker_id} {doing(worker)}: {told}" + (f" ({worker.reason})" if worker.reason else "")
+        return told
+    return "; ".join((told, *(f"{name} {value}" for name, value in zip(_RIGHT, _numbers(worker), strict=True))))
 
 
 async def watch_fleet(client: "Client", every_s: float, console: Console | None = None) -> None:

@@ -1,6 +1,7 @@
 """Tables of runs and workers, for people."""
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -8,6 +9,8 @@ from rich.table import Table
 from ebbtide.cli.progress import doing
 from ebbtide.types.fleet import Worker, WorkerState
 from ebbtide.types.run import Run
+
+_WIDE: Final = 1000
 
 
 def run_table(runs: Sequence[Run]) -> Table:
@@ -35,6 +38,8 @@ def worker_table(workers: Sequence[Worker], rate: Callable[[Worker], float] = la
 
 def print_table(table: Table) -> None:
     console = Console()
+    if not console.is_terminal:  # another program reads it: a line is a row
+        console.width = _WIDE
     if table.row_count:
         console.print(table)
     else:

@@ -30,12 +30,12 @@ def test_the_table_tells_load_speed_plateau_version_heartbeat_and_tokens() -> No
     (_, row) = shown(BUSY).splitlines()
     cells = row.split()
     assert cells[:2] == ["w1", "spot"]
-    assert cells[-9:] == ["40", "8", "64", "32", "1,234", "12", "0.4", "s", "987,654"]
+    assert cells[2:] == ["generates", "40/8/64", "32", "1,234", "12", "0.4", "s", "987,654"]
 
 
 def test_what_is_not_known_yet_is_no_number() -> None:
     (_, row) = shown(msgspec.structs.replace(BUSY, plateau=0, installed=())).splitlines()
-    assert row.split()[-6:-4] == ["-", "1,234"]
+    assert row.split()[-6:-2] == ["-", "1,234", "-", "0.4"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_is_not_known_yet_is_no_number() -> None:
     [
         (WorkerState.SUSPECTED, {"reason": "no token for 4 s"}, ("suspected", "no token for 4 s")),
         (WorkerState.SHUNNED, {"shunned_s": 19.7, "reason": "lost 3 times"}, ("gets no work for 20 s", "lost 3 times")),
-        (WorkerState.DRAINING, {}, ("hands over 40 rollouts",)),
+        (WorkerState.DRAINING, {}, ("hands over",)),
         (WorkerState.LOST, {"reason": "its stream broke"}, ("lost", "its stream broke", "987,654")),
     ],
 )
@@ -55,6 +55,17 @@ def test_a_worker_in_trouble_is_shown_with_the_reason(
     assert [word for word in said if word not in text] == []
     assert said[0] in worker_line(worker)
     assert worker.reason in worker_line(worker)
+
+
+def test_it_fits_on_a_terminal_of_eighty_columns() -> None:
+    suspected = msgspec.structs.replace(
+        BUSY, worker_id="worker-2", state=WorkerState.SUSPECTED, reason="no token for 4 s"
+    )
+    out = io.StringIO()
+    Console(file=out, width=80).print(fleet_table([BUSY, suspected]))
+    text = out.getvalue()
+    assert "…" not in text
+    assert [word for word in ("suspected:", "token", "4 s") if word not in text] == []
 
 
 def test_of_a_lost_worker_nothing_is_shown_that_is_not_so_any_more() -> None:
@@ -89,5 +100,5 @@ async def test_watching_looks_again_and_again_and_draws_only_on_a_terminal(
     await asyncio.gather(watching, return_exceptions=True)
     lines = capsys.readouterr().out.splitlines()
     assert ("987,654" in out.getvalue()) is terminal
-    assert (sum("w1 generates 40 rollouts" in line for line in lines) >= 2) is not terminal
+    assert (sum("w1 generates; load 40/8/64" in line for line in lines) >= 2) is not terminal
     assert "\x1b" not in "".join(lines)
