@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
+from ebbtide.cli.fleet_screen import GONE
 from ebbtide.errors import EbbtideError
-from ebbtide.types.fleet import Worker, WorkerState
+from ebbtide.types.fleet import Worker
 
 if TYPE_CHECKING:
     from ebbtide.client import Client
@@ -25,7 +26,7 @@ async def drain_worker(client: "Client", worker_id: str, within_s: float, *, wai
     if not wait:
         print(f"{worker_id} was told to leave within {within_s:g} s; {_rollouts(count)} to hand over")  # noqa: T201
         return
-    began, most = time.monotonic(), count
+    began, most, now = time.monotonic(), count, before
     console = Console(file=sys.stderr)
     with console.status("") as status:
         while (now := await _find(client, worker_id)) is not None and not _left(before, now):
@@ -38,6 +39,12 @@ async def drain_worker(client: "Client", worker_id: str, within_s: float, *, wai
             most = max(most, now.running)
             status.update(f"{worker_id} drains: {_rollouts(now.running)} left, {max(0.0, within_s - passed):.0f} s")
             await asyncio.sleep(_LOOK_S)
+    if now is not None and now.state in GONE and now.running:
+        why = now.reason or "no reason known"
+        raise EbbtideError(
+            f"{worker_id} was lost before it had handed over {_rollouts(now.running)} ({why}); "
+            "they go on elsewhere behind what was stored"
+        )
     taken = time.monotonic() - began
     print(f"{worker_id} has left after {taken:.1f} s; it handed over {_rollouts(most)}")  # noqa: T201 - a command
 
@@ -49,7 +56,7 @@ async def _find(client: "Client", worker_id: str) -> Worker | None:
 def _left(before: Worker | None, now: Worker) -> bool:
     """Also when another process came under its name meanwhile."""
     reborn = before is not None and now.uptime_s < before.uptime_s
-    return now.state is WorkerState.LOST or reborn
+    return now.state in GONE or reborn
 
 
 def _rollouts(count: int) -> str:

@@ -19,6 +19,8 @@ from ebbtide.types.fleet import Worker, WorkerState
 if TYPE_CHECKING:
     from ebbtide.client import Client
 
+#: Those that are not attached any more: what they said last is not so any more, and `running` is what they left behind.
+GONE: Final = (WorkerState.LOST, WorkerState.SUSPECTED)
 _STYLES: Final = {
     WorkerState.LOST: "red",
     WorkerState.SUSPECTED: "red",
@@ -41,9 +43,9 @@ def fleet_table(workers: Sequence[Worker]) -> Table:
         table.add_column(column, justify="right" if column in _RIGHT else "left", no_wrap=not wraps, overflow="fold")
     for worker in workers:
         numbers = _numbers(worker)
-        if worker.state is WorkerState.LOST:  # what it said last but its tokens is not so any more
+        if worker.state in GONE:
             numbers = ("",) * (len(_RIGHT) - 1) + numbers[-1:]
-        style = _STYLES.get(worker.state, "")
+        style = "dim" if _went(worker) else _STYLES.get(worker.state, "")
         table.add_row(worker.worker_id, worker.kind.name.lower(), state(worker), *numbers, style=style)
     return table
 
@@ -55,9 +57,18 @@ def state(worker: Worker) -> str:
             words = "generates" if worker.running else "waits for work"
         case WorkerState.SHUNNED:
             words = f"gets no work for {worker.shunned_s:.0f} s"
+        case WorkerState.LOST | WorkerState.SUSPECTED if worker.running:
+            words = f"{worker.state.name.lower()} with {worker.running} rollouts"
+        case WorkerState.LOST:
+            words = "gone"
         case other:
             words = _WORDS.get(other, other.name.lower())
     return f"{words}: {worker.reason}" if worker.reason else words
+
+
+def _went(worker: Worker) -> bool:
+    """Whether it left nothing behind."""
+    return worker.state is WorkerState.LOST and not worker.running
 
 
 def _numbers(worker: Worker) -> tuple[str, ...]:
@@ -74,18 +85,18 @@ def _numbers(worker: Worker) -> tuple[str, ...]:
 
 def fleet_line(workers: Sequence[Worker]) -> str:
     """The whole fleet in a line."""
-    there = [worker for worker in workers if worker.state is not WorkerState.LOST]
+    there = [worker for worker in workers if worker.state not in GONE]
     running, slots = sum(worker.running for worker in there), sum(worker.slots for worker in there)
     speed = sum(worker.tokens_per_s for worker in there)
-    lost = len(workers) - len(there)
-    gone = f", {lost} lost lately" if lost else ""
-    return f"{len(there)} workers{gone} · {running}/{slots} rollouts · {speed:,.0f} tokens/s"
+    gone = len(workers) - len(there)
+    lately = f", {gone} gone lately" if gone else ""
+    return f"{len(there)} workers{lately} · {running}/{slots} rollouts · {speed:,.0f} tokens/s"
 
 
 def worker_line(worker: Worker) -> str:
     """One worker in a line, for output that is no terminal."""
     told = f"{worker.worker_id} {state(worker)}"
-    if worker.state is WorkerState.LOST:
+    if worker.state in GONE:
         return told
     return "; ".join((told, *(f"{name} {value}" for name, value in zip(_RIGHT, _numbers(worker), strict=True))))
 

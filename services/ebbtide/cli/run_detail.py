@@ -30,12 +30,10 @@ class Histogram(Struct, frozen=True):
 
 
 def histogram(counters: Mapping[str, int], name: str) -> Histogram:
-    """Out of the counters `NAME:le:BOUND`, each of which counts what does not exceed its bound."""
+    """Out of the counters `NAME:le:BOUND`, each of which counts what lies between the bound before and its own."""
     prefix = f"{name}:le:"
     found = {float(key.removeprefix(prefix)): count for key, count in counters.items() if key.startswith(prefix)}
-    bounds = sorted(found)
-    below = [0, *(found[bound] for bound in bounds)]
-    return Histogram(tuple((bound, found[bound] - less) for bound, less in zip(bounds, below, strict=False)))
+    return Histogram(tuple(sorted(found.items())))
 
 
 def finite(bound: float | None) -> float | None:

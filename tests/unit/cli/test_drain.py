@@ -70,6 +70,12 @@ async def test_without_waiting_it_says_what_is_to_come(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "w1 was told to leave within 30 s; 5 rollouts to hand over\n"
 
 
+async def test_a_worker_that_is_lost_meanwhile_is_an_error_with_what_it_left_behind() -> None:
+    lost = msgspec.structs.replace(at(WorkerState.LOST, 3), reason="its stream broke")
+    with pytest.raises(EbbtideError, match=r"w1 was lost before it had handed over 3 rollouts \(its stream broke\)"):
+        await run(Fleet(WORKER, at(WorkerState.DRAINING, 5), lost))
+
+
 async def test_a_worker_that_does_not_leave_in_time_is_an_error_with_what_it_still_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

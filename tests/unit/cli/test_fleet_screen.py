@@ -41,10 +41,11 @@ def test_what_is_not_known_yet_is_no_number() -> None:
 @pytest.mark.parametrize(
     ("state", "more", "said"),
     [
-        (WorkerState.SUSPECTED, {"reason": "no token for 4 s"}, ("suspected", "no token for 4 s")),
+        (WorkerState.SUSPECTED, {"reason": "no token for 4 s"}, ("suspected with 40 rollouts", "no token for 4 s")),
         (WorkerState.SHUNNED, {"shunned_s": 19.7, "reason": "lost 3 times"}, ("gets no work for 20 s", "lost 3 times")),
         (WorkerState.DRAINING, {}, ("hands over",)),
-        (WorkerState.LOST, {"reason": "its stream broke"}, ("lost", "its stream broke", "987,654")),
+        (WorkerState.LOST, {"reason": "its stream broke"}, ("lost with 40 rollouts", "its stream broke", "987,654")),
+        (WorkerState.LOST, {"reason": "it closed its stream", "running": 0}, ("gone", "it closed its stream")),
     ],
 )
 def test_a_worker_in_trouble_is_shown_with_the_reason(
@@ -68,13 +69,16 @@ def test_it_fits_on_a_terminal_of_eighty_columns() -> None:
     assert [word for word in ("suspected:", "token", "4 s") if word not in text] == []
 
 
-def test_of_a_lost_worker_nothing_is_shown_that_is_not_so_any_more() -> None:
-    assert "1,234" not in shown(msgspec.structs.replace(BUSY, state=WorkerState.LOST))
+@pytest.mark.parametrize("state", [WorkerState.LOST, WorkerState.SUSPECTED])
+def test_of_a_worker_that_is_gone_nothing_is_shown_that_is_not_so_any_more(state: WorkerState) -> None:
+    text = shown(msgspec.structs.replace(BUSY, state=state))
+    assert "1,234" not in text
+    assert "40/8/64" not in text
 
 
 def test_the_fleet_in_a_line_counts_who_is_there() -> None:
     lost = msgspec.structs.replace(BUSY, worker_id="w2", state=WorkerState.LOST)
-    assert fleet_line([BUSY, lost]) == "1 workers, 1 lost lately · 40/64 rollouts · 1,234 tokens/s"
+    assert fleet_line([BUSY, lost]) == "1 workers, 1 gone lately · 40/64 rollouts · 1,234 tokens/s"
 
 
 class Listing:
