@@ -6,6 +6,7 @@ watches over workers and orphans, and decides nothing that it could do without t
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.attempts import Attempts
 from ebbtide.coordinator.fleet import Fleet
+from ebbtide.coordinator.moves import Moves
 from ebbtide.coordinator.recovery import Recovery
 from ebbtide.coordinator.state import RunState, Session, State
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
@@ -23,14 +25,16 @@ from ebbtide.scheduling.allotment import Demand, Post, allot
 from ebbtide.scheduling.placement import Host, outsized, place
 from ebbtide.scheduling.versions import Serving, fits_nowhere, target_versions, unservable
 from ebbtide.types.rollout import DropReason
-from ebbtide.types.run import RunStatus
+from ebbtide.types.run import RunEvent, RunStatus
 from ebbtide.v1 import fleet_pb2, types_pb2
 
 log = telemetry.get_logger(__name__)
 #: A decision is made this long after the first of several changes, so that a burst is decided at once.
 _GATHER_S: Final = 0.002
 #: And at least this often, for what changes with time alone.
-_TICK_S: Final = 0.5
+_TICK_S: Final = 0.25
+#: Which run and version a worker has is looked at so often at most: it matters less than filling slots at once.
+_ARRANGE_S: Final = 0.05
 _STORE_PAUSE_S: Final = 0.2
 #: Rollouts placed by one store call: their prompts and partials come back in its reply.
 _PLACE_AT_ONCE: Final = 128
@@ -38,18 +42,34 @@ _PLACE_AT_ONCE: Final = 128
 #: looked through for such.
 _LONGER_GRACE_S: Final = 30.0
 _MEASURE_EVERY_S: Final = 1.0
+#: A run without workers says so after so long: one that is replaced is not missed.
+_LACKING_S: Final = 1.0
 
 
 class Dispatcher:
-    def __init__(self, state: State, fleet: Fleet, attempts: Attempts, recovery: Recovery, *, slice_s: float) -> None:
+    """`slice_s`, `balance`: see `Settings.slice_s` and `.rebalance`."""
+
+    def __init__(
+        self,
+        state: State,
+        fleet: Fleet,
+        attempts: Attempts,
+        recovery: Recovery,
+        *,
+        slice_s: float,
+        balance: bool = True,
+    ) -> None:
         self._state, self._fleet, self._attempts, self._recovery = state, fleet, attempts, recovery
+        self._moves = Moves(state, on=balance)
         self._slice_s = slice_s
-        self._measured = float("-inf")
+        self._arranged = self._measured = float("-inf")
+        self._unarranged = False
+        self._lacking: dict[str, float] = {}  # run -> since when it has work and no worker; inf once it was told
 
     async def decide_for_ever(self) -> None:
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_S):  # not wait_for, which may swallow a cancellation
+                async with asyncio.timeout(self._pause()):  # not wait_for, which may swallow a cancellation
                     await self._state.wake.wait()
                 await asyncio.sleep(_GATHER_S)
             self._state.wake.clear()
@@ -83,23 +103,53 @@ class Dispatcher:
                 log.warning("store away", reason=str(error))
                 next_due = now + _STORE_PAUSE_S
 
+    def _pause(self) -> float:
+        """Until the next round that nobody asks for."""
+        return _ARRANGE_S if self._unarranged else _TICK_S
+
     async def decide(self) -> None:
-        """One round: refresh stale mirrors, share out workers, send versions, fill free slots."""
+        """One round: refresh stale mirrors, share out workers, send versions, fill free slots, move what is to move."""
         for run in list(self._state.runs.values()):
             await self._recovery.refresh(run)
         now = time.monotonic()
+        arrange = self._arranged + _ARRANGE_S <= now
+        self._unarranged = not arrange
+        if arrange:
+            self._arranged = now
+            await self._arrange(now)
+        balance = self._moves.due(now)
+        for run in list(self._state.runs.values()):
+            with suppress(LeaseSuperseded):  # the run ended meanwhile
+                await self._fill(run)
+                if balance and not run.stale:
+                    self._moves.decide(run, self._hosts(run), now)
+
+    async def _arrange(self, now: float) -> None:
+        """Which run and version each worker has, and which rollouts and runs none can serve."""
         self._share_out(now)
         measure = now - self._measured >= _MEASURE_EVERY_S
         self._measured = now if measure else self._measured
         for run in list(self._state.runs.values()):
-            sessions = [s for s in self._state.sessions.values() if s.run_id == run.run_id]
-            self._send_versions(run, sessions)
+            self._send_versions(run, [s for s in self._state.sessions.values() if s.run_id == run.run_id])
             with suppress(LeaseSuperseded):  # the run ended meanwhile
                 await self._fail_misfit(run)
                 await self._bury_unservable(run)
                 if measure:
                     await self._bury_outsized(run)
-                await self._fill(run, sessions)
+            self._say_if_lacking(run, now)
+        self._lacking = {run_id: since for run_id, since in self._lacking.items() if run_id in self._state.runs}
+
+    def _say_if_lacking(self, run: RunState, now: float) -> None:
+        """A run with work that no worker may have says so, once each time."""
+        text = self._fleet.lacking() if run.line or run.running else ""
+        if not text:
+            self._lacking.pop(run.run_id, None)
+        elif now - self._lacking.setdefault(run.run_id, now) >= _LACKING_S:
+            self._lacking[run.run_id] = math.inf
+            waiting = len(run.line) + len(run.running)
+            log.warning("no workers", run_id=run.run_id, rollouts=waiting)
+            message = f"{text}; {waiting} rollouts go on when one comes"
+            self._fleet.news.tell(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
 
     def _share_out(self, now: float) -> None:
         runs = [run for run in self._state.runs.values() if run.versions]
@@ -127,7 +177,9 @@ class Dispatcher:
                 self._state.runs[run_id].served = now
 
     def _open_sessions(self) -> list[Session]:
-        return [session for session in self._state.sessions.values() if not session.draining]
+        """Those that may be given work."""
+        sessions = self._state.sessions.values()
+        return [session for session in sessions if not session.draining and not self._fleet.shunned_s(session)]
 
     def _send_versions(self, run: RunState, sessions: Iterable[Session]) -> None:
         """Tell workers to install what they should have; one that still holds another run's rollouts comes later."""
@@ -137,12 +189,12 @@ class Dispatcher:
                 worker_id=session.session_id,
                 installed=session.version_of(run.run_id),
                 running=len(session.attempts),
-                held=frozenset(attempt.waiting.bounds for attempt in session.attempts.values()),
+                held=frozenset(bounds for _, bounds in session.held),
             )
             for session in sessions
             if not session.draining
             and session.unfit.get(run.run_id, 0.0) <= now
-            and all(attempt.run_id == run.run_id for attempt in session.attempts.values())
+            and all(run_id == run.run_id for run_id, _ in session.held)
         ]
         for session_id, version in target_versions(serving, run.line.bounds(), run.versions).items():
             session = self._state.sessions[session_id]
@@ -201,31 +253,42 @@ class Dispatcher:
             if letters:
                 await self._attempts.bury(run, letters)
 
-    async def _fill(self, run: RunState, sessions: Iterable[Session]) -> None:
-        while True:
-            hosts = {s.session_id: _host(run, s) for s in sessions if _serves(run, s)}
-            if not hosts or not run.line or run.stale:
+    async def _fill(self, run: RunState) -> None:
+        while run.line and not run.stale:
+            hosts = [host for _, host in self._hosts(run)]
+            if all(host.running >= host.slots for host in hosts):
                 return
             async with run.changing():
-                placements = place(run.line, list(hosts.values()), run.homes)[:_PLACE_AT_ONCE]
+                placements = place(run.line, hosts, run.homes, at_most=_PLACE_AT_ONCE)
                 if not placements:
                     return
                 await self._attempts.start(run, placements, self._state.sessions)
 
+    def _hosts(self, run: RunState) -> list[tuple[Session, Host]]:
+        """The workers that have a version of the run and are to keep serving it, full ones too."""
+        return [
+            (session, self._host(run, session))
+            for session in self._state.sessions.values()
+            if session.run_id == run.run_id
+            and not session.draining
+            and session.target is not None
+            and session.target[0] == run.run_id
+            and session.version_of(run.run_id) > 0
+            and not self._fleet.shunned_s(session)
+        ]
 
-def _serves(run: RunState, session: Session) -> bool:
-    """Whether the worker has a version of the run, is to keep serving it, and has room."""
-    on_its_way = session.target is not None and session.target[0] == run.run_id
-    takes_work = not session.gone and not session.draining and len(session.attempts) < session.hello.slots
-    return takes_work and on_its_way and session.version_of(run.run_id) > 0
-
-
-def _host(run: RunState, session: Session) -> Host:
-    return Host(
-        worker_id=session.session_id,
-        slots=session.hello.slots,
-        running=len(session.attempts),
-        installed=session.version_of(run.run_id),
-        target=session.target[1] if session.target else 0,
-        max_model_len=session.hello.engine.max_model_len,
-    )
+    def _host(self, run: RunState, session: Session) -> Host:
+        pending, running, slots = len(session.pending), len(session.attempts), session.hello.slots
+        return Host(
+            worker_id=session.session_id,
+            name=session.worker_id,
+            slots=slots,
+            running=running,
+            pending=pending,
+            probation=sum(one.waiting.barren > 0 for one in session.pending.values()) if pending else 0,
+            rate=self._moves.rate(session) if running < slots else 0.0,
+            plateau=session.plateau,
+            installed=session.version_of(run.run_id),
+            target=session.target[1] if session.target else 0,
+            max_model_len=session.hello.engine.max_model_len,
+        )

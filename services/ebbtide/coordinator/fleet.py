@@ -7,9 +7,8 @@ is gone has no attempts. When this process dies, workers keep their attempts and
 import asyncio
 import math
 import time
-from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -18,10 +17,11 @@ from ebbtide.coordinator import metrics
 from ebbtide.coordinator.attempts import Attempts
 from ebbtide.coordinator.bells import Bells
 from ebbtide.coordinator.health import Health, Suspect
+from ebbtide.coordinator.news import News
 from ebbtide.coordinator.records import Attach, DrainNotice, Heartbeat, Installed, InstallFailed, Released
 from ebbtide.coordinator.settings import Settings
-from ebbtide.coordinator.state import Attempt, Orphaned, RunState, Session, State
-from ebbtide.errors import EbbtideError, NotFound, NotReady
+from ebbtide.coordinator.state import Attempt, Orphaned, Session, State
+from ebbtide.errors import NotFound, NotReady
 from ebbtide.scheduling.attempts import blames
 from ebbtide.store.store import Store
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, Worker, WorkerState
@@ -41,13 +41,12 @@ _INSTALL_FAILURES: Final = 3
 
 class Fleet:
     def __init__(self, settings: Settings, state: State, store: Store, attempts: Attempts, bells: Bells) -> None:
-        self._settings, self._state, self._store = settings, state, store
-        self._attempts, self._bells = attempts, bells
+        self._settings, self._state, self._attempts = settings, state, attempts
+        self.news = News(state, store, bells)
         self._health = Health(settings.heartbeat_timeout_s)
         self.judge_every_s = self._health.judge_every_s
         self._closing: dict[str, Session] = {}  # gone, but what they sent is still to be stored
         self._lost: dict[str, tuple[float, Worker]] = {}
-        self._notes: set[asyncio.Task[None]] = set()
         self.leaving = False  # this coordinator ends: broken streams are its own doing
 
     def attach(self, hello: Attach) -> tuple[Session, list[AttemptRef], list[AttemptRef]]:
@@ -72,7 +71,7 @@ class Fleet:
         shunned_s = self._health.shunned_s(session)
         text = f"worker {hello.worker_id} attached"
         text += f"; it was lost too often, and gets no work for {shunned_s:.0f} s" if shunned_s else ""
-        self._tell_all(session, text, "shunned" if shunned_s else "attached")
+        self.news.of_worker(session, text, "shunned" if shunned_s else "attached")
         log.info("attached", worker_id=hello.worker_id, adopted=len(adopted), superseded=len(superseded))
         return session, adopted, superseded
 
@@ -107,7 +106,7 @@ class Fleet:
         event = "left" if left else state.name.lower()
         log.warning(event, worker_id=session.worker_id, reason=reason, rollouts=lost)
         text = f"worker {session.worker_id} {event}" + ("" if left else f": {reason}; {lost} rollouts go elsewhere")
-        self._tell_all(session, text, event, rollouts=lost)
+        self.news.of_worker(session, text, event, rollouts=lost)
 
     def _orphan_all(self, session: Session, reason: str, now: float, quiet_s: float, *, suspected: bool) -> int:
         """Orphan the attempts of a session that is over; returns how many. One that may still have sent tokens gets
@@ -123,7 +122,7 @@ class Fleet:
             attempt.orphan(orphaned)
         if lost and drains:
             self._closing[session.session_id] = session
-            self._background(self._drain(session, lost, orphaned, now + grace))
+            self.news.background(self._drain(session, lost, orphaned, now + grace))
         return len(lost)
 
     async def _drain(self, session: Session, lost: list[Attempt], orphaned: Orphaned, due: float) -> None:
@@ -147,6 +146,15 @@ class Fleet:
             if now - when > _LOST_KEPT_S:
                 del self._lost[worker_id]
 
+    def lacking(self) -> str:
+        """Why no attached worker may be given work; "" if one may."""
+        sessions = self._state.sessions.values()
+        if any(not session.draining and not self._health.shunned_s(session) for session in sessions):
+            return ""
+        if not sessions:
+            return "waits for workers: none is attached"
+        return f"waits for workers: of {len(sessions)} attached, all drain or were lost too often"
+
     def shunned_s(self, session: Session) -> float:
         """For how much longer a worker that was lost too often gets no work."""
         return self._health.shunned_s(session)
@@ -168,7 +176,7 @@ class Fleet:
             case DrainNotice():
                 session.draining, session.state = True, WorkerState.DRAINING
                 text = f"worker {session.worker_id} drains" + (f": {message.reason}" if message.reason else "")
-                self._tell_all(session, text, "draining", deadline=message.deadline_s)
+                self.news.of_worker(session, text, "draining", deadline=message.deadline_s)
 
     def drain(self, worker_id: str, within_s: float) -> int:
         """Ask a worker to hand over and leave within so many seconds; it is given nothing more. Returns the number of
@@ -210,7 +218,7 @@ class Fleet:
         if (run := self._state.runs.get(message.run_id)) is None:
             return
         key = f"install.{session.worker_id}.{version}"
-        self._note(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
+        self.news.tell(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
         if message.architecture and not run.fitted:
             run.misfits[message.architecture] += 1
         failures = run.failed_installs[version] = run.failed_installs.get(version, 0) + 1
@@ -221,11 +229,13 @@ class Fleet:
     def _released(self, session: Session, message: Released) -> None:
         if message.reason.startswith("version"):  # it has another version than we thought: ask again
             session.installed = session.target = None
-        orphaned = Orphaned(time.monotonic(), message.reason or "handed back", blames(message.reason))
+        now = time.monotonic()
+        orphaned = Orphaned(now, message.reason or "handed back", blames(message.reason))
         for ref in message.attempts:
             attempt = session.attempts.get(ref.attempt_id)
             if attempt is not None and attempt.ref == ref:
-                attempt.orphan(orphaned)
+                moved = attempt.target and not session.draining
+                attempt.orphan(Orphaned(now, f"moved to {attempt.target}", False, moved=True) if moved else orphaned)
         self._state.reap.set()
         self._state.wake.set()
 
@@ -267,35 +277,8 @@ class Fleet:
             reason="it was lost too often" if state is WorkerState.SHUNNED else "",
         )
 
-    def _tell_all(self, session: Session, text: str, state: str, **values: float) -> None:
-        """An event for the run that the worker serves, or for every run if it serves none yet."""
-        event = RunEvent(
-            kind="worker", message=text, values=values, labels={"worker": session.worker_id, "state": state}
-        )
-        mine = self._state.runs.get(session.run_id)
-        for run in [mine] if mine else list(self._state.runs.values()):
-            self._note(run, event)
-
-    def _note(self, run: RunState, event: RunEvent) -> None:
-        """Write an event in the background: news are worth a try, and hold up nobody."""
-        self._background(self._write_note(run, event))
-
-    async def _write_note(self, run: RunState, event: RunEvent) -> None:
-        try:
-            await self._store.events.note(run.run_id, event)
-        except EbbtideError as error:
-            log.warning("event lost", run_id=run.run_id, event_kind=event.kind, reason=str(error))
-        self._bells.ring("events", run.run_id)
-
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._notes.add(task)
-        task.add_done_callback(self._notes.discard)
-
     async def close(self) -> None:
-        for task in self._notes:
-            task.cancel()
-        await asyncio.gather(*self._notes, return_exceptions=True)
+        await self.news.close()
 
 
 def _lost_at_most(attempt: Attempt, session: Session, now: float) -> int:

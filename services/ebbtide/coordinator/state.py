@@ -51,8 +51,8 @@ class Attempt(Struct, kw_only=True, eq=False):
 
     `leaving`: the store was asked to end it, so that its worker can no longer go on with it. `stored`: tokens of the
     rollout that the store has, as acknowledged last; `started`: a token of this attempt has arrived; `number`: how many
-    attempts the rollout has had with it (0: not known); `lost`: tokens that went with its worker, at most; `target`:
-    the worker that it is on its way to, if the coordinator moves it.
+    attempts the rollout has had with it (0: not known); `given`: when a worker was given it; `lost`: tokens that went
+    with its worker, at most; `target`: the worker that it is on its way to, if the coordinator moves it.
     """
 
     run_id: str
@@ -64,6 +64,7 @@ class Attempt(Struct, kw_only=True, eq=False):
     stored: int = 0
     started: bool = False
     number: int = 0
+    given: float = 0.0
     lost: int = 0
     target: str = ""
     session: "Session | None" = None
@@ -75,6 +76,11 @@ class Attempt(Struct, kw_only=True, eq=False):
     @property
     def ref(self) -> AttemptRef:
         return AttemptRef(self.run_id, self.waiting.rollout_id, self.attempt_id)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return self.waiting.length + self.stored - self.start
 
     def begun(self, now: float) -> None:
         """Its first tokens came, stored or not yet."""

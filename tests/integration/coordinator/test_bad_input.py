@@ -62,5 +62,5 @@ async def test_rollouts_with_many_stop_strings_are_assigned_in_messages_that_arr
     names = [f"r{number}" for number in range(120)]  # 64 KiB each
     for start in range(0, len(names), 40):
         await run.submit(*names[start : start + 40], sampling=sampling)
-    worker = await cluster.worker("w1", slots=len(names))
+    worker = await cluster.worker("w1", slots=4 * len(names))  # a quarter of which may wait for their first token
     await worker.has(*names)

@@ -190,7 +190,7 @@ async def test_what_a_lost_answer_left_behind_is_found_again(cluster: Any, redis
 
 async def test_a_slow_watcher_holds_up_nobody(cluster: Any) -> None:
     run = await cluster.run()
-    worker = await cluster.worker("w1", slots=64)
+    worker = await cluster.worker("w1", slots=256)
     request = rollouts_pb2.WatchFinishedRequest(run_id="r")
     slow = cluster.rollouts.WatchFinished(request)
     names = [f"x{number}" for number in range(300)]

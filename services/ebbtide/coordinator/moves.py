@@ -1,0 +1,188 @@
+"""Balancing, put into practice: how fast each worker is, and which rollouts are to go from one to another.
+
+Invariant: an attempt has a `target` from when its worker was asked to release it until it ends or the worker's time is
+up, and is asked for once in a while only. Lost with the process: what was asked for is handed back all the same and
+goes to any worker, and speeds are learnt anew.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide import telemetry
+from ebbtide.coordinator.records import Heartbeat
+from ebbtide.coordinator.state import Attempt, RunState, Session, State
+from ebbtide.rpc.convert import to_proto
+from ebbtide.scheduling.balance import Engine, Generating, Move, rebalance
+from ebbtide.scheduling.placement import Host
+from ebbtide.scheduling.throughput import Speed
+from ebbtide.types.fleet import WorkerState
+from ebbtide.v1 import fleet_pb2
+
+log = telemetry.get_logger(__name__)
+#: A few times a second: moves are for seconds to come.
+_EVERY_S: Final = 0.25
+#: How long a worker may take to hand back what it was asked for; and until the same attempt is asked for again.
+_HANDOVER_S: Final = 10.0
+_AGAIN_S: Final = 30.0
+#: A span of which so large a share of the rollouts began or ended says little about its speed.
+_CHURN: Final = 0.25
+
+
+class _Asked(Struct, frozen=True):
+    attempt: Attempt
+    source: str
+    target: str
+    when: float
+
+
+class _Beat(Struct, frozen=True):
+    """A heartbeat, and what the worker had then."""
+
+    beat: Heartbeat
+    running: int
+
+
+class Moves:
+    def __init__(self, state: State, *, on: bool) -> None:
+        self._state, self._on = state, on
+        self._speeds: dict[str, Speed] = {}  # by worker id
+        self._beats: dict[str, _Beat] = {}  # by session
+        self._contexts: dict[str, float] = {}
+        self._rates: dict[tuple[str, int], float] = {}
+        self._asked: dict[str, _Asked] = {}  # by attempt id
+        self._next = float("-inf")
+
+    def rate(self, session: Session) -> float:
+        """Tokens/s that each of its rollouts would make with one more; 0.0 if that is not known."""
+        key = (session.session_id, len(session.attempts) + 1)
+        found = self._rates.get(key)
+        if found is None:
+            speed, context = self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
+            found = self._rates[key] = speed.rate(key[1], context) if speed else 0.0
+        return found
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for the next round; if so, what heartbeats told is taken in."""
+        if now < self._next:
+            return False
+        self._next = now + _EVERY_S
+        sessions = self._state.sessions
+        for session in sessions.values():
+            self._observe(session)
+        for gone in self._beats.keys() - sessions.keys():
+            del self._beats[gone]
+            self._contexts.pop(gone, None)
+        self._rates = {key: rate for key, rate in self._rates.items() if key[0] in sessions}
+        for attempt_id, asked in list(self._asked.items()):
+            self._expire(attempt_id, asked, now)
+        return True
+
+    def _observe(self, session: Session) -> None:
+        """Learn a worker's speed from two heartbeats, if between them it did nothing but generate."""
+        last, beat = self._beats.get(session.session_id), session.beat
+        if last is not None and last.beat is beat:
+            return
+        running = len(session.attempts) - len(session.pending)
+        self._beats[session.session_id] = _Beat(beat, running)
+        context = self._contexts[session.session_id] = _context(session)
+        if last is None or not running or not last.running:
+            return
+        seconds, busy_s = beat.uptime_s - last.beat.uptime_s, beat.busy_s - last.beat.busy_s
+        tokens = beat.tokens_generated - last.beat.tokens_generated
+        churn = abs(running - last.running) + len(session.pending)
+        steady = WorkerState.INSTALLING not in {beat.state, last.beat.state} and not (beat.held or last.beat.held)
+        if seconds <= 0 or busy_s < 0.9 * seconds or churn > _CHURN * running or not steady:
+            return
+        speed = self._speeds.setdefault(session.worker_id, Speed())
+        speed.observe((running + last.running) / 2, context, tokens, seconds)
+        session.plateau = speed.plateau(context)
+        for key in [key for key in self._rates if key[0] == session.session_id]:
+            del self._rates[key]
+
+    def _expire(self, attempt_id: str, asked: _Asked, now: float) -> None:
+        attempt, session = asked.attempt, asked.attempt.session
+        over = session is None or session.session_id != asked.source or attempt_id not in session.attempts
+        if over or now - asked.when > _AGAIN_S:
+            del self._asked[attempt_id]
+        elif attempt.target and now - asked.when > _HANDOVER_S:
+            log.info("move given up", run_id=attempt.run_id, rollout_id=attempt.waiting.rollout_id)
+            attempt.target = ""
+
+    def decide(self, run: RunState, hosts: Sequence[tuple[Session, Host]], now: float) -> None:
+        """Ask for what is better off elsewhere. Call when nobody in the run's line could take the hosts' free slots."""
+        if not self._on or len(hosts) < 2 or all(host.running >= host.slots for _, host in hosts):
+            return
+        away, coming = Counter[str](), Counter[str]()
+        unstarted = Counter[str]()
+        for asked in self._asked.values():
+            if asked.attempt.target:
+                away[asked.source] += 1
+                coming[asked.target] += 1
+                unstarted[asked.source] += not asked.attempt.started
+        engines = [
+            self._engine(session, host, coming[session.session_id] - away[session.session_id], unstarted)
+            for session, host in hosts
+        ]
+        self._ask(run, rebalance(engines, run.lengths, now=now), now)
+
+    def _engine(self, session: Session, host: Host, change: int, unstarted: Mapping[str, int]) -> Engine:
+        waits = max(0, host.pending - unstarted[session.session_id])
+        host = Host(
+            worker_id=host.worker_id,
+            slots=host.slots,
+            running=max(0, host.running + change),
+            installed=host.installed,
+            target=host.target,
+            max_model_len=host.max_model_len,
+            name=host.name,
+            pending=waits,
+            probation=host.probation,
+            plateau=session.plateau,
+        )
+        return Engine(
+            host=host,
+            speed=self._speeds.setdefault(session.worker_id, Speed()),
+            context=self._contexts.get(session.session_id, 0.0),
+            rollouts=lambda: self._movable(session),
+        )
+
+    def _movable(self, session: Session) -> Iterator[Generating]:
+        for attempt in session.attempts.values():
+            if attempt.attempt_id not in self._asked and not attempt.leaving:
+                yield Generating(
+                    attempt_id=attempt.attempt_id,
+                    waiting=attempt.waiting,
+                    length=attempt.length,
+                    made=attempt.stored,
+                    budget=attempt.max_tokens - attempt.stored,
+                    since=attempt.given,
+                    started=attempt.started,
+                )
+
+    def _ask(self, run: RunState, moves: Sequence[Move], now: float) -> None:
+        batches: dict[str, list[fleet_pb2.AttemptRef]] = {}
+        for move in moves:
+            source, target = (self._state.sessions[key] for key in (move.source, move.target))
+            attempt = source.attempts[move.attempt_id]
+            attempt.target = target.worker_id
+            self._asked[move.attempt_id] = _Asked(attempt, move.source, move.target, now)
+            batches.setdefault(move.source, []).append(to_proto(attempt.ref, fleet_pb2.AttemptRef))
+            log.info(
+                "moves",
+                run_id=run.run_id,
+                rollout_id=attempt.waiting.rollout_id,
+                source=source.worker_id,
+                target=target.worker_id,
+                gain_s=round(move.gain_s, 1),
+            )
+        for source_id, refs in batches.items():
+            release = fleet_pb2.Release(attempts=refs, reason="moved")
+            self._state.sessions[source_id].outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
+
+
+def _context(session: Session) -> float:
+    """Mean tokens of prompt and response of what the worker has."""
+    return sum(attempt.length for attempt in session.attempts.values()) / max(1, len(session.attempts))

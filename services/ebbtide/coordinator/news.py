@@ -1,0 +1,50 @@
+"""The coordinator's own events for runs' watchers, written in the background: worth a try, and holding up nobody."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from ebbtide import telemetry
+from ebbtide.coordinator.bells import Bells
+from ebbtide.coordinator.state import RunState, Session, State
+from ebbtide.errors import EbbtideError
+from ebbtide.store.store import Store
+from ebbtide.types.run import RunEvent
+
+log = telemetry.get_logger(__name__)
+
+
+class News:
+    def __init__(self, state: State, store: Store, bells: Bells) -> None:
+        self._state, self._store, self._bells = state, store, bells
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def of_worker(self, session: Session, text: str, state: str, **values: float) -> None:
+        """Tell the run that the worker serves, or every run if it serves none yet."""
+        event = RunEvent(
+            kind="worker", message=text, values=values, labels={"worker": session.worker_id, "state": state}
+        )
+        mine = self._state.runs.get(session.run_id)
+        for run in [mine] if mine else list(self._state.runs.values()):
+            self.tell(run, event)
+
+    def tell(self, run: RunState, event: RunEvent) -> None:
+        self.background(self._write(run, event))
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`, which raises nothing, beside everything else; `close` ends it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _write(self, run: RunState, event: RunEvent) -> None:
+        try:
+            await self._store.events.note(run.run_id, event)
+        except EbbtideError as error:
+            log.warning("event lost", run_id=run.run_id, event_kind=event.kind, reason=str(error))
+        self._bells.ring("events", run.run_id)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
