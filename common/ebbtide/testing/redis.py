@@ -1,32 +1,36 @@
-"""A real redis-server of one's own.
+"""A real redis-server of one's own, a replica of it, and a Sentinel over both.
 
-Invariant: the data lies in `directory` and survives `stop`, `kill` and a new `start`. The server is a child process:
-who made this object ends it.
+Invariant: the data lies in `directory` and survives `stop`, `kill` and a new `start`. Each server is a child process:
+who made the object ends it.
 """
 
-import contextlib
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import tempfile
-import time
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
-from ebbtide.errors import StoreUnavailable
-from ebbtide.redis_server import redis_command
+from ebbtide.redis_server import redis_command, sentinel_command
+from ebbtide.testing.process import ServerProcess, free_port
 
 #: A unix socket's path must fit into 108 bytes.
 _MAX_SOCKET_PATH: Final = 100
 
 
-class EmbeddedRedis:
-    """Started with `with` or `start()`; `url` is for `redis.asyncio.from_url`."""
+class EmbeddedRedis(ServerProcess):
+    """`url` is for `redis.asyncio.from_url`. With `tcp`, which a primary with replicas needs, it has a `port`, too.
 
-    def __init__(self, directory: Path | None = None) -> None:
+    `replica_of`: at its first start; a server started again is a primary until a Sentinel tells it otherwise.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        fsync: str = "always",
+        tcp: bool = False,
+        replica_of: "EmbeddedRedis | None" = None,
+        options: dict[str, str] | None = None,
+    ) -> None:
         self._temporary = directory is None
         self.directory = directory or Path(tempfile.mkdtemp(prefix="ebbtide-redis-"))
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -35,56 +39,36 @@ class EmbeddedRedis:
         if len(str(self.socket)) > _MAX_SOCKET_PATH:
             self._short = Path(tempfile.mkdtemp(prefix="ebb-"))
             self.socket = self._short / "redis.sock"
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__(self.socket, self.directory / "redis.log")
+        self.port = free_port() if tcp or replica_of else 0
+        self._fsync, self._options, self._replica_of = fsync, options or {}, replica_of
 
     @property
     def url(self) -> str:
         return f"unix://{self.socket}"
 
     @property
-    def pid(self) -> int:
-        if self._process is None:
-            raise StoreUnavailable("this redis-server is not running")
-        return self._process.pid
+    def journal(self) -> Path:
+        """Its append-only file."""
+        return self.directory / "appendonly.aof"
 
-    def start(self, timeout: float = 30.0) -> Self:
-        """Start it and wait until it answers, its data loaded. Raises `StoreUnavailable` with its log otherwise."""
-        self.socket.unlink(missing_ok=True)
-        log = self.directory / "redis.log"
-        with log.open("ab") as out:
-            command = redis_command(self.directory, self.socket)
-            self._process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        end = time.monotonic() + timeout
-        while self._process.poll() is None and time.monotonic() < end:
-            with contextlib.suppress(OSError):
-                if self.command("PING") == b"+PONG\r\n":
-                    return self
-            time.sleep(0.01)
-        self.kill()
-        raise StoreUnavailable(f"redis-server did not start:\n{log.read_text(errors='replace')[-2000:]}")
+    def info(self, name: str) -> str:
+        """One of the facts that INFO tells; empty if there is none of that name."""
+        for line in self.command("INFO").decode().splitlines():
+            if line.startswith(f"{name}:"):
+                return line.partition(":")[2]
+        return ""
 
-    def command(self, *words: str) -> bytes:
-        """The raw answer (its first 64 KiB) to one command; for a few words of housekeeping, not for data."""
-        request = b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w.encode()), w.encode()) for w in words)
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(5.0)
-            connection.connect(str(self.socket))
-            connection.sendall(request)
-            return connection.recv(1 << 16)
-
-    def stop(self) -> None:
-        """SIGTERM, and wait."""
-        self._end(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL, and wait."""
-        self._end(signal.SIGKILL)
-
-    def freeze(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
+    def _command_line(self) -> list[str]:
+        options: dict[str, str | list[str]] = {
+            "repl-diskless-sync": "yes",
+            "repl-diskless-sync-delay": "0",
+            **self._options,
+        }
+        if self._replica_of is not None:
+            options["replicaof"] = ["127.0.0.1", str(self._replica_of.port)]
+            self._replica_of = None
+        return redis_command(self.directory, self.socket, fsync=self._fsync, port=self.port, options=options)
 
     def close(self) -> None:
         """Kill it and delete what is only its own."""
@@ -93,16 +77,32 @@ class EmbeddedRedis:
             if path:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def __enter__(self) -> Self:
-        return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+class EmbeddedSentinel(ServerProcess):
+    """Watches over a primary and its replicas, and makes one of them the primary when it has been silent for
+    `down_after_s`. Start it once the replicas follow. `url` is the store's, by way of this Sentinel.
+    """
 
-    def _end(self, number: signal.Signals) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait(30)
-            self._process = None
+    SERVICE: Final = "ebbtide"
+
+    def __init__(self, directory: Path, primary: EmbeddedRedis, *, down_after_s: float = 1.0, quorum: int = 1) -> None:
+        self.port = free_port()
+        super().__init__(self.port, directory / "sentinel.log")
+        directory.mkdir(parents=True, exist_ok=True)
+        self._configuration = directory / "sentinel.conf"
+        lines = (
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f"dir {directory}",
+            f"sentinel monitor {self.SERVICE} 127.0.0.1 {primary.port} {quorum}",
+            f"sentinel down-after-milliseconds {self.SERVICE} {round(down_after_s * 1000)}",
+            f"sentinel failover-timeout {self.SERVICE} {round(down_after_s * 5000)}",
+        )
+        self._configuration.write_text("\n".join(lines) + "\n")
+
+    def _command_line(self) -> list[str]:
+        return sentinel_command(self._configuration)
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://127.0.0.1:{self.port}/{self.SERVICE}"

@@ -20,7 +20,7 @@ def server(tmp_path: Any) -> Any:
 
 @pytest.fixture
 async def link(server: Any) -> Any:
-    made = Connection(server.url, patience_s=0.5)
+    made = Connection(server.url, patience_s=10)
     await made.open()
     yield made
     await made.close()
@@ -45,20 +45,47 @@ async def test_a_caller_that_goes_away_shifts_nobodys_answer(link: Any) -> None:
     assert await link.call("GET", "k") == b"v"
 
 
-async def test_calls_made_while_the_store_restarts_are_done_when_it_is_back(server: Any) -> None:
-    link = Connection(server.url, patience_s=20)
-    await link.open()
-    came: list[bool] = []
-    link.on_link = lambda: came.append(True)
+async def test_calls_made_while_the_link_is_broken_are_done_on_the_next_one(link: Any, server: Any) -> None:
+    life = link.life
     await link.call("SET", "kept", "1")
-    server.kill()
-    waiting = [asyncio.create_task(link.call("INCR", f"n{number}")) for number in range(20)]
-    await wait_until(lambda: not link._up.is_set())
-    server.start()
-    assert await asyncio.gather(*waiting) == [1] * 20
+    broken = [asyncio.create_task(link.call("INCR", f"n{number}")) for number in range(20)]
+    server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    assert await asyncio.gather(*broken) == [1] * 20
     assert await link.call("GET", "kept") == b"1"
-    assert came == [True]
-    await link.close()
+    assert link.life == life
+
+
+async def test_a_call_begun_in_one_life_of_the_store_is_not_sent_in_another(link: Any, server: Any) -> None:
+    life, came = link.life, list[str]()
+    link.on_link = lambda: came.append(link.life)
+    await link.call("SET", "kept", "1")
+    server.freeze()
+    sent = [asyncio.create_task(link.call("INCR", "sent")) for _ in range(5)]
+    await wait_until(lambda: not link._out)
+    server.kill()
+    await wait_until(lambda: not link._up.is_set())
+    unsent = [asyncio.create_task(link.call("INCR", "unsent")) for _ in range(5)]
+    await asyncio.sleep(0)
+    server.start()
+    for refused in await asyncio.gather(*sent, *unsent, return_exceptions=True):
+        assert isinstance(refused, StoreUnavailable)
+        assert "came back" in str(refused)
+    assert came == [link.life]
+    assert link.life != life
+    assert await link.call("GET", "unsent") is None
+    assert await link.call("GET", "kept") == b"1"
+
+
+async def test_what_is_to_be_durable_is_not_called_so_in_another_life(link: Any, server: Any) -> None:
+    await link.call("CONFIG", "SET", "appendfsync", "everysec")
+    assert (await Store(link, "term").condition()).durable_after_s == 2.0
+    await link.call("SET", "rare", "1")
+    waiting = asyncio.create_task(link.durable())
+    await asyncio.sleep(0)
+    server.kill()
+    server.start()
+    with pytest.raises(StoreUnavailable, match="came back"):
+        await waiting
 
 
 async def test_a_script_is_sent_again_to_a_store_that_has_forgotten_it(link: Any, server: Any) -> None:
@@ -76,12 +103,12 @@ async def test_a_store_that_is_gone_or_silent_is_named_when_patience_ends(link: 
     server.freeze()
     try:
         with pytest.raises(StoreUnavailable, match="does not answer in time"):
-            await link.call("PING")
+            await link.call("PING", patience_s=0.5)
     finally:
         server.thaw()
     server.kill()
     with pytest.raises(StoreUnavailable, match=r"redis\.sock does not answer .*; start it, or mend the store URL"):
-        await link.call("PING")
+        await link.call("PING", patience_s=0.5)
 
 
 async def test_no_password_shows_in_messages(tmp_path: Any) -> None:

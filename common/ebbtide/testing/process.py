@@ -1,0 +1,97 @@
+"""A server process of one's own, to be killed and frozen."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ebbtide.errors import StoreUnavailable
+
+
+class ServerProcess:
+    """A child process that speaks Redis' protocol at `address` (a path or a port of the loopback), logs to `log`, and
+    is ended by who made this object. Started with `with` or `start()`.
+    """
+
+    def __init__(self, address: Path | int, log: Path) -> None:
+        self.address, self._log = address, log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _command_line(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise StoreUnavailable("this redis-server is not running")
+        return self._process.pid
+
+    def start(self, timeout: float = 30.0) -> Self:
+        """Start it and wait until it answers, its data loaded. Raises `StoreUnavailable` with its log otherwise."""
+        if isinstance(self.address, Path):
+            self.address.unlink(missing_ok=True)
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(self._command_line(), stdout=out, stderr=subprocess.STDOUT)
+        end = time.monotonic() + timeout
+        while self._process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                if self.command("PING") == b"+PONG\r\n":
+                    return self
+            time.sleep(0.01)
+        self.kill()
+        raise StoreUnavailable(f"redis-server did not start:\n{self._log.read_text(errors='replace')[-2000:]}")
+
+    def command(self, *words: str) -> bytes:
+        """The raw answer (its first 64 KiB) to one command; for a few words of housekeeping, not for data."""
+        request = b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w.encode()), w.encode()) for w in words)
+        local = isinstance(self.address, Path)
+        with socket.socket(socket.AF_UNIX if local else socket.AF_INET) as connection:
+            connection.settimeout(5.0)
+            connection.connect(str(self.address) if local else ("127.0.0.1", self.address))
+            connection.sendall(request)
+            return connection.recv(1 << 16)
+
+    def stop(self) -> None:
+        """SIGTERM, and wait."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self._end(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Kill it."""
+        self.kill()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(30)
+            self._process = None
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on just now."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port

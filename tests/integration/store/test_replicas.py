@@ -1,0 +1,127 @@
+"""A store with replicas: nothing is answered that they do not have, and a failover is followed."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.errors import InvalidRequest, StoreUnavailable
+from ebbtide.store.connection import Connection
+from ebbtide.store.store import Store
+from ebbtide.testing import EmbeddedRedis, EmbeddedSentinel, wait_until
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[EmbeddedRedis, EmbeddedRedis]]:
+    """A primary and its replica, in step."""
+    primary = EmbeddedRedis(tmp_path / "a", tcp=True)
+    with primary, EmbeddedRedis(tmp_path / "b", replica_of=primary) as replica:
+        asyncio.run(wait_until(lambda: replica.info("master_link_status") == "up", what="the replica in step"))
+        yield primary, replica
+
+
+async def test_nothing_is_answered_before_the_replica_has_it(pair: Any) -> None:
+    primary, replica = pair
+    link = Connection(primary.url, patience_s=1.0, replicas=1)
+    await link.open(patience_s=10)
+    assert await asyncio.gather(*(link.call("SET", f"k{number}", "1") for number in range(200))) == [b"OK"] * 200
+    assert replica.command("DBSIZE") == b":200\r\n"
+    replica.freeze()
+    try:
+        with pytest.raises(StoreUnavailable, match=r"fewer than 1 replicas .* confirm what it takes; start them"):
+            await link.call("SET", "unconfirmed", "1")
+        waiting = [asyncio.create_task(link.call("SET", f"late{number}", "1", patience_s=30)) for number in range(5)]
+        await asyncio.wait(waiting, timeout=1.5)
+        assert not any(task.done() for task in waiting)
+    finally:
+        replica.thaw()
+    assert await asyncio.gather(*waiting) == [b"OK"] * 5
+    assert await link.call("GET", "unconfirmed", patience_s=10) == b"1"
+    await link.close()
+
+
+async def test_a_replica_is_not_taken_for_the_store(pair: Any) -> None:
+    link = Connection(pair[1].url, patience_s=0.5)
+    with pytest.raises(StoreUnavailable, match="is a read-only replica; point the coordinator at the primary"):
+        await link.open()
+
+
+async def test_a_primary_that_is_made_a_replica_is_left_at_once(pair: Any) -> None:
+    primary, replica = pair
+    link = Connection(primary.url, patience_s=5)
+    await link.open()
+    life = link.life
+    replica.command("REPLICAOF", "NO", "ONE")
+    primary.command("REPLICAOF", "127.0.0.1", str(replica.port))
+    with pytest.raises(StoreUnavailable, match="read-only replica"):
+        await link.call("SET", "k", "1", patience_s=1)
+    primary.command("REPLICAOF", "NO", "ONE")
+    with pytest.raises(StoreUnavailable, match="came back"):
+        await link.call("SET", "k", "1", life=life)
+    assert await link.call("SET", "k", "1") == b"OK"
+    assert link.life != life
+    await link.close()
+
+
+async def test_a_failover_is_followed_and_gives_another_life(pair: Any, tmp_path: Path) -> None:
+    primary, replica = pair
+    with EmbeddedSentinel(tmp_path / "s", primary, down_after_s=0.5) as sentinel:
+        link = Connection(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/ebbtide", patience_s=30, replicas=1)
+        await link.open()
+        assert (await Store(link, "term").condition()).durable_after_s == 0.0
+        life = link.life
+        await link.call("SET", "k", "1")
+        await wait_until(lambda: b"num-slaves\r\n$1\r\n1\r\n" in sentinel.command("SENTINEL", "masters"))
+        link.replicas = 0
+        primary.freeze()  # as if the machine stood still: the kernel still takes what is sent to it
+        try:
+            with pytest.raises(StoreUnavailable, match="came back"):
+                await link.call("SET", "k", "2")
+            assert await link.call("GET", "k") == b"1"
+            assert link.life != life
+            assert replica.info("role") == "master"
+        finally:
+            primary.thaw()
+        await wait_until(lambda: primary.info("role") == "slave", 30, what="the former primary as a replica")
+        assert await link.call("SET", "k", "3") == b"OK"
+        assert replica.info("role") == "master"
+        assert primary.command("GET", "k") in {b"$1\r\n3\r\n", b"$1\r\n1\r\n"}
+        await link.close()
+
+
+async def test_a_failover_without_confirmation_may_lose_the_newest_seconds(pair: Any, tmp_path: Path) -> None:
+    with EmbeddedSentinel(tmp_path / "s", pair[0]) as sentinel:
+        link = Connection(sentinel.url, patience_s=10)
+        await link.open()
+        assert (await Store(link, "term").condition()).durable_after_s == 5.0
+        await link.close()
+
+
+async def test_a_store_that_would_wipe_its_replicas_is_found_out(pair: Any) -> None:
+    pair[0].command("CONFIG", "SET", "appendonly", "no")
+    link = Connection(pair[0].url, patience_s=10)
+    await link.open()
+    assert (await Store(link, "term").condition()).wipes
+    await link.close()
+
+
+async def test_sentinels_that_are_away_are_named_without_passwords() -> None:
+    link = Connection(
+        "redis+sentinel://user:secret@127.0.0.1:1,127.0.0.1:2/name?sentinel_password=other", patience_s=0.3
+    )
+    with pytest.raises(StoreUnavailable, match="no Sentinel names a primary of name that is up") as refused:
+        await link.open()
+    assert "127.0.0.1:1,127.0.0.1:2/name" in str(refused.value)
+    assert "secret" not in str(refused.value)
+    assert "other" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis+sentinel://h:1", "redis+sentinel:///name", "redis+sentinel://h:x/name", "redis+sentinel://h:1/name?x=1"],
+)
+async def test_a_bad_sentinel_url_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="store_url"):
+        Connection(url)
