@@ -89,8 +89,8 @@ class Cluster:
         data = self.directory / "relay"
         return await self.start("relay", "weight_relay", server_listen=self._address("relay"), data_dir=data)
 
-    async def worker(self, name: str, coordinator: str = "coordinator", **settings: object) -> Process:
-        flags: dict[str, object] = {
+    async def worker(self, name: str, coordinator: str = "coordinator", **settings: Any) -> Process:
+        flags: dict[str, Any] = {
             "coordinator": await self.route(name, coordinator),
             "relay": await self.route(name, "relay"),
             "worker_id": name,
@@ -98,7 +98,7 @@ class Cluster:
         }
         return await self.start(name, "rollout_worker", **{**flags, **_WORKER, **self.script, **settings})
 
-    async def start(self, name: str, module: str, **settings: object) -> Process:
+    async def start(self, name: str, module: str, *, boot_s: float = 60.0, **settings: Any) -> Process:
         """Start a service and wait until it is ready."""
         flags = {"die_with_parent": os.getpid(), "ready_file": self.directory / f"{name}.json", **settings}
         command = [sys.executable, "-m", module if module.startswith("tests.") else f"ebbtide.{module}"]
@@ -110,6 +110,7 @@ class Cluster:
             environment={**os.environ, **_ENVIRONMENT, **self.environment.get(name, {})},
             log=self.directory / f"{name}.log",
             ready_file=self.directory / f"{name}.json",
+            boot_s=boot_s,
             stop_s=30.0,
         )
         process = self.process[name] = Process(program)

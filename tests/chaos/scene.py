@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ebbtide.testing import wait_until
 from ebbtide.types.run import Run
@@ -52,7 +52,9 @@ class Scene:
             self.load = await Load.begin(self.cluster, client)
 
     async def trainer(self, name: str = "trainer") -> None:
-        where = {service: await self.cluster.route(name, service) for service in ("coordinator", "relay")}
+        where: dict[str, Any] = {
+            service: await self.cluster.route(name, service) for service in ("coordinator", "relay")
+        }
         await self.cluster.start(name, "tests.chaos.trainer", holder=name, **where)
 
     async def join(self) -> str:

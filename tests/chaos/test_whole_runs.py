@@ -29,7 +29,7 @@ class House:
 
     async def _start(self, name: str) -> None:
         services = {"coordinator": self.cluster.process["coordinator"], "relay": self.cluster.process["relay"]}
-        where: dict[str, object] = {key: process.address for key, process in services.items()}
+        where: dict[str, Any] = {key: process.address for key, process in services.items()}
         if name == "trainer":
             where |= {"threads": 1, "device": "cpu", "keep_checkpoints": 99}
         await self.cluster.start(name, "trainer" if name == "trainer" else "trainer.driver", holder=name, **where)
