@@ -1,0 +1,51 @@
+"""The scripted engine, whose every token tells which attempt made it.
+
+The lowest twelve bits of a logprob's mantissa, which the script leaves zero, hold a tag of the attempt: so what lies
+in the store says who put it there, whatever messages it came through.
+"""
+
+import struct
+import zlib
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Final
+
+from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
+from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+from tests.simulation.loop import Proc, current
+
+TAG_MASK: Final = 0xFFF
+_FLOAT: Final = struct.Struct("<f")
+_BITS: Final = struct.Struct("<I")
+#: Told of a request that begins (no token), and of each token: process, attempt, version or 0.
+Told = Callable[[Proc, str, int], None]
+
+
+def tag_of(attempt_id: str) -> int:
+    return (zlib.crc32(attempt_id.encode()) & TAG_MASK) or 1
+
+
+def marked(logprob: float, tag: int) -> float:
+    (bits,) = _BITS.unpack(_FLOAT.pack(logprob))
+    (value,) = _FLOAT.unpack(_BITS.pack(bits | tag))
+    return float(value)
+
+
+def engine_class(base: type[ScriptedEngine], told: Told) -> type[ScriptedEngine]:
+    """The engine that tells of its tokens."""
+
+    class SimEngine(base):  # type: ignore[valid-type, misc]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._proc = current.get()
+
+        async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+            attempt_id = request.request_id
+            tag = tag_of(attempt_id)
+            told(self._proc, attempt_id, 0)
+            async with aclosing(super().generate(request)) as stream:
+                async for ids, logprobs, versions, finish in stream:
+                    told(self._proc, attempt_id, versions[0])
+                    yield TokenDelta(ids, [marked(one, tag) for one in logprobs], versions, finish)
+
+    return SimEngine

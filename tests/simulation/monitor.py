@@ -1,0 +1,148 @@
+"""What must always hold, checked after every command that the store has done, and what must hold in the end.
+
+The store's own data is looked at, not what anybody says of it: the state, the attempt and the tokens of each rollout.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from ebbtide.store.keys import run_key
+from ebbtide.types.tokens import TOKEN, TOKEN_BYTES
+from tests.simulation.engine import TAG_MASK, tag_of
+from tests.simulation.loop import Proc, SimLoop
+from tests.simulation.plan import Plan, Wanted
+from tests.simulation.store import Server
+from tests.simulation.trainer import RUN, Journal
+
+_MOVES: Final = {
+    ("", "queued"),
+    ("queued", "running"),
+    ("running", "queued"),
+    ("running", "finished"),
+    *((state, "") for state in ("queued", "running", "finished")),
+}
+
+
+class Seen:
+    """A rollout as it was after the last command."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        name = wanted.request.rollout_id
+        self.row, self.tokens = run_key(RUN, "ROLLOUT", name).encode(), run_key(RUN, "TOKENS", name).encode()
+        self.state = self.attempt = ""
+        self.stored = 0
+        self.attempts = 0
+
+
+class Monitor:
+    """`wrong` is the first thing found; the run is not worth looking at behind it."""
+
+    def __init__(self, loop: SimLoop, plan: Plan, journal: Journal) -> None:
+        self._loop, self._plan, self._journal = loop, plan, journal
+        self.store: Server | None = None
+        self.wrong = ""
+        self.rollouts = {name: Seen(wanted) for name, wanted in plan.wanted.items()}
+        self.generated: dict[str, int] = {}  # by attempt
+        self.owner: dict[str, Proc] = {}  # attempt -> who generates
+        self.of: dict[str, str] = {}  # attempt -> rollout
+        self.starts: dict[str, int] = {}  # attempt -> stored at its begin
+        self._fence = run_key(RUN, "FENCE").encode()
+        self._versions = run_key(RUN, "VERSIONS").encode()
+        self._done = run_key(RUN, "DONE").encode()
+        self._count = run_key(RUN, "COUNT").encode()
+        self.on_state: Any = lambda name, before, after: None
+
+    def fail(self, text: str) -> None:
+        if not self.wrong:
+            self.wrong = f"{self._loop.now:.4f} s: {text}"
+
+    # -- after each command --------------------------------------------------------------------------------------
+
+    def seen(self, command: list[bytes], reply: Any) -> None:
+        if command[0][:4].upper() != b"EVAL":
+            return
+        assert self.store is not None
+        data = self.store.data
+        for name in self._journal.requests:
+            one = self.rollouts[name]
+            row, tokens = data.get(one.row), data.get(one.tokens)
+            values = row.value._values if row is not None else {}
+            state = values.get(b"state", b"").decode()
+            attempt = values.get(b"attempt", b"").decode()
+            stored = len(tokens.value) // TOKEN_BYTES if tokens is not None else 0
+            if (state, attempt, stored) != (one.state, one.attempt, one.stored):
+                self._changed(name, one, state, attempt, stored, tokens.value if tokens is not None else b"")
+
+    def _changed(self, name: str, one: Seen, state: str, attempt: str, stored: int, tokens: bytes) -> None:
+        before = one.state
+        if state != before and (before, state) not in _MOVES:
+            self.fail(f"{name} went from {before or 'nothing'} to {state or 'nothing'}")
+        if state == before == "running" and attempt != one.attempt:
+            self.fail(f"{name} was given to {attempt} while {one.attempt} still had it")
+        if state == "running" and before != "running":
+            self.of[attempt], self.starts[attempt] = name, stored
+            one.attempts += 1
+        if state and stored < one.stored:
+            self.fail(f"{name} lost tokens: {one.stored} were stored, now {stored}")
+        if stored > one.stored:
+            if before != "running" or state not in {"running", "finished"}:
+                self.fail(f"{name} got tokens while it was {before}")
+            self._check_tokens(name, one, tokens)
+        if state == "finished" and before == "running" and stored != one.wanted.length:
+            self.fail(f"{name} finished with {stored} of {one.wanted.length} tokens")
+        if not state and before and not self._over(name):
+            self.fail(f"{name} vanished while it was {before}")
+        one.state, one.attempt, one.stored = state, attempt, stored
+        if state != before:
+            self.on_state(name, before, state)
+
+    def _over(self, name: str) -> bool:
+        assert self.store is not None
+        data = self.store.data
+        done = data.get(self._done)
+        return self._fence not in data or (done is not None and b"r:" + name.encode() in done.value)
+
+    def _check_tokens(self, name: str, one: Seen, tokens: bytes) -> None:
+        new = np.frombuffer(tokens, dtype=TOKEN)[one.stored :]
+        wanted, first, last = one.wanted, one.stored, one.stored + len(new)
+        if last > wanted.length:
+            self.fail(f"{name} has {last} tokens, {wanted.length} are right")
+            return
+        bits = new["logprob"].view("<u4")
+        if (new["id"] != wanted.ids[first:last]).any() or (
+            (bits & ~np.uint32(TAG_MASK)) != wanted.bits[first:last]
+        ).any():
+            self.fail(f"{name} has wrong tokens between {first} and {last}")
+        tags = set((bits & TAG_MASK).tolist())
+        if tags != {tag_of(one.attempt)}:
+            self.fail(f"{name} got tokens of another attempt than {one.attempt}, which has it")
+        self._check_versions(name, set(new["version"].tolist()))
+
+    def _check_versions(self, name: str, versions: set[int]) -> None:
+        assert self.store is not None
+        announced = self.store.data.get(self._versions)
+        known = {int(key) for key in announced.value._values} if announced is not None else set()
+        request = self._journal.requests[name]
+        for version in versions:
+            within = request.min_version <= version and not 0 < request.max_version < version
+            if version not in known or not within:
+                self.fail(
+                    f"{name} got tokens of version {version}: known {sorted(known)}, wanted {request.min_version}+"
+                )
+
+    # -- what workers do -----------------------------------------------------------------------------------------
+
+    def token(self, proc: Proc, attempt_id: str, version: int) -> None:
+        self.owner[attempt_id] = proc
+        self.generated[attempt_id] = self.generated.get(attempt_id, 0) + (version > 0)
+
+    def released(self, attempt_id: str) -> None:
+        """A worker hands an attempt back: all that it generated must be stored."""
+        name = self.of.get(attempt_id)
+        if name is None or self.rollouts[name].attempt != attempt_id or self.rollouts[name].state != "running":
+            return
+        made = self.starts[attempt_id] + self.generated.get(attempt_id, 0)
+        if made != self.rollouts[name].stored:
+            self.fail(f"{name} was handed back with {self.rollouts[name].stored} of {made} tokens stored")

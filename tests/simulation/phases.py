@@ -1,0 +1,123 @@
+"""Watching for the moment at which a fault is to strike."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from tests.simulation.faults import Breaker, Cell, Fault, draw
+from tests.simulation.loop import Proc
+from tests.simulation.world import World
+
+#: A phase that does not come within so many virtual seconds is given up.
+_PATIENCE_S: Final = 60.0
+#: A message on the append stream that is larger carries tokens.
+_BARE_MESSAGE: Final = 40
+
+
+class Watcher:
+    """Waits for phases, one at a time: `who` is the process in which it is seen, if it is in one."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._wanted = ""
+        self._skip = 0
+        self._seen: asyncio.Future[str] | None = None
+        world.taps.append(self._frame)
+        world.ears.append(self._engine)
+        world.monitor.on_state = self._state
+
+    async def phase(self, phase: str, skip: int) -> str | None:
+        """Wait for it; the name of the process that is in it ("" for none), or None if it does not come."""
+        self._wanted, self._skip = phase, skip
+        self._seen = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                while not self._seen.done() and phase == "idle":
+                    if self._idle():
+                        return ""
+                    await asyncio.sleep(0.05)
+                return await self._seen
+        except TimeoutError:
+            return None
+        finally:
+            self._wanted = ""
+
+    def _idle(self) -> bool:
+        rollouts = self._world.monitor.rollouts
+        requests = self._world.journal.requests
+        return bool(requests) and all(rollouts[name].state in {"", "finished"} for name in requests)
+
+    def _occurs(self, phase: str, who: str) -> None:
+        if phase == self._wanted and self._seen is not None and not self._seen.done():
+            if self._skip:
+                self._skip -= 1
+            else:
+                self._seen.set_result(who)
+
+    def _engine(self, proc: Proc, version: int) -> None:
+        self._occurs("decode" if version else "prefill", proc.name)
+
+    def _frame(self, source: Proc, method: str, kind: str, data: bytes) -> None:
+        if method.endswith("/Append") and kind == "message" and source.name[0] == "w" and len(data) > _BARE_MESSAGE:
+            self._occurs("mid-flush", source.name)
+        elif kind == "open" and method.endswith(("/FetchTiles", "/GetManifest")):
+            self._occurs("mid-weight-pull", source.name)
+
+    def _state(self, _name: str, before: str, after: str) -> None:
+        if (before, after) == ("running", "queued"):
+            self._occurs("mid-migration", "")
+
+
+class Chaos:
+    """Brings a seed's faults upon the world, and knows which cells it has visited."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._world, self._faults = world, draw(seed)
+        self._watcher, self.breaker = Watcher(world), Breaker(world)
+        self.struck: list[Cell] = []
+
+    async def run(self) -> None:
+        """Ends when all has been done and undone."""
+        world, loop = self._world, self._world.loop
+        await asyncio.sleep(loop.random.uniform(0.0, 1.5))
+        for fault in self._faults:
+            if fault.alone:
+                await asyncio.sleep(max(0.0, self.breaker.until - loop.now) + loop.random.uniform(0.0, 1.0))
+            await self._bring(fault)
+        await asyncio.sleep(max(0.0, self.breaker.until - loop.now))
+        world.journal.calm = True
+
+    async def _bring(self, fault: Fault) -> None:
+        cell, world = fault.cell, self._world
+        if cell.phase == "mid-migration":
+            world.loop.outside.after(world.loop.random.uniform(0.2, 2.0), self._migrate)
+        world.journal.waited_for = cell.phase != "idle"
+        who = await self._watcher.phase(cell.phase, fault.skip)
+        world.journal.waited_for = False
+        if who is None:
+            world.note("missed", str(cell))
+            return
+        await asyncio.sleep(fault.lag)
+        name = self._target(cell, who)
+        world.note("fault", f"{cell} strikes {name}")
+        if self.breaker.strike(cell.kind, name):
+            self.struck.append(cell)
+
+    def _target(self, cell: Cell, who: str) -> str:
+        if cell.component != "worker":
+            return cell.component
+        workers = [name for name in self._world.workers if self._world.proc[name].alive]
+        return who if who in workers else self._world.loop.random.choice(workers or self._world.workers)
+
+    def _migrate(self) -> None:
+        """Make rollouts move: a notice, or a kill, of a worker that has some."""
+        world = self._world
+        how: Callable[[str], None] = world.loop.random.choice((world.terminate, world.terminate, world.kill))
+        busy = [name for name in world.workers if world.proc[name].alive and self._has_work(world.proc[name])]
+        how(world.loop.random.choice(busy or world.workers))
+
+    def _has_work(self, proc: Proc) -> bool:
+        monitor = self._world.monitor
+        return any(
+            one.state == "running" and monitor.owner.get(one.attempt) is proc for one in monitor.rollouts.values()
+        )

@@ -1,0 +1,86 @@
+"""What a seed is about: the size of everything, and the rollouts that the run is to bring."""
+
+import random
+from typing import Final
+
+import numpy as np
+from msgspec import Struct
+
+from ebbtide.rollout_worker.engine.scripted import END, follow
+from ebbtide.rollout_worker.settings import ScriptedSettings
+from ebbtide.types.rollout import FinishReason, RolloutRequest
+from ebbtide.types.run import Sampling
+from ebbtide.types.tokens import pack_ids
+
+GROUP: Final = 4
+#: Batches of rollouts at most.
+MOST: Final = 14
+#: What becomes of a group's rollouts once they are finished (`cancelled`: while they are under way).
+FATES: Final = ("trained", "committed", "too_short", "trained", "too_long", "cancelled")
+
+
+class Wanted(Struct, frozen=True):
+    """A rollout, and what it comes to if nothing disturbs it. `bits`: of its logprobs, without the attempts' tags."""
+
+    request: RolloutRequest
+    ids: "np.ndarray[tuple[int], np.dtype[np.uint32]]"
+    bits: "np.ndarray[tuple[int], np.dtype[np.uint32]]"
+    reason: FinishReason
+    fate: str
+    pinned: bool
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+class Plan:
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(seed ^ 0x5EED)
+        self.workers = chance.choice((3, 3, 4))
+        self.slots = chance.choice((4, 6, 10))
+        self.flush_tokens = chance.choice((3, 8, 32))
+        self.flush_interval_ms = chance.choice((40, 120, 250))
+        self.unacknowledged = chance.choice((24, 100, 65536))
+        self.script = ScriptedSettings(
+            step_s=chance.choice((0.04, 0.08, 0.15)),
+            first_token_s=chance.choice((0.0, 0.1, 0.6)),
+            install_s=chance.choice((0.0, 0.2)),
+            vocab_size=64,
+            mean_length=chance.choice((0, 60)),
+            max_model_len=512,
+        )
+        groups = (*chance.choice(((2, 3), (3, 3), (2, 2, 2), (4, 2))), *(2 for _ in range(MOST)))
+        self.least = 3 if groups[2:3] == (2,) and groups[:2] == (2, 2) else 2  # batches; more while faults are to come
+        self.batches = [
+            [self._wanted(chance, batch, number) for number in range(GROUP * count)]
+            for batch, count in enumerate(groups[:MOST])
+        ]
+        self.gaps = [chance.uniform(0.3, 2.0) for _ in self.batches]
+        self.wanted = {one.request.rollout_id: one for batch in self.batches for one in batch}
+
+    def _wanted(self, chance: random.Random, batch: int, number: int) -> Wanted:
+        group = number // GROUP
+        prompt = [chance.randrange(2, self.script.vocab_size) for _ in range(chance.randrange(2, 9))]
+        most = chance.randrange(8, 41)
+        request = RolloutRequest(
+            rollout_id=f"x{batch}.{number}",
+            group_id=f"g{batch}.{group}",
+            episode_id=f"e{batch}.{number}",
+            prompt_ids=pack_ids(prompt),
+            sampling=Sampling(max_tokens=most, min_tokens=chance.choice((0, 0, 5))),
+            priority=chance.choice((0, 0, 1)),
+        )
+        script = follow(self.script, prompt, most)
+        ids = [token for token, _ in script]
+        ends = [at for at, token in enumerate(ids) if token == END and at >= request.sampling.min_tokens]
+        length = ends[0] + 1 if ends else most
+        bits = np.array([logprob for _, logprob in script[:length]], dtype="<f4").view("<u4")
+        return Wanted(
+            request=request,
+            ids=np.array(ids[:length], dtype=np.uint32),
+            bits=bits,
+            reason=FinishReason.STOP if ends else FinishReason.LENGTH,
+            fate=FATES[(batch * 3 + group) % len(FATES)],
+            pinned=chance.random() < 0.2,
+        )

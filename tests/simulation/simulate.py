@@ -1,0 +1,87 @@
+"""One seed, from boot to the last check."""
+
+import asyncio
+import gc
+import sys
+from typing import Final
+
+from msgspec import Struct
+
+from tests.simulation.loop import Stuck
+from tests.simulation.phases import Chaos
+from tests.simulation.verdict import judge
+from tests.simulation.world import World
+
+#: Virtual seconds that a run may take, whatever is done to it.
+LIMIT_S: Final = 900.0
+
+
+class Outcome(Struct, kw_only=True):
+    """What came of a seed. `wrong`: empty if all held."""
+
+    seed: int
+    wrong: str = ""
+    digest: int = 0
+    virtual_s: float = 0.0
+    steps: int = 0
+    rollouts: int = 0
+    cells: list[str] = []
+    trace: list[str] | None = None
+
+
+def simulate(seed: int, *, trace: bool = False, faults: bool = True) -> Outcome:
+    """Run a seed; without `faults` nothing happens to its world."""
+    gc.disable()
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        return _simulate(seed, trace=trace, faults=faults)
+    finally:
+        while gc.collect():  # what processes left is closed here, and some of it protests
+            pass
+        gc.enable()
+        sys.unraisablehook = hook
+
+
+def _simulate(seed: int, *, trace: bool, faults: bool) -> Outcome:
+    world = World(seed, trace=trace)
+    chaos = Chaos(world, seed) if faults else None
+    with world.patched():
+        wrong = _run(world, chaos)
+        world.close()
+    return Outcome(
+        seed=seed,
+        wrong=wrong,
+        digest=world.digest,
+        virtual_s=world.loop.now,
+        steps=world.loop.steps,
+        rollouts=len(world.journal.requests),
+        cells=[str(cell) for cell in chaos.struck] if chaos else [],
+        trace=world.trace,
+    )
+
+
+def _run(world: World, chaos: Chaos | None) -> str:
+    loop = world.loop
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(_live(world, chaos))
+    except Stuck as error:
+        world.monitor.fail(str(error))
+    finally:
+        asyncio.set_event_loop(None)
+    return world.monitor.wrong
+
+
+async def _live(world: World, chaos: Chaos | None) -> None:
+    monitor = world.monitor
+    world.boot()
+    if chaos is None:
+        world.journal.calm = True
+    else:
+        world.loop.outside.spawn(chaos.run(), "chaos")
+    while world.journal.ended is None and not monitor.wrong:
+        if world.loop.now > LIMIT_S:
+            monitor.fail("the run did not come to its end")
+        await asyncio.sleep(0.25)
+    if not monitor.wrong:
+        await judge(world)

@@ -1,0 +1,228 @@
+"""Redis in place: fakeredis runs the real commands and Lua scripts behind a connection that carries RESP.
+
+The data survives a kill as the append-only file would have it: all that was done (`always`), or all but a tail, by
+replaying the commands before it. What was asked for when the kill came was done or was not.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import hiredis
+from fakeredis import FakeServer
+from fakeredis._helpers import SimpleError, SimpleString
+from fakeredis._socket._fakesocket import FakeSocket
+from redis.asyncio import Redis
+
+from tests.simulation.loop import Proc, SimLoop, current
+from tests.simulation.network import Network, Wire
+
+PORT: Final = 6379
+_READS: Final = frozenset({b"PING", b"GET", b"PTTL", b"INFO", b"CONFIG", b"ZRANGE", b"HGETALL", b"HELLO", b"CLIENT"})
+_CONFIG: Final = {
+    b"appendonly": b"yes",
+    b"appendfsync": b"always",
+    b"maxmemory": b"0",
+    b"maxmemory-policy": b"noeviction",
+}
+
+
+class Socket(FakeSocket):
+    """fakeredis's commands without its sockets, with scripts compiled once."""
+
+    def __init__(self, server: FakeServer) -> None:
+        super().__init__(server, 0, client_class=Redis)
+        self._compiled: dict[bytes, Any] = {}
+        self._runs = 0
+        self.reply: Any = None
+
+    def put_response(self, msg: Any) -> None:
+        self.reply = msg
+
+    def _decode_error(self, error: SimpleError) -> Any:
+        return error
+
+    def eval(self, script: bytes, numkeys: int, *keys_and_args: bytes) -> Any:
+        sha = hashlib.sha1(script, usedforsecurity=False).hexdigest().encode()
+        self._server.script_cache[sha] = script
+        runtime = self._get_server_runtime(self._server)
+        held: Any = self._server
+        if (chunk := self._compiled.get(sha)) is None:
+            chunk = self._compiled[sha] = runtime.compile(script)
+        held._lua_current_socket[0] = self
+        self._script_resp = 2
+        held._lua_set_keys_argv(
+            runtime.table_from(keys_and_args[:numkeys]), runtime.table_from(keys_and_args[numkeys:])
+        )
+        self._runs += 1
+        try:
+            result = chunk()
+        finally:
+            self._script_resp = None
+            if self._runs % 64 == 0:
+                runtime.execute("collectgarbage()")
+        return self._convert_lua_result(result, nested=False)
+
+
+def encode(value: Any) -> bytes:
+    """RESP2."""
+    if value is None:
+        return b"$-1\r\n"
+    if isinstance(value, bytes):
+        return b"$%d\r\n%b\r\n" % (len(value), value)
+    if isinstance(value, bool | int):
+        return b":%d\r\n" % value
+    if isinstance(value, SimpleError):
+        return b"-%b\r\n" % value.value.encode()
+    if isinstance(value, SimpleString):
+        return b"+%b\r\n" % value.value
+    if isinstance(value, float):
+        return encode(repr(value).encode())
+    return b"*%d\r\n%b" % (len(value), b"".join(map(encode, value)))
+
+
+Seen = Callable[[list[bytes], Any], None]
+
+
+class Server:
+    """A redis-server. `seen` is told of every command that was done, with its reply."""
+
+    def __init__(self, loop: SimLoop, network: Network, seen: Seen) -> None:
+        self._loop, self._network, self._seen = loop, network, seen
+        self.log: list[tuple[float, list[bytes]]] = []
+        self.fake = FakeServer(version=(6, 2))
+        self._socket = Socket(self.fake)
+        self.proc = Proc("redis", loop)
+
+    def start(self, proc: Proc) -> None:
+        """In a new process; scripts have to be loaded again."""
+        self.proc = proc
+        self.fake.script_cache.clear()
+        self._network.listen(PORT, proc, lambda wire: Connection(self, wire))
+
+    def lose_tail(self, kept: int) -> None:
+        """Forget all but the first `kept` commands, as a file that was not synced does."""
+        log, self.log = self.log[:kept], []
+        self.fake = FakeServer(version=(6, 2))
+        self._socket = Socket(self.fake)
+        clock, before = current.get(), current.get().clock
+        for when, command in log:
+            clock.clock = before + when - time.time()
+            self.execute(command, replay=True)
+            clock.clock = before
+
+    def close(self) -> None:
+        """Let Lua's memory go: it refers back to the server, out of the garbage collector's sight."""
+        vars(self.fake).clear()
+        self._socket._compiled.clear()
+
+    @property
+    def data(self) -> dict[bytes, Any]:
+        """Key -> item, as fakeredis keeps them."""
+        found: dict[bytes, Any] = self.fake.dbs[0]._dict
+        return found
+
+    def execute(self, command: list[bytes], *, replay: bool = False) -> bytes:
+        name = command[0].upper()
+        if name == b"INFO":
+            return encode(b"# Server\r\nredis_version:6.2.0\r\nrole:master\r\n")
+        if name == b"CONFIG":
+            return encode(
+                [part for key, value in _CONFIG.items() if key == command[2].lower() for part in (key, value)]
+            )
+        if name in (b"CLIENT", b"SELECT"):
+            return b"+OK\r\n"
+        if name not in _READS:
+            self.log.append((time.time(), command))
+        self._socket.reply = None
+        self._socket._process_command(command)
+        reply = self._socket.reply
+        if not replay:
+            self._seen(command, reply)
+        return encode(reply)
+
+
+class Connection:
+    """The server's end of one connection: commands in, replies out, in their order."""
+
+    def __init__(self, server: Server, wire: Wire) -> None:
+        self._server, self._wire = server, wire
+        self._reader = hiredis.Reader()
+        wire.ends[1] = self
+
+    def arrived(self, frame: tuple[Any, ...]) -> None:
+        self._reader.feed(frame[1])
+        replies = []
+        while (command := self._reader.gets()) is not False:
+            replies.append(self._server.execute(command))
+        self._wire.send(1, ("data", b"".join(replies)))
+
+    def broken(self, _reason: str) -> None:
+        pass
+
+
+class Transport(asyncio.Transport):
+    """A client's end of a connection that carries bytes."""
+
+    def __init__(self, loop: SimLoop, protocol: asyncio.Protocol, wire: Wire) -> None:
+        super().__init__()
+        self._loop, self._protocol, self._wire = loop, protocol, wire
+        self._closing = False
+        wire.ends[0] = self
+        protocol.connection_made(self)
+
+    def arrived(self, frame: tuple[Any, ...]) -> None:
+        if not self._closing:
+            self._protocol.data_received(frame[1])
+
+    def broken(self, reason: str) -> None:
+        self._lost(ConnectionResetError(reason))
+
+    def _lost(self, error: Exception | None) -> None:
+        if not self._closing:
+            self._closing = True
+            self._loop.call_soon(self._protocol.connection_lost, error)
+
+    def write(self, data: Any) -> None:
+        if not self._closing:
+            self._wire.send(0, ("data", bytes(data)))
+
+    def close(self) -> None:
+        self._wire.close(0)
+        self._lost(None)
+
+    def abort(self) -> None:
+        self.close()
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        assert isinstance(protocol, asyncio.Protocol)
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol
+
+    def pause_reading(self) -> None:
+        """All that comes is small."""
+
+    def resume_reading(self) -> None:
+        """See above."""
+
+
+async def connect(
+    loop: SimLoop, network: Network, factory: Callable[[], asyncio.Protocol], port: int
+) -> tuple[asyncio.Transport, asyncio.Protocol]:
+    """As `create_connection` does: refused where nobody listens, and for ever where nothing answers."""
+    client = current.get()
+    await asyncio.sleep(loop.random.uniform(0.0002, 0.002))
+    while not network.reachable(client, port):
+        await asyncio.sleep(0.2)
+    wire = network.connect(client, port, keepalive=False)
+    if wire is None:
+        raise ConnectionRefusedError(111, "Connection refused")
+    protocol = factory()
+    return Transport(loop, protocol, wire), protocol

@@ -1,0 +1,175 @@
+"""The trainer and driver of the simulated run: the real SDK, through every call that a trainer makes.
+
+Its memory dies with its process; what it has on disk is `Journal`. A new life claims the run again and asks for the
+same things, as the contract allows.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ebbtide.client import Client, Lease
+from ebbtide.errors import EbbtideError, NotFound, NotReady
+from ebbtide.rpc.security import ClientSecurity
+from ebbtide.runtime import race
+from ebbtide.types.rollout import (
+    Episode,
+    FinishedRollout,
+    RolloutRequest,
+    SubmitOutcome,
+    TokenChunk,
+    Trajectory,
+    TrajectoryOutcome,
+)
+from ebbtide.types.run import Run
+from ebbtide.types.tokens import token_count
+from tests.simulation.plan import Plan, Wanted
+
+RUN: Final = "r"
+TOKEN: Final = "a-token-of-tests"
+SPEC: Final = {"name": "simulated", "model": "scripted", "environment": {"name": "none"}}
+COORDINATOR: Final = "127.0.0.1:7600"
+RELAY: Final = "127.0.0.1:7610"
+
+
+class Journal:
+    """What outlives a trainer, and what it was told: for the checks at the end."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, RolloutRequest] = {}  # as first submitted
+        self.came: dict[str, dict[str, FinishedRollout]] = {}  # rollout -> cursor -> finish
+        self.over: set[str] = set()  # the store said that these are over
+        self.chunks: dict[str, list[TokenChunk]] = {}
+        self.published = self.batches = 0
+        self.waited_for = False  # a fault waits for something to happen
+        self.calm = False  # no fault is to come any more: the run may end
+        self.ended: Run | None = None
+
+
+class Trainer:
+    def __init__(self, plan: Plan, journal: Journal, tell: Callable[[str], None]) -> None:
+        self._plan, self._journal, self._tell = plan, journal, tell
+        self._over_changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Bring the run to its end. Raises what a trainer would step down for."""
+        security = ClientSecurity(token=TOKEN)
+        async with Client(COORDINATOR, RELAY, security=security, patience_s=90.0) as client:
+            await client.submit(SPEC, RUN)
+            async with client.claim(RUN, "trainer", holder="trainer") as lease:
+                await race(self._lead(client, lease), self._collect(lease), self._commit(lease))
+
+    async def _lead(self, client: Client, lease: Lease) -> None:
+        journal = self._journal
+        for number, batch in enumerate(self._plan.batches):
+            if number >= self._plan.least and number >= journal.batches:
+                while not (journal.calm or journal.waited_for):
+                    await asyncio.sleep(0.2)
+                if journal.calm:
+                    break
+            journal.batches = max(journal.batches, number + 1)
+            if lease.run.newest is None or journal.published <= number:
+                await self._publish(lease, number)
+            await self._submit(client, lease, number, batch)
+            await self._until_over(batch, leave=number + 1 < self._plan.least)
+            await asyncio.sleep(self._plan.gaps[number])
+        await self._until_over([one for batch in self._plan.batches[: journal.batches] for one in batch], leave=False)
+        while journal.ended is None:
+            try:
+                journal.ended = await lease.finish()
+            except NotReady:
+                await asyncio.sleep(0.2)
+
+    async def _publish(self, lease: Lease, step: int) -> None:
+        weights = {"w": np.full((64,), step, dtype=np.float32), "b": np.arange(8, dtype=np.float32)}
+        version = await lease.publish(weights, step=step, parent=lease.run.newest.version if lease.run.newest else 0)
+        self._journal.published = step + 1
+        lease.run = msgspec.structs.replace(lease.run, newest=version)
+        self._tell(f"published version {version.version}")
+
+    async def _submit(self, client: Client, lease: Lease, number: int, batch: list[Wanted]) -> None:
+        journal, newest = self._journal, lease.run.newest
+        assert newest is not None
+        for one in batch:
+            request = one.request
+            if one.pinned:
+                bounds = {"min_version": newest.version, "max_version": newest.version}
+            else:
+                bounds = {"min_version": max(1, newest.version - 1)}
+            journal.requests.setdefault(request.rollout_id, msgspec.structs.replace(request, **bounds))
+        outcomes = await lease.submit_rollouts(journal.requests[one.request.rollout_id] for one in batch)
+        for one, outcome in zip(batch, outcomes, strict=True):
+            if outcome is SubmitOutcome.COMPLETED:
+                self._ended([one.request.rollout_id])
+        self._tell(f"submitted batch {number}")
+        name = batch[0].request.rollout_id
+        if name not in journal.over:
+            asyncio.get_running_loop().create_task(self._stream(client, name), name="stream tokens")
+        doomed = [one.request.rollout_id for one in batch if one.fate == "cancelled"]
+        if open_ := [name for name in doomed if name not in journal.over]:
+            await asyncio.sleep(0.5)
+            await lease.cancel_rollouts(open_)
+            self._ended(open_)
+
+    async def _until_over(self, batch: list[Wanted], *, leave: bool) -> None:
+        """Wait for the batch, or, with `leave`, for most of it: then the next one begins beside its rest."""
+        names = [one.request.rollout_id for one in batch]
+        most = len(names) // 2 if leave and self._plan.least > 2 else 0
+        while sum(name not in self._journal.over for name in names) > most:
+            self._over_changed.clear()
+            await self._over_changed.wait()
+
+    async def _collect(self, lease: Lease) -> None:
+        journal, groups = self._journal, dict[str, list[FinishedRollout]]()
+        async for finish in lease.finished():
+            journal.came.setdefault(finish.rollout_id, {})[finish.cursor] = finish
+            group = groups.setdefault(finish.group_id, [])
+            if all(one.rollout_id != finish.rollout_id for one in group):
+                group.append(finish)
+            wanted = self._plan.wanted[finish.rollout_id]
+            if wanted.fate != "cancelled":
+                await self._settle(lease, [finish], wanted.fate)
+        await asyncio.Event().wait()
+
+    async def _settle(self, lease: Lease, group: list[FinishedRollout], fate: str) -> None:
+        names = [one.rollout_id for one in group]
+        if fate == "committed":
+            await lease.complete_episodes(self._episode(one) for one in group)
+        else:
+            await lease.acknowledge(names, "" if fate == "trained" else fate)
+        self._ended(names)
+
+    def _episode(self, finish: FinishedRollout) -> Episode:
+        request = self._journal.requests[finish.rollout_id]
+        trajectory = Trajectory(
+            episode_id=finish.episode_id,
+            group_id=finish.group_id,
+            step=0,
+            group_size=1,
+            prompt_ids=request.prompt_ids,
+            tokens=finish.tokens,
+            loss_mask=b"\1" * token_count(finish.tokens),
+            reward=1.0,
+        )
+        return Episode(episode_id=finish.episode_id, rollout_ids=(finish.rollout_id,), trajectory=trajectory)
+
+    async def _commit(self, lease: Lease) -> None:
+        async for one in lease.trajectories():
+            await lease.commit([TrajectoryOutcome(cursor=one.cursor)])
+        await asyncio.Event().wait()
+
+    async def _stream(self, client: Client, name: str) -> None:
+        """Read a rollout's tokens as they are stored."""
+        chunks = self._journal.chunks[name] = []
+        try:
+            async for chunk in client.stream_tokens(RUN, name):
+                chunks.append(chunk)
+        except (NotFound, EbbtideError):  # it was over, or the trainer goes
+            return
+
+    def _ended(self, names: list[str]) -> None:
+        self._journal.over.update(names)
+        self._over_changed.set()

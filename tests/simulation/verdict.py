@@ -1,0 +1,100 @@
+"""What must hold when a run is over: its books, what its trainer saw, and what is left."""
+
+import asyncio
+from collections import Counter
+from typing import Final
+
+import numpy as np
+
+from ebbtide.store.keys import run_prefix
+from ebbtide.types.tokens import TOKEN_BYTES, unpack_tokens
+from tests.simulation.engine import TAG_MASK
+from tests.simulation.trainer import RUN
+from tests.simulation.world import World
+
+#: How long the store may take to be swept after the run's end, in virtual seconds.
+_SWEPT_S: Final = 90.0
+#: Attempts of all rollouts, as multiples of the rollouts; interruptions by faults come on top.
+_ATTEMPTS: Final = 2.0
+
+
+async def judge(world: World) -> None:
+    """Tell the monitor of whatever is wrong."""
+    _check_books(world)
+    _check_finishes(world)
+    _check_streams(world)
+    _check_attempts(world)
+    await _check_leaks(world)
+    for error in [*world.loop.errors, *world.loop.unretrieved()]:
+        world.monitor.fail(f"unhandled: {error}")
+
+
+def _check_books(world: World) -> None:
+    run, fail = world.journal.ended, world.monitor.fail
+    assert run is not None
+    fates = Counter(world.plan.wanted[name].fate for name in world.journal.requests)
+    counts = run.counters
+    trained = fates.pop("trained", 0) + fates.pop("committed", 0)
+    if counts.get("submitted") != len(world.journal.requests):
+        fail(f"{len(world.journal.requests)} rollouts were submitted, {counts.get('submitted')} are in the books")
+    if counts.get("trained", 0) != trained or run.dropped != dict(fates):
+        fail(f"the books say {counts.get('trained', 0)} trained, {run.dropped}; right is {trained}, {dict(fates)}")
+    if counts.get("dropped", 0) != sum(fates.values()):
+        fail(f"{counts.get('dropped', 0)} are counted as dropped, not {sum(fates.values())}")
+    left = {name: counts.get(name, 0) for name in ("queued", "running", "finished", "trajectories", "bytes")}
+    if any(left.values()):
+        fail(f"counters of an ended run: {left}")
+    if counts.get("dead_lettered", 0):
+        fail(f"{counts['dead_lettered']} dead letters")
+
+
+def _check_finishes(world: World) -> None:
+    """Each rollout came once, whole."""
+    for name in world.journal.requests:
+        wanted, came = world.plan.wanted[name], world.journal.came.get(name, {})
+        if wanted.fate == "cancelled":
+            continue
+        if len(came) > 1:
+            world.monitor.fail(f"{name} finished {len(came)} times")
+        for finish in came.values():
+            tokens = unpack_tokens(finish.tokens)
+            bits = tokens["logprob"].view("<u4") & ~np.uint32(TAG_MASK)
+            if tokens["id"].tolist() != wanted.ids.tolist() or bits.tolist() != wanted.bits.tolist():
+                world.monitor.fail(f"{name} came with {len(tokens)} tokens that are not those of an undisturbed run")
+            if finish.reason is not wanted.reason:
+                world.monitor.fail(f"{name} came with reason {finish.reason.name}, not {wanted.reason.name}")
+
+
+def _check_streams(world: World) -> None:
+    """What a reader saw goes on without a gap, and is what was stored in the end."""
+    for name, chunks in world.journal.chunks.items():
+        seen = b""
+        for chunk in chunks:
+            if chunk.offset * TOKEN_BYTES != len(seen):
+                world.monitor.fail(f"a reader of {name} got offset {chunk.offset} after {len(seen) // TOKEN_BYTES}")
+                return
+            seen += chunk.tokens
+        for finish in world.journal.came.get(name, {}).values():
+            if not finish.tokens.startswith(seen):
+                world.monitor.fail(f"a reader of {name} saw tokens that are not those that it finished with")
+
+
+def _check_attempts(world: World) -> None:
+    attempts = sum(one.attempts for one in world.monitor.rollouts.values())
+    most = _ATTEMPTS * len(world.journal.requests) + world.interruptions * world.plan.slots
+    if attempts > most:
+        world.monitor.fail(f"{attempts} attempts for {len(world.journal.requests)} rollouts")
+
+
+async def _check_leaks(world: World) -> None:
+    """After the sweep, what is left of the run is to expire."""
+    until = world.loop.now + _SWEPT_S
+    prefix = run_prefix(RUN).encode()
+    while True:
+        left = [key for key, item in world.store.data.items() if key.startswith(prefix) and item.expireat is None]
+        if not left:
+            return
+        if world.loop.now > until:
+            world.monitor.fail(f"left behind: {b', '.join(sorted(left)[:5]).decode()}")
+            return
+        await asyncio.sleep(0.5)

@@ -1,0 +1,185 @@
+"""The simulated world: every service in a process of its own, and what starts them again."""
+
+import shutil
+import signal
+import tempfile
+import zlib
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final
+
+import ebbtide.runtime
+from ebbtide.coordinator.__main__ import serve as serve_coordinator
+from ebbtide.coordinator.settings import Settings as CoordinatorSettings
+from ebbtide.rollout_worker.service import serve as serve_worker
+from ebbtide.rollout_worker.settings import Settings as WorkerSettings
+from ebbtide.rpc.security import ClientSecurity, ServerSettings
+from ebbtide.runtime import ProcessSettings, Shutdown
+from ebbtide.weight_relay.__main__ import serve as serve_relay
+from ebbtide.weight_relay.settings import RelaySettings
+from tests.simulation.loop import Proc, SimLoop
+from tests.simulation.monitor import Monitor
+from tests.simulation.network import Network
+from tests.simulation.patches import patched
+from tests.simulation.plan import Plan
+from tests.simulation.store import Server, connect
+from tests.simulation.trainer import COORDINATOR, RELAY, TOKEN, Journal, Trainer
+
+Main = Callable[[Shutdown], Coroutine[Any, Any, None]]
+_STORE: Final = "redis://127.0.0.1:6379/0"
+
+
+class World:
+    """`proc[name]` is the latest process of that name: redis, coordinator, relay, trainer, w0, w1, ..."""
+
+    def __init__(self, seed: int, *, trace: bool = False) -> None:
+        self.loop = SimLoop(seed)
+        self.plan = Plan(seed)
+        self.journal = Journal()
+        self.digest = 0
+        self.trace: list[str] | None = [] if trace else None
+        self.network = Network(self.loop, self._frame)
+        self.monitor = Monitor(self.loop, self.plan, self.journal)
+        self.store = Server(self.loop, self.network, self._command)
+        self.monitor.store = self.store
+        self.proc: dict[str, Proc] = {}
+        self.exits: list[tuple[str, int]] = []
+        self.restart_s: Callable[[str], float] = lambda _name: self.loop.random.uniform(0.2, 3.0)
+        self.directory = Path(tempfile.mkdtemp(prefix="ebb-sim-", dir="/dev/shm"))  # noqa: S108 - memory is what it is for
+        self.loop.connect = lambda factory, _host, port: connect(self.loop, self.network, factory, port)
+        self.taps: list[Callable[[Proc, str, str, bytes], None]] = []
+        self.ears: list[Callable[[Proc, int], None]] = []  # told of requests that begin (0) and of tokens (version)
+        self.closing = False
+        self.interruptions = 0  # kills, stops and cuts that may have cost a worker its attempts
+
+    def patched(self) -> AbstractContextManager[None]:
+        return patched(self.loop, self.network, self._told, self._log)
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def note(self, kind: str, text: str) -> None:
+        """Part of the history: two runs of a seed are the same if their digests are."""
+        line = f"{self.loop.now:10.4f} {self.loop.steps:7d} {kind:9s} {text}"
+        self.digest = zlib.crc32(line.encode(), self.digest)
+        if self.trace is not None:
+            self.trace.append(line)
+
+    def _frame(self, source: Proc, target: Proc, method: str, frame: tuple[Any, ...]) -> None:
+        kind, data = frame[0], frame[1] if frame[0] == "message" else b""
+        text = f"{len(data)} bytes {zlib.crc32(data):08x}" if data else f"{frame[1:] if kind == 'status' else ''}"
+        self.note("frame", f"{source}>{target} {method[14:]} {kind} {text}")
+        for tap in self.taps:
+            tap(source, method, kind, data)
+
+    def _command(self, command: list[bytes], reply: Any) -> None:
+        self.note("store", f"{len(self.store.log)} {b' '.join(command[:1] + command[3:4])[:40]!r} {reply!r:.60}")
+        self.monitor.seen(command, reply)
+
+    def _told(self, proc: Proc, attempt_id: str, version: int) -> None:
+        self.monitor.token(proc, attempt_id, version)
+        for ear in self.ears:
+            ear(proc, version)
+
+    def _log(self, level: str, event: str, values: dict[str, Any]) -> None:
+        self.note("log", f"{level} {event} {values}")
+        if event == "unexpected error" or (event == "failed" and "exc_info" in values):
+            self.monitor.fail(f"{event}: {values}")
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def boot(self) -> None:
+        self.start("redis")
+        self.start("coordinator")
+        self.start("relay")
+        for number in range(self.plan.workers):
+            self.start(f"w{number}")
+        self.start("trainer")
+
+    @property
+    def workers(self) -> list[str]:
+        return [name for name in self.proc if name[0] == "w"]
+
+    def start(self, name: str) -> None:
+        """A new process of that name, unless one is alive."""
+        if self.closing or ((old := self.proc.get(name)) and old.alive):
+            return
+        proc = self.proc[name] = Proc(name, self.loop)
+        self.note("start", name)
+        if name == "redis":
+            self.store.start(proc)
+        elif name == "trainer":
+            proc.spawn(self._trainer(proc), name).add_done_callback(lambda task: self._trainer_ended(proc, task))
+        else:
+            main, settings = self._service(name)
+            work = ebbtide.runtime._supervise(main, name, settings)
+            proc.spawn(work, name).add_done_callback(lambda task: self._ended(proc, task.result()))
+
+    def _service(self, name: str) -> tuple[Main, ProcessSettings]:
+        if name == "coordinator":
+            coordinator = CoordinatorSettings(
+                server=ServerSettings(listen=COORDINATOR, token=TOKEN), store_url=_STORE, lease_ttl_s=6.0
+            )
+            return lambda shutdown: serve_coordinator(coordinator, shutdown), coordinator
+        if name == "relay":
+            relay = RelaySettings(
+                server=ServerSettings(listen=RELAY, token=TOKEN), data_dir=str(self.directory / "relay")
+            )
+            return lambda shutdown: serve_relay(relay, shutdown), relay
+        plan = self.plan
+        worker = WorkerSettings(
+            coordinator=COORDINATOR,
+            relay=RELAY,
+            client=ClientSecurity(token=TOKEN),
+            worker_id=name,
+            engine="scripted",
+            slots=plan.slots,
+            flush_tokens=plan.flush_tokens,
+            flush_interval_ms=plan.flush_interval_ms,
+            unacknowledged_tokens=plan.unacknowledged,
+            pull_patience_s=20.0,
+            scripted=plan.script,
+        )
+        return lambda shutdown: serve_worker(shutdown, worker), worker
+
+    async def _trainer(self, proc: Proc) -> None:
+        await Trainer(self.plan, self.journal, lambda text: self.note("trainer", text)).run()
+
+    def _trainer_ended(self, proc: Proc, task: Any) -> None:
+        error = None if task.cancelled() else task.exception()
+        self.note("exit", f"trainer {error!r}")
+        self._gone(proc)
+        if self.journal.ended is None:
+            self.loop.outside.after(self.restart_s("trainer"), self.start, "trainer")
+
+    def _ended(self, proc: Proc, code: int) -> None:
+        self.note("exit", f"{proc} {code}")
+        self.exits.append((proc.name, code))
+        self._gone(proc)
+        self.loop.outside.after(self.restart_s(proc.name), self.start, proc.name)
+
+    def _gone(self, proc: Proc) -> None:
+        self.interruptions += 1
+        proc.kill()
+        self.network.killed(proc)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; something starts it again."""
+        proc = self.proc[name]
+        if proc.alive:
+            self.note("kill", name)
+            self._gone(proc)
+            self.loop.outside.after(self.restart_s(name), self.start, name)
+
+    def terminate(self, name: str) -> None:
+        """SIGTERM."""
+        proc = self.proc[name]
+        if proc.alive and signal.SIGTERM in proc.signals:
+            self.note("sigterm", name)
+            proc.after(0.0, proc.signals[signal.SIGTERM])
+
+    def close(self) -> None:
+        self.loop.bury()
+        self.store.close()
+        self.loop.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
