@@ -82,6 +82,7 @@ class Dispatcher:
 
     async def watch_for_ever(self) -> None:
         next_due: float | None = None
+        self._recovery.serving()
         while True:
             pause = self._fleet.judge_every_s
             if next_due is not None:
@@ -258,6 +259,7 @@ class Dispatcher:
             hosts = [host for _, host in self._hosts(run)]
             if all(host.running >= host.slots for host in hosts):
                 return
+            hosts += self._coming(run, time.monotonic())
             async with run.changing():
                 placements = place(run.line, hosts, run.homes, at_most=_PLACE_AT_ONCE)
                 if not placements:
@@ -268,13 +270,27 @@ class Dispatcher:
         """The workers that have a version of the run and are to keep serving it, full ones too."""
         return [
             (session, self._host(run, session))
-            for session in self._state.sessions.values()
-            if session.run_id == run.run_id
-            and not session.draining
-            and session.target is not None
-            and session.target[0] == run.run_id
-            and session.version_of(run.run_id) > 0
-            and not self._fleet.shunned_s(session)
+            for session in self._open_sessions()
+            if session.run_id == run.run_id and _ready(run, session)
+        ]
+
+    def _coming(self, run: RunState, now: float) -> list[Host]:
+        """Workers that are yet to have a version of the run, as hosts without room: whoever must avoid all others waits
+        for them.
+        """
+        newest = max(run.versions, default=0)
+        return [
+            Host(
+                worker_id=session.session_id,
+                name=session.worker_id,
+                slots=1,
+                running=1,
+                installed=newest,
+                target=newest,
+                max_model_len=session.hello.engine.max_model_len,
+            )
+            for session in self._open_sessions()
+            if session.run_id == run.run_id and not _ready(run, session) and session.unfit.get(run.run_id, 0.0) <= now
         ]
 
     def _host(self, run: RunState, session: Session) -> Host:
@@ -292,3 +308,8 @@ class Dispatcher:
             target=session.target[1] if session.target else 0,
             max_model_len=session.hello.engine.max_model_len,
         )
+
+
+def _ready(run: RunState, session: Session) -> bool:
+    told = session.target is not None and session.target[0] == run.run_id
+    return told and session.version_of(run.run_id) > 0

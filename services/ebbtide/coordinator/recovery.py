@@ -5,8 +5,11 @@ the store has as running, and that no attached worker holds, wait for their work
 re-queued like any orphan.
 """
 
+import math
 import time
 from collections.abc import Awaitable, Callable
+
+import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator.attempts import standing
@@ -28,7 +31,16 @@ class Recovery:
         self, state: State, store: Store, lives: Lives, over: Callable[[str], Awaitable[None]], *, grace_s: float
     ) -> None:
         self._state, self._store, self._lives, self._over = state, store, lives, over
-        self._until = time.monotonic() + grace_s
+        self._grace_s = grace_s
+        self._until = math.inf
+
+    def serving(self) -> None:
+        """Workers can come back from now on: the grace begins."""
+        before, self._until = self._until, time.monotonic() + self._grace_s
+        for run in self._state.runs.values():
+            for attempt in run.running.values():
+                if attempt.orphaned is not None and attempt.orphaned.due == before:
+                    attempt.orphaned = msgspec.structs.replace(attempt.orphaned, due=self._until)
 
     async def take_over(self) -> None:
         """Become the store's coordinator and load every live run; ended ones are noted for deletion."""

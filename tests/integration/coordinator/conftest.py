@@ -45,6 +45,8 @@ class ScriptedWorker:
         self.cancelled: list[str] = []
         self.installed: list[int] = []
         self.drains: list[float] = []
+        self.asked: list[str] = []  # rollouts that it is to hand back
+        self._loops: list[asyncio.Task[None]] = []
         self.attached = fleet_pb2.Attached()
         self.ended: Exception | None = None
         self._sequence = 0
@@ -89,6 +91,7 @@ class ScriptedWorker:
         for ref in message.cancel.attempts:
             self.cancelled.append(ref.rollout_id)
             self.assigned.pop(ref.rollout_id, None)
+        self.asked += [ref.rollout_id for ref in message.release.attempts]
         if message.HasField("drain"):
             self.drains.append(message.drain.deadline_s)
         if message.HasField("install"):
@@ -97,6 +100,23 @@ class ScriptedWorker:
                 await self.say(
                     installed=fleet_pb2.Installed(version=message.install.version, run_id=message.install.run_id)
                 )
+
+    def beats(self, every_s: float = 0.1, **beat: Any) -> None:
+        """Send heartbeats from now on."""
+
+        async def beating() -> None:
+            while True:
+                await self.beat(**beat)
+                await asyncio.sleep(every_s)
+
+        self._loops.append(asyncio.create_task(beating()))
+
+    async def beat(self, **beat: Any) -> None:
+        await self.say(heartbeat=fleet_pb2.Heartbeat(**({"state": types_pb2.WORKER_STATE_READY} | beat)))
+
+    async def hand_back(self, *rollout_ids: str, reason: str = "") -> None:
+        refs = [self.assigned.pop(rollout_id).attempt for rollout_id in rollout_ids]
+        await self.say(released=fleet_pb2.Released(attempts=refs, reason=reason))
 
     async def say(self, **kind: Any) -> None:
         await write(self._control, fleet_pb2.WorkerMessage(**kind))
@@ -135,10 +155,12 @@ class ScriptedWorker:
 
     async def break_streams(self) -> None:
         """As if the process were gone."""
+        for loop in self._loops:
+            loop.cancel()
         for call in (self._control, self._append):
             call.cancel()
-        if self._reader:
-            await asyncio.gather(self._reader, return_exceptions=True)
+        tasks = [*self._loops, *([self._reader] if self._reader else [])]
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Cluster:
@@ -150,11 +172,13 @@ class Cluster:
         self._channels: list[grpc.aio.Channel] = []
         self._loops: list[asyncio.Task[None]] = []
 
-    async def start(self) -> "Cluster":
+    async def start(self, *, serve_after_s: float = 0.0) -> "Cluster":
         server = ServerSettings(listen="127.0.0.1:0", token=TOKEN)
         settings = Settings(server=server, store_url=self.url, **(QUICK | self._more))
         self.coordinator = Coordinator(settings)
-        self.server = Server(server, await self.coordinator.open())
+        services = await self.coordinator.open()
+        await asyncio.sleep(serve_after_s)
+        self.server = Server(server, services)
         await self.server.start()
         self._loops = [asyncio.create_task(loop) for loop in self.coordinator.loops().values()]
         self.channel = self.new_channel()

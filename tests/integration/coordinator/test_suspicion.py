@@ -1,0 +1,186 @@
+"""Workers that fall silent, stop, or come and go; and rollouts that take their workers with them."""
+
+from typing import Any
+
+from ebbtide.errors import NotFound
+from ebbtide.testing import wait_until
+from ebbtide.types.fleet import WorkerState
+from ebbtide.v1 import fleet_pb2, types_pb2
+
+STOP = types_pb2.FINISH_REASON_STOP
+SILENT = {"heartbeat_timeout_s": 0.6}
+
+
+def listed(cluster: Any, worker_id: str) -> Any:
+    return next(one for one in cluster.coordinator.fleet.workers() if one.worker_id == worker_id)
+
+
+async def lose(cluster: Any, worker_id: str) -> None:
+    def suspected() -> bool:
+        return bool(listed(cluster, worker_id).state is WorkerState.SUSPECTED)
+
+    await wait_until(suspected, what=f"{worker_id} is suspected")
+
+
+async def silenced(cluster: Any) -> tuple[Any, Any, Any]:
+    """A run whose rollout went from a worker that fell silent to another; the silent one is back."""
+    run, first = await cluster.run(), await cluster.worker("w1")
+    await run.submit("a")
+    await first.has("a")
+    await first.add("a", 0, 4)
+    await lose(cluster, "w1")
+    second = await cluster.worker("w2")
+    second.beats()
+    await second.has("a")
+    held = [fleet_pb2.HeldAttempt(attempt=first.assigned["a"].attempt, offset=4)]
+    await wait_until(lambda: first.ended, what="the silent worker's session is over")
+    again = await cluster.worker("w1", held=held)
+    again.beats()
+    assert [ref.rollout_id for ref in again.attached.superseded] == ["a"]
+    await wait_until(lambda: again.installed, what="it has the weights")
+    return run, again, second
+
+
+async def test_a_silent_worker_is_fenced_and_its_rollouts_avoid_it(cluster_with: Any) -> None:
+    async with cluster_with(**SILENT) as cluster:
+        run, again, second = await silenced(cluster)
+        assert isinstance(again.ended, NotFound) or again.ended is None
+        for _ in range(3):
+            await second.hand_back("a", reason="version 1 is not installed")
+            await second.has("a")
+        assert again.assigned == {}
+        await second.break_streams()  # nobody else is left
+        await again.has("a")
+        assert (await again.add("a", 4, 1, STOP)).finished
+        counters = (await run.get()).counters
+        assert sum(n for name, n in counters.items() if name.startswith("detection:le:")) == 2
+        assert counters.get("detection:le:0.5", 0) <= 1  # the silent one was noticed by time alone
+
+
+async def test_a_rollout_avoids_a_worker_beyond_a_restart_of_the_coordinator(cluster_with: Any) -> None:
+    async with cluster_with(**SILENT) as cluster:
+        run, _, second = await silenced(cluster)
+        await second.hand_back("a", reason="shutdown")
+        await cluster.restart()
+        first, second = [await cluster.worker(name) for name in ("w1", "w2")]
+        first.beats()
+        second.beats()
+        await second.has("a")
+        assert first.assigned == {}
+        assert await run.count("finished") == 0
+
+
+async def test_a_worker_that_makes_no_tokens_is_given_up_though_its_heart_beats(cluster: Any) -> None:
+    run, stalled = await cluster.run(), await cluster.worker("w1")
+    stalled.beats()
+    await run.submit("a")
+    await stalled.has("a")
+    for offset in range(3):
+        await stalled.add("a", offset, 1)
+    held = await cluster.worker("w2")
+    held.beats(held=True)
+    await run.submit("b", "c", "d", "e", "f", "g", "h", "i", "j")  # more than fit beside the first
+    await wait_until(lambda: held.assigned, what="the other has some")
+    name = next(iter(held.assigned))
+    await held.add(name, 0, 1)
+    await lose(cluster, "w1")
+    assert "no token" in listed(cluster, "w1").reason
+    await held.has("a")
+    assert listed(cluster, "w2").state is WorkerState.READY
+
+
+async def test_a_worker_that_comes_and_goes_is_shunned_for_a_while(cluster: Any) -> None:
+    run = await cluster.run()
+    await run.submit("a")
+    for _ in range(2):
+        flapping = await cluster.worker("w1")
+        await flapping.has("a")
+        await flapping.break_streams()
+        await wait_until(lambda: listed(cluster, "w1").state is WorkerState.LOST)
+    flapping = await cluster.worker("w1")
+    shown = listed(cluster, "w1")
+    assert shown.state is WorkerState.SHUNNED
+    assert 4 < shown.shunned_s <= 5
+    assert "lost too often" in (await run.get()).message
+    steady = await cluster.worker("w2")
+    await steady.has("a")
+    assert flapping.assigned == {}
+    assert (await run.get()).message == ""
+
+
+async def test_a_planned_leave_is_held_against_nobody(cluster: Any) -> None:
+    await cluster.run()
+    for _ in range(4):
+        worker = await cluster.worker("w1")
+        await worker.say(draining=fleet_pb2.Draining(deadline_s=5.0, reason="asked"))
+        await wait_until(lambda: listed(cluster, "w1").state is WorkerState.DRAINING)
+        await worker.break_streams()
+        await wait_until(lambda: listed(cluster, "w1").state is WorkerState.LOST)
+    await cluster.worker("w1")
+    assert listed(cluster, "w1").shunned_s == 0
+
+
+async def test_a_poison_rollout_is_dead_lettered_alone(cluster: Any) -> None:
+    run = await cluster.run()
+    innocents = [f"i{number}" for number in range(12)]
+    await run.submit("poison", *innocents)
+    number, workers, finished = 0, [], set[str]()
+
+    async def over() -> bool:
+        nonlocal number
+        while len(workers) < 3:
+            number += 1
+            workers.append(await cluster.worker(f"w{number}", slots=4))
+        for worker in list(workers):
+            if "poison" in worker.assigned:  # it dies before any of its rollouts has a token
+                workers.remove(worker)
+                await worker.break_streams()
+                continue
+            for name in list(worker.assigned):
+                await worker.add(name, 0, 2, STOP)
+                finished.add(worker.assigned.pop(name).attempt.rollout_id)
+        return await run.count("finished") == 13
+
+    await wait_until(over, 30.0, what="all came to their end")
+    assert finished == set(innocents)
+    assert await run.count("dead_lettered") == 1
+    (letter,) = await run.events("dead_letter", 1)
+    assert letter.labels["rollout"] == "poison"
+    assert letter.message.startswith("5 attempts in a row")
+    assert await run.count("attempts") < 2 * 13 + 5
+
+
+async def test_what_a_lost_worker_had_sent_is_stored_before_its_rollouts_go_elsewhere(cluster: Any) -> None:
+    run, first = await cluster.run(), await cluster.worker("w1")
+    await run.submit("a")
+    await first.has("a")
+    for offset in range(0, 10, 2):  # nobody waits for the answers
+        await first._append.write(first.message(first.delta("a", offset, 2)))
+    first._control.cancel()
+    second = await cluster.worker("w2")
+    await second.has("a")
+    assert len(second.assigned["a"].partial) == 10 * 12
+
+
+async def test_the_grace_of_a_restart_begins_when_workers_can_come(cluster_with: Any) -> None:
+    async with cluster_with(recover_grace_s=0.4) as cluster:
+        run, first = await cluster.run(), await cluster.worker("w1")
+        await run.submit("a")
+        await first.has("a")
+        held = [fleet_pb2.HeldAttempt(attempt=first.assigned["a"].attempt)]
+        await cluster.stop()
+        await cluster.start(serve_after_s=0.6)  # slow to come up
+        again = await cluster.worker("w1", held=held)
+        assert [ref.rollout_id for ref in again.attached.adopted] == ["a"]
+        assert await run.count("attempts") == 1
+
+
+async def test_rollouts_go_back_in_line_once_the_grace_is_over(cluster_with: Any) -> None:
+    async with cluster_with(recover_grace_s=0.2) as cluster:
+        run, first = await cluster.run(), await cluster.worker("w1")
+        await run.submit("a")
+        await first.has("a")
+        await cluster.restart()
+        await wait_until(lambda: cluster.coordinator.state.runs["r"].line, what="it is back in line")
+        other = await cluster.worker("w2")
+        await other.has("a")
