@@ -1,28 +1,40 @@
 """Holding a lease: renewals, and the end of everything under it once it is lost.
 
-Invariant: `lost` is set once, when the coordinator says that the fence is old or the run over, and stays set; from then
-on every guarded call raises `LeaseSuperseded`. When the process dies, renewals end, and another holder may claim the
-run after the lease's time to live.
+What was acknowledged under the lease is in its journal for as long as the store may forget it, and is sent again when
+the store came back. Invariant: `lost` is set once, when the coordinator says that the fence is old or the run over, and
+stays set; from then on every guarded call raises `LeaseSuperseded`. When the process dies, renewals end, and another
+holder may claim the run after the lease's time to live.
 """
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
+from ebbtide.client.journal import Journal
 from ebbtide.client.retry import Peer, Request_contra, Response_co, Unary
-from ebbtide.errors import EbbtideError, LeaseSuperseded, Unavailable
+from ebbtide.errors import EbbtideError, LeaseSuperseded, NoCapacity, Unavailable
+from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S
 from ebbtide.rpc.convert import from_proto
 from ebbtide.types.run import Run
 from ebbtide.v1 import runs_pb2
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 
 T = TypeVar("T")
+Message_contra = TypeVar("Message_contra", bound=Message, contravariant=True)
 log = logging.getLogger(__name__)
+#: Renewals are this often at least: they tell that the store came back, and what is durable.
+_RENEW_S: Final = 5.0
+#: Between renewals that something waits for.
+_HURRY_S: Final = 0.25
+#: What a leaving holder waits at most for its last calls to be durable.
+_LEAVE_S: Final = 10.0
 
 
 class Hold:
@@ -32,6 +44,9 @@ class Hold:
         self._peer = peer
         self._fence = claimed.ref
         self._ttl_s = claimed.ttl_s
+        self._journal = Journal()
+        self._journal.renewed(claimed.store_life, claimed.durable_after_s, time.monotonic())
+        self._hurry = asyncio.Event()  # renew at once
         self._renewals = asyncio.create_task(self._renew())
         self._renewals.add_done_callback(self._renewals_ended)
         self._reason = ""
@@ -47,7 +62,12 @@ class Hold:
         return self._fence.role
 
     async def release(self) -> None:
-        """Give the lease back, so that another holder need not wait for its end. Tried once."""
+        """Give the lease back, so that another holder need not wait for its end. Tried once, when all that was done
+        under the lease is durable; not waited for much longer than that should take.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await self._durable()
         self._renewals.cancel()
         await asyncio.gather(self._renewals, return_exceptions=True)
         if self.lost.is_set():
@@ -62,16 +82,44 @@ class Hold:
     async def _renew(self) -> None:
         stub = RunsStub(self._peer.channel)
         while True:
-            await asyncio.sleep(self._ttl_s / 3)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HURRY_S if self._journal.owed() else min(self._ttl_s / 3, _RENEW_S)):
+                    await self._hurry.wait()
+            self._hurry.clear()
+            asked = time.monotonic()
             try:
                 with self._peer.translated():
                     renewed = await stub.RenewLease(self._fence, timeout=self._ttl_s)
                 self._ttl_s, self.run = renewed.ttl_s, from_proto(renewed.run, Run)
+                self._journal.renewed(renewed.store_life, renewed.durable_after_s, asked)
+                await self._send_again()
             except Unavailable as error:  # the fence stands until somebody else claims the run
                 log.warning("lease of run %s not renewed, trying on: %s", self.run_id, error)
             except EbbtideError as error:
                 self._lose(str(error))
                 return
+
+    async def _send_again(self) -> None:
+        """Send what the store may have forgotten. Raises `Unavailable` with the rest of it still owed."""
+        while (entry := self._journal.owed()) is not None:
+            try:
+                with self._peer.translated():
+                    await entry.call()
+            except (Unavailable, LeaseSuperseded):
+                raise
+            except NoCapacity as error:
+                raise Unavailable(f"sending again what the store forgot: {error}") from None
+            except EbbtideError as error:  # it is there, or what it goes by is over
+                log.warning("run %s: the store came back and refuses what it took before: %s", self.run_id, error)
+            self._journal.sent(entry, time.monotonic())
+
+    async def _durable(self) -> None:
+        """Wait until the store cannot forget any more what was acknowledged, or the lease is lost."""
+        while self._journal and not self.lost.is_set():
+            self._hurry.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HURRY_S):
+                    await self._journal.idle.wait()
 
     def _renewals_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -93,6 +141,15 @@ class Hold:
         except LeaseSuperseded as error:
             self._lose(str(error))
             raise
+
+    async def _kept(self, method: "Unary[Message_contra, Response_co]", request: "Message_contra") -> Response_co:
+        """A call that is made again when the store forgot it. A full journal holds it back."""
+        while not self._journal.room.is_set():
+            self._hurry.set()
+            await self._pause(_HURRY_S)
+        answer = await self._call(method, request)
+        self._journal.add(lambda: method(request, timeout=DEFAULT_TIMEOUT_S), request.ByteSize(), time.monotonic())
+        return answer
 
     def _result(self, done: asyncio.Future[T]) -> T:
         try:

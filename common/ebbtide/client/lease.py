@@ -8,6 +8,7 @@ from ebbtide.client.hold import Hold
 from ebbtide.client.retry import Peer
 from ebbtide.errors import NoCapacity
 from ebbtide.rpc.convert import from_proto, to_proto
+from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
@@ -55,7 +56,7 @@ class Lease(Hold):
             )
             while True:
                 try:
-                    answer = await self._call(self._rollouts.Submit, request)
+                    answer = await self._kept(self._rollouts.Submit, request)
                     break
                 except NoCapacity as error:
                     if not wait:
@@ -75,13 +76,13 @@ class Lease(Hold):
         """End finished rollouts as trained, or as dropped with a reason, and delete their data."""
         for batch in batches(rollout_ids):
             request = rollouts_pb2.AcknowledgeRequest(lease=self._fence, rollout_ids=batch, drop_reason=drop_reason)
-            await self._call(self._rollouts.Acknowledge, request)
+            await self._kept(self._rollouts.Acknowledge, request)
 
     async def cancel_rollouts(self, rollout_ids: Iterable[str], reason: str = "") -> None:
         """End rollouts wherever they are; training rollouts count as dropped with `reason` (default "cancelled")."""
         for batch in batches(rollout_ids):
             request = rollouts_pb2.CancelRequest(lease=self._fence, rollout_ids=batch, reason=reason)
-            await self._call(self._rollouts.Cancel, request)
+            await self._kept(self._rollouts.Cancel, request)
 
     # -- episodes and trajectories -------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class Lease(Hold):
             request = rollouts_pb2.CompleteEpisodesRequest(
                 lease=self._fence, episodes=[to_proto(item, rollouts_pb2.Episode) for item in batch]
             )
-            await self._call(self._rollouts.CompleteEpisodes, request)
+            await self._kept(self._rollouts.CompleteEpisodes, request)
 
     async def trajectories(self, cursor: str = "") -> AsyncGenerator[Trajectory, None]:
         """Trajectories after `cursor`, oldest first, then new ones; at least once each over a reconnect."""
@@ -106,7 +107,7 @@ class Lease(Hold):
             request = rollouts_pb2.CommitTrajectoriesRequest(
                 lease=self._fence, outcomes=[to_proto(item, rollouts_pb2.TrajectoryOutcome) for item in batch]
             )
-            await self._call(self._rollouts.CommitTrajectories, request)
+            await self._kept(self._rollouts.CommitTrajectories, request)
 
     # -- weights and the run itself ------------------------------------------------------------------------------
 
@@ -122,14 +123,16 @@ class Lease(Hold):
         version = PolicyVersion(policy=self.run.spec.policy, version=number, parent=parent, step=step)
         version = await self._relay().publish(self.run_id, version, tensors)
         request = runs_pb2.AnnounceVersionRequest(lease=self._fence, version=to_proto(version, types_pb2.PolicyVersion))
-        await self._call(self._runs.AnnounceVersion, request)
+        await self._kept(self._runs.AnnounceVersion, request)
         return version
 
     async def report(self, events: Sequence[RunEvent]) -> None:
         """Append events to the run, once per kind and key."""
         for batch in batches(events, lambda event: 64 * (len(event.values) + len(event.labels)) + len(event.message)):
             messages = [to_proto(item, runs_pb2.RunEvent) for item in batch]
-            await self._call(self._runs.Report, runs_pb2.ReportRequest(lease=self._fence, events=messages))
+            for message in messages if self._journal.needed else ():
+                message.key = message.key or new_fence()  # one that is sent again is there once
+            await self._kept(self._runs.Report, runs_pb2.ReportRequest(lease=self._fence, events=messages))
 
     async def finish(self, status: RunStatus = RunStatus.FINISHED, message: str = "") -> Run:
         """End the run. Raises `NotReady` while training rollouts are neither trained nor dropped."""

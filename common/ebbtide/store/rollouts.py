@@ -77,12 +77,14 @@ class Rollouts(Topic):
         """Drop rollouts in whatever state; returns (rollout, attempt) of those that were running."""
         return _pairs(await self._leased("cancel", lease, reason, *rollout_ids))
 
-    async def acknowledge(self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str) -> None:
-        """End finished rollouts and delete them. Raises `InvalidRequest` for ones unfinished or unknown; then none is
-        taken.
+    async def acknowledge(
+        self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str, *, vouched: bool = False
+    ) -> None:
+        """End finished rollouts and delete them. Raises `InvalidRequest` for ones unfinished (unless `vouched`: see
+        `Trajectories.complete`) or unknown; then none is taken.
         """
         try:
-            await self._leased("acknowledge", lease, drop_reason, *rollout_ids)
+            await self._leased("acknowledge", lease, drop_reason, int(vouched), *rollout_ids)
         except Refused as refused:
             raise open_or_unknown(refused, rollout_ids, field="rollout_ids") from None
 

@@ -45,14 +45,14 @@ class Trajectories(Topic):
         ended = state.decode() == State.FINISHED and offset + len(tokens) // 12 == stored
         return TokenChunk(offset=offset, tokens=tokens, reason=FinishReason[reason.decode()] if ended else None)
 
-    async def complete(self, lease: LeaseRef, episode: Episode) -> list[tuple[str, str]]:
-        """End an episode, once; returns (rollout, attempt) of its rollouts that were still running. Raises
-        `InvalidRequest`.
+    async def complete(self, lease: LeaseRef, episode: Episode, *, vouched: bool = False) -> list[tuple[str, str]]:
+        """End an episode, once; returns (rollout, attempt) of its rollouts that were still running. `vouched`: they may
+        be open, for the store may have forgotten that they finished. Raises `InvalidRequest`.
         """
         data = pack(episode.trajectory) if episode.trajectory else b""
         try:
             _, *ran = await self._leased(
-                "complete", lease, episode.episode_id, episode.drop_reason, data, *episode.rollout_ids
+                "complete", lease, episode.episode_id, episode.drop_reason, data, int(vouched), *episode.rollout_ids
             )
         except Refused as refused:
             if refused.code != "TRAJECTORY":

@@ -130,7 +130,7 @@ def widowed(state: State, run: RunState, ref: AttemptRef, session: Session) -> b
     store and coordinator came back together.
     """
     widow = run.widows.get(ref.rollout_id)
-    if widow is None and time.monotonic() < state.doubt_until and ref.rollout_id not in run.running:
+    if widow is None and state.doubtful and ref.rollout_id not in run.running:
         nothing = Bounds(0, 0)
         stood = Waiting(rollout_id=ref.rollout_id, episode_id="", bounds=nothing, length=0, place=0)
         attempt = Attempt(run_id=ref.run_id, attempt_id=ref.attempt_id, waiting=stood, start=0, max_tokens=1 << 32)

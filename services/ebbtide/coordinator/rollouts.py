@@ -1,7 +1,6 @@
 """Rollouts, episodes and trajectories: what the `Rollouts` service does."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -85,7 +84,7 @@ class RolloutService:
         self._check_ids(rollout_ids)
         drop_reason = check_reason(drop_reason, field="drop_reason")
         with self._in_doubt(InvalidRequest):
-            await self._store.rollouts.acknowledge(lease, rollout_ids, drop_reason)
+            await self._store.rollouts.acknowledge(lease, rollout_ids, drop_reason, vouched=self._state.doubtful)
 
     async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> None:
         """Drop rollouts in whatever state; workers stop generating them."""
@@ -114,7 +113,7 @@ class RolloutService:
     async def _complete(self, run: RunState, lease: LeaseRef, index: int, episode: Episode) -> None:
         try:
             with self._in_doubt(InvalidRequest):
-                ran = await self._store.trajectories.complete(lease, episode)
+                ran = await self._store.trajectories.complete(lease, episode, vouched=self._state.doubtful)
         except InvalidRequest as error:
             text = str(error).removeprefix(f"{error.field}: ")
             raise InvalidRequest(text, field=f"episodes[{index}].{error.field}") from None
@@ -148,7 +147,7 @@ class RolloutService:
         try:
             yield
         except refusals as error:
-            if time.monotonic() >= self._state.doubt_until:
+            if not self._state.doubtful:
                 raise
             raise StoreUnavailable(
                 f"the store came back and may have forgotten something ({error}); ask again"

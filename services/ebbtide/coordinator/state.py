@@ -9,6 +9,7 @@ the runs back, and workers attach again with the attempts that they have.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -280,3 +281,7 @@ class State:
         self.doubt_until = 0.0  # until then the store may have forgotten what workers and leases still send again
         self.wake = asyncio.Event()  # something to decide
         self.reap = asyncio.Event()  # an attempt lost its worker
+
+    @property
+    def doubtful(self) -> bool:
+        return time.monotonic() < self.doubt_until

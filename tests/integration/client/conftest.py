@@ -27,6 +27,7 @@ class Script(rollouts_pb2_grpc.RolloutsServicer, runs_pb2_grpc.RunsServicer, fle
         self.fence = "fence-0"
         self.free = True
         self.ttl_s = 0.3
+        self.store_life, self.durable_after_s = "first", 0.0
         self.finished = 0  # rollouts f1, f2, ... that have finished
         self.grown = asyncio.Event()
         self.version = 0
@@ -54,7 +55,13 @@ class Script(rollouts_pb2_grpc.RolloutsServicer, runs_pb2_grpc.RunsServicer, fle
 
     def _lease(self) -> runs_pb2.Lease:
         ref = runs_pb2.LeaseRef(run_id="run", role="trainer", fence=self.fence)
-        return runs_pb2.Lease(ref=ref, ttl_s=self.ttl_s, run=self._run())
+        return runs_pb2.Lease(
+            ref=ref,
+            ttl_s=self.ttl_s,
+            run=self._run(),
+            store_life=self.store_life,
+            durable_after_s=self.durable_after_s,
+        )
 
     async def SubmitRun(self, request: Any, context: Any) -> Any:
         self._take("SubmitRun", request)
@@ -93,6 +100,10 @@ class Script(rollouts_pb2_grpc.RolloutsServicer, runs_pb2_grpc.RunsServicer, fle
 
     async def Acknowledge(self, request: Any, context: Any) -> Any:
         self._fenced("Acknowledge", request, request.lease)
+        return runs_pb2.Empty()
+
+    async def Report(self, request: Any, context: Any) -> Any:
+        self._fenced("Report", request, request.lease)
         return runs_pb2.Empty()
 
     async def WatchFinished(self, request: Any, context: Any) -> AsyncIterator[Any]:

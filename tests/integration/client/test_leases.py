@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ebbtide.client import Client, Lease
-from ebbtide.errors import LeaseSuperseded, NoCapacity, NotReady, Unavailable
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotReady, StoreUnavailable, Unavailable
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest, SubmitOutcome
-from ebbtide.types.run import Sampling
+from ebbtide.types.run import RunEvent, Sampling
 
 
 def rollout(name: str, tokens: int = 4) -> RolloutRequest:
@@ -141,3 +141,36 @@ async def test_large_submits_are_cut_below_the_size_of_a_message(client: Client,
     sent = [item.rollout_id for request in script.calls("Submit") for item in request.rollouts]
     assert sent == [item.rollout_id for item in rollouts]
     assert max(request.ByteSize() for request in script.calls("Submit")) < 3 << 20
+
+
+async def test_what_a_store_may_have_forgotten_is_sent_again_in_order_and_once(client: Client, script: Any) -> None:
+    script.durable_after_s = 30.0
+    lease = await client.acquire("run")
+    await lease.submit_rollouts([rollout("a"), rollout("b")])
+    await lease.acknowledge(["a"])
+    await lease.report([RunEvent(kind="note")])
+    before = len(script.asked)
+    script.store_life = "second"
+    script.errors["Acknowledge"] = [StoreUnavailable("the finish is not there again yet"), InvalidRequest("it is over")]
+    await wait_until(lambda: len(script.calls("Report")) == 2, what="all of it again")
+    calls = [name for name, _ in script.asked[before:] if name != "RenewLease"]
+    assert calls == ["Submit", "Acknowledge", "Acknowledge", "Report"]
+    assert script.calls("Submit")[0] == script.calls("Submit")[1]
+    first, second = script.calls("Report")
+    assert first == second
+    assert first.events[0].key  # so that it is there once
+    renewals = len(script.calls("RenewLease"))
+    await wait_until(lambda: len(script.calls("RenewLease")) >= renewals + 3, what="renewals in the same life")
+    assert len(script.calls("Submit")) == 2
+    script.durable_after_s = 0.0
+    await lease.release()
+
+
+async def test_a_lease_is_given_back_when_all_that_was_done_under_it_is_durable(client: Client, script: Any) -> None:
+    script.durable_after_s = 0.5
+    lease = await client.acquire("run")
+    await lease.submit_rollouts([rollout("a")])
+    began = time.monotonic()
+    await lease.release()
+    assert time.monotonic() - began >= 0.45
+    assert len(script.calls("ReleaseLease")) == 1

@@ -1,11 +1,11 @@
--- ARGV: term, role, fence, drop reason ('' if trained), then ids. All or nothing; ones that are over are passed by.
+-- ARGV: term, role, fence, drop reason ('' if trained), vouched (see complete), then ids. All or nothing; ones that are over are passed by.
 local bad = barred(ARGV[1], ARGV[2], ARGV[3])
 if bad then return bad end
 local kinds = {}
-for at = 5, #ARGV do
+for at = 6, #ARGV do
   local r = redis.call('HMGET', ROLLOUT .. ARGV[at], 'state', 'kind')
-  if r[1] and r[1] ~= 'finished' then return refuse('OPEN', tostring(at - 5)) end
-  if not r[1] and redis.call('SISMEMBER', DONE, 'r:' .. ARGV[at]) == 0 then return refuse('UNKNOWN', tostring(at - 5)) end
+  if r[1] and r[1] ~= 'finished' and ARGV[5] ~= '1' then return refuse('OPEN', tostring(at - 6)) end
+  if not r[1] and redis.call('SISMEMBER', DONE, 'r:' .. ARGV[at]) == 0 then return refuse('UNKNOWN', tostring(at - 6)) end
   kinds[ARGV[at]] = r[2]
 end
 for id, kind in pairs(kinds) do

@@ -1,20 +1,21 @@
--- ARGV: term, role, fence, episode, drop reason, packed trajectory or '', then its rollouts' ids. All or nothing, once per episode.
+-- ARGV: term, role, fence, episode, drop reason, packed trajectory or '', vouched ('1': the store may have forgotten that its rollouts
+-- finished; the driver saw it), then its rollouts' ids. All or nothing, once per episode.
 -- Returns {1 or 0 for a repeat, id, attempt of each rollout that was still running}.
 local bad = barred(ARGV[1], ARGV[2], ARGV[3])
 if bad then return bad end
 local mark, reason, data = 'e:' .. ARGV[4], ARGV[5], ARGV[6]
 if redis.call('SISMEMBER', DONE, mark) == 1 then return {0} end
 local kinds, ids, train = {}, {}, 0
-for at = 7, #ARGV do
+for at = 8, #ARGV do
   local id = ARGV[at]
   local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'kind')
   if r[1] and not kinds[id] then
-    if r[1] ~= 'finished' and reason == '' then return refuse('OPEN', tostring(at - 7)) end
+    if r[1] ~= 'finished' and reason == '' and ARGV[7] ~= '1' then return refuse('OPEN', tostring(at - 8)) end
     kinds[id] = r[2]
     ids[#ids + 1] = id
     if r[2] == 'train' then train = train + 1 end
   elseif not r[1] and redis.call('SISMEMBER', DONE, 'r:' .. id) == 0 then
-    return refuse('UNKNOWN', tostring(at - 7))
+    return refuse('UNKNOWN', tostring(at - 8))
   end
 end
 if reason == '' and (train > 0) ~= (data ~= '') then return refuse('TRAJECTORY', tostring(train)) end
