@@ -19,7 +19,8 @@ from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
 from ebbtide.rollout_worker.generation import Assignment, Generation
 from ebbtide.rollout_worker.holds import Holds
-from ebbtide.rollout_worker.outbox import Ack, Outbox
+from ebbtide.rollout_worker.outbox import Outbox
+from ebbtide.types.appends import Ack
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.tokens import token_count
 from ebbtide.types.weights import PolicyVersion

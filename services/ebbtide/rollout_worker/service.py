@@ -117,6 +117,12 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         tasks = {name: shutdown.spawn(work, name) for name, work in parts.background(engine).items()}
         stack.push_async_callback(_end, tasks["installer"])  # an install may not outlive the engine that it is for
         shutdown.spawn(_on_signal(shutdown, parts.worker), "signals")
+        if settings.notices != "none":
+            from ebbtide.rollout_worker.notices import watch
+
+            # Not before the engine is up: a notice that stands by then is still there to be read.
+            told = lambda notice: parts.worker.leave(notice.within_s, notice.reason)  # noqa: E731
+            shutdown.spawn(watch(settings.notices, settings.metadata_url, told), "notices")
         await parts.worker.leaving.wait()
         await _leave(parts.worker, parts.session, tasks["streams"])
 

@@ -63,6 +63,10 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
         65536
     )
     drain_timeout_s: Annotated[float, Meta(gt=0, description="longest time to hand everything over at the end")] = 20.0
+    notices: Annotated[
+        Literal["none", "aws", "gcp", "azure"], Meta(description="cloud whose notices of preemption to watch for")
+    ] = "none"
+    metadata_url: Annotated[str, Meta(description="the cloud's metadata server")] = "http://169.254.169.254"
     pull_patience_s: Annotated[float, Meta(gt=0, description="how long the relay may be away during a pull")] = 30.0
     counter_file: Annotated[str, Meta(description="ledger of generated tokens (ebbtide.ledger); empty: none")] = ""
     vllm: VllmSettings = VllmSettings()

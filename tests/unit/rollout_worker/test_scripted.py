@@ -97,7 +97,7 @@ def test_beyond_the_plateau_the_total_stays_flat(virtually: Run) -> None:
 
 
 def test_a_slow_engine_is_slower_in_everything(virtually: Run) -> None:
-    settings = {"step_s": 0.1, "first_token_s": 1.0, "prefill_token_s": 0.01}
+    settings: dict[str, Any] = {"step_s": 0.1, "first_token_s": 1.0, "prefill_token_s": 0.01}
     ends = [virtually(all_of(ScriptedSettings(slowness=slow, **settings), 1))[0][1][-1] for slow in (1.0, 10.0)]
     assert ends == pytest.approx([1.0 + 10.0 + 0.08, 110.8])
 
@@ -207,6 +207,6 @@ def test_one_timer_serves_all_requests(virtually: Run, monkeypatch: pytest.Monke
         sleeps.append(delay)
         await sleep(delay)
 
-    monkeypatch.setattr(scripted.asyncio, "sleep", counted)
+    monkeypatch.setattr("asyncio.sleep", counted)
     virtually(all_of(ScriptedSettings(step_s=0.1), 64))
     assert len(sleeps) <= 102

@@ -1,0 +1,89 @@
+"""The machine's metadata server, over HTTP as all clouds have it: no proxy, no redirect, no cookie, no long answer."""
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+import aiohttp
+
+from ebbtide.errors import Unavailable
+
+#: No answer that means something is longer.
+_LIMIT: Final = 64 << 10
+#: A connection to a link-local address is there at once or not at all.
+_CONNECT_S: Final = 2.0
+#: And so is an answer that the server does not mean to hold back.
+ANSWER_S = 3.0
+#: Kept of the time that a notice gives, for the machine's own end may come early.
+MARGIN_S: Final = 5.0
+#: The least time given: what is over already may just be late.
+_LEAST_S: Final = 2.0
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def expect(self, *statuses: int) -> "Answer":
+        """Itself. Raises `Unavailable` for any other status."""
+        if self.status not in statuses:
+            raise Unavailable(f"the metadata server answered {self.status}")
+        return self
+
+    def seconds_until(self, when: datetime | None, *, standard_s: float) -> float:
+        """From this answer to `when` by the server's own clock, less a margin.
+
+        Ours may be wrong. Where the server tells no time, it is the cloud's standard notice.
+        """
+        now = parse_date(self.headers.get("Date", ""))
+        known = when is not None and now is not None
+        left_s = (when - now) / timedelta(seconds=1) if known and when and now else standard_s
+        return max(_LEAST_S, left_s - MARGIN_S)
+
+
+def parse_date(text: str) -> datetime | None:
+    """A date as in HTTP or RFC 3339; None if it is neither, or lacks its zone."""
+    for parse in (parsedate_to_datetime, datetime.fromisoformat):
+        try:
+            found = parse(text)
+        except (ValueError, TypeError):
+            continue
+        if found.tzinfo is not None:
+            return found
+    return None
+
+
+class MetadataServer:
+    """Use as an async context manager."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(trust_env=False, cookie_jar=aiohttp.DummyCookieJar())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def ask(self, method: str, path: str, headers: Mapping[str, str], *, timeout_s: float = 0.0) -> Answer:
+        """One question, for `ANSWER_S` or longer. Raises `Unavailable`, `TimeoutError`, `aiohttp.ClientError`."""
+        if self._session is None:
+            raise Unavailable("ask within the context")
+        timeout = aiohttp.ClientTimeout(total=timeout_s or ANSWER_S, sock_connect=_CONNECT_S)
+        async with self._session.request(
+            method, self._url + path, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            body = b""
+            async for chunk in response.content.iter_chunked(4096):
+                body += chunk
+                if len(body) > _LIMIT:
+                    raise Unavailable(f"the metadata server answers with more than {_LIMIT} bytes")
+            return Answer(response.status, response.headers, body)
