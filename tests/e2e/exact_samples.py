@@ -1,0 +1,91 @@
+"""Responses sampled at temperature 1 by a real engine, whole ones and ones that are cut and go on again and again, as
+JSON on stdout. Run in a process of its own: the engine's processes are forked from it.
+
+Arguments: the checkpoint, how many responses of each kind, and their length.
+"""
+
+import asyncio
+import json
+import sys
+from contextlib import aclosing
+from random import Random
+from typing import Any, Final
+
+from ebbtide.rollout_worker.engine.vllm import VllmEngine
+from ebbtide.rollout_worker.generation import Assignment, Generation
+from ebbtide.rollout_worker.settings import VllmSettings
+from ebbtide.types.fleet import AttemptRef, EngineInfo
+from ebbtide.types.run import Sampling
+from ebbtide.types.tokens import pack_ids, unpack_tokens
+
+SETTINGS: Final = VllmSettings(dtype="float32", max_model_len=128, enforce_eager=True, threads=1, kv_cache_mib=64)
+PROMPT: Final = [3, 1, 4, 1, 5]
+_AT_ONCE: Final = 64
+#: Tokens of an attempt before it is cut, on average; of its last ones, up to so many were not stored.
+_MEAN: Final = 6
+_UNSTORED: Final = 2
+
+
+class Sampler:
+    def __init__(self, engine: VllmEngine, info: EngineInfo, length: int) -> None:
+        self._engine, self._info = engine, info
+        self._sampling = Sampling(temperature=1.0, max_tokens=length, ignore_eos=True)
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._random = Random(0)
+
+    async def whole(self, name: str) -> dict[str, Any]:
+        async with self._room:
+            return _facts(await self._attempt(name, b"", self._sampling.max_tokens), [])
+
+    async def cut(self, name: str) -> dict[str, Any]:
+        """Attempt after attempt, each behind what the ones before it have stored."""
+        stored, cuts = b"", list[int]()
+        async with self._room:
+            while (count := len(unpack_tokens(stored))) < self._sampling.max_tokens:
+                take = min(1 + int(self._random.expovariate(1 / _MEAN)), self._sampling.max_tokens - count)
+                made = await self._attempt(f"{name}-{count}-{len(cuts)}", stored, take)
+                rest = take if take + count == self._sampling.max_tokens else self._stored(take)
+                stored += made[: 12 * rest]
+                cuts.append(count)
+        return _facts(stored, cuts[1:])
+
+    def _stored(self, made: int) -> int:
+        return max(1, made - self._random.randrange(_UNSTORED + 1))
+
+    async def _attempt(self, name: str, partial: bytes, take: int) -> bytes:
+        """The first `take` tokens of one attempt, which is then given up."""
+        assignment = Assignment(
+            attempt=AttemptRef("run", name, name),
+            policy="policy",
+            prompt_ids=pack_ids(PROMPT),
+            sampling=self._sampling,
+            partial=partial,
+        )
+        generation = Generation(assignment, self._info, self._engine.decode)
+        made = b""
+        async with aclosing(self._engine.generate(generation.request())) as stream:
+            async for delta in stream:
+                made += generation.accept(delta)
+                if len(made) >= 12 * take:
+                    break
+        return made[: 12 * take]
+
+
+def _facts(tokens: bytes, cuts: list[int]) -> dict[str, Any]:
+    found = unpack_tokens(tokens)
+    return {"ids": found["id"].tolist(), "logprobs": found["logprob"].tolist(), "cuts": cuts}
+
+
+async def main(checkpoint: str, responses: int, length: int) -> None:
+    engine = VllmEngine(checkpoint, _AT_ONCE, SETTINGS)
+    try:
+        sampler = Sampler(engine, await engine.start(), length)
+        whole = await asyncio.gather(*(sampler.whole(f"w{number}") for number in range(responses)))
+        cut = await asyncio.gather(*(sampler.cut(f"c{number}") for number in range(responses)))
+        print(json.dumps({"prompt": PROMPT, "whole": whole, "cut": cut}))  # noqa: T201 - the test reads it
+    finally:
+        await engine.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -1,0 +1,138 @@
+"""Sampled at temperature 1, tokens behind a cut have the distribution of those without one: the network's own.
+
+Of each token sampled the network itself, run by another library, says how probable every token was there. What came,
+less what was to be expected, summed over all of them, is a vector whose covariance is known; its square in that metric
+is chi-square distributed with one degree of freedom less than the vocabulary has tokens, whatever the contexts were.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+#: Responses of each kind, and tokens of each: enough to see one token in a hundred that is not the one it should be.
+FAST: Final = (600, 48)
+NIGHTLY: Final = (3000, 48)
+VOCABULARY: Final = 8
+SHIFT: Final = 0.01
+#: A deviation less probable than this is none of chance.
+ALPHA: Final = 1e-3
+
+pytestmark = pytest.mark.timeout(1200)  # the first test waits for the samples
+
+Array = npt.NDArray[np.float64]
+
+
+class Sample:
+    """Tokens of one kind of response: `ids` (N) and how probable each token was there, `probable` (N, V)."""
+
+    def __init__(self, ids: npt.NDArray[np.int64], probable: Array) -> None:
+        self.ids, self.probable = ids, probable
+
+    def deviation(self) -> tuple[Array, Array]:
+        """What came less what was to be expected, per token sampled (V), and its covariance (V, V)."""
+        came = np.eye(VOCABULARY)[self.ids]
+        deviation = (came - self.probable).sum(axis=0)
+        covariance = np.diag(self.probable.sum(axis=0)) - self.probable.T @ self.probable
+        return deviation / len(self.ids), covariance / len(self.ids) ** 2
+
+    def chance(self) -> float:
+        """How probable a deviation as large as this one's is."""
+        return chance(*self.deviation())
+
+    def shifted(self, random: np.random.Generator) -> "Sample":
+        """With `SHIFT` of all probability moved from one token to another, as a wrong sampler would."""
+        common = np.flatnonzero(self.probable.mean(axis=0) > 2 * SHIFT)
+        giver, taker = random.choice(common, 2, replace=False)
+        share = SHIFT / self.probable[:, giver].mean()
+        changed = (self.ids == giver) & (random.random(len(self.ids)) < share)
+        return Sample(np.where(changed, taker, self.ids), self.probable)
+
+
+def chance(deviation: Array, covariance: Array) -> float:
+    import torch
+
+    square = float(deviation @ np.linalg.pinv(covariance, rcond=1e-9) @ deviation)
+    return float(torch.special.gammaincc(torch.tensor((VOCABULARY - 1) / 2), torch.tensor(square / 2)))
+
+
+def sampled(checkpoint: Path, responses: int, length: int) -> dict[str, Any]:
+    script = str(Path(__file__).with_name("exact_samples.py"))
+    command = [sys.executable, script, str(checkpoint), str(responses), str(length)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=900)
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def probabilities(checkpoint: Path, prompt: list[int], ids: npt.NDArray[np.int64]) -> Array:
+    """What the network says of each token of each response: (responses, length, V)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True, dtype=torch.float32)
+    prompts = np.broadcast_to(np.array(prompt), (len(ids), len(prompt)))
+    with torch.no_grad():
+        parts = torch.from_numpy(np.concatenate([prompts, ids], axis=1)).split(256)
+        found = [network(part).logits[:, len(prompt) - 1 : -1].double().softmax(-1).numpy() for part in parts]
+    return np.concatenate(found)
+
+
+class Samples:
+    def __init__(self, checkpoint: Path, responses: int, length: int) -> None:
+        facts = sampled(checkpoint, responses, length)
+        self._facts = facts
+        self.whole, self.cut = (self._sample(checkpoint, kind) for kind in ("whole", "cut"))
+        first = np.zeros((responses, length), bool)
+        for row, response in zip(first, facts["cut"], strict=True):
+            row[response["cuts"]] = True
+        self.behind = Sample(self.cut.ids[first.ravel()], self.cut.probable[first.ravel()])
+
+    def _sample(self, checkpoint: Path, kind: str) -> Sample:
+        ids = np.array([response["ids"] for response in self._facts[kind]])
+        probable = probabilities(checkpoint, self._facts["prompt"], ids)
+        return Sample(ids.ravel(), probable.reshape(-1, VOCABULARY))
+
+    def logprob_gap(self) -> float:
+        """The largest difference between what the engine says of its own tokens and what the network says."""
+        gaps = []
+        for kind, sample in (("whole", self.whole), ("cut", self.cut)):
+            said = np.array([response["logprobs"] for response in self._facts[kind]]).ravel()
+            gaps.append(np.abs(said - np.log(sample.probable[np.arange(len(said)), sample.ids])).max())
+        return float(max(gaps))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[FAST, pytest.param(NIGHTLY, marks=pytest.mark.nightly)],
+    ids=["fast", "full"],
+)
+def samples(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Samples:
+    return Samples(make_checkpoint(4, vocab_size=VOCABULARY), *request.param)
+
+
+def test_tokens_behind_cuts_have_the_networks_distribution(samples: Samples) -> None:
+    assert len(samples.behind.ids) > len(samples.cut.ids) / 10
+    assert samples.behind.chance() > ALPHA
+    assert samples.cut.chance() > ALPHA
+
+
+def test_tokens_with_and_without_cuts_have_one_distribution(samples: Samples) -> None:
+    assert samples.whole.chance() > ALPHA
+    (cut, of_cut), (whole, of_whole) = samples.cut.deviation(), samples.whole.deviation()
+    assert chance(cut - whole, of_cut + of_whole) > ALPHA
+
+
+def test_a_shift_of_one_percent_would_be_seen(samples: Samples) -> None:
+    random = np.random.default_rng(0)
+    seen = [samples.cut.shifted(random).chance() <= ALPHA for _ in range(100)]
+    assert sum(seen) >= 95
+
+
+def test_engines_say_the_networks_logprobs_of_what_they_sampled(samples: Samples) -> None:
+    assert samples.logprob_gap() <= 1e-3
