@@ -7,6 +7,7 @@ goes to any worker, and speeds are learnt anew.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Final
 
 from msgspec import Struct
@@ -51,17 +52,30 @@ class Moves:
         self._speeds: dict[str, Speed] = {}  # by worker id
         self._beats: dict[str, _Beat] = {}  # by session
         self._contexts: dict[str, float] = {}
-        self._rates: dict[tuple[str, int], float] = {}
+        self._rates: dict[tuple[str, int], float] = {}  # by session ("": a typical one) and concurrency; of this round
         self._asked: dict[str, _Asked] = {}  # by attempt id
         self._next = float("-inf")
 
     def rate(self, session: Session) -> float:
-        """Tokens/s that each of its rollouts would make with one more; 0.0 if that is not known."""
-        key = (session.session_id, len(session.attempts) + 1)
-        found = self._rates.get(key)
+        """Tokens/s that each of its rollouts would make with one more; of a worker that is not known yet, those of a
+        typical one, so that it is not passed over. 0.0 while no worker is known.
+        """
+        running = len(session.attempts) + 1
+        found = self._rates.get((session.session_id, running))
         if found is None:
             speed, context = self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
-            found = self._rates[key] = speed.rate(key[1], context) if speed else 0.0
+            found = (speed.rate(running, context) if speed else 0.0) or self._typical(running)
+            self._rates[session.session_id, running] = found
+        return found
+
+    def _typical(self, running: int) -> float:
+        found = self._rates.get(("", running))
+        if found is None:
+            sessions = self._state.sessions.values()
+            known = [self._speeds[one.worker_id] for one in sessions if one.worker_id in self._speeds]
+            context = sum(self._contexts.values()) / max(1, len(self._contexts))
+            rates = [rate for speed in known if (rate := speed.rate(running, context))]
+            found = self._rates["", running] = median(rates) if rates else 0.0
         return found
 
     def due(self, now: float) -> bool:
@@ -75,7 +89,7 @@ class Moves:
         for gone in self._beats.keys() - sessions.keys():
             del self._beats[gone]
             self._contexts.pop(gone, None)
-        self._rates = {key: rate for key, rate in self._rates.items() if key[0] in sessions}
+        self._rates.clear()
         for attempt_id, asked in list(self._asked.items()):
             self._expire(attempt_id, asked, now)
         return True
@@ -99,8 +113,6 @@ class Moves:
         speed = self._speeds.setdefault(session.worker_id, Speed())
         speed.observe((running + last.running) / 2, context, tokens, seconds)
         session.plateau = speed.plateau(context)
-        for key in [key for key in self._rates if key[0] == session.session_id]:
-            del self._rates[key]
 
     def _expire(self, attempt_id: str, asked: _Asked, now: float) -> None:
         attempt, session = asked.attempt, asked.attempt.session

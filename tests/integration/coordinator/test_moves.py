@@ -1,0 +1,115 @@
+"""Rollouts that the coordinator takes from one worker to give them to another."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ebbtide.coordinator import moves
+from ebbtide.scheduling.balance import Costs, rebalance
+from ebbtide.testing import wait_until
+from ebbtide.v1 import types_pb2
+
+STOP = types_pb2.FINISH_REASON_STOP
+
+
+async def paced(cluster: Any, worker: Any, tokens_per_s: int) -> None:
+    """Heartbeats from which the coordinator learns how fast the worker is with what it has."""
+    session = next(s for s in cluster.coordinator.state.sessions.values() if s.worker_id == worker.worker_id)
+    seen = cluster.coordinator.dispatcher._moves._beats
+    for second in range(1, 4):
+        await worker.beat(tokens_generated=second * tokens_per_s, busy_s=float(second), uptime_s=float(second))
+        uptime = float(second)
+        await wait_until(
+            lambda uptime=uptime: session.session_id in seen and seen[session.session_id].beat.uptime_s == uptime,
+            what="the heartbeat is taken in",
+        )
+
+
+async def crowded(cluster: Any, running: int, waiting: int = 0) -> tuple[Any, Any]:
+    """A worker that makes 40 tokens/s with all that it runs, beside what waits in it."""
+    run, worker = await cluster.run(), await cluster.worker("w1", slots=32)
+    names = [f"r{number}" for number in range(running)]
+    await run.submit(*names)
+    await worker.has(*names)
+    await worker.send(*(worker.delta(name, 0, 1) for name in names))
+    await paced(cluster, worker, 40)
+    late = [f"q{number}" for number in range(waiting)]
+    if late:
+        await run.submit(*late)
+        await worker.has(*late)
+    return run, worker
+
+
+async def test_what_waits_in_one_worker_goes_to_an_idle_one(cluster: Any) -> None:
+    run, full = await crowded(cluster, running=4, waiting=3)
+    idle = await cluster.worker("w2")
+    await wait_until(lambda: len(full.asked) == 3, what="it is asked for all that wait")
+    assert set(full.asked) == {"q0", "q1", "q2"}
+    await full.hand_back(*full.asked, reason="moved")
+    await idle.has("q0", "q1", "q2")
+    assert await run.count("moved") == 3
+    for name in ("q0", "q1", "q2"):
+        assert (await idle.add(name, 0, 2, STOP)).finished
+    counters = (await run.get()).counters
+    assert (counters["attempts"], counters.get("resumed_midway", 0)) == (10, 0)
+    assert not any(name.startswith("detection") for name in counters)
+
+
+async def test_a_running_rollout_goes_where_it_ends_sooner_and_keeps_its_tokens(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs(settled_s=0.2, prefill_tokens_per_s=1e6, handover_s=0.01)
+    monkeypatch.setattr(moves, "rebalance", partial(rebalance, costs=costs))
+    run, full = await crowded(cluster, running=8)
+    fast = await cluster.worker("w2")
+    sessions = cluster.coordinator.state.sessions
+    await wait_until(lambda: all(one.installed for one in sessions.values()), what="both have the weights")
+    await run.submit("x")
+    await fast.has("x")  # nothing is known of it, but it is idle
+    await fast.add("x", 0, 1)
+    await paced(cluster, fast, 40)  # alone, eight times as fast
+    await wait_until(lambda: full.asked, what="it is asked for some")
+    name = full.asked[0]
+    await full.add(name, 1, 3)  # what it still has it sends first
+    await full.hand_back(name, reason="moved")
+    await fast.has(name)
+    assert len(fast.assigned[name].partial) == 4 * 12
+    assert (await fast.add(name, 4, 1, STOP)).finished
+    assert await run.count("moved") == 1
+    assert await run.count("resumed_midway") == 1
+    assert len(set(full.asked)) == len(full.asked)  # asked once for each
+
+
+async def test_a_worker_is_not_asked_twice_for_one_rollout(cluster: Any) -> None:
+    _, full = await crowded(cluster, running=4, waiting=1)
+    await cluster.worker("w2")
+    await wait_until(lambda: full.asked, what="it is asked")
+    rounds = cluster.coordinator.dispatcher._moves
+    after = rounds._next + 4 * 0.25
+    await wait_until(lambda: rounds._next >= after, what="further rounds")
+    assert full.asked == ["q0"]
+
+
+async def test_nothing_moves_where_balancing_is_off(cluster_with: Any) -> None:
+    async with cluster_with(rebalance=False) as cluster:
+        _, full = await crowded(cluster, running=4, waiting=2)
+        await cluster.worker("w2")
+        rounds = cluster.coordinator.dispatcher._moves
+        after = rounds._next + 7 * 0.25  # beyond the second after which they count as stuck
+        await wait_until(lambda: rounds._next >= after, what="some rounds")
+        assert full.asked == []
+
+
+async def test_a_worker_holds_few_rollouts_that_have_not_started(cluster: Any) -> None:
+    run, worker = await cluster.run(), await cluster.worker("w1", slots=40)
+    names = [f"r{number}" for number in range(40)]
+    await run.submit(*names)
+    await wait_until(lambda: len(worker.assigned) == 10, what="a quarter of its slots is given")
+    assert await run.count("queued") == 30
+    started = list(worker.assigned)
+    await worker.send(*(worker.delta(name, 0, 1) for name in started[:4]))
+    await wait_until(lambda: len(worker.assigned) == 14, what="as many more as have started")
+    assert await run.count("running") == 14
+    other = await cluster.worker("w2", slots=40)
+    await wait_until(lambda: len(other.assigned) == 10, what="the next one has its share at once")
