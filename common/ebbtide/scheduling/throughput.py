@@ -4,12 +4,12 @@ After RLBoost (arXiv 2510.19225, section on load balancing), whose table of thro
 in one step, rescaled by the mean context and used in the next, the same for all engines. This one is per worker, so
 that engines may differ; it is learnt while it is used; and how contexts slow an engine down is learnt too.
 
-Invariant: `_bins` holds, per range of concurrency, the mean seconds per token and the mean context that went with
-them, older ones fading. Lost with the process; a second of each concurrency teaches it again.
+Invariant: `_bins` holds, per range of concurrency seen (`_keys`, rising), the mean seconds per token and the mean
+context that went with them, older ones fading. Lost with the process; a second of each concurrency teaches it again.
 """
 
-from bisect import bisect_left, insort
-from math import log
+from bisect import bisect_left
+from math import log2
 from typing import Final
 
 from msgspec import Struct
@@ -38,9 +38,10 @@ class Speed:
 
     def __init__(self, *, weigh_context: bool = True) -> None:
         self._weigh = weigh_context
-        self._bins: dict[int, _Bin] = {}
-        self._order: list[int] = []
-        self._slope = [0.0, 0.0]  # of relative slowdown on context: covariance, variance
+        self._bins: list[_Bin] = []
+        self._keys: list[int] = []
+        self._covariance = self._variance = 0.0  # of relative slowdown and context
+        self._slope = 0.0
 
     def observe(self, running: float, context: float, tokens: int, seconds: float) -> None:
         """In `seconds` the worker made `tokens` with `running` rollouts whose contexts were `context` long on average.
@@ -51,11 +52,12 @@ class Speed:
             return
         spent = running * seconds / tokens
         key = _key(running)
-        known = self._bins.get(key)
-        if known is None:
-            self._bins[key] = _Bin(running, spent, context, seconds)
-            insort(self._order, key)
+        at = bisect_left(self._keys, key)
+        if at == len(self._keys) or self._keys[at] != key:
+            self._keys.insert(at, key)
+            self._bins.insert(at, _Bin(running, spent, context, seconds))
             return
+        known = self._bins[at]
         self._learn_slope(spent / known.seconds_per_token - 1.0, context - known.context, seconds)
         known.weight_s = min(_MEMORY_S, known.weight_s + seconds)
         share = min(1.0, seconds / known.weight_s)
@@ -69,11 +71,11 @@ class Speed:
         Between what was seen it is interpolated; with fewer rollouts than were ever seen each is as fast as with
         those, and with more they share what the most made: so that it promises nothing that was not seen.
         """
-        if not self._order or running <= 0:
+        if not self._bins or running <= 0:
             return 0.0
-        at = bisect_left(self._order, _key(running))
-        low = self._bins[self._order[max(0, at - 1)]]
-        high = self._bins[self._order[min(at, len(self._order) - 1)]]
+        at = bisect_left(self._keys, _key(running))
+        low = self._bins[at - 1 if at else 0]
+        high = self._bins[at] if at < len(self._bins) else self._bins[-1]
         fast, slow = self._spent(low, context), self._spent(high, context)
         if running >= high.running:
             return high.running / (slow * running)
@@ -84,9 +86,7 @@ class Speed:
 
     def plateau(self, context: float) -> int:
         """The fewest rollouts with nearly the highest throughput, if it was seen not to grow beyond; else 0."""
-        made = [
-            (one.running, one.running / self._spent(one, context)) for one in map(self._bins.get, self._order) if one
-        ]
+        made = [(one.running, one.running / self._spent(one, context)) for one in self._bins]
         best = max((total for _, total in made), default=0.0)
         for before, (running, total) in zip([None, *made], made, strict=False):
             if total < _FLAT * best:
@@ -99,18 +99,17 @@ class Speed:
 
     def _spent(self, one: _Bin, context: float) -> float:
         """Seconds per token of a bin, with contexts of another length."""
-        covariance, variance = self._slope
-        if not self._weigh or variance <= 0.0:
+        if not self._slope:
             return one.seconds_per_token
-        slope = min(_STEEPEST, max(0.0, covariance / variance))
-        return one.seconds_per_token * max(0.25, 1.0 + slope * (context - one.context))
+        return one.seconds_per_token * max(0.25, 1.0 + self._slope * (context - one.context))
 
     def _learn_slope(self, slowdown: float, further: float, seconds: float) -> None:
-        if abs(further) >= _CONTEXT_TOKENS:
+        if self._weigh and abs(further) >= _CONTEXT_TOKENS:
             fade = 1.0 - min(0.5, seconds / (10 * _MEMORY_S))
-            self._slope[0] = fade * self._slope[0] + seconds * further * slowdown
-            self._slope[1] = fade * self._slope[1] + seconds * further * further
+            self._covariance = fade * self._covariance + seconds * further * slowdown
+            self._variance = fade * self._variance + seconds * further * further
+            self._slope = min(_STEEPEST, max(0.0, self._covariance / self._variance))
 
 
 def _key(running: float) -> int:
-    return int(_PER_DOUBLING * log(running) / log(2.0) + 0.5)
+    return int(_PER_DOUBLING * log2(running) + 0.5)

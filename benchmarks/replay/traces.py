@@ -1,0 +1,90 @@
+"""Spot traces and distributions of response lengths, as the files of the shared traces have them."""
+
+import csv
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Final, NamedTuple
+
+#: The longest response: what a distribution says above it is cut off.
+CAP_TOKENS: Final = 32_768
+
+
+class FleetEvent(NamedTuple):
+    """At `t_s` the machine `node` is there, or gone without a word."""
+
+    t_s: float
+    joins: bool
+    node: str
+
+
+def read_spot(path: Path, seed: int = 0) -> list[FleetEvent]:
+    """The events of a trace, either of named nodes (`t_s,event,node`) or of how many there are (`t_s,count`).
+
+    Where nodes have no names, those that go are drawn. At one instant losses come before joins.
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows:
+        raise ValueError(f"{path} has no rows; a spot trace has columns t_s,event,node or t_s,count")
+    if "node" in rows[0]:
+        events = [FleetEvent(float(row["t_s"]), row["event"] == "add", row["node"]) for row in rows]
+    elif "count" in rows[0]:
+        events = _of_counts([(float(row["t_s"]), int(row["count"])) for row in rows], Random(seed))
+    else:
+        raise ValueError(f"{path} has columns {','.join(rows[0])}; a spot trace has t_s,event,node or t_s,count")
+    return sorted(events, key=lambda event: (event.t_s, event.joins))
+
+
+def _of_counts(points: Sequence[tuple[float, int]], draw: Random) -> list[FleetEvent]:
+    events: list[FleetEvent] = []
+    alive: list[str] = []
+    named = 0
+    for t_s, count in points:
+        while len(alive) > count:
+            events.append(FleetEvent(t_s, False, alive.pop(draw.randrange(len(alive)))))
+        while len(alive) < count:
+            named += 1
+            alive.append(f"node{named}")
+            events.append(FleetEvent(t_s, True, alive[-1]))
+    return events
+
+
+class Distribution(NamedTuple):
+    """Response lengths: `tokens` at rising `quantiles`, straight lines between them."""
+
+    quantiles: tuple[float, ...]
+    tokens: tuple[float, ...]
+
+    def draw(self, draw: Random, *, stretch: float = 1.0, cap: int = CAP_TOKENS) -> int:
+        """One length, stretched and then capped; above the last quantile the last line goes on."""
+        share = draw.random()
+        at = min(max(1, bisect_left(self.quantiles, share)), len(self.quantiles) - 1)
+        low, high = self.quantiles[at - 1], self.quantiles[at]
+        start, end = self.tokens[at - 1], self.tokens[at]
+        length = start + (end - start) * (share - low) / (high - low)
+        return max(1, min(cap, round(length * stretch)))
+
+
+def read_lengths(path: Path, cap: int = CAP_TOKENS) -> Distribution:
+    """A distribution, given as `quantile,output_tokens` or as `tokens,cdf`.
+
+    A cdf that ends below 1 goes on to the cap, log-uniformly: the share that is missing lies between its last point
+    and there (of RollPacker's figure 5 % above 4k tokens, up to its cap of 16k).
+    """
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if rows and "quantile" in rows[0]:
+        pairs = sorted((float(row["quantile"]), float(row["output_tokens"])) for row in rows)
+    elif rows and "cdf" in rows[0]:
+        pairs = sorted((float(row["cdf"]), float(row["tokens"])) for row in rows)
+    else:
+        raise ValueError(f"{path}: columns must be quantile,output_tokens or tokens,cdf")
+    last, longest = pairs[-1]
+    if last < 1.0 and "cdf" in rows[0]:
+        steps = 32
+        growth = max(1.0, cap / longest) ** (1.0 / steps)
+        pairs += [(last + (1.0 - last) * step / steps, longest * growth**step) for step in range(1, steps + 1)]
+    distinct = dict(pairs)  # of equal quantiles the longest
+    return Distribution(tuple(distinct), tuple(distinct.values()))
