@@ -13,7 +13,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.rollout import FinishReason
-from ebbtide.types.run import Sampling
+from ebbtide.types.run import Sampling, check_sampling
 from ebbtide.types.tokens import pack_tokens, unpack_ids, unpack_tokens
 
 Decode = Callable[[Sequence[int]], str]
@@ -70,7 +70,8 @@ class Generation:
     """The response of one attempt, from its partial on. `finish` is set once it has ended, be it at once."""
 
     def __init__(self, assignment: Assignment, info: EngineInfo, decode: Decode) -> None:
-        """Raises `InvalidRequest` naming the field if this engine cannot take the assignment."""
+        """Raises `InvalidRequest` naming the field if this engine cannot take the assignment as it is."""
+        check_sampling(assignment.sampling, field="sampling")
         prompt = unpack_ids(assignment.prompt_ids).tolist()
         self._ids: list[int] = unpack_tokens(assignment.partial, field="partial")["id"].tolist()
         _check(prompt + self._ids, len(prompt), info)
