@@ -170,7 +170,7 @@ class Worker:
         if deadline >= self._deadline:
             return
         self._deadline = deadline
-        if self._limit is not None and not self._limit.expired():
+        if self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time() + self.remaining_s)
         log.info("leaving", reason=reason, within_s=round(within_s, 3), first=not self.draining)
         if not self.draining:
@@ -220,6 +220,8 @@ class Worker:
         except TimeoutError:
             log.warning("tokens not handed over in time", tokens=self.outbox.unacknowledged, attempts=len(self.outbox))
             return False
+        finally:
+            self._limit = None
         self.drained = True
         self.outgoing.end()
         return True

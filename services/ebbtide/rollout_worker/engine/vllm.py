@@ -24,6 +24,7 @@ from ebbtide.types.rollout import FinishReason
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 #: vLLM's label before any version was installed.
 _UNLABELLED = "default"
+_DEAD = "the engine's process died; its log says why"
 
 
 class VllmEngine:
@@ -86,7 +87,7 @@ class VllmEngine:
                 made += len(ids)
                 yield TokenDelta(ids, _logprobs(completion), versions, _REASONS.get(completion.finish_reason))
         except EngineDeadError as error:
-            raise EngineFailed("the engine's process died; its log says why") from error
+            raise EngineFailed(_DEAD) from error
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(f"vLLM refuses the request: {error}") from error
         except EngineGenerateError as error:
@@ -124,9 +125,14 @@ class VllmEngine:
 
     async def pause(self, reason: str) -> None:
         self.check()
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         async with self._pausing:
             if not self._paused:
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
+                try:
+                    await self._llm.pause_generation(mode="keep", clear_cache=False)
+                except EngineDeadError as error:
+                    raise EngineFailed(_DEAD) from error
             self._paused.add(reason)
 
     async def resume(self, reason: str) -> None:
@@ -137,7 +143,7 @@ class VllmEngine:
 
     def check(self) -> None:
         if self._llm.errored:
-            raise EngineFailed("the engine's process died; its log says why")
+            raise EngineFailed(_DEAD)
 
     async def stop(self) -> None:
         if self._llm is not None:
