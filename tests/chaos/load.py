@@ -1,6 +1,7 @@
 """A run on a disturbed cluster, whose every rollout is compared with what an undisturbed one would have brought."""
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from random import Random
@@ -15,7 +16,7 @@ from ebbtide.rollout_worker.engine.scripted import END, follow
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishedRollout, FinishReason, RolloutRequest, SubmitOutcome, TokenChunk
 from ebbtide.types.run import AttemptSpan, Run, RunStatus, Sampling
-from ebbtide.types.tokens import pack_ids, unpack_ids, unpack_tokens
+from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_ids, unpack_tokens
 from ebbtide.types.weights import PolicyVersion
 from tests.chaos.cluster import FLUSH_TOKENS, SCRIPT, Cluster
 
@@ -56,6 +57,8 @@ class Load:
         self.requests: dict[str, RolloutRequest] = {}
         self._came: dict[str, dict[str, FinishedRollout]] = defaultdict(dict)  # rollout -> cursor -> finish
         self._chunks: dict[str, list[TokenChunk]] = defaultdict(list)
+        #: Of watched rollouts: when, by the wall clock, how many tokens were stored.
+        self.seen: dict[str, list[tuple[float, int]]] = defaultdict(list)
         self._tasks = [asyncio.create_task(self._collect())]
 
     @classmethod
@@ -83,13 +86,29 @@ class Load:
         outcomes = await self.lease.submit_rollouts(made)
         assert set(outcomes) <= {SubmitOutcome.ACCEPTED, SubmitOutcome.KNOWN}
 
-    def watch_tokens(self, count: int) -> None:
-        """Read the tokens of the first `count` rollouts as they are stored."""
-        self._tasks += [asyncio.create_task(self._stream(name)) for name in list(self.requests)[:count]]
+    def watch_tokens(self, count: int, *, first: int = 0) -> None:
+        """Read the tokens of `count` rollouts as they are stored."""
+        names = list(self.requests)[first : first + count]
+        self._tasks += [asyncio.create_task(self._stream(name)) for name in names]
 
     async def _stream(self, name: str) -> None:
         async for chunk in self._client.stream_tokens(RUN, name):
             self._chunks[name].append(chunk)
+            self.seen[name].append((time.time(), chunk.offset + len(chunk.tokens) // TOKEN_BYTES))
+
+    async def keep_open(self, count: int) -> None:
+        """Submit more as others finish, and watch all of them, until cancelled."""
+        while True:
+            if (missing := count - self.open) >= 4:
+                known = len(self.requests)
+                await self.submit(missing)
+                self.watch_tokens(missing, first=known)
+            await asyncio.sleep(0.05)
+
+    @property
+    def open(self) -> int:
+        """Rollouts that were submitted and have not come back."""
+        return len(self.requests) - len(self._came)
 
     async def _collect(self) -> None:
         async for finish in self.lease.finished():
@@ -192,11 +211,15 @@ class Load:
         versions = set(tokens["version"].tolist())
         assert versions == {request.min_version} if request.min_version else min(versions) > 0, name
 
+    async def spans(self) -> list[AttemptSpan]:
+        """All attempts that have ended, in that order."""
+        return [span async for span in self._client.timeline(RUN)]
+
     async def _check_attempts(self) -> None:
         """One attempt at a time: each went on where the one before it had ended, and generated what is its own."""
         made = {record.attempt_id: record for record in self._cluster.ledger()}
         spans: dict[str, list[AttemptSpan]] = defaultdict(list)
-        async for span in self._client.timeline(RUN):
+        for span in await self.spans():
             spans[span.rollout_id].append(span)
         assert spans.keys() == self.requests.keys()
         for name, attempts in spans.items():

@@ -3,8 +3,6 @@
 import asyncio
 from random import Random
 
-from ebbtide.testing import wait_until
-from ebbtide.types.run import RunStatus
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Begin
 
@@ -40,26 +38,6 @@ async def test_any_number_of_kills_loses_nothing(cluster: Cluster, begin: Begin)
         living.append(f"w{number}")
     await load.settle()
     assert load.resumed(least=8)
-    load.check_losses()
-
-
-async def test_a_run_without_workers_waits_for_one(cluster: Cluster, begin: Begin) -> None:
-    load = await begin()
-    await load.submit(40)
-    await load.more_tokens(400)
-    cluster.kill("w1", "w2")
-
-    async def all_wait() -> bool:
-        counters = (await load.run()).counters
-        return counters["queued"] == 40 - counters.get("finished", 0)
-
-    await wait_until(all_wait, what="all rollouts back in line")
-    await load.submit(8)
-    run = await load.run()
-    assert (run.status, run.counters["queued"]) == (RunStatus.RUNNING, 48 - run.counters.get("finished", 0))
-    await cluster.worker("w3", slots=64)
-    await load.settle()
-    assert len(load.resumed(least=4)) >= 16
     load.check_losses()
 
 

@@ -6,11 +6,13 @@ direction that is held still reads a little, as a network would: its sender lear
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from typing import Final, Self
 
-#: Read at once; a held direction has read at most so much of each connection.
+#: Bytes read at once, and how many such pieces of a connection a direction that is held has read at most.
 _CHUNK: Final = 1 << 16
+_AHEAD: Final = 16
 
 
 class Direction:
@@ -19,7 +21,7 @@ class Direction:
     def __init__(self) -> None:
         self.passed = self.waiting = 0
         self.limit = math.inf  # held before more than so many bytes have passed
-        self.delay: Callable[[], float] = lambda: 0.0  # seconds for each piece that is read
+        self.delay: Callable[[], float] = lambda: 0.0  # seconds that a piece takes at least
         self._holds = 0
         self._open = asyncio.Event()
         self._open.set()
@@ -40,22 +42,39 @@ class Direction:
             self._open.set()
 
     async def carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while data := await source.read(_CHUNK):
-            self.waiting += len(data)
-            try:
-                if pause := self.delay():
-                    await asyncio.sleep(pause)
+        """Forward one connection to its end. What was read and is not through when this is cancelled is lost."""
+        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_AHEAD)
+        async with asyncio.TaskGroup() as group:
+            forwarding = group.create_task(self._forward(pieces, sink))
+            due = 0.0
+            while data := await source.read(_CHUNK):
+                due = max(due, time.monotonic() + self.delay())
+                await pieces.put((due, data))
+                self.waiting += len(data)
+            await pieces.put((due, b""))
+            await forwarding
+
+    async def _forward(self, pieces: asyncio.Queue[tuple[float, bytes]], sink: asyncio.StreamWriter) -> None:
+        data = b""
+        try:
+            while True:
+                due, data = await pieces.get()
+                await asyncio.sleep(due - time.monotonic())
                 if self.passed + len(data) > self.limit:
                     self.limit = math.inf
                     self.hold()
                 await self._open.wait()
+                if not data:
+                    break
                 sink.write(data)
-                self.passed += len(data)
-            finally:
                 self.waiting -= len(data)
-            await sink.drain()
-        await self._open.wait()
-        sink.close()
+                self.passed += len(data)
+                data = b""
+                await sink.drain()
+        finally:
+            rest = [data, *(pieces.get_nowait()[1] for _ in range(pieces.qsize()))]
+            self.waiting -= sum(map(len, rest))
+            sink.close()
 
 
 class Way:

@@ -78,7 +78,8 @@ def probabilities(checkpoint: Path, prompt: list[int], ids: npt.NDArray[np.int64
     network = AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True, dtype=torch.float32)
     prompts = np.broadcast_to(np.array(prompt), (len(ids), len(prompt)))
     with torch.no_grad():
-        parts = torch.from_numpy(np.concatenate([prompts, ids], axis=1)).split(256)
+        whole = torch.from_numpy(np.concatenate([prompts, ids], axis=1))
+        parts = [whole[start : start + 256] for start in range(0, len(whole), 256)]
         found = [network(part).logits[:, len(prompt) - 1 : -1].double().softmax(-1).numpy() for part in parts]
     return np.concatenate(found)
 
