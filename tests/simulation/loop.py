@@ -92,6 +92,10 @@ class SimTask(asyncio.Task[Any]):
         return self is other
 
 
+class Exited(BaseException):
+    """Raised where a process ends itself at once: nothing behind that point runs."""
+
+
 class Stuck(Exception):
     """Nothing can ever happen any more, or too much happens at one instant."""
 
@@ -122,7 +126,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return task
 
     def _note_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not self._over:
+        if not self._over and not isinstance(context.get("exception"), Exited):
             self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     # -- handles and timers --------------------------------------------------------------------------------------

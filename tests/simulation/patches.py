@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import os
 import random
 import secrets
 import time
@@ -22,7 +23,7 @@ from ebbtide.rollout_worker.engine import scripted
 from tests.simulation.engine import Told, engine_class
 from tests.simulation.grpc_client import SimChannel
 from tests.simulation.grpc_server import SimServer
-from tests.simulation.loop import SimLoop, current
+from tests.simulation.loop import Exited, Proc, SimLoop, current
 from tests.simulation.network import Network
 
 #: When the simulated world begins, on its wall clocks.
@@ -94,15 +95,23 @@ def _hash(numbers: "itertools.count[int]") -> Callable[[Any], int]:
 
 
 @contextmanager
-def patched(loop: SimLoop, network: Network, told: Told, log: Log) -> Iterator[None]:
+def patched(
+    loop: SimLoop, network: Network, told: Told, log: Log, ended: Callable[[Proc, int], None]
+) -> Iterator[None]:
     """The world as the code under test sees it, for one run. Not reentrant."""
     chance, events = loop.random, itertools.count(1)
     disk: Any = ebbtide.weight_relay.disk
     reflection = SimpleNamespace(enable_server_reflection=lambda *_: None, SERVICE_NAME="reflection")
     logger, records = _logger_class(log), Records(log)
+
+    def end_at_once(code: int) -> None:
+        ended(current.get(), code)
+        raise Exited
+
     changes: list[tuple[Any, str, Any]] = [
         (time, "monotonic", lambda: loop.now),
         (time, "time", lambda: EPOCH + loop.now + current.get(loop.outside).clock),
+        (os, "_exit", end_at_once),
         (secrets, "token_hex", lambda n=32: f"{chance.getrandbits(8 * n):0{2 * n}x}"),
         (random, "uniform", chance.uniform),
         (random, "random", chance.random),

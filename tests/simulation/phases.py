@@ -42,6 +42,9 @@ class Watcher:
         finally:
             self._wanted = ""
 
+    def wants(self, phase: str) -> bool:
+        return self._wanted == phase
+
     def _idle(self) -> bool:
         rollouts = self._world.monitor.rollouts
         requests = self._world.journal.requests
@@ -89,9 +92,9 @@ class Chaos:
 
     async def _bring(self, fault: Fault) -> None:
         cell, world = fault.cell, self._world
-        if cell.phase == "mid-migration":
-            world.loop.outside.after(world.loop.random.uniform(0.2, 2.0), self._migrate)
         world.journal.waited_for = cell.phase != "idle"
+        if cell.phase == "mid-migration":
+            world.loop.outside.spawn(self._migrate(), "migrations")
         who = await self._watcher.phase(cell.phase, fault.skip)
         world.journal.waited_for = False
         if who is None:
@@ -109,12 +112,17 @@ class Chaos:
         workers = [name for name in self._world.workers if self._world.proc[name].alive]
         return who if who in workers else self._world.loop.random.choice(workers or self._world.workers)
 
-    def _migrate(self) -> None:
-        """Make rollouts move: a notice, or a kill, of a worker that has some."""
+    async def _migrate(self) -> None:
+        """Make rollouts move, until it is seen: a notice, or a kill, of a worker that has some."""
         world = self._world
-        how: Callable[[str], None] = world.loop.random.choice((world.terminate, world.terminate, world.kill))
-        busy = [name for name in world.workers if world.proc[name].alive and self._has_work(world.proc[name])]
-        how(world.loop.random.choice(busy or world.workers))
+        wants = True
+        while wants:
+            await asyncio.sleep(world.loop.random.uniform(0.2, 2.0))
+            wants = self._watcher.wants("mid-migration")
+            busy = [name for name in world.workers if world.proc[name].alive and self._has_work(world.proc[name])]
+            if busy and wants:
+                how: Callable[[str], None] = world.loop.random.choice((world.terminate, world.terminate, world.kill))
+                how(world.loop.random.choice(busy))
 
     def _has_work(self, proc: Proc) -> bool:
         monitor = self._world.monitor

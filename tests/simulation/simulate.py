@@ -36,8 +36,7 @@ def simulate(seed: int, *, trace: bool = False, faults: bool = True) -> Outcome:
     try:
         return _simulate(seed, trace=trace, faults=faults)
     finally:
-        while gc.collect():  # what processes left is closed here, and some of it protests
-            pass
+        gc.collect()  # what processes left is closed here, and some of it protests
         gc.enable()
         sys.unraisablehook = hook
 

@@ -14,6 +14,7 @@ import hiredis
 from fakeredis import FakeServer
 from fakeredis._helpers import SimpleError, SimpleString
 from fakeredis._socket._fakesocket import FakeSocket
+from fakeredis.commands_mixins.scripting_mixin import _convert_redis_arg as _argument
 from redis.asyncio import Redis
 
 from tests.simulation.loop import Proc, SimLoop, current
@@ -43,6 +44,12 @@ class Socket(FakeSocket):
 
     def _decode_error(self, error: SimpleError) -> Any:
         return error
+
+    def _lua_redis_call(self, lua_runtime: Any, _expected_globals: Any, op: bytes, *args: Any) -> Any:
+        """As fakeredis does it, without its look at all globals before every command."""
+        func, sig = self._name_to_func(op.decode().lower())
+        result = self._run_command(func, sig, [arg if type(arg) is bytes else _argument(arg) for arg in args], True)
+        return result if type(result) in {bytes, int} else self._convert_redis_result(lua_runtime, result)
 
     def eval(self, script: bytes, numkeys: int, *keys_and_args: bytes) -> Any:
         sha = hashlib.sha1(script, usedforsecurity=False).hexdigest().encode()

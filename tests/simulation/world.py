@@ -54,7 +54,7 @@ class World:
         self.interruptions = 0  # kills, stops and cuts that may have cost a worker its attempts
 
     def patched(self) -> AbstractContextManager[None]:
-        return patched(self.loop, self.network, self._told, self._log)
+        return patched(self.loop, self.network, self._told, self._log, self._ended)
 
     # -- what happens --------------------------------------------------------------------------------------------
 
