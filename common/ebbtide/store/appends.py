@@ -24,6 +24,20 @@ class Columns(Struct, frozen=True):
     tokens: bytes
     finishes: Mapping[int, FinishReason]
 
+    def pick(self, places: Sequence[int]) -> "Columns":
+        """The deltas at these places, in their order."""
+        pieces, at = [], 0
+        for count in self.counts:
+            pieces.append(self.tokens[at : at + count * TOKEN_BYTES])
+            at += count * TOKEN_BYTES
+        return Columns(
+            [self.attempts[i] for i in places],
+            [self.offsets[i] for i in places],
+            [self.counts[i] for i in places],
+            b"".join(pieces[i] for i in places),
+            {to: self.finishes[i] for to, i in enumerate(places) if i in self.finishes},
+        )
+
 
 class Appends(Topic):
     async def append(self, run_id: str, deltas: Columns) -> dict[int, Ack]:

@@ -1,7 +1,8 @@
 """The append path: from a worker's message to stored and acknowledged tokens.
 
 One store call per message and run; the bytes of the tokens are not looked at. A store that is away holds the message
-back until it is there again, and with it that worker's stream alone.
+back until it is there again and knows what lives on, and with it that worker's stream alone. When the store came back
+the stream ends, so that the worker sends again what was not durable.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from typing import Final
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.bells import Bells
+from ebbtide.coordinator.cut import Cut
 from ebbtide.coordinator.fleet import Fleet
 from ebbtide.coordinator.state import Attempt, Orphaned, RunState, Session, State
 from ebbtide.errors import InvalidRequest, NotFound, StoreUnavailable
@@ -27,30 +29,28 @@ from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
 
 Responses = AsyncIterator[fleet_pb2.AppendResponse]
-#: What `everysec` may lose, and a margin for a slow fsync.
-_EVERYSEC_S: Final = 2.0
 _OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for status in AppendStatus}
 
 
 class Appending:
-    """`fsync`: when the store's acknowledged writes are on disk; see `Condition`."""
-
-    def __init__(self, state: State, store: Store, fleet: Fleet, bells: Bells, *, fsync: str) -> None:
+    def __init__(self, state: State, store: Store, fleet: Fleet, bells: Bells) -> None:
         self._state, self._store, self._fleet, self._bells = state, store, fleet, bells
-        self._everysec = fsync == "everysec"
 
     def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         """Answer a worker's messages in their order."""
-        return _twice(self._answers(requests)) if self._everysec else self._answers(requests)
+        answers = self._answers(requests)
+        return _twice(answers, self._state) if self._state.life.durable_after_s else answers
 
     async def _answers(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         receiver, name = Receiver(), ""
-        with ExitStack() as stack:
-            async for request in requests:
+        with ExitStack() as stack, Cut() as cut:
+            messages = aiter(requests)
+            while (request := await cut.next(messages)) is not None:
                 session = self._fleet.session(request.session or name)
                 if session.session_id != name:
                     name = session.session_id
                     stack.enter_context(session.appending())
+                    cut.by(session)
                 session.storing += 1
                 try:
                     answer = await self._append(session, receiver, request)
@@ -65,6 +65,7 @@ class Appending:
         start = time.monotonic()
         refs, ends = receiver.attempts(request), finishes(request)
         others: dict[int, Ack] = {}
+        life = self._state.life
         if refs:
             if request.tokens:
                 session.progressed = start
@@ -76,7 +77,7 @@ class Appending:
                 others.update({places[i]: ack for i, ack in some.items()})
         _count(len(refs), len(request.tokens), others, time.monotonic() - start)
         answers = [_answer(place, ack) for place, ack in others.items()] if others else None
-        return fleet_pb2.AppendResponse(sequence=request.sequence, others=answers, durable=not self._everysec)
+        return fleet_pb2.AppendResponse(sequence=request.sequence, others=answers, durable=life.durable())
 
     def _checked(self, deltas: Columns, places: Sequence[int]) -> list[Attempt | None]:
         """What the mirror has of each delta's attempt. Raises `InvalidRequest` for more than a rollout's tokens."""
@@ -101,12 +102,13 @@ class Appending:
         return found
 
     async def _keep(self, deltas: Columns, attempts: Sequence[Attempt | None]) -> dict[int, Ack]:
-        run = self._state.runs.get(run_id := deltas.attempts[0].run_id)
+        run = self._state.runs.get(deltas.attempts[0].run_id)
         for pause in pauses(0.05, 1.0):
             if run is None:
                 break
+            await run.settled.wait()
             try:
-                others = await self._store.appends.append(run_id, deltas)
+                others = await self._known(run, deltas)
             except NotFound:
                 break
             except StoreUnavailable:
@@ -115,6 +117,16 @@ class Appending:
             self._take_in(run, deltas, attempts, others)
             return others
         return {i: Ack(ref.attempt_id, AppendStatus.SUPERSEDED, 0, False) for i, ref in enumerate(deltas.attempts)}
+
+    async def _known(self, run: RunState, deltas: Columns) -> dict[int, Ack]:
+        """Store all but what is of rollouts that the store forgot: of these it has nothing, for now."""
+        if not run.widows:
+            return await self._store.appends.append(run.run_id, deltas)
+        held = {i: ref for i, ref in enumerate(deltas.attempts) if run.is_widow(ref)}
+        rest = [i for i in range(len(deltas.attempts)) if i not in held]
+        found = await self._store.appends.append(run.run_id, deltas.pick(rest)) if rest else {}
+        kept = {i: Ack(ref.attempt_id, AppendStatus.STORED, 0, False) for i, ref in held.items()}
+        return kept | {rest[i]: ack for i, ack in found.items()}
 
     def _take_in(
         self, run: RunState, deltas: Columns, attempts: Sequence[Attempt | None], others: dict[int, Ack]
@@ -131,7 +143,10 @@ class Appending:
             elif ack.status is AppendStatus.SUPERSEDED:
                 self._disowned(run, deltas.attempts[i])
         over = (deltas.attempts[i] for i in ended)
-        finished = [attempt for ref in over if (attempt := run.finish(ref.rollout_id, ref.attempt_id))]
+        lasts_s = self._state.life.durable_after_s
+        finished = [
+            attempt for ref in over if (attempt := run.finish(ref.rollout_id, ref.attempt_id, durable_after_s=lasts_s))
+        ]
         for ref in deltas.attempts:
             self._bells.ring("tokens", run.run_id, ref.rollout_id)
         if finished:
@@ -149,17 +164,21 @@ class Appending:
             self._state.reap.set()
 
 
-async def _twice(answers: Responses) -> Responses:
+async def _twice(answers: Responses, state: State) -> Responses:
     """Each answer at once, and again, without its particulars, when it has become durable."""
     loop = asyncio.get_running_loop()
     out: asyncio.Queue[fleet_pb2.AppendResponse | None] = asyncio.Queue()
+    life = state.life
+
+    def again(sequence: int) -> None:
+        if not life.over.is_set():  # else it may be forgotten: the stream ends, and the worker sends it again
+            out.put_nowait(fleet_pb2.AppendResponse(sequence=sequence, durable=True))
 
     async def read() -> None:
         try:
             async for answer in answers:
                 out.put_nowait(answer)
-                durable = fleet_pb2.AppendResponse(sequence=answer.sequence, durable=True)
-                loop.call_later(_EVERYSEC_S, out.put_nowait, durable)
+                loop.call_later(life.durable_after_s, again, answer.sequence)
         finally:
             out.put_nowait(None)
 
@@ -176,29 +195,13 @@ def _by_run(
     request: fleet_pb2.AppendRequest, refs: list[AttemptRef], ends: dict[int, FinishReason]
 ) -> list[tuple[Sequence[int], Columns]]:
     """The message's deltas run by run, each with the places that they have in the message."""
-    offsets, counts, tokens = list(request.offsets), list(request.counts), request.tokens
+    whole = Columns(refs, list(request.offsets), list(request.counts), request.tokens, ends)
     if len({ref.run_id for ref in refs}) == 1:
-        return [(range(len(refs)), Columns(refs, offsets, counts, tokens, ends))]
-    pieces, at = [], 0
-    for count in counts:
-        pieces.append(tokens[at : at + count * TOKEN_BYTES])
-        at += count * TOKEN_BYTES
+        return [(range(len(refs)), whole)]
     places: dict[str, list[int]] = defaultdict(list)
     for place, ref in enumerate(refs):
         places[ref.run_id].append(place)
-    return [
-        (
-            mine,
-            Columns(
-                [refs[i] for i in mine],
-                [offsets[i] for i in mine],
-                [counts[i] for i in mine],
-                b"".join(pieces[i] for i in mine),
-                {to: ends[i] for to, i in enumerate(mine) if i in ends},
-            ),
-        )
-        for mine in places.values()
-    ]
+    return [(mine, whole.pick(mine)) for mine in places.values()]
 
 
 def _count(deltas: int, size: int, others: dict[int, Ack], seconds: float) -> None:

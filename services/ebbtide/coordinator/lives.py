@@ -29,6 +29,7 @@ class Lives:
         self._state, self._store, self._lease_ttl_s = state, store, lease_ttl_s
         self._settled = ""  # the life that all runs are settled in, as the store knows
         self._asked = ""  # the life whose condition is known
+        self._came = 0.0  # when it came
 
     async def begin(self) -> None:
         """At the coordinator's start, with the store's condition known: find out whether it came back meanwhile."""
@@ -47,11 +48,12 @@ class Lives:
         state, link = self._state, self._store.link
         if link.life != state.life.name:
             former, state.life = state.life, StoreLife(link.life, link.durable_after_s)
+            self._came = time.monotonic()
             former.over.set()
             self._doubt()
             for run in state.runs.values():
                 run.settled.clear()
-            for session in state.sessions.values():
+            for session in state.sessions.values() if former.durable_after_s else ():
                 session.resend.set()
             log.warning("the store came back", at=link.where, runs=len(state.runs))
         for run in state.runs.values():
@@ -67,13 +69,28 @@ class Lives:
             self._doubt()
         if self._settled != life.name and not await self._store.runs.settle(run.run_id, self._lease_ttl_s):
             return False
+        ended = self._unfinish(run)
         held = [one for one in run.running.values() if one.session is not None and not one.leaving]
         for attempt, fate in await self._adopt(run, held, newer=True):
+            if fate is Fate.OVER and attempt in ended:
+                attempt.part()  # its finish is there; its worker will ask
+                del run.running[attempt.waiting.rollout_id]
             if fate is Fate.UNKNOWN:
                 log.warning("rollout forgotten by the store", run_id=run.run_id, rollout_id=attempt.waiting.rollout_id)
                 del run.running[attempt.waiting.rollout_id]
                 run.widows[attempt.waiting.rollout_id] = Widow(attempt, time.monotonic() + DOUBT_S, newer=True)
         return True
+
+    def _unfinish(self, run: RunState) -> set[Attempt]:
+        """Take finished attempts that their workers still have, and whose finish may be forgotten, for running ones."""
+        taken: set[Attempt] = set()
+        for attempt, session, until in run.ending:
+            if until > self._came and not session.gone and attempt.waiting.rollout_id not in run.running:
+                attempt.give(session)
+                run.running[attempt.waiting.rollout_id] = attempt
+                taken.add(attempt)
+        run.ending.clear()
+        return taken
 
     async def settled(self) -> None:
         """Once all runs are, note it: who starts after this has nothing to settle."""

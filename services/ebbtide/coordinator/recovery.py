@@ -118,19 +118,22 @@ class Recovery:
             if row.state is RolloutState.QUEUED:
                 run.line.add(standing(row))
             else:
-                run.running[rollout_id] = self._attempt(row, run.run_id, before.get(rollout_id))
+                run.running[rollout_id] = self._attempt(row, run, before.get(rollout_id))
         self._drop_lost(run, before)
 
-    def _attempt(self, row: Open, run_id: str, before: Attempt | None) -> Attempt:
+    def _attempt(self, row: Open, run: RunState, before: Attempt | None) -> Attempt:
         if before is not None and before.attempt_id == row.attempt_id:
             return before
+        due, reason = self._until, "its worker did not come back to the restarted coordinator"
+        if not run.settled.is_set() and due < (later := time.monotonic() + self._grace_s):
+            due, reason = later, "the store forgot how it went on, and its worker does not say"
         return Attempt(
-            run_id=run_id,
+            run_id=run.run_id,
             attempt_id=row.attempt_id,
             waiting=standing(row),
             start=row.stored,
             max_tokens=row.request.sampling.max_tokens,
-            orphaned=Orphaned(self._until, "its worker did not come back to the restarted coordinator", False),
+            orphaned=Orphaned(due, reason, False),
         )
 
     def _drop_lost(self, run: RunState, before: dict[str, Attempt]) -> None:

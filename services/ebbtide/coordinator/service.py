@@ -73,9 +73,7 @@ class Coordinator:
         )
         parts = Parts(settings, self.state, self.store, self._bells, self.fleet, self._attempts, recovery)
         runs, rollouts = RunService(parts), RolloutService(parts)
-        appending = Appending(
-            self.state, self.store, self.fleet, self._bells, fsync="everysec" if condition.durable_after_s else "always"
-        )
+        appending = Appending(self.state, self.store, self.fleet, self._bells)
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, heartbeat_s=settings.heartbeat_s)
         return [

@@ -10,10 +10,10 @@ the runs back, and workers attach again with the attempts that they have.
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -126,6 +126,10 @@ class StoreLife:
         self.name, self.durable_after_s = name, durable_after_s
         self.over = asyncio.Event()
 
+    def durable(self) -> bool:
+        """Whether what was just acknowledged in this life survives it."""
+        return not self.durable_after_s and not self.over.is_set()
+
 
 class Widow(Struct, frozen=True):
     """An attempt whose rollout the store forgot: its worker goes on until `due`, and the rollout may come again.
@@ -138,13 +142,21 @@ class Widow(Struct, frozen=True):
     newer: bool = False
 
 
+class Ending(NamedTuple):
+    """An attempt that finished at this session; the store may forget it `until` then (seconds, monotonic)."""
+
+    attempt: Attempt
+    session: "Session"
+    until: float
+
+
 class RunState:
     """A live run.
 
     `settled`: the store's present life knows of all attempts that live on, but for the `widows` (by rollout): until
     then appends wait, so that no worker is told SUPERSEDED because the store forgot. An append for a widow is not sent
     to the store but answered as stored, with 0 tokens; the worker sends again once the rollout is known
-    (`Session.resend`).
+    (`Session.resend`). `ending`: finished attempts whose finish the store may still forget.
 
     `versions`: the announced ones that can be had; `homes`: episode -> session of its last turn; `busy`, `served`: when
     the run last had work, and a worker; `fitted`: whether some worker ever installed a version; `misfits`: before that,
@@ -161,6 +173,7 @@ class RunState:
         self.running: dict[str, Attempt] = {}
         self.settled = asyncio.Event()
         self.widows: dict[str, Widow] = {}
+        self.ending: deque[Ending] = deque()
         self.versions: dict[int, PolicyVersion] = {}
         self.homes: dict[str, str] = {}
         self.failed_installs: dict[int, int] = {}
@@ -169,6 +182,10 @@ class RunState:
         self.misfits: Counter[str] = Counter()
         self.busy = self.served = float("-inf")
         self.ended_lately: set[str] | None = None  # rollouts that end while the mirror is being read anew
+
+    def is_widow(self, ref: AttemptRef) -> bool:
+        widow = self.widows.get(ref.rollout_id)
+        return widow is not None and widow.attempt.attempt_id == ref.attempt_id
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -195,11 +212,20 @@ class RunState:
             attempt.part()
         return attempt
 
-    def finish(self, rollout_id: str, attempt_id: str) -> Attempt | None:
-        """The store finished a rollout with the tokens of this attempt. None if that was known already."""
+    def finish(self, rollout_id: str, attempt_id: str, *, durable_after_s: float = 0.0) -> Attempt | None:
+        """The store finished a rollout with the tokens of this attempt, and may forget it for so long. None if that was
+        known already.
+        """
+        running = self.running.get(rollout_id)
+        session = running.session if running else None
         attempt = self.end(rollout_id, attempt_id)
         if attempt is not None:
             self.lengths.finished(attempt.stored)
+            if durable_after_s and session is not None:
+                now = time.monotonic()
+                while self.ending and self.ending[0].until <= now:
+                    self.ending.popleft()
+                self.ending.append(Ending(attempt, session, now + durable_after_s))
         return attempt
 
     def settle_at(self, episode_id: str, session_id: str) -> None:

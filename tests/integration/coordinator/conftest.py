@@ -135,11 +135,14 @@ class ScriptedWorker:
         """Send one message, and its answer."""
         with translated("coordinator"):
             await write(self._append, request)
-            response: fleet_pb2.AppendResponse = await self._append.read()
+            response: Any = await self._append.read()
+            while response is not grpc.aio.EOF and response.sequence < request.sequence:
+                response = await self._append.read()  # an earlier message has become durable
             assert response is not grpc.aio.EOF, await self._append.code()
         assert response.sequence == request.sequence
         self.durable = response.durable
-        return response
+        answer: fleet_pb2.AppendResponse = response
+        return answer
 
     def delta(self, rollout_id: str, offset: int, count: int, finish: int = 0) -> Delta:
         ref = from_proto(self.assigned[rollout_id].attempt, AttemptRef)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import Draining, StoreUnavailable, Unavailable
+from ebbtide.store.store import _FSYNC_S
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, types_pb2
 from ebbtide.v1.fleet_pb2 import AppendAck
@@ -208,7 +209,7 @@ async def test_a_slow_watcher_holds_up_nobody(cluster: Any) -> None:
 async def test_under_everysec_an_answer_is_called_durable_only_once_it_is(
     cluster_with: Any, own_redis: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.appending._EVERYSEC_S", 0.2)
+    monkeypatch.setitem(_FSYNC_S, "everysec", 0.2)
     own_redis.command("CONFIG", "SET", "appendfsync", "everysec")
     async with cluster_with(own_redis.url) as cluster:
         run = await cluster.run()

@@ -1,0 +1,222 @@
+"""A store that comes back knowing less than it acknowledged: what it forgot comes again, and nobody is told off."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.errors import InvalidRequest, StoreUnavailable, Unavailable
+from ebbtide.store.store import _FSYNC_S
+from ebbtide.testing import EmbeddedRedis, wait_until
+from ebbtide.types.fleet import AppendStatus
+from ebbtide.v1 import runs_pb2, types_pb2
+
+STOP = types_pb2.FINISH_REASON_STOP
+STORED, GAP, SUPERSEDED = AppendStatus.STORED, AppendStatus.GAP, AppendStatus.SUPERSEDED
+
+
+class Rig:
+    """A coordinator that knows its store may forget; what is acknowledged behind `mark` is what it forgets."""
+
+    def __init__(self, redis: EmbeddedRedis, cluster: Any) -> None:
+        self.redis, self.cluster = redis, cluster
+        self._mark = 0
+
+    def mark(self) -> None:
+        self._mark = self.redis.journal.stat().st_size
+
+    async def forget(self) -> None:
+        """Come back with what was there at the mark; the coordinator has noticed."""
+        state = self.cluster.coordinator.state
+        life = state.life
+        self.redis.come_back(knowing=self._mark)
+        await wait_until(life.over.is_set, what="the coordinator noticing")
+
+    async def again(self, worker: Any) -> None:
+        """What a worker does whose append stream ended."""
+
+        async def ended() -> bool:
+            try:
+                await worker.send()
+            except Unavailable:
+                return True
+            return False
+
+        await wait_until(ended, what="the end of the stream")
+        await worker.open_append()
+
+
+@pytest.fixture
+async def rig(tmp_path: Path, cluster_with: Any, monkeypatch: Any) -> AsyncIterator[Rig]:
+    monkeypatch.setitem(_FSYNC_S, "always", 0.2)  # so that the journal's length is exact
+    with EmbeddedRedis(tmp_path / "redis") as redis:
+        async with cluster_with(redis.url) as cluster:
+            yield Rig(redis, cluster)
+
+
+async def test_forgotten_placements_and_tokens_do_not_end_an_attempt(rig: Rig) -> None:
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    await run.submit("begun")
+    await worker.has("begun")
+    await worker.add("begun", 0, 4)
+    await run.submit("placed", priority=-1)
+    rig.mark()
+    await worker.has("placed")
+    attempts = {name: given.attempt.attempt_id for name, given in worker.assigned.items()}
+    await worker.add("begun", 4, 6)
+    await worker.add("placed", 0, 3)
+    await rig.forget()
+    await rig.again(worker)
+    gap = await worker.add("begun", 10, 1)
+    assert (gap.status, gap.stored) == (GAP, 4)
+    gap = await worker.add("placed", 3, 1)
+    assert (gap.status, gap.stored) == (GAP, 0)
+    assert (await worker.add("begun", 4, 7, STOP)).finished
+    assert (await worker.add("placed", 0, 4, STOP)).finished
+    assert not worker.cancelled
+    assert {name: given.attempt.attempt_id for name, given in worker.assigned.items()} == attempts
+    assert await run.count("attempts") == 2
+
+
+async def test_a_forgotten_rollout_goes_on_where_it_is_once_it_is_submitted_again(rig: Rig) -> None:
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    rig.mark()
+    await run.submit("lost")
+    await worker.has("lost")
+    attempt = worker.assigned["lost"].attempt.attempt_id
+    await worker.add("lost", 0, 5)
+    await rig.forget()
+    await rig.again(worker)
+    ack = await worker.add("lost", 5, 2)
+    assert (ack.status, ack.stored) == (STORED, 0)  # kept waiting, not turned away
+    with pytest.raises(StoreUnavailable, match="was never submitted"):
+        await run.acknowledge("lost")
+    assert await run.submit("lost") == [1]
+    await rig.again(worker)
+    assert (await worker.add("lost", 7, 0)).status is GAP
+    assert (await worker.add("lost", 0, 7, STOP)).finished
+    (finish,) = await run.finished(1)
+    assert (finish.rollout_id, finish.attempts) == ("lost", 1)
+    assert worker.assigned["lost"].attempt.attempt_id == attempt
+    assert not worker.cancelled
+
+
+async def test_a_forgotten_rollout_that_nobody_submits_again_is_ended_after_a_while(rig: Rig, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ebbtide.coordinator.lives.DOUBT_S", 0.5)
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    rig.mark()
+    await run.submit("lost")
+    await worker.has("lost")
+    attempt = worker.delta("lost", 0, 1)
+    await rig.forget()
+    await wait_until(lambda: worker.cancelled == ["lost"], what="the end of the attempt")
+    await rig.again(worker)
+    (ack,) = await worker.send(attempt)
+    assert ack.status is SUPERSEDED
+    with pytest.raises(InvalidRequest, match="was never submitted"):
+        await run.acknowledge("lost")
+
+
+async def test_a_forgotten_finish_does_not_keep_an_episode_from_being_completed(rig: Rig) -> None:
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    await run.submit("a", "b")
+    await worker.has("a", "b")
+    rig.mark()
+    for name in ("a", "b"):
+        assert (await worker.add(name, 0, 4, STOP)).finished
+    seen = await run.finished(2)
+    await rig.forget()
+    await rig.again(worker)
+    await run.complete("e.a", "a")  # the driver saw it
+    await wait_until(lambda: worker.cancelled == ["a"])
+    assert (await worker.add("b", 0, 4, STOP)).finished
+    (finish,) = await run.finished(1, cursor=seen[-1].cursor)  # under a number that no watcher has passed
+    assert finish.rollout_id == "b"
+    await run.complete("e.b", "b")
+    trajectories = await run.trajectories(2)
+    await run.commit(*(one.cursor for one in trajectories))
+    assert (await run.finish()).counters["trained"] == 2
+
+
+async def test_a_trajectory_is_shown_once_it_cannot_be_forgotten(rig: Rig, monkeypatch: Any) -> None:
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    await run.submit("a")
+    await worker.has("a")
+    await worker.add("a", 0, 4, STOP)
+    store = rig.cluster.coordinator.store
+    store.link.durable_after_s = 30.0
+    rig.mark()
+    await run.complete("e.a", "a")
+    assert await store.trajectories.page("r", "") == []
+    store.link.durable_after_s = 0.2
+    await rig.forget()
+    await run.complete("e.a", "a")
+    assert [one.episode_id for one in await run.trajectories(1)] == ["e.a"]
+    await wait_until(lambda: store.link.durable_after_s == 0.2)
+    assert await run.count("trajectories") == 1
+
+
+async def test_watchers_miss_no_event_after_others_that_they_saw_were_forgotten(rig: Rig) -> None:
+    run = await rig.cluster.run()
+    version = (await rig.cluster.call(rig.cluster.runs.ReserveVersion, run.lease)).version
+    rig.mark()
+    record = types_pb2.PolicyVersion(policy="policy", version=version, step=1, root=bytes(32))
+    announce = runs_pb2.AnnounceVersionRequest(lease=run.lease, version=record)
+    await rig.cluster.call(rig.cluster.runs.AnnounceVersion, announce)
+    last = (await run.events("version", 2))[-1]
+    await rig.forget()
+    await rig.cluster.call(rig.cluster.runs.AnnounceVersion, announce)
+    assert (await rig.cluster.call(rig.cluster.runs.ReserveVersion, run.lease)).version == version + 1
+    stream = rig.cluster.runs.WatchRun(runs_pb2.WatchRunRequest(run_id="r", cursor=last.cursor))
+    event = await stream.read()
+    while event.kind != "version":
+        event = await stream.read()
+    stream.cancel()
+    assert event.values["step"] == 1
+
+
+async def test_a_lease_that_could_not_be_renewed_while_the_store_was_away_is_not_lost(rig: Rig) -> None:
+    run = await rig.cluster.run()
+    await rig.cluster.coordinator.store.leases.renew(lease_of(run), 0.05)
+    rig.mark()
+    await rig.forget()
+    await wait_until(rig.cluster.coordinator.state.runs["r"].settled.is_set)
+    held = await rig.cluster.coordinator.store.leases.held("r")
+    assert held["trainer"].rest_s > 0.5
+
+
+async def test_store_and_coordinator_come_back_together_and_the_workers_know_more(rig: Rig) -> None:
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    await run.submit("queued")
+    rig.mark()
+    await worker.has("queued")
+    await run.submit("lost")
+    await worker.has("lost")
+    held = [{"attempt": given.attempt, "offset": 3} for given in worker.assigned.values()]
+    version = types_pb2.PolicyVersion(policy="policy", version=1, step=0, root=bytes([1]) * 32)
+    await rig.cluster.stop()
+    rig.redis.come_back(knowing=rig._mark)
+    await rig.cluster.start()
+    back = await rig.cluster.worker("w1", held=held, installed=[version])
+    back.assigned.update(worker.assigned)
+    assert {ref.rollout_id for ref in back.attached.adopted} == {"queued", "lost"}
+    await run.submit("lost")
+    for name in ("queued", "lost"):
+
+        async def finished(name: str = name) -> bool:
+            try:
+                return bool((await back.add(name, 0, 3, STOP)).finished)
+            except StoreUnavailable:
+                await back.open_append()
+                return False
+
+        await wait_until(finished, what=f"{name} known again")
+    assert not back.cancelled
+    assert await run.count("attempts") == 2
+
+
+def lease_of(run: Any) -> Any:
+    from ebbtide.types.run import LeaseRef
+
+    return LeaseRef(run_id="r", role=run.lease.role, fence=run.lease.fence)
