@@ -4,10 +4,10 @@ import asyncio
 import os
 import random
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ebbtide import telemetry
 from ebbtide.errors import Unavailable
@@ -21,9 +21,7 @@ from ebbtide.rollout_worker.settings import Settings
 from ebbtide.rollout_worker.weights import Puller
 from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
 from ebbtide.rpc.channel import open_channel
-from ebbtide.rpc.retry import pauses
 from ebbtide.runtime import Shutdown
-from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
@@ -49,48 +47,8 @@ def make_engine(settings: Settings) -> Engine:
     return VllmEngine(settings.model, settings.slots, settings.vllm)
 
 
-class Parts(NamedTuple):
-    """A worker, put together."""
-
-    attempts: Attempts
-    installer: Installer
-    worker: Worker
-    session: Session
-
-    def background(self, engine: Engine) -> dict[str, Coroutine[Any, Any, None]]:
-        """What runs for ever beside the worker, by name. Whatever of it raises ends the worker."""
-        return {
-            "installer": self.installer.run(),
-            "throttle": throttle(engine, self.worker.outbox, self.attempts),
-            "streams": self.session.run(),
-        }
-
-
-def assemble(
-    settings: Settings,
-    engine: Engine,
-    info: EngineInfo,
-    puller: Puller,
-    stub: FleetStub,
-    *,
-    worker_id: str,
-    ledger: Ledger | None,
-    fail: Callable[[BaseException], None],
-    attached: Callable[[], None],
-    jitter: Callable[[], float] = lambda: random.uniform(0.75, 1.0),
-    pauses: Callable[[float, float], Iterator[float]] = pauses,
-) -> Parts:
-    """Put a worker together around its engine; starts nothing. `fail` is told what ends it."""
-    outgoing, outbox = Outgoing(), _outbox(settings, jitter)
-    attempts = Attempts(engine, info, outbox, ledger, release=outgoing.release, fail=fail)
-    installer = Installer(engine, puller, attempts, outgoing.put)
-    worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
-    session = Session(worker, stub, settings.coordinator, attached=attached, pauses=pauses)
-    return Parts(attempts, installer, worker, session)
-
-
 async def serve(shutdown: Shutdown, settings: Settings) -> None:
-    """Run one worker until it is asked to end. Raises what keeps it from working."""
+    """Run one worker until it has left. Raises what keeps it from working."""
     worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
     telemetry.bind(worker_id=worker_id)
     engine = make_engine(settings)
@@ -99,32 +57,28 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         # First of all: the engine's processes may be forked, which nothing but this thread should live through.
         info = await engine.start()
         log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
+        outgoing, outbox = Outgoing(), _outbox(settings)
         ledger = stack.enter_context(Ledger(Path(settings.counter_file))) if settings.counter_file else None
+        attempts = Attempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
+        stack.push_async_callback(attempts.close)
         coordinator = await stack.enter_async_context(open_channel(settings.coordinator, settings.client))
         relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
-        parts = assemble(
-            settings,
-            engine,
-            info,
-            Puller(WeightsStub(relay), settings.relay, patience_s=settings.pull_patience_s),
-            FleetStub(coordinator),
-            worker_id=worker_id,
-            ledger=ledger,
-            fail=shutdown.fail,
-            attached=_once(shutdown, worker_id),
-        )
-        stack.push_async_callback(parts.attempts.close)
-        tasks = {name: shutdown.spawn(work, name) for name, work in parts.background(engine).items()}
-        stack.push_async_callback(_end, tasks["installer"])  # an install may not outlive the engine that it is for
-        shutdown.spawn(_on_signal(shutdown, parts.worker), "signals")
+        puller = Puller(WeightsStub(relay), settings.relay, patience_s=settings.pull_patience_s)
+        installer = Installer(engine, puller, attempts, outgoing.put)
+        worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
+        session = Session(worker, FleetStub(coordinator), settings.coordinator, attached=_once(shutdown, worker_id))
+        installing = shutdown.spawn(installer.run(), "installer")
+        stack.push_async_callback(_end, installing)  # an install may not outlive the engine that it is for
+        shutdown.spawn(throttle(engine, outbox, attempts), "throttle")
+        streams = shutdown.spawn(session.run(), "streams")
+        shutdown.spawn(_on_signal(shutdown, worker), "signals")
         if settings.notices != "none":
             from ebbtide.rollout_worker.notices import watch
 
             # Not before the engine is up: a notice that stands by then is still there to be read.
-            told = lambda notice: parts.worker.leave(notice.within_s, notice.reason)  # noqa: E731
-            shutdown.spawn(watch(settings.notices, settings.metadata_url, told), "notices")
-        await parts.worker.leaving.wait()
-        await _leave(parts.worker, parts.session, tasks["streams"])
+            shutdown.spawn(watch(settings.notices, settings.metadata_url, worker.leave), "notices")
+        await worker.leaving.wait()
+        await _leave(worker, session, streams)
 
 
 async def _on_signal(shutdown: Shutdown, worker: Worker) -> None:
@@ -135,12 +89,12 @@ async def _on_signal(shutdown: Shutdown, worker: Worker) -> None:
     worker.leave(min(patience_s, _FAILED_S) if failure else patience_s, "failed" if failure else "signal")
 
 
-def _outbox(settings: Settings, jitter: Callable[[], float]) -> Outbox:
+def _outbox(settings: Settings) -> Outbox:
     return Outbox(
         flush_tokens=settings.flush_tokens,
         flush_interval_s=settings.flush_interval_ms / 1000,
         limit=settings.unacknowledged_tokens,
-        jitter=jitter,
+        jitter=lambda: random.uniform(0.75, 1.0),
     )
 
 

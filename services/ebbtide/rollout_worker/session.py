@@ -7,7 +7,7 @@ the outbox allows.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -54,18 +54,17 @@ class Session:
         target: str,
         *,
         attached: Callable[[], None],
-        pauses: Callable[[float, float], Iterator[float]] = pauses,
     ) -> None:
-        """`attached` is called after each attach; `pauses` gives the waits between tries, from one bound to another."""
+        """`attached` is called after each attach."""
         self._worker, self._target = worker, target
         self._stub = stub
         self._appender = Appender(stub, target, worker.outbox, worker.attempts)
-        self._attached, self._pauses = attached, pauses
+        self._attached = attached
         self.connected = False
 
     async def run(self) -> None:
         """Stay attached until the worker has drained. Raises what trying again does not cure."""
-        waits = self._pauses(0.1, 2.0)
+        waits = pauses(0.1, 2.0)
         while True:
             began = time.monotonic()
             try:
@@ -77,7 +76,7 @@ class Session:
             else:
                 return
             if time.monotonic() - began > 10.0:
-                waits = self._pauses(0.1, 2.0)
+                waits = pauses(0.1, 2.0)
             await self._wait(next(waits))
 
     async def _wait(self, pause_s: float) -> None:

@@ -29,7 +29,10 @@ class Watched:
     def __init__(self, name: Any, cloud: Any) -> None:
         self.name, self.cloud = name, cloud
         self.told: list[Notice] = []
-        self.task = asyncio.create_task(watch(name, cloud.url, self.told.append, pauses=quickly))
+        self.task = asyncio.create_task(watch(name, cloud.url, self.tell, pauses=quickly))
+
+    def tell(self, within_s: float, reason: str) -> None:
+        self.told.append(Notice(within_s, reason))
 
 
 def quickly(*_: float) -> Iterator[float]:
@@ -185,8 +188,9 @@ async def test_a_server_that_is_away_is_logged_once_and_asked_again(
             waits += 1
             yield 0.001
 
-    told: list[Notice] = []
-    task = asyncio.create_task(watch(name, "http://127.0.0.1:9", told.append, pauses=counted))  # type: ignore[arg-type]
+    told: list[tuple[float, str]] = []
+    work = watch(name, "http://127.0.0.1:9", lambda *notice: told.append(notice), pauses=counted)  # type: ignore[arg-type]
+    task = asyncio.create_task(work)
     await wait_until(lambda: waits > 5)
     await stop(task)
     assert told == []
@@ -202,7 +206,7 @@ async def test_no_question_goes_by_way_of_a_proxy(clouds: Any, monkeypatch: pyte
 
 async def test_a_metadata_address_that_is_none_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="metadata_url"):
-        await watch("aws", "169.254.169.254", lambda _: None)
+        await watch("aws", "169.254.169.254", lambda *_: None)
 
 
 async def test_aws_tokens_are_renewed_when_they_are_forgotten(clouds: Any) -> None:

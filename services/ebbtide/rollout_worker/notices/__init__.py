@@ -58,11 +58,11 @@ def make_probe(cloud: Cloud, server: MetadataServer) -> Probe:
 async def watch(
     cloud: Cloud,
     url: str,
-    told: Callable[[Notice], None],
+    told: Callable[[float, str], None],
     *,
     pauses: Callable[[float, float], Iterator[float]] = pauses,
 ) -> None:
-    """Ask for ever; `told` gets each event once. Raises `InvalidRequest` for a `url` that is none, and nothing else."""
+    """Ask for ever; `told` gets seconds and reason of each notice, once. Raises `InvalidRequest` for a `url` that is none."""
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"{url!r} is no address: give http://HOST", field="metadata_url")
     async with AsyncExitStack() as stack:
@@ -84,5 +84,5 @@ async def watch(
                 if notice.reason not in known:
                     known.add(notice.reason)
                     log.warning("notice", reason=notice.reason, within_s=round(notice.within_s, 1))
-                    told(notice)
+                    told(notice.within_s, notice.reason)
             await asyncio.sleep(probe.pause_s)
