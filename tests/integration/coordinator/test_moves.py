@@ -17,13 +17,13 @@ async def paced(cluster: Any, worker: Any, tokens_per_s: int) -> None:
     """Heartbeats from which the coordinator learns how fast the worker is with what it has."""
     session = next(s for s in cluster.coordinator.state.sessions.values() if s.worker_id == worker.worker_id)
     seen = cluster.coordinator.dispatcher._moves._beats
-    for second in range(1, 4):
-        await worker.beat(tokens_generated=second * tokens_per_s, busy_s=float(second), uptime_s=float(second))
-        uptime = float(second)
-        await wait_until(
-            lambda uptime=uptime: session.session_id in seen and seen[session.session_id].beat.uptime_s == uptime,
-            what="the heartbeat is taken in",
-        )
+    for second in (1.0, 2.0, 3.0):
+        await worker.beat(tokens_generated=int(second * tokens_per_s), busy_s=second, uptime_s=second)
+
+        def taken_in(second: float = second) -> bool:
+            return session.session_id in seen and seen[session.session_id].beat.uptime_s == second
+
+        await wait_until(taken_in, what="the heartbeat is taken in")
 
 
 async def crowded(cluster: Any, running: int, waiting: int = 0) -> tuple[Any, Any]:

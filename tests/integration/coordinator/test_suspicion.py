@@ -124,7 +124,8 @@ async def test_a_poison_rollout_is_dead_lettered_alone(cluster: Any) -> None:
     run = await cluster.run()
     innocents = [f"i{number}" for number in range(12)]
     await run.submit("poison", *innocents)
-    number, workers, finished = 0, [], set[str]()
+    number, finished = 0, set[str]()
+    workers: list[Any] = []
 
     async def over() -> bool:
         nonlocal number
@@ -139,7 +140,7 @@ async def test_a_poison_rollout_is_dead_lettered_alone(cluster: Any) -> None:
             for name in list(worker.assigned):
                 await worker.add(name, 0, 2, STOP)
                 finished.add(worker.assigned.pop(name).attempt.rollout_id)
-        return await run.count("finished") == 13
+        return bool(await run.count("finished") == 13)
 
     await wait_until(over, 30.0, what="all came to their end")
     assert finished == set(innocents)

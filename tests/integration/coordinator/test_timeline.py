@@ -89,9 +89,7 @@ async def test_a_lost_worker_is_counted_with_what_it_cost(cluster: Any) -> None:
     await second.add("a", 5, 3, STOP)
 
     async def counted() -> bool:
-        return (
-            await run.count("resume:le:0.05") + await run.count("resume:le:0.1") + await run.count("resume:le:0.25") > 0
-        )
+        return any(name.startswith("resume:le:") for name in (await run.get()).counters)
 
     await wait_until(counted, what="the resume is counted")
     counters = (await run.get()).counters
