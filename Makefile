@@ -6,6 +6,8 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV ?= .venv
 ARGS ?=
+QUICK ?=
+SEEDS ?= 5000
 # Where the default index serves PyTorch with CUDA, name the index of its CPU builds:
 #   make demo TORCH="torch==2.13.0 --index-url URL"
 TORCH ?= torch==2.13.0
@@ -20,13 +22,23 @@ define step
 endef
 
 help: ## What there is to make
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 16
 
 demo: env ## An RL run on two vLLM workers, one of which is killed; options: ARGS="--seed 1 --steps 50"
 	@$(BIN)/ebbtide demo $(ARGS)
 
 test: env ## All tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+nightly: env ## The long tests, and SEEDS=5000 seeds of the simulation
+	@$(BIN)/python -m pytest -m nightly $(ARGS)
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+
+simulate: env ## The whole system under random faults and a virtual clock; options: ARGS="--seeds 1000"
+	@$(BIN)/python -m tests.simulation $(ARGS)
+
+bench-migration: env ## What preemption costs, and moves gain, on three levels; QUICK=1: in 4 minutes
+	@$(BIN)/python benchmarks/migration.py $(if $(QUICK),--quick) $(ARGS)
 
 lint: env ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -54,4 +66,4 @@ $(BIN)/python:
 clean: ## Remove the environment, caches and generated code; runs/ stays
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache common/ebbtide/v1/*_pb2*
 
-.PHONY: help demo test lint types env clean
+.PHONY: help demo test nightly simulate bench-migration lint types env clean

@@ -1,0 +1,247 @@
+"""Preemption, migration and balancing, measured on three levels.
+
+    python benchmarks/migration.py [--trace PATH ...] [--lengths PATH ...] [--levels abc] [--quick] [--out PATH]
+
+(a) Whole spot traces in simulated time, on the very code that decides in the coordinator: restart, migrate, balance,
+    and an oracle.
+(b) The real coordinator, Redis and gRPC in real time, with scripted workers in a process of their own.
+(c) Real vLLM workers that are really killed, each token compared with that of an undisturbed run.
+
+Prints tables and writes a JSON file with `figures`, the `conditions` that they hold under, and all that the levels
+found. A figure that was not measured is null, and `missing` says why. Ends with 1 if a level failed, or a token that
+was acknowledged came out lost or twice; with 2 if the input is at fault.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import Struct
+from rich.console import Console
+
+ROOT: Final = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
+
+from benchmarks.conditions import conditions  # noqa: E402 - after the path
+from benchmarks.replay.traces import read_lengths, read_spot  # noqa: E402
+from benchmarks.synthetic import CALM, CHURNY, write_lengths, write_trace  # noqa: E402
+
+Tell = Callable[[str], None]
+TRACES: Final = ROOT.parent / "shared" / "traces"
+SPOT: Final = ("spot_aws_g4dn_24.csv", "spot_gcp_a100x1_64.csv")
+LENGTHS: Final = "response_length_deepseek_r1_quantiles.csv"
+STRETCHES: Final = (1.0, 4.0)
+OUT: Final = ROOT / "benchmarks" / "results" / "migration.json"
+#: Level -> its name, and what it is.
+LEVELS: Final = {
+    "a": ("replay", "spot traces in simulated time"),
+    "b": ("control_plane", "the control plane in real time, scripted workers"),
+    "c": ("real_kills", "real engines, really killed"),
+}
+#: Figure -> the levels that measure it, and what is promised of it. Of several traces, and of several levels, the
+#: worst.
+PROMISED: Final[dict[str, tuple[str, str, float]]] = {
+    "acknowledged_tokens_lost": ("bc", "<=", 0),
+    "acknowledged_tokens_doubled": ("bc", "<=", 0),
+    "share_of_oracle": ("a", ">=", 0.92),
+    "share_generated_twice": ("a", "<=", 0.001),
+    "speedup_over_restart": ("a", ">=", 1.0),
+    "detection_p99_s": ("b", "<=", 3.0),
+    "resume_p50_s": ("b", "<=", 1.0),
+    "resume_p99_s": ("b", "<=", 5.0),
+    "control_plane_tokens_per_s": ("b", ">=", 200_000),
+    "ack_p99_ms": ("b", "<=", 20),
+    "placement_p99_ms": ("b", "<=", 50),
+    "cpu_cost_over_raw_redis": ("b", "<=", 3.0),
+    "unequal_responses": ("c", "<=", 0),
+    "largest_logprob_gap": ("c", "<=", 1e-3),
+}
+#: Of these, what is not kept makes the benchmark fail: they do not depend on the machine.
+STRICT: Final = ("acknowledged_tokens_lost", "acknowledged_tokens_doubled", "unequal_responses")
+
+
+class Inputs(Struct, frozen=True, kw_only=True):
+    """Of level (a). `said`: where they come from."""
+
+    traces: list[Path]
+    lengths: list[Path]
+    stretches: Sequence[float] = STRETCHES
+    said: dict[str, str]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    files: dict[str, Any] = {"type": Path, "nargs": "+", "action": "extend", "default": []}
+    parser.add_argument("--trace", help="spot traces; named alone, only level a runs", **files)
+    parser.add_argument("--lengths", help="response lengths, likewise", **files)
+    parser.add_argument("--stretch", type=float, nargs="+", default=STRETCHES, help="factors on the lengths (cap 32k)")
+    parser.add_argument("--levels", default="", help="some of abc; default: all")
+    parser.add_argument("--quick", action="store_true", help="the same on less data: 4 minutes on two cores")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args(argv)
+    options.levels = options.levels or ("a" if options.trace or options.lengths else "abc")
+    if unknown := set(options.levels) - set(LEVELS):
+        parser.error(f"--levels: {', '.join(sorted(unknown))} is none of {', '.join(LEVELS)}")
+    for flag, paths, read in (("--trace", options.trace, read_spot), ("--lengths", options.lengths, read_lengths)):
+        for path in paths:
+            try:
+                read(path)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                parser.error(f"{flag}: {path} cannot be read ({error})")
+    return options
+
+
+def gather_inputs(traces: list[Path], lengths: list[Path], stretches: Sequence[float], scratch: Path) -> Inputs:
+    """What was named; else the recorded ones if they are there; else synthetic ones, written to `scratch`."""
+    said: dict[str, str] = {}
+    if not traces:
+        traces = [TRACES / name for name in SPOT]
+        if not all(path.is_file() for path in traces):
+            made = {"synthetic_calm": CALM, "synthetic_churny": CHURNY}
+            traces = [write_trace(churn, scratch / f"{name}.csv") for name, churn in made.items()]
+            said |= {name: f"synthetic: {churn.told}" for name, churn in made.items()}
+    if not lengths:
+        lengths = [TRACES / LENGTHS]
+        if not lengths[0].is_file():
+            lengths = [write_lengths(scratch / "synthetic_lengths.csv")]
+            said["synthetic_lengths"] = "synthetic: lognormal, see benchmarks/synthetic.py"
+    for path in (*traces, *lengths):
+        said.setdefault(path.stem, path.name)
+    return Inputs(traces=traces, lengths=lengths, stretches=stretches, said=said)
+
+
+def run_level(level: str, inputs: Inputs, *, quick: bool, tell: Tell) -> dict[str, Any]:
+    """What a level found: an object with `figures` by name, and whatever else it says."""
+    if level == "a":
+        from benchmarks import replay
+
+        report = replay.run_level(inputs.traces, inputs.lengths, stretches=inputs.stretches, quick=quick, say=tell)
+        tell(replay.table([*report["cases"], *report["ablation"]]))
+        return report
+    if level == "b":
+        from benchmarks.control_plane import level as control_plane
+
+        return {"figures": control_plane.run_level(quick=quick, tell=tell)}
+    from benchmarks.real_kills import level as real_kills
+
+    return {"figures": real_kills.run_level(quick=quick, notify=tell)}
+
+
+def worst(name: str, values: Sequence[float]) -> float:
+    """Of several values of a figure, the one furthest from its promise; of counts of tokens, their sum."""
+    if name.startswith("acknowledged_tokens"):
+        return sum(values)
+    return min(values) if PROMISED[name][1] == ">=" else max(values)
+
+
+def combine(found: dict[str, dict[str, Any]], asked: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """All figures of all levels, and why promised ones are missing. What is not promised bears its level's name."""
+    figures: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for name, (levels, _, _) in PROMISED.items():
+        values = [found[level]["figures"].get(name) for level in levels if level in found]
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        figures[name] = worst(name, known) if known else None
+        if not known:
+            tried = [level for level in levels if level in asked]
+            why = "brought none" if tried else "was not asked for"
+            missing[name] = f"level {' or '.join(tried or levels)} {why}"
+    for level, result in found.items():
+        for name, value in result["figures"].items():
+            if level not in PROMISED.get(name, ("",))[0]:
+                figures[f"{LEVELS[level][0]}_{name}"] = value
+    return figures, missing
+
+
+def plain(value: Any) -> Any:
+    """The same for JSON, which knows no number that is none."""
+    if isinstance(value, dict):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(figures: dict[str, Any], missing: dict[str, str]) -> str:
+    """A line per figure: what was measured, what is promised, and what is wrong with it."""
+    width = max(map(len, figures))
+    lines = []
+    for name, value in figures.items():
+        promise = PROMISED.get(name)
+        bound = f"{promise[1]} {promise[2]:,g}" if promise else ""
+        note = missing.get(name, "" if kept(name, value) else "NOT KEPT")
+        lines.append(f"{name:<{width}}  {number(value):>12}  {bound:>10}  {note}".rstrip())
+    return "\n".join(lines)
+
+
+def kept(name: str, value: Any) -> bool:
+    """Whether what is promised of a figure holds; so it does of one that was not measured, or has no promise."""
+    if value is None or name not in PROMISED:
+        return True
+    _, sign, bound = PROMISED[name]
+    return bool(value >= bound) if sign == ">=" else bool(value <= bound)
+
+
+def number(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(number, value))
+    if value is None:
+        return "null"
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def run_levels(
+    options: argparse.Namespace, inputs: Inputs, console: Console
+) -> tuple[dict[str, dict[str, Any]], dict[str, str], dict[str, Any]]:
+    """What each level found, why others failed, and what each took."""
+    tell = partial(console.print, soft_wrap=True, markup=False)
+    found: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    took: dict[str, Any] = {}
+    for level in sorted(set(options.levels)):
+        name, what = LEVELS[level]
+        console.print(f"\n({level}) {what}", style="bold")
+        began = time.monotonic()
+        try:
+            found[level] = run_level(level, inputs, quick=options.quick, tell=tell)
+        except Exception as error:  # noqa: BLE001 - the other levels' figures are worth having
+            traceback.print_exc()
+            failed[level] = f"{type(error).__name__}: {error}"
+        took[level] = {"name": name, "what": what, "seconds": round(time.monotonic() - began, 1)}
+    return found, failed, took
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    console = Console(highlight=False)
+    began, under = time.monotonic(), conditions()
+    with tempfile.TemporaryDirectory(prefix="ebbtide-migration-") as scratch:
+        inputs = gather_inputs(options.trace, options.lengths, options.stretch, Path(scratch))
+        found, failed, took = run_levels(options, inputs, console)
+    seconds = round(time.monotonic() - began, 1)
+    under |= {
+        "quick": options.quick,
+        "inputs": inputs.said,
+        "stretches": list(inputs.stretches),
+        "seconds": seconds,
+        "levels": took,
+    }
+    figures, missing = combine(found, options.levels)
+    told = {"figures": figures, "missing": missing, "failed": failed, "conditions": under, "levels": found}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(plain(told), indent=2, allow_nan=False) + "\n")
+    print(f"\n{table(figures, missing)}")
+    console.print(f"\n{seconds:.0f} s on {under['cores']} cores. All of it is in {options.out}")
+    return 1 if failed or not all(kept(name, figures[name]) for name in STRICT) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

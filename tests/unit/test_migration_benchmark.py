@@ -1,0 +1,171 @@
+"""The frame of the migration benchmark: which levels run on what, and what becomes of their figures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import migration
+from benchmarks.replay.traces import read_lengths, read_spot
+from benchmarks.synthetic import CALM, CHURNY, write_lengths, write_trace
+
+#: Figures that readers of the file rely on, whatever else is in there.
+FIGURES = {
+    "acknowledged_tokens_lost", "acknowledged_tokens_doubled", "share_of_oracle", "share_generated_twice",
+    "speedup_over_restart", "detection_p99_s", "resume_p50_s", "control_plane_tokens_per_s", "ack_p99_ms",
+    "cpu_cost_over_raw_redis",
+}  # fmt: skip
+
+FOUND: dict[str, dict[str, Any]] = {
+    "a": {"share_of_oracle": 0.95, "share_generated_twice": 0.0001, "speedup_over_restart": 1.2},
+    "b": {
+        "acknowledged_tokens_lost": 0, "acknowledged_tokens_doubled": 0, "ack_p99_ms": 25.0, "detection_p99_s": 2.5,
+        "placement_p99_ms": float("nan"),
+    },
+    "c": {
+        "acknowledged_tokens_lost": 0, "acknowledged_tokens_doubled": 0, "unequal_responses": 0,
+        "share_generated_twice": 0.02, "detection_p99_s": 0.2, "kills": 4,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], bool]]:
+    """Stands for the levels: (level, names of its inputs, whether quick) of each that ran."""
+    calls = []
+
+    def run(level: str, inputs: migration.Inputs, *, quick: bool, tell: migration.Tell) -> dict[str, Any]:
+        calls.append((level, [path.name for path in (*inputs.traces, *inputs.lengths)], quick))
+        tell(f"level {level} runs")
+        return {"figures": FOUND[level]}
+
+    monkeypatch.setattr(migration, "run_level", run)
+    return calls
+
+
+def run(tmp_path: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    out = tmp_path / "results" / "migration.json"
+    status = migration.main([*words, "--out", str(out)])
+    return status, json.loads(out.read_text())
+
+
+def test_all_figures_are_there_with_what_they_hold_under(ran: Any, tmp_path: Path) -> None:
+    status, told = run(tmp_path, "--quick")
+    assert status == 0
+    assert told["figures"].keys() >= FIGURES
+    assert [level for level, _, quick in ran if quick] == ["a", "b", "c"]
+    assert told["conditions"].keys() >= {"commit", "cores", "quick", "inputs", "levels", "seconds"}
+    assert told["conditions"]["levels"]["a"]["what"] == "spot traces in simulated time"
+
+
+def test_a_figure_that_was_not_measured_is_null_and_said_why(ran: Any, tmp_path: Path) -> None:
+    _, told = run(tmp_path, "--levels", "ab")
+    assert told["figures"]["cpu_cost_over_raw_redis"] is None
+    assert told["missing"]["cpu_cost_over_raw_redis"] == "level b brought none"
+    assert told["missing"]["unequal_responses"] == "level c was not asked for"
+    assert told["missing"]["placement_p99_ms"] == "level b brought none"
+    assert told["figures"]["placement_p99_ms"] is None
+    assert "share_of_oracle" not in told["missing"]
+
+
+def test_a_figure_of_one_level_does_not_pass_for_that_of_another(ran: Any, tmp_path: Path) -> None:
+    _, told = run(tmp_path)
+    assert told["figures"]["share_generated_twice"] == 0.0001
+    assert told["figures"]["real_kills_share_generated_twice"] == 0.02
+    assert (told["figures"]["detection_p99_s"], told["figures"]["real_kills_detection_p99_s"]) == (2.5, 0.2)
+    assert told["figures"]["real_kills_kills"] == 4
+
+
+def test_tokens_lost_anywhere_count_and_make_it_fail(
+    ran: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for level, lost in (("b", 2), ("c", 3)):
+        monkeypatch.setitem(FOUND, level, FOUND[level] | {"acknowledged_tokens_lost": lost})
+    status, told = run(tmp_path)
+    assert (status, told["figures"]["acknowledged_tokens_lost"]) == (1, 5)
+    assert "NOT KEPT" in capsys.readouterr().out
+
+
+def test_a_slow_machine_does_not_make_it_fail_but_is_told(
+    ran: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _ = run(tmp_path)
+    assert status == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ack_p99_ms")]
+    assert line.split() == ["ack_p99_ms", "25", "<=", "20", "NOT", "KEPT"]
+
+
+def test_a_level_that_fails_leaves_the_others_their_figures(
+    ran: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = migration.run_level
+
+    def broken(level: str, inputs: migration.Inputs, *, quick: bool, tell: migration.Tell) -> dict[str, Any]:
+        if level == "b":
+            raise RuntimeError("no room")
+        return whole(level, inputs, quick=quick, tell=tell)
+
+    monkeypatch.setattr(migration, "run_level", broken)
+    status, told = run(tmp_path)
+    assert (status, told["failed"]) == (1, {"b": "RuntimeError: no room"})
+    assert told["figures"]["share_of_oracle"] == 0.95
+    assert told["figures"]["ack_p99_ms"] is None
+
+
+def test_traces_and_lengths_that_are_named_run_level_a_on_them_alone(ran: Any, tmp_path: Path) -> None:
+    trace, lengths = write_trace(CALM, tmp_path / "mine.csv"), write_lengths(tmp_path / "long.csv")
+    run(tmp_path, "--trace", str(trace), "--lengths", str(lengths))
+    run(tmp_path, "--trace", str(trace), "--lengths", str(lengths), "--levels", "ac")
+    assert ran == [(level, ["mine.csv", "long.csv"], False) for level in ("a", "a", "c")]
+
+
+def test_without_recorded_traces_synthetic_ones_are_made_and_said_to_be(
+    ran: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migration, "TRACES", tmp_path / "nowhere")
+    _, told = run(tmp_path)
+    assert all(said.startswith("synthetic: ") for said in told["conditions"]["inputs"].values())
+    assert len(told["conditions"]["inputs"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--levels", "az"], "--levels: z is none of a, b, c"),
+        (["--trace", "no/such.csv"], "--trace: no/such.csv cannot be read"),
+        (["--lengths", __file__], "--lengths: "),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    ran: Any, tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, *words)
+    assert said in capsys.readouterr().err
+    assert ran == []
+
+
+@pytest.mark.parametrize("churn", [CALM, CHURNY])
+def test_a_synthetic_trace_holds_what_it_states(churn: Any, tmp_path: Path) -> None:
+    path = write_trace(churn, tmp_path / "t.csv")
+    again = write_trace(churn, tmp_path / "again.csv")
+    assert path.read_text() == again.read_text()
+    alive: set[str] = set()
+    node_hours, losses, last, most = 0.0, 0, 0.0, 0
+    for event in read_spot(path):
+        node_hours += len(alive) * (event.t_s - last) / 3600
+        last, most = event.t_s, max(most, len(alive))
+        if event.joins:
+            alive.add(event.node)
+        else:
+            alive.remove(event.node)
+            losses += 1
+    assert most <= churn.nodes
+    drawn = churn.losses_per_hour * (1 + churn.burst_share * (churn.burst - 1))
+    assert losses / node_hours == pytest.approx(drawn, rel=0.3)
+
+
+def test_synthetic_lengths_have_the_median_that_they_state(tmp_path: Path) -> None:
+    lengths = read_lengths(write_lengths(tmp_path / "l.csv"))
+    assert lengths.tokens[len(lengths.tokens) // 2] == pytest.approx(800, rel=0.01)
