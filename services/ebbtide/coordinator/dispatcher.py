@@ -93,7 +93,7 @@ class Dispatcher:
             self._state.reap.clear()
             now = time.monotonic()
             self._fleet.judge(now)
-            metrics.observe(self._state.runs.values(), self._state.sessions.values())
+            metrics.observe(self._state.runs.values(), self._fleet.workers())
             try:
                 next_due = await self._attempts.requeue_due(now)
                 await self._attempts.tally()

@@ -175,6 +175,7 @@ class Fleet:
                 self._released(session, message)
             case DrainNotice():
                 session.draining, session.state = True, WorkerState.DRAINING
+                session.reason = message.reason or session.reason
                 text = f"worker {session.worker_id} drains" + (f": {message.reason}" if message.reason else "")
                 self.news.of_worker(session, text, "draining", deadline=message.deadline_s)
 
@@ -185,7 +186,7 @@ class Fleet:
         session = next((one for one in self._state.sessions.values() if one.worker_id == worker_id), None)
         if session is None:
             raise NotFound(f"no worker {worker_id} is attached; `ebbtide workers` lists those that are")
-        session.draining, session.state = True, WorkerState.DRAINING
+        session.draining, session.state, session.reason = True, WorkerState.DRAINING, "asked to leave"
         session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(drain=fleet_pb2.Drain(deadline_s=within_s)))
         log.info("drain", worker_id=worker_id, within_s=within_s, rollouts=len(session.attempts))
         return len(session.attempts)
@@ -274,7 +275,7 @@ class Fleet:
             waiting=len(session.pending),
             plateau=session.plateau,
             shunned_s=shunned_s,
-            reason="it was lost too often" if state is WorkerState.SHUNNED else "",
+            reason="it was lost too often" if state is WorkerState.SHUNNED else session.reason,
         )
 
     async def close(self) -> None:

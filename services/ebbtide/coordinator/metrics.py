@@ -4,16 +4,16 @@ from collections.abc import Iterable
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.coordinator.state import RunState, Session
+from ebbtide.coordinator.state import RunState
 from ebbtide.store.rows import Why
-from ebbtide.types.fleet import WorkerState
+from ebbtide.types.fleet import Worker, WorkerState
 
 _WAITS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
 
 runs = telemetry.gauge("coordinator_runs", "live runs")
 queued = telemetry.gauge("coordinator_rollouts_queued", "rollouts waiting for a worker")
 running = telemetry.gauge("coordinator_rollouts_running", "rollouts given to workers")
-workers = telemetry.gauge("coordinator_workers", "attached workers", ("state",))
+workers = telemetry.gauge("coordinator_workers", "workers attached, or lost within the last minute", ("state",))
 attempts = telemetry.counter("coordinator_attempts_total", "attempts started")
 resumptions = telemetry.counter("coordinator_resumptions_total", "attempts that went on from stored tokens")
 requeued = telemetry.counter("coordinator_requeued_total", "attempts that ended without a finish")
@@ -54,14 +54,14 @@ def count_requeued(why: Why, attempts: int, lost: int) -> None:
         detection_seconds.observe(why.noticed_s)
 
 
-def observe(live: Iterable[RunState], sessions: Iterable[Session]) -> None:
+def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
     """Set the gauges."""
     states = list(live)
     runs.set(len(states))
     queued.set(sum(len(run.line) for run in states))
     running.set(sum(len(run.running) for run in states))
     count = dict.fromkeys(WorkerState, 0)
-    for session in sessions:
-        count[session.state] += 1
+    for worker in fleet:
+        count[worker.state] += 1
     for state, number in count.items():
         workers.labels(state.name.lower()).set(number)

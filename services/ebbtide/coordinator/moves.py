@@ -119,6 +119,8 @@ class Moves:
         over = session is None or session.session_id != asked.source or attempt_id not in session.attempts
         if over or now - asked.when > _AGAIN_S:
             del self._asked[attempt_id]
+            if session is not None:  # its worker attached again, and knows nothing of it
+                attempt.target = ""
         elif attempt.target and now - asked.when > _HANDOVER_S:
             log.info("move given up", run_id=attempt.run_id, rollout_id=attempt.waiting.rollout_id)
             attempt.target = ""

@@ -260,6 +260,7 @@ class Session:
         self.target: tuple[str, int] | None = None
         self.unfit: dict[str, float] = {}  # run -> until when
         self.draining = self.gone = False
+        self.reason = ""  # why it drains
         self.resend = asyncio.Event()
         self.progressed = now  # when tokens of it arrived last, stored or not
         self.storing = 0  # messages that the store was asked to take, and has not answered

@@ -6,6 +6,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.testing import wait_until
+from ebbtide.types.fleet import WorkerState
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc
 
 
@@ -25,6 +26,8 @@ async def test_a_worker_that_is_to_leave_is_told_and_given_nothing_more(cluster:
     other = await cluster.worker("w2")
     await other.has("b")
     assert set(leaving.assigned) == {"a"}
+    listed = {worker.worker_id: worker for worker in cluster.coordinator.fleet.workers()}
+    assert (listed["w1"].state, listed["w1"].reason) == (WorkerState.DRAINING, "asked to leave")
 
 
 async def test_a_nearer_deadline_is_told_again(cluster: Any) -> None:

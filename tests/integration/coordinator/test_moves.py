@@ -8,7 +8,7 @@ import pytest
 from ebbtide.coordinator import moves
 from ebbtide.scheduling.balance import Costs, rebalance
 from ebbtide.testing import wait_until
-from ebbtide.v1 import types_pb2
+from ebbtide.v1 import fleet_pb2, types_pb2
 
 STOP = types_pb2.FINISH_REASON_STOP
 
@@ -24,6 +24,7 @@ async def paced(cluster: Any, worker: Any, tokens_per_s: int) -> None:
             return session.session_id in seen and seen[session.session_id].beat.uptime_s == second
 
         await wait_until(taken_in, what="the heartbeat is taken in")
+    await worker.beat(held=True)  # so that nobody wonders why it makes nothing from here on
 
 
 async def crowded(cluster: Any, running: int, waiting: int = 0) -> tuple[Any, Any]:
@@ -113,3 +114,18 @@ async def test_a_worker_holds_few_rollouts_that_have_not_started(cluster: Any) -
     assert await run.count("running") == 14
     other = await cluster.worker("w2", slots=40)
     await wait_until(lambda: len(other.assigned) == 10, what="the next one has its share at once")
+
+
+async def test_a_worker_that_attaches_again_is_asked_again(cluster: Any) -> None:
+    run, full = await crowded(cluster, running=4, waiting=1)
+    idle = await cluster.worker("w2")
+    await wait_until(lambda: full.asked == ["q0"], what="it is asked")
+    held = [fleet_pb2.HeldAttempt(attempt=one.attempt) for one in full.assigned.values()]
+    again = await cluster.worker("w1", slots=32, held=held)  # its streams broke, and the request with them
+    assert len(again.attached.adopted) == 5
+    again.assigned = dict(full.assigned)
+    await again.beat(held=True)
+    await wait_until(lambda: again.asked == ["q0"], what="it is asked again")
+    await again.hand_back("q0", reason="moved")
+    await idle.has("q0")
+    assert await run.count("moved") == 1
