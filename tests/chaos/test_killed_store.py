@@ -1,12 +1,18 @@
-"""Redis dies under load and comes back with its append-only file: what was acknowledged is there."""
+"""Redis dies under load and comes back with its append-only file: what was acknowledged is there, or comes again."""
 
 import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from pathlib import Path
+from typing import Self
 
 import uvloop
 
+from ebbtide.errors import StoreUnavailable
 from ebbtide.store.connection import Connection
 from ebbtide.testing import EmbeddedRedis, wait_until
+from ebbtide.types.rollout import Episode, RolloutRequest, Trajectory, TrajectoryOutcome
 from ebbtide.types.run import RunEvent, RunStatus
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, Begin, Load
@@ -30,6 +36,56 @@ async def test_nothing_acknowledged_is_lost_when_the_store_is_killed_under_load(
     run = await load.settle()
     assert run.counters["attempts"] == len(load.requests)
     assert load.generated_twice() == 0
+
+
+async def test_what_a_store_forgets_comes_again_from_workers_and_lease_holders(cluster: Cluster, begin: Begin) -> None:
+    cluster.redis = EmbeddedRedis(cluster.directory / "redis", fsync="everysec")
+    load = await begin()
+    load.forgetful = True
+    await load.submit(64)
+    load.watch_tokens(8)
+    with Lengths(cluster.redis) as lengths:
+        for step in (1, 2):
+            enough = asyncio.Event()
+            submitting = asyncio.create_task(keep_submitting(load, enough))
+            await load.more_tokens(1000)
+            await load.publish(step=step)
+            knowing = lengths.ago(1.5)
+            assert cluster.redis.journal.stat().st_size - knowing > 20_000
+            cluster.redis.come_back(knowing=knowing)
+            await load.more_tokens(300)
+            enough.set()
+            await submitting
+    run = await load.settle()
+    assert run.counters["attempts"] - run.counters.get("moved", 0) == len(load.requests)
+    assert load.generated_twice() == 0
+    events = [event async for event in cluster.client().watch(RUN)]
+    assert {event.values["version"] for event in events if event.kind == "version"} == {1, 2, 3}
+
+
+async def test_ends_that_a_store_forgets_are_made_again(cluster: Cluster, begin: Begin) -> None:
+    cluster.redis = EmbeddedRedis(cluster.directory / "redis", fsync="everysec")
+    load = await begin()
+    await load.submit(30)
+    await load.all_finished()
+    names = list(load.requests)
+    with Lengths(cluster.redis) as lengths:
+        await wait_until(lambda: lengths.ago(0.5))
+        await load.lease.acknowledge(names[:10])
+        await load.lease.complete_episodes(episode(load.requests[name]) for name in names[10:20])
+        await load.lease.cancel_rollouts(names[20:])
+        cluster.redis.come_back(knowing=lengths.ago(0.5))
+    assert (await load.run()).counters.get("dropped", 0) in {0, 10}
+    await load.counted("dropped", 10)
+    await load.counted("trained", 10)
+    trajectories = [one async for one in first(load.lease.trajectories(), 10)]
+    assert [one.episode_id for one in trajectories] == [load.requests[name].episode_id for name in names[10:20]]
+    knowing = cluster.redis.journal.stat().st_size
+    await load.lease.commit(TrajectoryOutcome(cursor=one.cursor) for one in trajectories)
+    cluster.redis.come_back(knowing=knowing)
+    await load.counted("trained", 20)
+    ended = await load.lease.finish()
+    assert (ended.counters["trained"], ended.dropped) == (20, {"cancelled": 10})
 
 
 async def test_events_versions_and_ends_survive_the_store_and_its_coordinator(cluster: Cluster, begin: Begin) -> None:
@@ -65,8 +121,9 @@ async def kill_under_writes(directory: Path) -> None:
 
         async def write(number: int) -> None:
             while True:
-                await link.call("HSET", f"k{number}", acknowledged[number], bytes(2000))
-                acknowledged[number] += 1
+                with suppress(StoreUnavailable):  # it came back
+                    await link.call("HSET", f"k{number}", acknowledged[number], bytes(2000))
+                    acknowledged[number] += 1
 
         await link.open()
         writers = [asyncio.create_task(write(number)) for number in range(40)]
@@ -79,9 +136,56 @@ async def kill_under_writes(directory: Path) -> None:
         for writer in writers:
             writer.cancel()
         await asyncio.gather(*writers, return_exceptions=True)
+        await wait_until(link._up.is_set, what="the link after the last restart")
         for number, count in enumerate(acknowledged):
             assert await link.call("HLEN", f"k{number}") - count in {0, 1}
         await link.close()
+
+
+class Lengths:
+    """How long the store's journal was when, for as long as it is used with `with`."""
+
+    def __init__(self, redis: EmbeddedRedis) -> None:
+        self._redis = redis
+        self._seen: list[tuple[float, int]] = []
+
+    def ago(self, seconds: float) -> int:
+        """Its length that many seconds ago; 0 if that is not known."""
+        when = time.monotonic() - seconds
+        return max((length for seen, length in self._seen if seen <= when), default=0)
+
+    async def _look(self) -> None:
+        while True:
+            self._seen.append((time.monotonic(), self._redis.journal.stat().st_size))
+            await asyncio.sleep(0.02)
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.create_task(self._look())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._task.cancel()
+
+
+def episode(request: RolloutRequest) -> Episode:
+    """A made-up end of the rollout's episode."""
+    end = Trajectory(
+        episode_id=request.episode_id,
+        group_id=request.group_id,
+        step=1,
+        group_size=1,
+        prompt_ids=request.prompt_ids,
+        tokens=bytes(24),
+        loss_mask=bytes(2),
+        reward=1.0,
+    )
+    return Episode(episode_id=request.episode_id, rollout_ids=(request.rollout_id,), trajectory=end)
+
+
+async def first(stream: AsyncGenerator[Trajectory, None], count: int) -> AsyncIterator[Trajectory]:
+    async with aclosing(stream):
+        for _ in range(count):
+            yield await anext(stream)
 
 
 async def keep_submitting(load: Load, enough: asyncio.Event) -> None:

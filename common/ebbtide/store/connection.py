@@ -195,7 +195,7 @@ class Connection:
 
     async def _confirm(self, link: AbstractConnection) -> None:
         """Wait for the replicas behind one batch, and let its replies go; the next batch gathers meanwhile."""
-        wait = hiredis.pack_command(("WAIT", self.replicas, _CONFIRM_MS))
+        wait = hiredis.pack_command(cast("tuple[bytes]", ("WAIT", self.replicas, _CONFIRM_MS)))
         confirmed = 0
         while confirmed < self.replicas:
             self._confirming = asyncio.get_running_loop().create_future()

@@ -86,7 +86,11 @@ class Sentinels:
         tls = parts.scheme.startswith("rediss")
         self._kind = SSLConnection if tls else Connection
         user, _, password = login.partition(":")
-        self._login = {"username": unquote(user) or None, "password": unquote(password) or None, "db": int(db or 0)}
+        self._login: dict[str, Any] = {
+            "username": unquote(user) or None,
+            "password": unquote(password) or None,
+            "db": int(db or 0),
+        }
         options = {name: asked.pop(f"sentinel_{name}", None) for name in ("username", "password")}
         if asked:
             raise _unusable(self.where, f"unknown options {', '.join(sorted(asked))}")
@@ -143,7 +147,7 @@ class Sentinels:
 
 def _once() -> Retry:
     """Who dials tries again by itself."""
-    return Retry(NoBackoff(), 0)  # type: ignore[no-untyped-call]
+    return Retry(NoBackoff(), 0)
 
 
 def _public(url: str) -> str:

@@ -18,7 +18,7 @@ async def greet(link: AbstractConnection) -> str:
     errors for a server that is still loading, or is a replica; `TimeoutError`.
     """
     async with asyncio.timeout(_GREETING_S):
-        await link.send_command("INFO")  # type: ignore[no-untyped-call]
+        await link.send_command("INFO")
         said = info(await link.read_response())
     if said.get("loading", "0") != "0":
         raise redis.exceptions.BusyLoadingError("loading the dataset")

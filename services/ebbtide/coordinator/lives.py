@@ -76,9 +76,9 @@ class Lives:
                 attempt.part()  # its finish is there; its worker will ask
                 del run.running[attempt.waiting.rollout_id]
             if fate is Fate.UNKNOWN:
-                log.warning("rollout forgotten by the store", run_id=run.run_id, rollout_id=attempt.waiting.rollout_id)
                 del run.running[attempt.waiting.rollout_id]
                 run.widows[attempt.waiting.rollout_id] = Widow(attempt, time.monotonic() + DOUBT_S, newer=True)
+        log.info("run settled", run_id=run.run_id, attempts=len(held), forgotten=len(run.widows))
         return True
 
     def _unfinish(self, run: RunState) -> set[Attempt]:
