@@ -1,8 +1,13 @@
-"""The best that the same fleet could do for one who knows every length, though not what will become of the fleet.
+"""What the same fleet could do for one who moves rollouts for nothing, loses no token, notices a loss and fills a free
+slot in no time. Neither of the two knows what will become of the fleet.
 
-Longest remaining first: at every moment the rollouts with most tokens left run at full rate, and equals take turns
-(the level algorithm of Muntz and Coffman, 1970, which ends a step soonest on machines that are alike). It moves
-rollouts for nothing, loses no token, notices a loss and fills a free slot in no time. So no policy reaches it.
+`ends`, the oracle, knows every length. Longest remaining first: at every moment the rollouts with most tokens left run
+at full rate, and equals take turns (the level algorithm of Muntz and Coffman, 1970, which ends a step soonest on
+machines that are alike). No policy reaches it.
+
+`blind_ends` knows no length: all that have not ended run alike. It says what not knowing costs. Where lengths are drawn
+independently, with a heavy tail, and several of a step are long, one who does not know them can hardly do better: any
+rollout may be a long one, and the step ends with the one that was put off most. (With a single long one, luck can.)
 """
 
 from bisect import bisect_right
@@ -18,7 +23,8 @@ def ends(
     """When each step ends, up to `until`. `fleet`: how many workers serve from when on, in order of time."""
     times = [at for at, _ in fleet]
     per_worker = min(setting.slots, setting.plateau)
-    now, found = 0.0, []
+    now = 0.0
+    found: list[float] = []
     for lengths in steps:
         left = sorted(map(float, lengths), reverse=True)
         while left:
@@ -51,3 +57,31 @@ def levelled(left: list[float], each: float, most: int) -> list[float]:
         done = sum(min(each, one - level) for one in left if one > level)
         low, high = (level, high) if done > allowed else (low, level)
     return [rest for one in left if (rest := max(one - each, min(one, high))) > 1e-6]
+
+
+def blind_ends(
+    steps: Sequence[Sequence[int]], fleet: Sequence[tuple[float, int]], until: float, setting: Setting
+) -> list[float]:
+    """As `ends`, of a schedule in which all rollouts that have not ended share all the speed there is."""
+    times = [at for at, _ in fleet]
+    now = 0.0
+    found: list[float] = []
+    for lengths in steps:
+        rising, ended, made = sorted(lengths), 0, 0.0
+        while ended < len(rising):
+            at = bisect_right(times, now)
+            most = fleet[at - 1][1] * min(setting.slots, setting.plateau) if at else 0
+            change = times[at] if at < len(times) else inf
+            rate = setting.rate * min(1.0, most / (len(rising) - ended))
+            end = now + (rising[ended] - made) / rate if rate else inf
+            if end == change == inf:
+                return found
+            if end <= change:
+                now, made, ended = end, float(rising[ended]), ended + 1
+            else:
+                now, made = change, made + rate * (change - now)
+        if now > until:
+            return found
+        found.append(now)
+        now += setting.gap_s
+    return found

@@ -1,6 +1,6 @@
 """What a replay counts."""
 
-from statistics import fmean
+from collections.abc import Sequence
 
 from msgspec import Struct, field
 
@@ -8,8 +8,8 @@ from benchmarks.replay.engine import Rollout
 
 
 class Result(Struct, kw_only=True):
-    """Of one policy. `ends`: when each step ended, in seconds of the trace; `tokens`, `twice`: of ended rollouts, those
-    kept and those generated once more; `attempts` and `rollouts` likewise.
+    """Of one policy. `ends`: when each step ended, in seconds of the trace; `tokens`: of ended rollouts; `twice`: those
+    generated once more, of ended and unfinished rollouts; `unfinished`: tokens of those that the trace's end cut off.
     """
 
     policy: str
@@ -20,7 +20,7 @@ class Result(Struct, kw_only=True):
     attempts: int = 0
     moves: int = 0
     losses: int = 0
-    unfinished_tokens: float = 0.0
+    unfinished: float = 0.0
 
     def ended(self, rollout: Rollout) -> None:
         self.tokens += rollout.length
@@ -31,21 +31,18 @@ class Result(Struct, kw_only=True):
     @property
     def share_twice(self) -> float:
         """Of all tokens generated, the share that was generated again."""
-        return self.twice / (self.tokens + self.twice) if self.tokens else 0.0
+        generated = self.tokens + self.unfinished + self.twice
+        return self.twice / generated if generated else 0.0
 
     @property
     def attempts_per_rollout(self) -> float:
         return self.attempts / self.rollouts if self.rollouts else 0.0
 
 
-def mean_step_s(ends: list[float], steps: int) -> float:
-    """Seconds per step over the first `steps`."""
-    return ends[steps - 1] / steps
+def speed_ratio(one: Sequence[float], other: Sequence[float]) -> float:
+    """By how much `one` is faster than `other`, over as many steps as both ended: the same steps, so the same tokens.
 
-
-def step_times(ends: list[float]) -> list[float]:
-    return [end - start for start, end in zip([0.0, *ends], ends, strict=False)]
-
-
-def mean(values: list[float]) -> float:
-    return fmean(values) if values else 0.0
+    Not tokens by the trace's end, in which a step's cheap beginning would count for more than its expensive tail.
+    """
+    steps = min(len(one), len(other))
+    return other[steps - 1] / one[steps - 1] if steps else 0.0

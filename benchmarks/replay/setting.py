@@ -4,6 +4,7 @@ from math import inf
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ebbtide.scheduling.balance import COSTS, Costs
 
@@ -39,14 +40,21 @@ class Setting(Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+def costless(setting: Setting) -> Setting:
+    """The same, where a loss is noticed at once and costs no token, and going on elsewhere costs nothing."""
+    return replace(setting, detection_s=0.0, handover_s=0.0, flush_tokens=0, prefill_tokens_per_s=inf)
+
+
 class Policy(Struct, frozen=True, kw_only=True):
     """`keeps`: what a lost worker had stored goes on elsewhere; else it is generated again from zero. `delays`: what
-    exceeds the slots waits in line; else all is given away at once. `balances` with `costs`; `unstarted`, `learnt`
+    exceeds the slots waits in line; else all is given away at once. `knows`: it sees every length and puts the longest
+    first into line, and moves, resumes and losses cost it nothing. `balances` with `costs`; `unstarted`, `learnt`
     and `weighted`: see `scheduling.balance` and `scheduling.throughput`.
     """
 
     name: str
     keeps: bool = True
+    knows: bool = False
     delays: bool = True
     balances: bool = True
     unstarted: bool = True
@@ -61,7 +69,9 @@ _FREE_MOVES: Final = Costs(prefill_tokens_per_s=inf, handover_s=0.0, margin=0.0,
 RESTART: Final = Policy(name="restart", keeps=False, delays=False, balances=False)
 MIGRATE: Final = Policy(name="migrate", delays=False, balances=False)
 BALANCE: Final = Policy(name="balance")
-POLICIES: Final = (RESTART, MIGRATE, BALANCE)
+#: Who knows, but has the same engines, slots and rules. The oracle is more: see `oracle`.
+LONGEST_FIRST: Final = Policy(name="longest first", knows=True)
+POLICIES: Final = (RESTART, MIGRATE, BALANCE, LONGEST_FIRST)
 ABLATION: Final = (
     Policy(name="delayed dispatch only", balances=False),
     Policy(name="without delayed dispatch", delays=False),

@@ -51,6 +51,40 @@ def _of_counts(points: Sequence[tuple[float, int]], draw: Random) -> list[FleetE
     return events
 
 
+def window(events: Sequence[FleetEvent], start_s: float, length_s: float) -> list[FleetEvent]:
+    """The part of a trace between two moments, from time 0 on; what was there at its start joins then."""
+    alive: dict[str, FleetEvent] = {}
+    inside: list[FleetEvent] = []
+    for event in events:
+        if event.t_s > start_s + length_s:
+            break
+        if event.t_s > start_s:
+            inside.append(event._replace(t_s=event.t_s - start_s))
+        elif event.joins:
+            alive[event.node] = event._replace(t_s=0.0)
+        else:
+            alive.pop(event.node, None)
+    return [*alive.values(), *inside]
+
+
+def serving(events: Sequence[FleetEvent], delay_s: float) -> list[tuple[float, int]]:
+    """How many machines serve from when on: each from `delay_s` after it joined until it is gone."""
+    since: dict[str, float] = {}
+    changes: list[tuple[float, int]] = []
+    for event in events:
+        if event.joins:
+            since[event.node] = event.t_s + delay_s
+        elif (began := since.pop(event.node, event.t_s)) < event.t_s:
+            changes += [(began, 1), (event.t_s, -1)]
+    changes += [(began, 1) for began in since.values()]
+    points: dict[float, int] = {}
+    number = 0
+    for at, change in sorted(changes):
+        number += change
+        points[at] = number
+    return list(points.items())
+
+
 class Distribution(NamedTuple):
     """Response lengths: `tokens` at rising `quantiles`, straight lines between them."""
 

@@ -15,21 +15,27 @@ from msgspec.structs import replace
 
 from benchmarks.replay.engine import Engine, Rollout
 from benchmarks.replay.result import Result
-from benchmarks.replay.setting import Policy, Setting
+from benchmarks.replay.setting import Policy, Setting, costless
 from benchmarks.replay.traces import FleetEvent
 from ebbtide.scheduling import balance
 from ebbtide.scheduling.lengths import Lengths
 from ebbtide.scheduling.line import Line, Waiting
 from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.placement import Host, place
+from ebbtide.scheduling.placement import Host, pending_limit, place
 from ebbtide.scheduling.throughput import Speed
 
 _BOUNDS: Final = Bounds(1, 1)
 _CONTEXT: Final = 1 << 20
 #: Spans shorter than this teach nothing, in the live coordinator either.
 _SPAN_S: Final = 0.25
-#: Without an event, balance is looked at so often.
+#: After a rollout ended, and without any event, balance is looked at so late; after all else after `Setting.tick_s`.
+#: The live coordinator looks several times a second: this is to our disadvantage.
+_ENDED_TICK_S: Final = 5.0
 _IDLE_TICK_S: Final = 10.0
+
+
+def _slots(host: Host) -> int:
+    return host.slots
 
 
 class Unlearnt(Speed):
@@ -54,7 +60,8 @@ class Worker:
 
 class World:
     def __init__(self, events: Sequence[FleetEvent], until: float, policy: Policy, setting: Setting) -> None:
-        self._policy, self._setting, self._until = policy, setting, until
+        self._policy, self._until = policy, until
+        self._setting = costless(setting) if policy.knows else setting
         self._now = 0.0
         self._calendar: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -73,7 +80,7 @@ class World:
     def run(self, steps: Sequence[Sequence[int]]) -> Result:
         """Run the steps one after the other until the trace ends."""
         for number, lengths in enumerate(steps):
-            self._submit(number, lengths)
+            self._submit(number, sorted(lengths, reverse=True) if self._policy.knows else lengths)
             while self._rollouts:
                 if not self._calendar or self._calendar[0][0] > self._until:
                     self._abandon()
@@ -176,8 +183,7 @@ class World:
         slots = self._setting.slots if self._policy.delays else self._setting.rollouts
         workers = [worker for worker in self._workers.values() if len(worker.engine) < slots]
         hosts = [self._rated(worker, slots) for worker in workers]
-        limit = (lambda host: host.slots) if not self._policy.delays else None
-        placements = place(self._line, hosts, {}, **({} if limit is None else {"pending_limit": limit}))
+        placements = place(self._line, hosts, {}, pending_limit=pending_limit if self._policy.delays else _slots)
         for rollout_id, name in placements:
             self._line.remove(rollout_id)
             rollout, worker = self._rollouts[rollout_id], self._workers[name]
@@ -202,6 +208,8 @@ class World:
         )
 
     def _rated(self, worker: Worker, slots: int) -> Host:
+        if not self._policy.delays:  # the shortest queue alone decides
+            return self._host(worker, slots)
         running, context = len(worker.engine), worker.engine.context()
         rate, plateau = worker.speed.rate(running + 1, context), worker.speed.plateau(context)
         return replace(self._host(worker, slots), rate=rate, plateau=plateau)
@@ -217,7 +225,7 @@ class World:
             del self._rollouts[str(rollout.number)]
             self._lengths.finished(rollout.length)
             self.result.ended(rollout)
-            self._wake()
+            self._wake(_ENDED_TICK_S)
 
     def _expect(self, worker: Worker) -> None:
         """Put into the calendar when the worker's next rollout ends."""
@@ -305,7 +313,12 @@ class World:
         self._travel(rollout, target)
 
     def _abandon(self) -> None:
-        """The trace is over: what the unfinished step made so far counts as made."""
+        """The trace is over: count what the unfinished step made so far."""
         for worker in self._workers.values():
-            worker.engine.advance(self._now)
-            self.result.unfinished_tokens += sum(worker.engine.made(one) for one in worker.engine.running)
+            if not worker.lost:
+                worker.engine.advance(self._until)
+                for rollout in worker.engine.running:
+                    rollout.made = worker.engine.made(rollout)
+        for rollout in self._rollouts.values():
+            self.result.unfinished += rollout.made
+            self.result.twice += rollout.twice

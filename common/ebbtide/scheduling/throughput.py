@@ -21,9 +21,11 @@ _MEMORY_S: Final = 60.0
 #: Throughput within this of the highest is on the plateau; and it must have been seen so far beyond the knee.
 _FLAT: Final = 0.93
 _BEYOND: Final = 1.25
-#: Contexts must differ by so many tokens to teach anything about what they cost, and explain at most this.
+#: Contexts must differ by so many tokens to teach anything about what they cost, and explain at most and at least this
+#: much a token.
 _CONTEXT_TOKENS: Final = 256.0
 _STEEPEST: Final = 1.0 / 1024
+_GENTLEST: Final = 1e-6
 
 
 class _Bin(Struct):
@@ -42,6 +44,7 @@ class Speed:
         self._keys: list[int] = []
         self._covariance = self._variance = 0.0  # of relative slowdown and context
         self._slope = 0.0
+        self._known: dict[float, float] = {}  # rates asked for since the last observation, while contexts cost nothing
 
     def observe(self, running: float, context: float, tokens: int, seconds: float) -> None:
         """In `seconds` the worker made `tokens` with `running` rollouts whose contexts were `context` long on average.
@@ -50,6 +53,7 @@ class Speed:
         """
         if running < 1 or tokens <= 0 or seconds <= 0:
             return
+        self._known.clear()
         spent = running * seconds / tokens
         key = _key(running)
         at = bisect_left(self._keys, key)
@@ -73,16 +77,11 @@ class Speed:
         """
         if not self._bins or running <= 0:
             return 0.0
-        at = bisect_left(self._keys, _key(running))
-        low = self._bins[at - 1 if at else 0]
-        high = self._bins[at] if at < len(self._bins) else self._bins[-1]
-        fast, slow = self._spent(low, context), self._spent(high, context)
-        if running >= high.running:
-            return high.running / (slow * running)
-        if running <= low.running or high.running == low.running:
-            return 1.0 / fast
-        share = (running - low.running) / (high.running - low.running)
-        return 1.0 / (fast + share * (slow - fast))
+        if self._slope:
+            return self._rate(running, context)
+        if running not in self._known:
+            self._known[running] = self._rate(running, context)
+        return self._known[running]
 
     def plateau(self, context: float) -> int:
         """The fewest rollouts with nearly the highest throughput, if it was seen not to grow beyond; else 0."""
@@ -97,6 +96,18 @@ class Speed:
             return max(1, round(knee)) if made[-1][0] >= _BEYOND * knee else 0
         return 0
 
+    def _rate(self, running: float, context: float) -> float:
+        at = bisect_left(self._keys, _key(running))
+        low = self._bins[at - 1 if at else 0]
+        high = self._bins[at] if at < len(self._bins) else self._bins[-1]
+        fast, slow = self._spent(low, context), self._spent(high, context)
+        if running >= high.running:
+            return high.running / (slow * running)
+        if running <= low.running or high.running == low.running:
+            return 1.0 / fast
+        share = (running - low.running) / (high.running - low.running)
+        return 1.0 / (fast + share * (slow - fast))
+
     def _spent(self, one: _Bin, context: float) -> float:
         """Seconds per token of a bin, with contexts of another length."""
         if not self._slope:
@@ -108,7 +119,8 @@ class Speed:
             fade = 1.0 - min(0.5, seconds / (10 * _MEMORY_S))
             self._covariance = fade * self._covariance + seconds * further * slowdown
             self._variance = fade * self._variance + seconds * further * further
-            self._slope = min(_STEEPEST, max(0.0, self._covariance / self._variance))
+            slope = min(_STEEPEST, self._covariance / self._variance)
+            self._slope = slope if slope >= _GENTLEST else 0.0
 
 
 def _key(running: float) -> int:

@@ -1,0 +1,47 @@
+"""Replay spot traces: `python -m benchmarks.replay --trace PATH --lengths PATH`, from the root of the repository."""
+
+import argparse
+import json
+from pathlib import Path
+
+from benchmarks.replay.report import table
+from benchmarks.replay.run import run_level
+from benchmarks.replay.setting import Setting
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
+    parser.add_argument("--trace", type=Path, action="append", required=True, help="t_s,event,node or t_s,count")
+    parser.add_argument(
+        "--lengths", type=Path, action="append", required=True, help="quantile,output_tokens or tokens,cdf"
+    )
+    parser.add_argument("--stretch", type=float, nargs="+", default=[1.0, 4.0], help="factors on the lengths (cap 32k)")
+    parser.add_argument("--slots", type=int, nargs="+", default=[64, 8], help="rollouts that a worker runs at once")
+    parser.add_argument("--start-s", type=float, default=0.0, help="begin of a window of the trace")
+    parser.add_argument("--span-s", type=float, default=0.0, help="length of the window (0: the whole trace)")
+    parser.add_argument("--share", type=float, default=1.0, help="share of the trace's machines to keep")
+    parser.add_argument("--gap-s", type=float, default=0.0, help="time between steps, the same for all policies")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="three hours of each trace")
+    parser.add_argument("--no-ablation", action="store_true")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    args = parser.parse_args()
+    report = run_level(
+        args.trace,
+        args.lengths,
+        stretches=args.stretch,
+        slots=args.slots,
+        setting=Setting(seed=args.seed, gap_s=args.gap_s),
+        quick=args.quick,
+        ablation=not args.no_ablation,
+        start_s=args.start_s,
+        span_s=args.span_s,
+        share=args.share,
+    )
+    print(table([*report["cases"], *report["ablation"]]))
+    print("\nfigures:", json.dumps(report["figures"], indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+main()
