@@ -122,7 +122,8 @@ class Worker:
         )
 
     def heartbeat(self) -> fleet_pb2.WorkerMessage:
-        """The worker's state; `tokens_per_s` is the mean since the last heartbeat or two."""
+        """The worker's state; `tokens_per_s` is a mean of the last moments. Looks after the engine, too."""
+        self.attempts.check()
         now, tokens = time.monotonic(), self.attempts.tokens
         if (elapsed := now - self._measured_at) >= _RATE_S:
             self._rate = (tokens - self._measured_tokens) / elapsed

@@ -212,6 +212,20 @@ async def test_a_lost_engine_takes_the_worker_out_and_its_tokens_are_kept(house:
     assert house.coordinator.released()["r1"].startswith("stopped")
 
 
+async def test_an_engine_that_dies_without_work_takes_the_worker_out_too(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await house.worker()
+
+    def dead(_: ScriptedEngine) -> None:
+        raise EngineFailed("died in its sleep")
+
+    monkeypatch.setattr(ScriptedEngine, "check", dead)
+    await worker.task
+    assert isinstance(worker.shutdown.failure, EngineFailed)
+    assert house.coordinator.heard["draining"][0].reason == "failed"
+
+
 async def test_sigterm_ends_the_process_without_losing_a_token(house: House, expected: Expected) -> None:
     process = await house.process()
     for number in range(8):

@@ -62,7 +62,7 @@ async def watch(
     *,
     pauses: Callable[[float, float], Iterator[float]] = pauses,
 ) -> None:
-    """Ask for ever; `told` gets seconds and reason of each notice, once. Raises `InvalidRequest` for a `url` that is none."""
+    """Ask for ever; `told` gets seconds and reason of each notice, once. Raises `InvalidRequest` for no URL."""
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"{url!r} is no address: give http://HOST", field="metadata_url")
     async with AsyncExitStack() as stack:
