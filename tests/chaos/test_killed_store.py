@@ -7,15 +7,17 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Self
 
+import pytest
 import uvloop
 
+from ebbtide.client import Client
 from ebbtide.errors import StoreUnavailable
 from ebbtide.store.connection import Connection
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.rollout import Episode, RolloutRequest, Trajectory, TrajectoryOutcome
 from ebbtide.types.run import RunEvent, RunStatus
-from tests.chaos.cluster import Cluster
-from tests.chaos.load import RUN, Begin, Load
+from tests.chaos.cluster import FLUSH_TOKENS, TOKEN, Cluster
+from tests.chaos.load import RUN, SPEC, Begin, Load
 
 
 async def test_nothing_acknowledged_is_lost_when_the_store_is_killed_under_load(cluster: Cluster, begin: Begin) -> None:
@@ -86,6 +88,41 @@ async def test_ends_that_a_store_forgets_are_made_again(cluster: Cluster, begin:
     await load.counted("trained", 20)
     ended = await load.lease.finish()
     assert (ended.counters["trained"], ended.dropped) == (20, {"cancelled": 10})
+
+
+async def test_a_full_store_holds_generation_back_and_loses_nothing(cluster: Cluster, begin: Begin) -> None:
+    limit = 2_000
+    load = await begin(workers=0)
+    await asyncio.gather(*(cluster.worker(name, unacknowledged_tokens=limit) for name in ("w1", "w2")))
+    await load.submit(64)
+    load.watch_tokens(8)
+    await load.more_tokens(500)
+    cluster.redis.command("CONFIG", "SET", "maxmemory", "100kb")
+    await quiet(cluster, 1.5)
+    held = cluster.generated() - (await load.run()).counters["tokens_stored"]
+    assert limit < held < 2 * limit + 64 * 3 * FLUSH_TOKENS
+    impatient = Client(cluster.process["coordinator"].address, token=TOKEN, patience_s=0.5)
+    with pytest.raises(StoreUnavailable, match="is full"):
+        await impatient.submit(SPEC, "another")
+    await impatient.close()
+    assert not load.lease.lost.is_set()
+    cluster.redis.command("CONFIG", "SET", "maxmemory", "0")
+    run = await load.settle()
+    assert run.counters["attempts"] - run.counters.get("moved", 0) == 64
+    assert load.generated_twice() == 0
+
+
+async def test_a_slow_store_holds_nothing_up_but_itself(cluster: Cluster, begin: Begin) -> None:
+    load = await begin()
+    await load.submit(64)
+    await load.more_tokens(500)
+    slowing = asyncio.create_task(slow_down(cluster.redis))
+    await generates_on(cluster, 1500)
+    await load.more_tokens(1000)
+    slowing.cancel()
+    run = await load.settle()
+    assert run.counters["attempts"] - run.counters.get("moved", 0) == 64
+    assert load.generated_twice() == 0
 
 
 async def test_events_versions_and_ends_survive_the_store_and_its_coordinator(cluster: Cluster, begin: Begin) -> None:
@@ -193,6 +230,31 @@ async def keep_submitting(load: Load, enough: asyncio.Event) -> None:
     while not enough.is_set():
         await load.submit(1)
         await asyncio.sleep(0.02)
+
+
+async def slow_down(redis: EmbeddedRedis) -> None:
+    """Let it run for a tenth of its time."""
+    try:
+        while True:
+            redis.freeze()
+            await asyncio.sleep(0.18)
+            redis.thaw()
+            await asyncio.sleep(0.02)
+    finally:
+        redis.thaw()
+
+
+async def quiet(cluster: Cluster, seconds: float) -> None:
+    """Wait until nothing was generated for so long."""
+    made, since = -1, time.monotonic()
+
+    def still() -> bool:
+        nonlocal made, since
+        if (now := cluster.generated()) != made:
+            made, since = now, time.monotonic()
+        return time.monotonic() - since > seconds
+
+    await wait_until(still, 30, interval=0.1, what="workers that wait")
 
 
 async def generates_on(cluster: Cluster, count: int) -> None:

@@ -33,6 +33,8 @@ _SILENCE_S: Final = 10.0
 _LOOK_S: Final = 1.0
 #: How long replicas are waited for in one go; then it is said that they are away, and waited on.
 _CONFIRM_MS: Final = 500
+#: How long a rare write waits for a replica that need not be waited for, before it waits for all that it takes.
+_RARE_MS: Final = 200
 
 
 class _LinkBroke(Exception):
@@ -52,7 +54,7 @@ class Connection:
         self.sentinel = self._dialer.sentinel
         self.patience_s, self.replicas = patience_s, replicas
         self.life = ""  # of the store as it is, or was last; empty before the first link
-        self.durable_after_s = 0.0  # see `Condition`
+        self.durable_after_s = self.synced_after_s = 0.0  # see `Condition`
         self.on_link: Callable[[], None] = lambda: None  # called when a link came up: earlier calls may have been lost
         self.superseded = asyncio.Event()  # set when the store belongs to another coordinator
         self._up = asyncio.Event()
@@ -100,8 +102,10 @@ class Connection:
         back meanwhile, and may have forgotten it.
         """
         if self.durable_after_s:
-            life = self.life
-            await asyncio.sleep(self.durable_after_s)
+            life, rest_s = self.life, self.durable_after_s
+            if self.synced_after_s < rest_s and await self.call("WAIT", 1, _RARE_MS, life=life):
+                rest_s = self.synced_after_s
+            await asyncio.sleep(rest_s)
             await self.call("PING", life=life)
 
     async def call(self, *command: Argument, patience_s: float | None = None, life: str = "") -> Any:

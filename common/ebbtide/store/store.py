@@ -65,7 +65,7 @@ class Store:
             raise StoreUnavailable(f"the store at {self.link.where} is Redis {version}; {wanted} or newer is needed")
         settings = await self._settings("appendonly", "appendfsync", "save", "maxmemory", "maxmemory-policy")
         fsync = settings.get("appendfsync", "off") if settings.get("appendonly") == "yes" else "off"
-        lasts_s = _FSYNC_S.get(fsync, _UNSYNCED_S)
+        lasts_s = self.link.synced_after_s = _FSYNC_S.get(fsync, _UNSYNCED_S)
         if self.link.sentinel and not self.link.replicas:
             lasts_s = max(lasts_s, _UNCONFIRMED_S)
         self.link.durable_after_s = lasts_s
