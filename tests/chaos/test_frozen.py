@@ -21,7 +21,7 @@ async def test_a_worker_that_wakes_finds_its_rollouts_gone_and_starts_afresh(clu
         return (await listed(client, "w1")).state
 
     async def lost() -> bool:
-        return await state() is WorkerState.LOST
+        return await state() is WorkerState.SUSPECTED
 
     await wait_until(lost, what="the silent worker given up")
     await load.counted("resumed_midway", 8)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
-from ebbtide.cli.fleet_screen import GONE
+from ebbtide.cli.tables import GONE
 from ebbtide.errors import EbbtideError
 from ebbtide.types.fleet import Worker
 

@@ -13,14 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ebbtide.cli.tables import clock
+from ebbtide.cli.tables import GONE, clock
 from ebbtide.types.fleet import Worker, WorkerState
 
 if TYPE_CHECKING:
     from ebbtide.client import Client
 
-#: Those that are not attached any more: what they said last is not so any more, and `running` is what they left behind.
-GONE: Final = (WorkerState.LOST, WorkerState.SUSPECTED)
 _STYLES: Final = {
     WorkerState.LOST: "red",
     WorkerState.SUSPECTED: "red",

@@ -18,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbtide.cli.progress import Progress, follow
-from ebbtide.cli.tables import clock, worker_table
-from ebbtide.types.fleet import WorkerState
+from ebbtide.cli.tables import GONE, clock, worker_table
 from ebbtide.types.run import RunStatus
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ def _numbers(progress: Progress) -> Table:
 def _step_line(progress: Progress, step: int) -> str:
     values = progress.steps[step]
     steps = progress.spec.trainer.steps if progress.spec else step
-    alive = [worker for worker in progress.workers if worker.state is not WorkerState.LOST]
+    alive = [worker for worker in progress.workers if worker.state not in GONE]
     rates = ", ".join(f"{worker.worker_id} {progress.rate(worker):,.0f} tokens/s" for worker in alive)
     reward = f"reward {values['reward']:.3f}" if "reward" in values else "no reward"
     return f"step {step}/{steps}: {reward}, version {values.get('version', 0):.0f}; {rates}"

@@ -10,6 +10,8 @@ from ebbtide.cli.progress import doing
 from ebbtide.types.fleet import Worker, WorkerState
 from ebbtide.types.run import Run
 
+#: Those that are not attached any more: what they said last is not so any more, and `running` is what they left behind.
+GONE: Final = (WorkerState.LOST, WorkerState.SUSPECTED)
 _WIDE: Final = 1000
 
 
@@ -29,7 +31,7 @@ def worker_table(workers: Sequence[Worker], rate: Callable[[Worker], float] = la
     """`rate` gives the tokens per second to show; without it, what the worker said last."""
     table = _table("worker", "kind", "is doing", "slots", "tokens/s", "tokens")
     for worker in workers:
-        lost = worker.state is WorkerState.LOST
+        lost = worker.state in GONE
         slots, speed = ("", "") if lost else (f"{worker.running}/{worker.slots}", f"{rate(worker):,.0f}")
         numbers = (slots, speed, f"{worker.tokens_generated:,}")
         table.add_row(worker.worker_id, worker.kind.name.lower(), doing(worker), *numbers, style="red" if lost else "")
