@@ -31,7 +31,8 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def load(cluster: Cluster) -> AsyncIterator[Load]:
-    """64 rollouts in the middle of their generation on two workers."""
+    """64 rollouts in the middle of their generation on two workers, so slow that a command finds them there."""
+    cluster.script["scripted_step_s"] = 0.08
     made = await Load.begin(cluster, await cluster.boot(workers=2))
     await made.submit(64)
     await made.more_tokens(64 * 8)
