@@ -6,6 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from tests.simulation.loop import Proc
 from tests.simulation.world import World
 
 COMPONENTS: Final = ("worker", "coordinator", "redis", "relay", "trainer")
@@ -54,7 +55,7 @@ def draw(seed: int) -> list[Fault]:
             cell=cell,
             skip=chance.choice((0, 0, 1, 3)) if cell.phase not in {"idle", "mid-weight-pull", "mid-migration"} else 0,
             lag=chance.choice((0.0, chance.uniform(0.0, 0.004), chance.uniform(0.0, 0.05))),
-            alone=chance.random() < 0.6,
+            alone=chance.random() < 0.5,
         )
         for cell in cells
     ]
@@ -66,7 +67,6 @@ class Breaker:
     def __init__(self, world: World) -> None:
         self._world, self._loop, self._chance = world, world.loop, world.loop.random
         self.until = 0.0
-        self.lossy = False  # whether tokens may have been made in vain by what was done
 
     def strike(self, kind: str, name: str) -> bool:
         """Returns whether there was something to strike."""
@@ -103,6 +103,13 @@ class Breaker:
             network.judge()
 
         self._for(STOPPED_S, wake)
+        if name not in {"redis", "relay"} and self._chance.random() < 0.5:
+            self._loop.outside.after(self._chance.uniform(2.0, 20.0), self._take_place, proc)
+
+    def _take_place(self, proc: Proc) -> None:
+        """Somebody starts another process in place of one that does not answer."""
+        if proc.alive and self._world.proc[proc.name] is proc:
+            self._world.start(proc.name, beside=True)
 
     def _partition(self, name: str) -> None:
         network, chance = self._world.network, self._chance
@@ -118,6 +125,8 @@ class Breaker:
                 network.mend(source, target)
 
         self._for(chance.uniform(1.0, 25.0), mend)
+        if name in {"coordinator", "trainer"} and chance.random() < 0.3:
+            self._loop.outside.after(chance.uniform(2.0, 10.0), self._take_place, self._world.proc[name])
 
     def _for(self, seconds: float, undo: "object") -> None:
         assert callable(undo)

@@ -240,7 +240,7 @@ class SimChannel:
 
     def send(self, number: int, frame: tuple[Any, ...]) -> None:
         if self._wire is not None:
-            self.network.note(self._proc, self._wire.procs[1], self._calls[number].method, frame)
+            self.network.note(self._wire, 0, self._calls[number].method, number, frame)
             self._wire.send(0, (number, *frame))
 
     def arrived(self, frame: tuple[Any, ...]) -> None:

@@ -96,7 +96,7 @@ class ServerEnd:
 
     def send(self, number: int, frame: tuple[Any, ...]) -> None:
         network = self._server.network
-        network.note(self.wire.procs[1], self.wire.procs[0], self.calls[number].method, frame)
+        network.note(self.wire, 1, self.calls[number].method, number, frame)
         self.wire.send(1, (number, *frame))
 
     def arrived(self, frame: tuple[Any, ...]) -> None:

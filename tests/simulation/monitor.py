@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from ebbtide.store.keys import run_key
+from ebbtide.store.scripts import script
 from ebbtide.types.tokens import TOKEN, TOKEN_BYTES
 from tests.simulation.engine import TAG_MASK, tag_of
 from tests.simulation.loop import Proc, SimLoop
@@ -22,6 +23,11 @@ _MOVES: Final = {
     ("running", "finished"),
     *((state, "") for state in ("queued", "running", "finished")),
 }
+#: Scripts that write under a term, and of these, those that act for the holder of a lease: (term, role, fence, ...).
+_LEASED: Final = frozenset(
+    {"submit", "acknowledge", "cancel", "complete", "commit", "announce_version", "reserve_version"}
+)
+_WRITERS: Final = _LEASED | {"append", "place", "requeue", "dead_letter", "lease_claim"}
 
 
 class Seen:
@@ -31,6 +37,7 @@ class Seen:
         self.wanted = wanted
         name = wanted.request.rollout_id
         self.row, self.tokens = run_key(RUN, "ROLLOUT", name).encode(), run_key(RUN, "TOKENS", name).encode()
+        self.field = b"r:" + name.encode()
         self.state = self.attempt = ""
         self.stored = 0
         self.attempts = 0
@@ -52,6 +59,8 @@ class Monitor:
         self._versions = run_key(RUN, "VERSIONS").encode()
         self._done = run_key(RUN, "DONE").encode()
         self._count = run_key(RUN, "COUNT").encode()
+        self._stale = ""
+        self._scripts = {key: name for name in _WRITERS for key in (script(name).sha, script(name).text)}
         self.on_state: Any = lambda name, before, after: None
 
     def fail(self, text: str) -> None:
@@ -63,8 +72,11 @@ class Monitor:
     def seen(self, command: list[bytes], reply: Any) -> None:
         if command[0][:4].upper() != b"EVAL":
             return
+        self._check_stale(command, reply)
         assert self.store is not None
         data = self.store.data
+        fences = data.get(self._fence)
+        running = fences.value._values if fences is not None else {}
         for name in self._journal.requests:
             one = self.rollouts[name]
             row, tokens = data.get(one.row), data.get(one.tokens)
@@ -74,6 +86,8 @@ class Monitor:
             stored = len(tokens.value) // TOKEN_BYTES if tokens is not None else 0
             if (state, attempt, stored) != (one.state, one.attempt, one.stored):
                 self._changed(name, one, state, attempt, stored, tokens.value if tokens is not None else b"")
+            if fences is not None and (one.field in running) != (state == "running"):
+                self.fail(f"{name} is {state or 'gone'}, and its fence says {running.get(one.field)!r}")
 
     def _changed(self, name: str, one: Seen, state: str, attempt: str, stored: int, tokens: bytes) -> None:
         before = one.state
@@ -131,6 +145,26 @@ class Monitor:
                 self.fail(
                     f"{name} got tokens of version {version}: known {sorted(known)}, wanted {request.min_version}+"
                 )
+
+    def before(self, command: list[bytes]) -> None:
+        """A command is about to be done: whether it may be, by its term and lease."""
+        self._stale = ""
+        if command[0].upper() not in {b"EVALSHA", b"EVAL"} or len(command) < 5:
+            return
+        assert self.store is not None
+        fences = self.store.data.get(self._fence)
+        if fences is None or self._scripts.get(command[1], "") not in _WRITERS:
+            return
+        have = fences.value._values
+        if command[4] != have[b"term"]:
+            self._stale = "a coordinator that was superseded"
+        elif command[5:6] and command[5] in {b"trainer", b"driver"} and self._scripts[command[1]] in _LEASED:
+            if command[6] != have.get(b"lease:" + command[5]):
+                self._stale = "a lease holder that was superseded"
+
+    def _check_stale(self, command: list[bytes], reply: Any) -> None:
+        if self._stale and not isinstance(reply, Exception):
+            self.fail(f"{self._scripts[command[1]]} was done for {self._stale}")
 
     # -- what workers do -----------------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ class Wire:
 class Network:
     """`listeners`: port -> what accepts wires there."""
 
-    def __init__(self, loop: SimLoop, note: Callable[[Proc, Proc, str, tuple[Any, ...]], None]) -> None:
+    def __init__(self, loop: SimLoop, note: Callable[[Wire, int, str, int, tuple[Any, ...]], None]) -> None:
         self.loop, self.note = loop, note
         self.wires: dict[Wire, None] = {}
         self.listeners: dict[int, tuple[Proc, Callable[[Wire], None]]] = {}

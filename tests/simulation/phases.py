@@ -4,14 +4,21 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from tests.simulation.faults import Breaker, Cell, Fault, draw
 from tests.simulation.loop import Proc
+from tests.simulation.network import Wire
 from tests.simulation.world import World
 
 #: A phase that does not come within so many virtual seconds is given up.
 _PATIENCE_S: Final = 60.0
 #: A message on the append stream that is larger carries tokens.
 _BARE_MESSAGE: Final = 40
+#: Calls whose messages change what the store has.
+_WRITING: Final = frozenset({
+    "Append", "Submit", "CompleteEpisodes", "Acknowledge", "CommitTrajectories", "Cancel", "ClaimRun", "AnnounceVersion",
+})  # fmt: skip
 
 
 class Watcher:
@@ -22,6 +29,8 @@ class Watcher:
         self._wanted = ""
         self._skip = 0
         self._seen: asyncio.Future[str] | None = None
+        self._message: asyncio.Future[Wire] | None = None
+        self._pass = 0
         world.taps.append(self._frame)
         world.ears.append(self._engine)
         world.monitor.on_state = self._state
@@ -42,6 +51,20 @@ class Watcher:
         finally:
             self._wanted = ""
 
+    async def message(self, skip: int) -> Wire:
+        """The wire on which the next message travels that changes something, after `skip` others."""
+        self._message = asyncio.get_running_loop().create_future()
+        self._pass = skip
+        return await self._message
+
+    def _travels(self, wire: Wire, method: str, kind: str) -> None:
+        if self._message is not None and not self._message.done() and kind == "message":
+            if method.rpartition("/")[2] in _WRITING:
+                if self._pass:
+                    self._pass -= 1
+                else:
+                    self._message.set_result(wire)
+
     def wants(self, phase: str) -> bool:
         return self._wanted == phase
 
@@ -60,7 +83,8 @@ class Watcher:
     def _engine(self, proc: Proc, version: int) -> None:
         self._occurs("decode" if version else "prefill", proc.name)
 
-    def _frame(self, source: Proc, method: str, kind: str, data: bytes) -> None:
+    def _frame(self, source: Proc, wire: Wire, method: str, kind: str, data: bytes) -> None:
+        self._travels(wire, method, kind)
         if method.endswith("/Append") and kind == "message" and source.name[0] == "w" and len(data) > _BARE_MESSAGE:
             self._occurs("mid-flush", source.name)
         elif kind == "open" and method.endswith(("/FetchTiles", "/GetManifest")):
@@ -82,13 +106,14 @@ class Chaos:
     async def run(self) -> None:
         """Ends when all has been done and undone."""
         world, loop = self._world, self._world.loop
+        loop.outside.spawn(self._break_connections(), "broken connections")
         await asyncio.sleep(loop.random.uniform(0.0, 1.5))
         for fault in self._faults:
             if fault.alone:
                 await asyncio.sleep(max(0.0, self.breaker.until - loop.now) + loop.random.uniform(0.0, 1.0))
             await self._bring(fault)
         await asyncio.sleep(max(0.0, self.breaker.until - loop.now))
-        world.journal.calm = True
+        world.calm_at, world.journal.calm = loop.now, True
 
     async def _bring(self, fault: Fault) -> None:
         cell, world = fault.cell, self._world
@@ -105,6 +130,26 @@ class Chaos:
         world.note("fault", f"{cell} strikes {name}")
         if self.breaker.strike(cell.kind, name):
             self.struck.append(cell)
+        if name == "redis" and cell.kind in {"SIGSTOP", "partition", "half-open"} and world.loop.random.random() < 0.6:
+            # A worker is lost while the store does not answer: what it had sent is still on its way.
+            await asyncio.sleep(world.loop.random.uniform(0.0, 2.0))
+            kind = world.loop.random.choice(("SIGKILL", "half-open", "SIGSTOP"))
+            self.breaker.strike(kind, self._target(msgspec.structs.replace(cell, component="worker"), who))
+
+    async def _break_connections(self) -> None:
+        """Now and then a connection is reset while a message, its answer, or a command for the store is on its way."""
+        world, chance = self._world, self._world.loop.random
+        for _ in range(chance.choice((0, 3, 6, 10))):
+            await asyncio.sleep(chance.uniform(0.2, 5.0))
+            if world.journal.calm:
+                return
+            wire = await self._watcher.message(chance.randrange(4))
+            if chance.random() < 0.3:
+                wire = next((one for one in world.network.wires if one.procs[1].name == "redis"), wire)
+            await asyncio.sleep(chance.uniform(0.0, 0.006))
+            if any(wire.open):
+                world.note("break", f"{wire.procs}")
+                wire.break_at(chance.randrange(2), "connection reset by peer")
 
     def _target(self, cell: Cell, who: str) -> str:
         if cell.component != "worker":

@@ -12,8 +12,9 @@ from tests.simulation.phases import Chaos
 from tests.simulation.verdict import judge
 from tests.simulation.world import World
 
-#: Virtual seconds that a run may take, whatever is done to it.
-LIMIT_S: Final = 900.0
+#: Virtual seconds that a run may take, whatever is done to it, and once nothing is done to it any more.
+_LIMIT_S: Final = 900.0
+_CALM_S: Final = 150.0
 
 
 class Outcome(Struct, kw_only=True):
@@ -79,7 +80,7 @@ async def _live(world: World, chaos: Chaos | None) -> None:
     else:
         world.loop.outside.spawn(chaos.run(), "chaos")
     while world.journal.ended is None and not monitor.wrong:
-        if world.loop.now > LIMIT_S:
+        if world.loop.now > (world.calm_at + _CALM_S if world.journal.calm else _LIMIT_S):
             monitor.fail("the run did not come to its end")
         await asyncio.sleep(0.25)
     if not monitor.wrong:

@@ -94,18 +94,20 @@ Seen = Callable[[list[bytes], Any], None]
 
 
 class Server:
-    """A redis-server. `seen` is told of every command that was done, with its reply."""
+    """A redis-server. `before` is told of every command that comes, `seen` of it again with its reply."""
 
-    def __init__(self, loop: SimLoop, network: Network, seen: Seen) -> None:
-        self._loop, self._network, self._seen = loop, network, seen
+    def __init__(self, loop: SimLoop, network: Network, before: Callable[[list[bytes]], None], seen: Seen) -> None:
+        self._loop, self._network, self._before, self._seen = loop, network, before, seen
         self.log: list[tuple[float, list[bytes]]] = []
         self.fake = FakeServer(version=(6, 2))
         self._socket = Socket(self.fake)
         self.proc = Proc("redis", loop)
+        self._lives = 0
 
     def start(self, proc: Proc) -> None:
         """In a new process; scripts have to be loaded again."""
         self.proc = proc
+        self._lives += 1
         self.fake.script_cache.clear()
         self._network.listen(PORT, proc, lambda wire: Connection(self, wire))
 
@@ -134,7 +136,7 @@ class Server:
     def execute(self, command: list[bytes], *, replay: bool = False) -> bytes:
         name = command[0].upper()
         if name == b"INFO":
-            return encode(b"# Server\r\nredis_version:6.2.0\r\nrole:master\r\n")
+            return encode(b"# Server\r\nredis_version:6.2.0\r\nrole:master\r\nrun_id:%d\r\n" % self._lives)
         if name == b"CONFIG":
             return encode(
                 [part for key, value in _CONFIG.items() if key == command[2].lower() for part in (key, value)]
@@ -144,6 +146,8 @@ class Server:
         if name not in _READS:
             self.log.append((time.time(), command))
         self._socket.reply = None
+        if not replay:
+            self._before(command)
         self._socket._process_command(command)
         reply = self._socket.reply
         if not replay:

@@ -43,6 +43,7 @@ class Journal:
         self.came: dict[str, dict[str, FinishedRollout]] = {}  # rollout -> cursor -> finish
         self.over: set[str] = set()  # the store said that these are over
         self.chunks: dict[str, list[TokenChunk]] = {}
+        self.trajectories: dict[str, set[str]] = {}  # episode -> cursors
         self.published = self.batches = 0
         self.waited_for = False  # a fault waits for something to happen
         self.calm = False  # no fault is to come any more: the run may end
@@ -158,6 +159,7 @@ class Trainer:
 
     async def _commit(self, lease: Lease) -> None:
         async for one in lease.trajectories():
+            self._journal.trajectories.setdefault(one.episode_id, set()).add(one.cursor)
             await lease.commit([TrajectoryOutcome(cursor=one.cursor)])
         await asyncio.Event().wait()
 

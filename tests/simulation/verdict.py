@@ -14,6 +14,8 @@ from tests.simulation.world import World
 
 #: How long the store may take to be swept after the run's end, in virtual seconds.
 _SWEPT_S: Final = 90.0
+#: And how long workers may go on with what is over.
+_REST_S: Final = 20.0
 #: Attempts of all rollouts, as multiples of the rollouts; interruptions by faults come on top.
 _ATTEMPTS: Final = 2.0
 
@@ -23,8 +25,10 @@ async def judge(world: World) -> None:
     _check_books(world)
     _check_finishes(world)
     _check_streams(world)
+    _check_trajectories(world)
     _check_attempts(world)
     await _check_leaks(world)
+    await _check_rest(world)
     for error in [*world.loop.errors, *world.loop.unretrieved()]:
         world.monitor.fail(f"unhandled: {error}")
 
@@ -79,6 +83,12 @@ def _check_streams(world: World) -> None:
                 world.monitor.fail(f"a reader of {name} saw tokens that are not those that it finished with")
 
 
+def _check_trajectories(world: World) -> None:
+    for name, cursors in world.journal.trajectories.items():
+        if len(cursors) > 1:
+            world.monitor.fail(f"episode {name} became {len(cursors)} trajectories")
+
+
 def _check_attempts(world: World) -> None:
     attempts = sum(one.attempts for one in world.monitor.rollouts.values())
     most = _ATTEMPTS * len(world.journal.requests) + world.interruptions * world.plan.slots
@@ -98,3 +108,16 @@ async def _check_leaks(world: World) -> None:
             world.monitor.fail(f"left behind: {b', '.join(sorted(left)[:5]).decode()}")
             return
         await asyncio.sleep(0.5)
+
+
+async def _check_rest(world: World) -> None:
+    """No worker generates for a run that is over; one that was out of reach as it ended has its time to learn it."""
+    until, quiet = max(world.calm_at, world.loop.now) + _REST_S, 0
+    while quiet < 2:
+        before = dict(world.monitor.generated)
+        await asyncio.sleep(1.0)
+        busy = [attempt for attempt, count in world.monitor.generated.items() if count > before.get(attempt, 0)]
+        quiet = 0 if busy else quiet + 1
+        if world.loop.now > until:
+            world.monitor.fail(f"{len(busy)} attempts are still generated for")
+            return

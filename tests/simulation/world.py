@@ -18,9 +18,10 @@ from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.runtime import ProcessSettings, Shutdown
 from ebbtide.weight_relay.__main__ import serve as serve_relay
 from ebbtide.weight_relay.settings import RelaySettings
+from tests.simulation.acks import Acks
 from tests.simulation.loop import Proc, SimLoop
 from tests.simulation.monitor import Monitor
-from tests.simulation.network import Network
+from tests.simulation.network import Network, Wire
 from tests.simulation.patches import patched
 from tests.simulation.plan import Plan
 from tests.simulation.store import Server, connect
@@ -41,16 +42,17 @@ class World:
         self.trace: list[str] | None = [] if trace else None
         self.network = Network(self.loop, self._frame)
         self.monitor = Monitor(self.loop, self.plan, self.journal)
-        self.store = Server(self.loop, self.network, self._command)
+        self.store = Server(self.loop, self.network, self.monitor.before, self._command)
         self.monitor.store = self.store
+        self.acks = Acks(self.monitor)
         self.proc: dict[str, Proc] = {}
         self.exits: list[tuple[str, int]] = []
         self.restart_s: Callable[[str], float] = lambda _name: self.loop.random.uniform(0.2, 3.0)
         self.directory = Path(tempfile.mkdtemp(prefix="ebb-sim-", dir="/dev/shm"))  # noqa: S108 - memory is what it is for
         self.loop.connect = lambda factory, _host, port: connect(self.loop, self.network, factory, port)
-        self.taps: list[Callable[[Proc, str, str, bytes], None]] = []
+        self.taps: list[Callable[[Proc, Wire, str, str, bytes], None]] = []
         self.ears: list[Callable[[Proc, int], None]] = []  # told of requests that begin (0) and of tokens (version)
-        self.closing = False
+        self.calm_at = 0.0  # when the last fault was over
         self.interruptions = 0  # kills, stops and cuts that may have cost a worker its attempts
 
     def patched(self) -> AbstractContextManager[None]:
@@ -65,12 +67,15 @@ class World:
         if self.trace is not None:
             self.trace.append(line)
 
-    def _frame(self, source: Proc, target: Proc, method: str, frame: tuple[Any, ...]) -> None:
+    def _frame(self, wire: Wire, end: int, method: str, number: int, frame: tuple[Any, ...]) -> None:
+        source, target = wire.procs[end], wire.procs[1 - end]
         kind, data = frame[0], frame[1] if frame[0] == "message" else b""
         text = f"{len(data)} bytes {zlib.crc32(data):08x}" if data else f"{frame[1:] if kind == 'status' else ''}"
         self.note("frame", f"{source}>{target} {method[14:]} {kind} {text}")
         for tap in self.taps:
-            tap(source, method, kind, data)
+            tap(source, wire, method, kind, data)
+        if data and method.endswith(("/Append", "/Control")):
+            self.acks.message((wire.procs[0], number), data, method=method, up=end == 0)
 
     def _command(self, command: list[bytes], reply: Any) -> None:
         self.note("store", f"{len(self.store.log)} {b' '.join(command[:1] + command[3:4])[:40]!r} {reply!r:.60}")
@@ -100,9 +105,9 @@ class World:
     def workers(self) -> list[str]:
         return [name for name in self.proc if name[0] == "w"]
 
-    def start(self, name: str) -> None:
-        """A new process of that name, unless one is alive."""
-        if self.closing or ((old := self.proc.get(name)) and old.alive):
+    def start(self, name: str, *, beside: bool = False) -> None:
+        """A new process of that name, unless one is alive; with `beside` even then, as a failover does."""
+        if not beside and (old := self.proc.get(name)) and old.alive:
             return
         proc = self.proc[name] = Proc(name, self.loop)
         self.note("start", name)

@@ -1,0 +1,85 @@
+"""Every acknowledgement that a coordinator hands out, held against the store as it is told.
+
+It may not say that more is kept than is. As tokens in the store only ever grow (`Monitor`), what was acknowledged
+rightly once is not lost later.
+"""
+
+from collections import deque
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.types.fleet import AppendStatus
+from ebbtide.v1 import fleet_pb2
+from tests.simulation.loop import Proc
+from tests.simulation.monitor import Monitor
+
+_REMEMBERED: Final = 64
+
+
+class Sent(Struct):
+    """One delta on its way: rollout, the end of its tokens, and whether it ends the rollout."""
+
+    rollout_id: str
+    end: int
+    finishes: bool
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.rollouts: dict[int, str] = {}
+        self.messages: deque[tuple[int, list[Sent]]] = deque(maxlen=_REMEMBERED)
+
+
+class Acks:
+    """Listens to both streams of every worker."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._streams: dict[tuple[Proc, int], Stream] = {}
+        self.told = 0
+
+    def message(self, call: tuple[Proc, int], data: bytes, *, method: str, up: bool) -> None:
+        """One message of a worker's call; `up`: to the coordinator."""
+        if method.endswith("/Control"):
+            if up:
+                self._control(fleet_pb2.WorkerMessage.FromString(data))
+        elif up:
+            self._request(self._streams.setdefault(call, Stream()), fleet_pb2.AppendRequest.FromString(data))
+        elif call in self._streams:
+            self._response(self._streams[call], fleet_pb2.AppendResponse.FromString(data))
+
+    def _control(self, message: fleet_pb2.WorkerMessage) -> None:
+        for ref in message.released.attempts:
+            self._monitor.released(ref.attempt_id)
+
+    def _request(self, stream: Stream, request: fleet_pb2.AppendRequest) -> None:
+        for opened in request.opened:
+            stream.rollouts[opened.number] = opened.attempt.rollout_id
+        ends = {finish.index for finish in request.finishes}
+        deltas = zip(request.numbers, request.offsets, request.counts, strict=True)
+        sent = [
+            Sent(stream.rollouts[number], offset + count, index in ends)
+            for index, (number, offset, count) in enumerate(deltas)
+        ]
+        stream.messages.append((request.sequence, sent))
+
+    def _response(self, stream: Stream, response: fleet_pb2.AppendResponse) -> None:
+        sent = next((deltas for sequence, deltas in stream.messages if sequence == response.sequence), [])
+        others = {ack.index: ack for ack in response.others}
+        for index, delta in enumerate(sent):
+            ack = others.get(index)
+            if ack is None:
+                self._check(delta.rollout_id, delta.end, finished=delta.finishes)
+            elif ack.status != AppendStatus.SUPERSEDED:
+                self._check(delta.rollout_id, ack.stored, finished=ack.finished)
+
+    def _check(self, name: str, stored: int, *, finished: bool) -> None:
+        self.told += 1
+        one = self._monitor.rollouts[name]
+        if one.state in {"", "finished"}:
+            return  # checked as it finished, or dropped by the run
+        if one.stored < stored:
+            self._monitor.fail(f"{name} was acknowledged up to {stored}, the store has {one.stored}")
+        if finished:
+            self._monitor.fail(f"the end of {name} was acknowledged while it is {one.state}")

@@ -1,0 +1,187 @@
+"""Twenty planted bugs: each a mistake that somebody could make, put into the code under test for a few runs.
+
+A test of the tests: the simulation must find them. In scripts a piece of text is replaced, which must be there; in
+Python a method. All of them do harm only when something else fails at the wrong moment.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ebbtide.coordinator.appending import Appending
+from ebbtide.coordinator.attempts import Attempts as Handed
+from ebbtide.coordinator.recovery import Recovery
+from ebbtide.errors import StoreUnavailable
+from ebbtide.rollout_worker.attempts import Attempts
+from ebbtide.rollout_worker.generation import Assignment, Ending
+from ebbtide.rollout_worker.outbox import Outbox
+from ebbtide.scheduling import placement
+from ebbtide.scheduling.liveness import Liveness
+from ebbtide.store import scripts
+from ebbtide.store.appends import Appends
+
+Bug = Callable[[], Any]
+#: Scripts whose text is edited, where it is found; `lib` is part of all of them.
+_NAMES: Final = (
+    "acknowledge", "append", "cancel", "commit", "complete", "dead_letter", "place", "requeue", "submit", "reserve_version",
+    "announce_version",
+)  # fmt: skip
+
+
+def lua(*edits: tuple[str, str]) -> Bug:
+    """Replace pieces of the scripts. Raises `ValueError` for a piece that no script has any more."""
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        kept = {name: scripts.script(name) for name in _NAMES}
+        before = {name: (one.text, one.sha) for name, one in kept.items()}
+        try:
+            for old, new in edits:
+                hit = [name for name, one in kept.items() if old.encode() in one.text]
+                if not hit:
+                    raise ValueError(f"no script says {old!r} any more; plant this bug anew")
+                for name in hit:
+                    made = scripts.Script(name, kept[name].text.decode().replace(old, new))
+                    vars(kept[name]).update(text=made.text, sha=made.sha)
+            yield
+        finally:
+            for name, (text, sha) in before.items():
+                vars(kept[name]).update(text=text, sha=sha)
+
+    return planted
+
+
+def python(*edits: tuple[Any, str, Any]) -> Bug:
+    """Replace attributes, each by what a function makes of the one that is there."""
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        before = [(owner, name, owner.__dict__[name]) for owner, name, _ in edits]
+        try:
+            for owner, name, make in edits:
+                setattr(owner, name, make(owner.__dict__[name]))
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+
+    return planted
+
+
+def _without_pressure(settle: Any) -> Any:
+    def wrong(self: Attempts, *args: Any, **options: Any) -> None:
+        pressure, self.pressure = self.pressure, asyncio.Event()
+        settle(self, *args, **options)
+        self.pressure = pressure
+
+    return wrong
+
+
+def _ahead_of_the_store(append: Any) -> Any:
+    async def wrong(self: Appends, *args: Any) -> Any:
+        try:
+            return await append(self, *args)
+        except StoreUnavailable:
+            return {}  # "all stored": it surely will be
+
+    return wrong
+
+
+def _stays_stale(refresh: Any) -> Any:
+    async def wrong(self: Recovery, run: Any) -> None:
+        if not run.running and not run.line:
+            await refresh(self, run)
+        run.stale = False
+
+    return wrong
+
+
+def _room_forgets_partial(init: Any) -> Any:
+    def wrong(self: Ending, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        whole, self._seen = self.at, 0  # type: ignore[attr-defined]
+
+        def at(ids: Any) -> Any:
+            first = self._seen = self._seen or len(ids)  # type: ignore[attr-defined]
+            return whole(ids) if first <= 1 else whole(ids[first - 1 :])
+
+        self.at = at  # type: ignore[method-assign]
+
+    return wrong
+
+
+def _keeps_superseded(settle: Any) -> Any:
+    def wrong(self: Outbox, acks: Any, **options: Any) -> Any:
+        return settle(self, [ack for ack in acks if ack.status.name != "SUPERSEDED"], **options)
+
+    return wrong
+
+
+def _adopts_anything(adopt: Any) -> Any:
+    def wrong(self: Handed, session: Any, held: Any) -> Any:
+        refs = list(held)
+        adopted, superseded = adopt(self, session, refs)
+        return [*adopted, *superseded], []
+
+    return wrong
+
+
+BUGS: Final[dict[str, Bug]] = {
+    "an append whose attempt is not compared": lua(
+        ("  if string.sub(fence, 1, split - 1) ~= attempt then return 3, 0, 0 end\n", "")
+    ),
+    "an append that overlaps what is stored": lua(
+        ("if offset ~= stored then return 2", "if offset > stored then return 2")
+    ),
+    "a repeat taken for new by one token": lua(
+        ("offset + n <= stored then return 1", "offset + n < stored - 1 then return 1"),
+        ("if offset ~= stored then return 2", "if offset > stored then return 2"),
+    ),
+    "a term that is not checked": lua(
+        ("if have[1] ~= term then return refuse('TERM') end", ""),
+        ("if have[1] ~= ARGV[1] then return barred(ARGV[1]) end", "if not have[1] then return barred(ARGV[1]) end"),
+    ),
+    "a lease fence that is ignored": lua(("if role ~= '' and have[2] ~= fence then", "if false then")),
+    "an episode completed twice": lua(
+        ("if redis.call('SISMEMBER', DONE, mark) == 1 then return {0} end", ""),
+        ("if reason == '' and (train > 0) ~= (data ~= '') then return refuse('TRAJECTORY', tostring(train)) end", ""),
+    ),
+    "a finish that leaves its fence": lua(
+        (
+            "local function finish(id, state, reason, message)\n  redis.call('HDEL', FENCE, 'r:' .. id)",
+            "local function finish(id, state, reason, message)",
+        )
+    ),
+    "a rollout that is forgotten and not marked as over": lua(("  redis.call('SADD', DONE, 'r:' .. id)\n", "")),
+    "a requeue that loses tokens": lua(
+        (
+            "redis.call('HSET', ROLLOUT .. id, 'state', 'queued', 'barren'",
+            "redis.call('DEL', TOKENS .. id)\n      redis.call('HSET', ROLLOUT .. id, 'state', 'queued', 'barren'",
+        )
+    ),
+    "a resume one token too far": lua(
+        (
+            "attempt .. ':' .. stored)\n      redis.call('HSET', ROLLOUT",
+            "attempt .. ':' .. (stored > 0 and stored + 1 or 0))\n      redis.call('HSET', ROLLOUT",
+        )
+    ),
+    "a submit that begins anew": lua(("if known then out", "if known and have[2] == 'queued' then out")),
+    "a wake-up that is lost": python((Attempts, "settle", _without_pressure)),
+    "a stream that begins where the last one broke": python((Outbox, "rewind", lambda _: lambda self, now: None)),
+    "an acknowledgement before the store": python((Appends, "append", _ahead_of_the_store)),
+    "a limit that forgets the partial": python((Ending, "__init__", _room_forgets_partial)),
+    "an attempt handed back before it is stored": python(
+        (Outbox, "stored_whole", lambda _: lambda self, attempt_id: True)
+    ),
+    "a stale mirror that stays stale": python((Recovery, "refresh", _stays_stale)),
+    "a silence that is never judged": python((Liveness, "silent", lambda _: lambda self, now: [])),
+    "version bounds that bind nobody": python(
+        (Assignment, "admits", lambda _: lambda self, version: True),
+        (placement, "admits", lambda _: lambda bounds, version: version > 0),
+    ),
+    "an attempt that lives on though superseded": python(
+        (Outbox, "settle", _keeps_superseded), (Handed, "adopt", _adopts_anything)
+    ),
+}
+assert Appending  # acknowledges
