@@ -7,7 +7,7 @@ the outbox allows.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -157,7 +157,7 @@ class Session:
         worker = self._worker
         match message.WhichOneof("kind"):
             case "assign":
-                worker.assign(from_proto(item, Assignment) for item in message.assign.assignments)
+                worker.assign(self._readable(message.assign.assignments))
             case "cancel":
                 worker.cancel(_refs(message.cancel.attempts))
             case "release":
@@ -169,6 +169,15 @@ class Session:
                 worker.leave(message.drain.deadline_s or worker.settings.drain_timeout_s, "asked")
             case other:
                 log.warning("message not understood", kind=other)
+
+    def _readable(self, items: Iterable[fleet_pb2.Assignment]) -> Iterator[Assignment]:
+        """What is no assignment goes back: one rollout must not end the worker."""
+        for item in items:
+            try:
+                yield from_proto(item, Assignment)
+            except InvalidRequest as error:
+                log.warning("not taken", rollout_id=item.attempt.rollout_id, reason=str(error))
+                self._worker.outgoing.release(_refs([item.attempt]), str(error))
 
 
 def _refs(refs: Iterable[fleet_pb2.AttemptRef]) -> list[AttemptRef]:

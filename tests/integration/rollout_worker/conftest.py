@@ -124,9 +124,16 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         return Ack(attempt_id, status, self.length(name), name in self.finished)
 
     def assign(
-        self, name: str, sampling: Sampling, *, attempt: str = "a1", policy: str = POLICY, **bounds: int
+        self,
+        name: str,
+        sampling: Sampling,
+        *,
+        attempt: str = "a1",
+        policy: str = POLICY,
+        broken: types_pb2.Sampling | None = None,
+        **bounds: int,
     ) -> None:
-        """Give a rollout out, with what is stored of it."""
+        """Give a rollout out, with what is stored of it. `broken`: with this instead, which is no sampling."""
         self.fences[name] = f"{name}-{attempt}"
         partial = self.stored.setdefault(name, b"")
         assignment = fleet_pb2.Assignment(
@@ -134,7 +141,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
             policy=policy,
             prompt_ids=pack_ids(PROMPT),
             partial=partial,
-            sampling=to_proto(sampling, types_pb2.Sampling),
+            sampling=broken or to_proto(sampling, types_pb2.Sampling),
             **bounds,
         )
         self.say(assign=fleet_pb2.AssignBatch(assignments=[assignment]))

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import pytest
 
 from ebbtide.ledger import read_ledger
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.run import Sampling
-from ebbtide.v1 import fleet_pb2
+from ebbtide.v1 import fleet_pb2, types_pb2
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]
@@ -118,6 +119,26 @@ async def test_what_arrives_during_an_install_is_judged_by_the_new_version(house
     house.coordinator.assign("new", Sampling(max_tokens=8), min_version=2)
     await wait_until(lambda: "new" in house.coordinator.finished and "old" in house.coordinator.released())
     assert set(house.coordinator.versions("new")) == {2}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_tokens": 4, "repetition_penalty": 1.0, "seed": 3}, "seed"),
+        ({"stop": ["x"]}, "max_tokens"),
+    ],
+)
+async def test_a_rollout_that_no_worker_could_generate_goes_back_and_ends_nothing(
+    house: House, sampling: dict[str, Any], named: str
+) -> None:
+    worker = await house.worker()
+    house.coordinator.assign("good", Sampling(max_tokens=300))
+    house.coordinator.assign("bad", Sampling(max_tokens=4), broken=types_pb2.Sampling(top_p=1.0, **sampling))
+    await wait_until(lambda: "bad" in house.coordinator.released())
+    assert f"sampling.{named}" in house.coordinator.released()["bad"]
+    await wait_until(lambda: "good" in house.coordinator.finished)
+    assert not worker.task.done()
 
 
 async def test_the_worker_states_its_flush_window(house: House) -> None:
