@@ -142,7 +142,7 @@ class VllmEngine:
             self._paused.discard(reason)
 
     def check(self) -> None:
-        if self._llm.errored:
+        if self._llm is not None and self._llm.errored:
             raise EngineFailed(_DEAD)
 
     async def stop(self) -> None:
