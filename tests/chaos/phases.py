@@ -2,6 +2,7 @@
 with the violence under way, by letting go of what was held up.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
@@ -100,6 +101,25 @@ async def migration(scene: Scene) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def move(scene: Scene) -> AsyncIterator[None]:
+    """Rollouts that w1, whose speed is known, has not begun go to w2, which has just joined and has nothing to do."""
+    cluster = scene.cluster
+    await cluster.route("w2", "coordinator")
+    way = cluster.ways["w2", "coordinator"]
+    way.hold()
+    joining = asyncio.create_task(scene.join())
+    await scene.load.submit(8)  # as many as a worker is given before any has begun
+    await scene.load.more_tokens(8 * 24)
+    await wait_until(lambda: cluster.logged("w2", "engine ready"), timeout=30, what="the boot of w2")
+    await scene.load.submit(6)
+    await wait_until(lambda: len(cluster.ledger("w1")) == 14, timeout=30, what="all of them on one worker")
+    way.release()
+    await joining
+    await scene.load.counted("moved", 1)
+    yield
+
+
+@asynccontextmanager
 async def drain(scene: Scene) -> AsyncIterator[None]:
     """A worker was told to leave, and what it has not sent yet is held up on its way."""
     await scene.load.submit(ROLLOUTS)
@@ -128,5 +148,6 @@ PHASES: Final[dict[str, Callable[[Scene], AbstractAsyncContextManager[None]]]] =
     "flush": flush,
     "pull": pull,
     "migration": migration,
+    "move": move,
     "drain": drain,
 }

@@ -36,7 +36,7 @@ class Scene:
         self.victim = worker if cell.victim == "worker" else cell.victim
         self.clock: JumpingClock | None = None
         self.load: Load
-        self._joined = 2
+        self._joined = 1 if cell.phase == "move" else 2
 
     async def boot(self) -> None:
         if self.cell.fault == "clock":
@@ -44,7 +44,9 @@ class Scene:
             self.cluster.environment[self.victim] = self.clock.environment
         if self.cell.phase == "prefill":
             self.cluster.script["scripted_first_token_s"] = 2.0
-        client = await self.cluster.boot(heartbeat_s=1.0, heartbeat_timeout_s=2.5)
+        if self.cell.phase == "move":
+            self.cluster.script |= {"scripted_first_token_s": 8.0, "scripted_step_s": 0.1}
+        client = await self.cluster.boot(workers=self._joined, heartbeat_s=1.0, heartbeat_timeout_s=2.5)
         if self.victim == "trainer":
             await client.submit(SPEC, RUN)
             await self.trainer()

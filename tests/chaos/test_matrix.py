@@ -25,16 +25,16 @@ FAST: Final = (
 #: victim: fault: phases. The nightly rest.
 _NIGHTLY: Final = {
     "worker": {
-        "kill": "prefill decode flush pull migration drain",
-        "freeze": "idle prefill decode flush pull migration drain",
+        "kill": "prefill decode flush pull migration move drain",
+        "freeze": "idle prefill decode flush pull migration move drain",
         "slow": "decode flush pull migration",
         "mute": "decode flush migration",
         "deaf": "decode pull drain",
-        "partition": "idle prefill decode flush migration drain",
+        "partition": "idle prefill decode flush migration move drain",
         "clock": "decode migration",
     },
     "coordinator": {
-        "kill": "idle prefill decode flush pull migration drain",
+        "kill": "idle prefill decode flush pull migration move drain",
         "freeze": "decode flush migration",
         "slow": "decode migration",
         "mute": "decode",
@@ -43,7 +43,7 @@ _NIGHTLY: Final = {
     },
     "redis": {
         "kill": "idle flush pull migration drain",
-        "freeze": "flush migration",
+        "freeze": "flush migration move",
         "slow": "decode",
         "mute": "flush",
         "deaf": "decode",

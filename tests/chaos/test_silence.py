@@ -98,6 +98,25 @@ async def test_frozen_workers_are_found_and_their_rollouts_go_on(cluster: Cluste
     await check_silences(cluster, begin, rounds=2, detection_s=3.5, resume_s=5.0)  # with room for a busy machine
 
 
+async def test_an_engine_that_makes_nothing_while_heartbeats_go_on_is_found(cluster: Cluster, begin: Begin) -> None:
+    load = await begin(workers=2, **HEARTBEATS)
+    busy = asyncio.create_task(load.keep_open(OPEN))
+    await load.more_tokens(OPEN * 4)
+    await cluster.worker("w3", scripted_stall_at_s=4.0, scripted_stall_s=10.0)
+    (ready,) = cluster.logged("w3", "engine ready")
+    record = Record(cluster)
+    record.frozen["w3"] = datetime.fromisoformat(ready["timestamp"]).timestamp() + 4.0
+    await wait_until(lambda: "w3" in record.found(), timeout=20, what="its detection")
+    busy.cancel()
+    await asyncio.gather(busy, return_exceptions=True)
+    await load.settle()
+    (found,) = cluster.logged("coordinator", "suspected")
+    assert "no token" in found["reason"]
+    assert record.detections()[0] <= 3.5  # with room for a busy machine
+    assert min(record.resumptions(load, await load.spans())) <= 5.0
+    load.check_losses()
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 async def test_forty_frozen_workers_are_found_within_three_seconds(cluster: Cluster, begin: Begin) -> None:
