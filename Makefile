@@ -22,7 +22,7 @@ define step
 endef
 
 help: ## What there is to make
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 24
 
 demo: env ## An RL run on two vLLM workers, one of which is killed; options: ARGS="--seed 1 --steps 50"
 	@$(BIN)/ebbtide demo $(ARGS)
@@ -44,7 +44,7 @@ lint: env ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 types: env ## Strict types, and who may import whom
-	@$(BIN)/mypy common services tests examples && $(BIN)/lint-imports
+	@$(BIN)/mypy common services tests examples benchmarks && $(BIN)/lint-imports
 
 env: $(CODE) ## The environment alone
 
