@@ -7,7 +7,6 @@ PYTHON ?= python3.11
 VENV ?= .venv
 ARGS ?=
 QUICK ?=
-SEEDS ?= 5000
 # Where the default index serves PyTorch with CUDA, name the index of its CPU builds:
 #   make demo TORCH="torch==2.13.0 --index-url URL"
 TORCH ?= torch==2.13.0
@@ -30,11 +29,10 @@ demo: env ## An RL run on two vLLM workers, one of which is killed; options: ARG
 test: env ## All tests
 	@$(BIN)/python -m pytest $(ARGS)
 
-nightly: env ## The long tests, and SEEDS=5000 seeds of the simulation
+nightly: env ## The long tests: the whole fault matrix on real processes, and thousands of simulated seeds
 	@$(BIN)/python -m pytest -m nightly $(ARGS)
-	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
-simulate: env ## The whole system under random faults and a virtual clock; options: ARGS="--seeds 1000"
+simulate: env ## The whole system in one process, broken at random moments; options: ARGS="--seeds 0:1000 --jobs 2"
 	@$(BIN)/python -m tests.simulation $(ARGS)
 
 bench-migration: env ## What preemption costs, and moves gain, on three levels; QUICK=1: in 4 minutes
