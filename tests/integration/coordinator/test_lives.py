@@ -25,6 +25,7 @@ class Rig:
 
     def mark(self) -> None:
         self._mark = self.redis.journal.stat().st_size
+        self.cluster.coordinator.state.life.durable_after_s = 30.0  # however long the test takes
 
     async def forget(self) -> None:
         """Come back with what was there at the mark; the coordinator has noticed."""
@@ -77,6 +78,25 @@ async def test_forgotten_placements_and_tokens_do_not_end_an_attempt(rig: Rig) -
     assert not worker.cancelled
     assert {name: given.attempt.attempt_id for name, given in worker.assigned.items()} == attempts
     assert await run.count("attempts") == 2
+
+
+async def test_a_move_that_the_store_forgot_stays_made(rig: Rig) -> None:
+    run, first = await rig.cluster.run(), await rig.cluster.worker("w1")
+    await run.submit("a")
+    await first.has("a")
+    await first.add("a", 0, 4)
+    rig.mark()
+    await first.break_streams()
+    second = await rig.cluster.worker("w2")
+    await second.has("a")
+    assert second.assigned["a"].attempt.attempt_id != first.assigned["a"].attempt.attempt_id
+    await second.add("a", 4, 3)
+    await rig.forget()
+    await rig.again(second)
+    gap = await second.add("a", 7, 1)
+    assert (gap.status, gap.stored) == (GAP, 4)
+    assert (await second.add("a", 4, 4, STOP)).finished
+    assert not second.cancelled
 
 
 async def test_a_forgotten_rollout_goes_on_where_it_is_once_it_is_submitted_again(rig: Rig) -> None:
