@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -165,6 +166,11 @@ class Cluster:
         lines = (self.directory / f"{name}.log").read_text().splitlines()
         entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
         return [entry for entry in entries if entry.get("event") == event]
+
+    def installed(self, worker: str) -> list[tuple[float, int]]:
+        """When this worker had which version, by the wall clock."""
+        entries = self.logged(worker, "installed")
+        return [(datetime.fromisoformat(entry["timestamp"]).timestamp(), entry["version"]) for entry in entries]
 
     async def close(self) -> None:
         for client in self._clients:

@@ -21,6 +21,8 @@ from ebbtide.types.weights import PolicyVersion
 from tests.chaos.cluster import FLUSH_TOKENS, SCRIPT, Cluster
 
 RUN: Final = "r"
+#: By so much the store's clock and those of logs may be apart, in seconds: they round differently.
+_CLOCKS_S: Final = 0.25
 SPEC: Final = {"name": "chaos", "model": "scripted", "environment": {"name": "none"}}
 
 
@@ -173,10 +175,10 @@ class Load:
         assert min(over.values()) >= 0, over
         return sum(over.values())
 
-    def check_losses(self) -> None:
-        """No more was generated twice than one flush window for each interruption."""
+    def check_losses(self, *, windows: int = 1) -> None:
+        """No more was generated twice than so many flush windows for each interruption."""
         twice, interruptions = self.generated_twice(), self.interruptions()
-        assert twice <= FLUSH_TOKENS * interruptions, f"{twice} tokens in {interruptions} interruptions"
+        assert twice <= windows * FLUSH_TOKENS * interruptions, f"{twice} tokens in {interruptions} interruptions"
 
     async def settle(self, timeout: float = 45) -> Run:
         """Wait for all rollouts, check each token, each attempt and each count, and end the run."""
@@ -234,6 +236,18 @@ class Load:
                 else:
                     assert span.first == span.last, span
             assert (end, attempts[-1].end) == (self.length(name), "finished"), (name, attempts)
+
+    async def check_versions(self) -> None:
+        """Each token bears a version that its attempt's worker had at that time: none came from another attempt."""
+        submitted = time.time() - (await self.run()).age_s
+        for span in await self.spans():
+            (*_, finish) = self._came[span.rollout_id].values()
+            made = set(unpack_tokens(finish.tokens)["version"][span.first : span.last].tolist())
+            begin, end = submitted + span.begin_s - _CLOCKS_S, submitted + span.end_s + _CLOCKS_S
+            installed = self._cluster.installed(span.worker_id)
+            before = [version for when, version in installed if when <= begin]
+            had = {*before[-1:], *(version for when, version in installed if begin < when <= end)}
+            assert made <= had, (span, made, had)
 
     def _check_stream(self, name: str, chunks: list[TokenChunk]) -> None:
         """What a reader saw before, during and after is what was stored in the end: no token was taken back."""

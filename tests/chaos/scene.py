@@ -96,6 +96,7 @@ class Scene:
     async def _more(self) -> None:
         if self.victim != "trainer":
             await self.load.submit(16)
+            await self.load.publish(step=2)  # whoever goes on elsewhere labels its tokens differently
         elif self.cell.fault == "freeze":
             await self.trainer("rival")
 
@@ -104,9 +105,13 @@ class Scene:
     async def settle(self) -> Run:
         if self.victim == "trainer":
             await self._trained()
-        run = await self.load.settle(_SETTLE_S)
+        await self.load.all_finished(_SETTLE_S)
+        if self.cell.fault != "clock":
+            await self.load.check_versions()
+        run = await self.load.settle()
         if self.cell.fault in {"kill", "freeze", "slow", "clock"}:  # who is cut off goes on generating, for nobody
-            self.load.check_losses()
+            # With a flush held up on its way, the next window fills meanwhile.
+            self.load.check_losses(windows=2 if self.cell.phase == "flush" else 1)
         assert run.counters["attempts"] <= 2 * len(self.load.requests)
         return run
 
