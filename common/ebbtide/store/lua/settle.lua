@@ -9,7 +9,7 @@ local AHEAD_MS = 60000  -- more than clocks of primary and replica differ, and m
 for _, stream in ipairs({FINISHED, TRAJECTORIES, SPANS}) do
   local about, ms = redis.pcall('XINFO', 'STREAM', stream), now_ms()
   if not about['err'] then
-    for i = 1, #about, 2 do
+    for i = 1, 31, 2 do  -- not #about: an empty stream has a nil in the middle
       if about[i] == 'last-generated-id' then ms = math.max(ms, tonumber(string.match(about[i + 1], '^%d+'))) end
     end
   end
