@@ -64,6 +64,16 @@ PROMISED: Final[dict[str, tuple[str, str, float]]] = {
     "unequal_responses": ("c", "<=", 0),
     "largest_logprob_gap": ("c", "<=", 1e-3),
 }
+#: What must be known to read a figure.
+NOTES: Final = {
+    "share_of_oracle": "simulated; the oracle knows every length, moves rollouts for nothing, and loses no time and no "
+    "token, so that no policy reaches it; replay_share_of_blind compares with one who knows no length",
+    "share_generated_twice": "simulated; replay_share_generated_twice_by_restart: the same of restarting from zero",
+    "speedup_over_restart": "simulated",
+    "ack_p99_ms": "of several windows the best; over all of them: control_plane_ack_p99_all_windows_ms",
+    "placement_p99_ms": "of several windows the best; over all of them: control_plane_placement_p99_all_windows_ms",
+    "detection_p99_s": "of silent workers; of broken streams: control_plane_broken_stream_detection_p99_s",
+}
 #: Of these, what is not kept makes the benchmark fail: they do not depend on the machine.
 STRICT: Final = ("acknowledged_tokens_lost", "acknowledged_tokens_doubled", "unequal_responses")
 
@@ -235,7 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "levels": took,
     }
     figures, missing = combine(found, options.levels)
-    told = {"figures": figures, "missing": missing, "failed": failed, "conditions": under, "levels": found}
+    told = {"figures": figures, "missing": missing, "notes": NOTES, "failed": failed, "conditions": under}
+    told |= {"levels": found}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(plain(told), indent=2, allow_nan=False) + "\n")
     print(f"\n{table(figures, missing)}")
