@@ -24,8 +24,8 @@ from ebbtide.store.appends import Appends
 Bug = Callable[[], Any]
 #: Scripts whose text is edited, where it is found; `lib` is part of all of them.
 _NAMES: Final = (
-    "acknowledge", "append", "cancel", "commit", "complete", "dead_letter", "place", "requeue", "submit", "reserve_version",
-    "announce_version",
+    "acknowledge", "append", "cancel", "commit", "complete", "dead_letter", "place", "requeue", "submit",
+    "reserve_version", "announce_version",
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ IN_TURN: Final = 5
 
 
 class Fault(Struct, frozen=True):
-    """`skip`: so many times its phase is let pass first; `lag`: seconds from then; `alone`: begin it when all is well."""
+    """`skip`: so many times its phase is let pass first; `lag`: seconds from then; `alone`: wait until all is well."""
 
     cell: Cell
     skip: int

@@ -177,7 +177,7 @@ class SimServer:
             await self._run(handler, call)
         except AbortError:
             return
-        except Exception as error:  # noqa: BLE001 - as gRPC does
+        except Exception as error:
             call.finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
             raise
 

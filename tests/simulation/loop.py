@@ -250,11 +250,12 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def unretrieved(self) -> list[str]:
         """Errors that ended a task and that nobody ever looked at."""
-        found = []
-        for task in self.tasks:
-            if task.done() and not task.cancelled() and task._log_traceback:  # type: ignore[attr-defined]
-                found.append(f"task {task.get_name()}: {task.exception()!r}")
-        return found
+        return [
+            f"task {task.get_name()}: {task.exception()!r}"
+            for task in self.tasks
+            if task.done() and not task.cancelled() and task._log_traceback  # type: ignore[attr-defined]
+            if not isinstance(task.exception(), Exited)
+        ]
 
     def bury(self) -> None:
         """The run is over: whatever is let go from here on has no effect."""

@@ -158,9 +158,8 @@ class Monitor:
         have = fences.value._values
         if command[4] != have[b"term"]:
             self._stale = "a coordinator that was superseded"
-        elif command[5:6] and command[5] in {b"trainer", b"driver"} and self._scripts[command[1]] in _LEASED:
-            if command[6] != have.get(b"lease:" + command[5]):
-                self._stale = "a lease holder that was superseded"
+        elif self._scripts[command[1]] in _LEASED and command[6] != have.get(b"lease:" + command[5]):
+            self._stale = "a lease holder that was superseded"
 
     def _check_stale(self, command: list[bytes], reply: Any) -> None:
         if self._stale and not isinstance(reply, Exception):

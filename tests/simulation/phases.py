@@ -17,7 +17,7 @@ _PATIENCE_S: Final = 60.0
 _BARE_MESSAGE: Final = 40
 #: Calls whose messages change what the store has.
 _WRITING: Final = frozenset({
-    "Append", "Submit", "CompleteEpisodes", "Acknowledge", "CommitTrajectories", "Cancel", "ClaimRun", "AnnounceVersion",
+    "Append", "Submit", "CompleteEpisodes", "Acknowledge", "CommitTrajectories", "Cancel", "AnnounceVersion",
 })  # fmt: skip
 
 
@@ -58,12 +58,12 @@ class Watcher:
         return await self._message
 
     def _travels(self, wire: Wire, method: str, kind: str) -> None:
-        if self._message is not None and not self._message.done() and kind == "message":
-            if method.rpartition("/")[2] in _WRITING:
-                if self._pass:
-                    self._pass -= 1
-                else:
-                    self._message.set_result(wire)
+        waits = self._message is not None and not self._message.done()
+        if waits and kind == "message" and method.rpartition("/")[2] in _WRITING:
+            if self._pass:
+                self._pass -= 1
+            elif self._message is not None:
+                self._message.set_result(wire)
 
     def wants(self, phase: str) -> bool:
         return self._wanted == phase
@@ -108,15 +108,17 @@ class Chaos:
         world, loop = self._world, self._world.loop
         loop.outside.spawn(self._break_connections(), "broken connections")
         await asyncio.sleep(loop.random.uniform(0.0, 1.5))
-        for fault in self._faults:
-            if fault.alone:
-                await asyncio.sleep(max(0.0, self.breaker.until - loop.now) + loop.random.uniform(0.0, 1.0))
-            await self._bring(fault)
+        missed = [fault for fault in self._faults if not await self._bring(fault, alone=fault.alone)]
+        for fault in missed:
+            await self._bring(fault, alone=True)
         await asyncio.sleep(max(0.0, self.breaker.until - loop.now))
         world.calm_at, world.journal.calm = loop.now, True
 
-    async def _bring(self, fault: Fault) -> None:
+    async def _bring(self, fault: Fault, *, alone: bool) -> bool:
+        """Wait for a fault's phase, and strike. Whether both could be."""
         cell, world = fault.cell, self._world
+        if alone:
+            await asyncio.sleep(max(0.0, self.breaker.until - world.loop.now) + world.loop.random.uniform(0.0, 1.0))
         world.journal.waited_for = cell.phase != "idle"
         if cell.phase == "mid-migration":
             world.loop.outside.spawn(self._migrate(), "migrations")
@@ -124,17 +126,19 @@ class Chaos:
         world.journal.waited_for = False
         if who is None:
             world.note("missed", str(cell))
-            return
+            return False
         await asyncio.sleep(fault.lag)
         name = self._target(cell, who)
         world.note("fault", f"{cell} strikes {name}")
-        if self.breaker.strike(cell.kind, name):
-            self.struck.append(cell)
+        if not self.breaker.strike(cell.kind, name):
+            return False
+        self.struck.append(cell)
         if name == "redis" and cell.kind in {"SIGSTOP", "partition", "half-open"} and world.loop.random.random() < 0.6:
             # A worker is lost while the store does not answer: what it had sent is still on its way.
             await asyncio.sleep(world.loop.random.uniform(0.0, 2.0))
             kind = world.loop.random.choice(("SIGKILL", "half-open", "SIGSTOP"))
             self.breaker.strike(kind, self._target(msgspec.structs.replace(cell, component="worker"), who))
+        return True
 
     async def _break_connections(self) -> None:
         """Now and then a connection is reset while a message, its answer, or a command for the store is on its way."""

@@ -47,7 +47,10 @@ class Socket(FakeSocket):
 
     def _lua_redis_call(self, lua_runtime: Any, _expected_globals: Any, op: bytes, *args: Any) -> Any:
         """As fakeredis does it, without its look at all globals before every command."""
-        func, sig = self._name_to_func(op.decode().lower())
+        name = op.decode().lower()
+        if name == "xinfo":  # the one with a subcommand, which is part of its name
+            name, args = f"{name} {args[0].decode().lower()}", args[1:]
+        func, sig = self._name_to_func(name)
         result = self._run_command(func, sig, [arg if type(arg) is bytes else _argument(arg) for arg in args], True)
         return result if type(result) in {bytes, int} else self._convert_redis_result(lua_runtime, result)
 
@@ -75,19 +78,22 @@ class Socket(FakeSocket):
 
 def encode(value: Any) -> bytes:
     """RESP2."""
-    if value is None:
-        return b"$-1\r\n"
-    if isinstance(value, bytes):
-        return b"$%d\r\n%b\r\n" % (len(value), value)
-    if isinstance(value, bool | int):
-        return b":%d\r\n" % value
-    if isinstance(value, SimpleError):
-        return b"-%b\r\n" % value.value.encode()
-    if isinstance(value, SimpleString):
-        return b"+%b\r\n" % value.value
-    if isinstance(value, float):
-        return encode(repr(value).encode())
-    return b"*%d\r\n%b" % (len(value), b"".join(map(encode, value)))
+    match value:
+        case None:
+            made = b"$-1\r\n"
+        case bytes():
+            made = b"$%d\r\n%b\r\n" % (len(value), value)
+        case int():
+            made = b":%d\r\n" % value
+        case SimpleError():
+            made = b"-%b\r\n" % value.value.encode()
+        case SimpleString():
+            made = b"+%b\r\n" % value.value
+        case float():
+            made = encode(repr(value).encode())
+        case _:
+            made = b"*%d\r\n%b" % (len(value), b"".join(map(encode, value)))
+    return made
 
 
 Seen = Callable[[list[bytes], Any], None]
@@ -230,7 +236,7 @@ async def connect(
     """As `create_connection` does: refused where nobody listens, and for ever where nothing answers."""
     client = current.get()
     await asyncio.sleep(loop.random.uniform(0.0002, 0.002))
-    while not network.reachable(client, port):
+    while not network.reachable(client, port):  # noqa: ASYNC110 - the packet is sent again and again
         await asyncio.sleep(0.2)
     wire = network.connect(client, port, keepalive=False)
     if wire is None:

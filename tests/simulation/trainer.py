@@ -6,13 +6,14 @@ same things, as the contract allows.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 import numpy as np
 
 from ebbtide.client import Client, Lease
-from ebbtide.errors import EbbtideError, NotFound, NotReady
+from ebbtide.errors import EbbtideError, NotReady
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.runtime import race
 from ebbtide.types.rollout import (
@@ -67,7 +68,7 @@ class Trainer:
         journal = self._journal
         for number, batch in enumerate(self._plan.batches):
             if number >= self._plan.least and number >= journal.batches:
-                while not (journal.calm or journal.waited_for):
+                while not (journal.calm or journal.waited_for):  # noqa: ASYNC110 - it outlives this process
                     await asyncio.sleep(0.2)
                 if journal.calm:
                     break
@@ -166,11 +167,9 @@ class Trainer:
     async def _stream(self, client: Client, name: str) -> None:
         """Read a rollout's tokens as they are stored."""
         chunks = self._journal.chunks[name] = []
-        try:
+        with suppress(EbbtideError):  # it was over, or the trainer goes
             async for chunk in client.stream_tokens(RUN, name):
-                chunks.append(chunk)
-        except (NotFound, EbbtideError):  # it was over, or the trainer goes
-            return
+                chunks.append(chunk)  # noqa: PERF401 - they are looked at while they come
 
     def _ended(self, names: list[str]) -> None:
         self._journal.over.update(names)

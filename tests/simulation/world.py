@@ -48,7 +48,7 @@ class World:
         self.proc: dict[str, Proc] = {}
         self.exits: list[tuple[str, int]] = []
         self.restart_s: Callable[[str], float] = lambda _name: self.loop.random.uniform(0.2, 3.0)
-        self.directory = Path(tempfile.mkdtemp(prefix="ebb-sim-", dir="/dev/shm"))  # noqa: S108 - memory is what it is for
+        self.directory = Path(tempfile.mkdtemp(prefix="ebb-sim-", dir="/dev/shm"))
         self.loop.connect = lambda factory, _host, port: connect(self.loop, self.network, factory, port)
         self.taps: list[Callable[[Proc, Wire, str, str, bytes], None]] = []
         self.ears: list[Callable[[Proc, int], None]] = []  # told of requests that begin (0) and of tokens (version)

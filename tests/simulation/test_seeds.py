@@ -1,0 +1,86 @@
+"""A fixed set of seeds, each a whole system that is broken in at least five ways. Run as a process of its own: what a
+seed does hangs on nothing else that ran before it."""
+
+import json
+import subprocess
+import sys
+from typing import Any, Final
+
+import pytest
+
+from tests.simulation.faults import CELLS, IN_TURN, draw
+from tests.simulation.plan import Plan
+
+#: So many in turn draw every cell of the matrix at least once.
+FIXED: Final = len(CELLS) // IN_TURN
+_QUICK_BUGS: Final = ("a finish that leaves its fence", "a requeue that loses tokens", "a resume one token too far")
+
+
+def run(*arguments: str, timeout: float) -> tuple[int, dict[str, Any], str]:
+    """The exit code, the results and all that was said."""
+    command = [sys.executable, "-m", "tests.simulation", "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    said = done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1]) if done.stdout.endswith("}\n") else {}
+    return done.returncode, found, said
+
+
+def test_every_seed_has_three_workers_twenty_rollouts_and_five_faults() -> None:
+    for seed in range(200):
+        plan = Plan(seed)
+        assert plan.workers >= 3
+        assert sum(map(len, plan.batches[: plan.least])) >= 20
+        assert len(draw(seed)) >= 5
+
+
+def test_the_fixed_seeds_draw_every_cell_of_the_matrix() -> None:
+    assert {fault.cell for seed in range(FIXED) for fault in draw(seed)} == set(CELLS)
+
+
+@pytest.mark.timeout(600)
+def test_all_holds_in_the_fixed_seeds_and_all_cells_are_visited() -> None:
+    code, found, said = run("--seeds", f"0:{FIXED}", timeout=580)
+    assert code == 0, said
+    missing = {str(cell) for cell in CELLS} - found["cells"].keys()
+    assert len(missing) <= len(CELLS) // 20, f"not visited: {sorted(missing)}"
+
+
+@pytest.mark.timeout(120)
+def test_a_seed_replays_exactly() -> None:
+    digests = set()
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.simulation", "--seed", "5", "--trace"],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+        digests.add(done.stdout)
+    assert len(digests) == 1
+    assert "strikes" in digests.pop()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("bug", _QUICK_BUGS)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    code, _, said = run("--seed", "0", "--bug", bug, timeout=110)
+    assert code == 1, said
+    assert "seed 0:" in said
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(0)
+def test_five_thousand_seeds_hold() -> None:
+    code, found, said = run("--seeds", "0:5000", "--jobs", "2", timeout=6 * 3600)
+    assert code == 0, said
+    assert found["seeds"] == 5000
+    assert found["cells"].keys() >= {str(cell) for cell in CELLS}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(0)
+def test_nineteen_of_twenty_planted_bugs_are_found() -> None:
+    _, found, said = run("--bugs", "--seeds", "0:200", "--jobs", "2", timeout=6 * 3600)
+    assert len(found["found"]) == 20
+    assert len(found["missed"]) <= 1, said
