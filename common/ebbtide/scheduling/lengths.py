@@ -41,7 +41,11 @@ class Lengths:
         """Expected tokens still to come of a response that has `made`; at most `budget`."""
         if self._above is None:
             self._above = self._tails()
-        count, total = self._above[_bin(made)]
+        number = _bin(made)
+        count, total = self._above[number]
+        start, end = _GROWTH**number, _GROWTH ** (number + 1)
+        longer = self._count[number] * max(0.0, min(1.0, (end - made) / (end - start)))  # of its own bin, evenly spread
+        count, total = count + longer, total + longer * 0.5 * (max(made, start) + end)
         beyond = max(0.0, total - count * made)
         rest = (beyond + _PRIOR * max(_LEAST_TOKENS, float(made))) / (count + _PRIOR)
         return rest if budget is None else min(rest, float(budget))

@@ -1,11 +1,12 @@
 """Who is silent, and which attempts were in vain."""
 
+import random
 from typing import Any
 
 import pytest
 
 from ebbtide.scheduling.attempts import blames, dead_letter
-from ebbtide.scheduling.liveness import Liveness
+from ebbtide.scheduling.liveness import JUDGE_EVERY_S, Liveness
 
 
 def judged(liveness: Any, until: Any, step: Any = 0.5, start: Any = 0.0) -> Any:
@@ -49,6 +50,22 @@ def test_a_forgotten_session_is_never_silent() -> None:
     liveness.forget("a")
     assert judged(liveness, 10.0) == {}
     assert liveness.since("a", 10.0) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_default_finds_silence_within_three_seconds_and_no_one_who_is_late(seed: Any) -> None:
+    """Heartbeats of 1 s with up to 500 ms of jitter each, and a judge that is itself up to 300 ms late."""
+    draw, liveness = random.Random(seed), Liveness()
+    dies = 120.0 + draw.random()
+    beats = sorted(beat + draw.uniform(0.0, 0.5) for beat in range(int(dies)))
+    now, found = 0.0, None
+    while found is None:
+        while beats and beats[0] <= now:
+            liveness.heard("a", beats.pop(0))
+        found = now if liveness.silent(now) else None
+        now += JUDGE_EVERY_S + (draw.uniform(0.0, 0.3) if draw.random() < 0.1 else 0.0)
+    assert not beats
+    assert found - dies <= 3.0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Laws of placement and of the line, over many random fleets and queues, seeded."""
 
 import random
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,79 @@ def test_turns_go_home_while_there_is_room_and_elsewhere_when_there_is_none() ->
 def test_the_emptiest_worker_is_chosen_by_share() -> None:
     hosts = [host("small", slots=2, running=1), host("large", slots=10, running=4)]
     assert place([waiting(1)], hosts, {}) == [("r1", "large")]
+
+
+def given(line: list[Waiting], hosts: list[Host], homes: dict[str, str] | None = None, **terms: Any) -> dict[str, str]:
+    return {one.rollout_id: one.worker_id for one in place(line, hosts, homes or {}, **terms)}
+
+
+def better(one: Any, **changes: Any) -> Any:
+    return msgspec.structs.replace(one, **changes)
+
+
+def test_the_fastest_worker_is_chosen_and_of_equals_the_emptiest() -> None:
+    slow, fast = better(host("slow", slots=64), rate=20.0), better(host("fast", slots=64, running=40), rate=28.0)
+    assert given([waiting(1)], [slow, fast]) == {"r1": "fast"}
+    close = better(host("close", slots=64), rate=27.9)  # less than a tenth apart is no difference
+    assert given([waiting(1)], [fast, close]) == {"r1": "close"}
+
+
+def test_a_worker_not_known_yet_is_taken_for_a_typical_one() -> None:
+    known = better(host("known", slots=8, running=4), rate=30.0)
+    assert given([waiting(1)], [known, host("new", slots=8)]) == {"r1": "new"}
+
+
+def test_what_is_given_slows_a_worker_down_beyond_its_plateau() -> None:
+    hosts = [better(host("a", slots=64, running=31), rate=30.0, plateau=32),
+             better(host("b", slots=64, running=31), rate=30.0, plateau=60)]  # fmt: skip
+    placed = list(given([waiting(n) for n in range(30)], hosts, pending_limit=lambda host: host.slots).values())
+    assert placed.count("b") > placed.count("a") > 0
+
+
+def test_pending_work_is_limited_and_the_rest_waits_for_whoever_is_next() -> None:
+    hosts = [better(host("a", slots=64, running=20), pending=14), host("b", slots=8)]
+    assert sorted(given([waiting(n) for n in range(40)], hosts).values()) == ["a"] * 2 + ["b"] * 8
+    assert given([waiting(1)], [better(host("a", slots=64, running=16), pending=16)]) == {}
+    assert len(place([waiting(n) for n in range(40)], hosts, {}, at_most=3)) == 3
+
+
+def test_a_move_goes_where_it_was_meant_to_and_comes_before_affinity() -> None:
+    hosts = [better(host("s1"), name="w1"), better(host("s2", running=3), name="w2"), host("s3")]
+    moved = better(waiting(1, episode="e"), prefer="w2")
+    assert given([moved], hosts, {"e": "s1"}) == {"r1": "s2"}
+    assert given([moved], [hosts[0], better(hosts[1], running=4), hosts[2]], {"e": "s1"}) == {"r1": "s1"}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_an_avoided_worker_is_never_chosen_while_another_could_take_it(full: Any) -> None:
+    """Even if that one is full now: it will have room again."""
+    hosts = [better(host("s1"), name="w1"), better(host("s2", running=4 if full else 0), name="w2")]
+    one = better(waiting(1, episode="e"), avoid=frozenset({"w1"}), prefer="w1")
+    assert given([one], hosts, {"e": "s1"}) == ({} if full else {"r1": "s2"})
+
+
+def test_a_rollout_that_must_avoid_all_that_could_take_it_avoids_none() -> None:
+    one = better(waiting(1, length=60), avoid=frozenset({"w1"}))
+    hosts = [better(host("s1"), name="w1"), better(host("s2", context=50), name="w2")]
+    assert given([one], hosts) == {"r1": "s1"}
+
+
+def test_suspects_of_poison_start_one_at_a_time_on_each_worker() -> None:
+    line = [better(waiting(n), barren=1) for n in range(5)] + [waiting(9)]
+    placed = given(line, [host("a"), host("b"), better(host("c"), pending=1, running=1, probation=1)])
+    assert set(placed) == {"r0", "r1", "r9"}
+    assert {placed["r0"], placed["r1"]} == {"a", "b"}
+
+
+def test_a_long_line_is_placed_in_little_time() -> None:
+    line = Line()
+    for number in range(65_536):
+        line.add(waiting(number, (1, 1)))
+    hosts = [better(host(f"w{n}", slots=64), rate=20.0 + n % 7, plateau=32) for n in range(100)]
+    began = time.process_time()
+    assert len(place(line, hosts, {}, at_most=128)) == 128
+    assert place(line, [host(f"w{n}", version=2) for n in range(100)], {}) == []  # not all of the line is looked at
+    assert time.process_time() - began < 0.05
 
 
 def test_one_that_fits_nowhere_holds_up_nobody() -> None:

@@ -1,0 +1,193 @@
+"""Laws of moves, over many random fleets, seeded."""
+
+import random
+import time
+from math import inf
+from typing import Any
+
+import pytest
+
+from ebbtide.scheduling.balance import COSTS, Costs, Engine, Generating, Move, rebalance
+from ebbtide.scheduling.lengths import Lengths
+from ebbtide.scheduling.line import Waiting
+from ebbtide.scheduling.pacing import Bounds
+from ebbtide.scheduling.placement import Host
+from ebbtide.scheduling.throughput import Speed
+
+NOW = 1_000.0
+
+
+def speed(rate: float = 30.0, plateau: int = 32) -> Speed:
+    known = Speed()
+    for running in range(1, 65):
+        for _ in range(3):
+            known.observe(running, 2_000, round(rate * min(running, plateau) * 10), 10.0)
+    return known
+
+
+EVEN = speed()
+
+
+def lengths(mean: int = 3_000) -> Lengths:
+    known = Lengths()
+    for tokens in (mean // 4, mean // 2, mean, mean * 2, mean * 8) * 40:
+        known.finished(tokens)
+    return known
+
+
+def generating(name: str, *, made: int = 500, since: float = 0.0, started: bool = True, **limits: Any) -> Generating:
+    waiting = Waiting(
+        rollout_id=name, episode_id=name, bounds=Bounds(*limits.pop("bounds", (0, 0))), length=500 + made, place=0,
+        **limits,
+    )  # fmt: skip
+    return Generating(
+        attempt_id=name,
+        waiting=waiting,
+        length=500 + made,
+        made=made,
+        budget=32_768 - made,
+        since=since,
+        started=started,
+    )
+
+
+def engine(
+    name: str, rollouts: list[Generating], *, learnt: Speed = EVEN, slots: int = 64, version: int = 1, promised: int = 0
+) -> Engine:
+    host = Host(
+        worker_id=name, name=name, slots=slots, running=len(rollouts) + promised, installed=version, target=version,
+        max_model_len=40_000, pending=sum(not one.started for one in rollouts),
+    )  # fmt: skip
+    return Engine(host=host, speed=learnt, context=2_000, rollouts=lambda: rollouts)
+
+
+def running(name: str, number: int, **more: Any) -> list[Generating]:
+    return [generating(f"{name}{index}", **more) for index in range(number)]
+
+
+def moves(engines: list[Engine], **terms: Any) -> list[Move]:
+    return rebalance(engines, terms.pop("known", lengths()), now=NOW, **terms)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_moves_keep_their_laws(seed: Any) -> None:
+    draw = random.Random(seed)
+    fleet = []
+    for index in range(draw.randint(2, 8)):
+        rollouts = [
+            generating(f"w{index}.{n}", made=draw.randint(0, 20_000), since=NOW - draw.choice([0.1, 5.0, 100.0]),
+                       started=draw.random() < 0.9, bounds=draw.choice([(0, 0), (1, 1), (2, 2)]),
+                       avoid=frozenset(draw.choice([(), ("w0",)])))
+            for n in range(draw.choice([0, 10, 40, 64]))
+        ]  # fmt: skip
+        fleet.append(engine(f"w{index}", rollouts, learnt=speed(draw.choice([10.0, 30.0])), version=draw.randint(1, 2)))
+    by_name = {one.host.worker_id: one for one in fleet}
+    everyone = {one.attempt_id: one for each in fleet for one in each.rollouts()}
+    made = moves(fleet)
+    load = {name: one.host.running for name, one in by_name.items()}
+    assert len(made) <= COSTS.at_once
+    assert len({move.attempt_id for move in made}) == len(made)
+    for move in made:
+        one, target = everyone[move.attempt_id], by_name[move.target].host
+        load[move.source] -= 1
+        load[move.target] += 1
+        assert one in list(by_name[move.source].rollouts())
+        assert move.source != move.target
+        assert move.gain_s > 0.0
+        assert one.waiting.bounds in {(0, 0), (target.installed, target.installed)}
+        assert move.target not in one.waiting.avoid
+        assert not one.started or NOW - one.since >= COSTS.settled_s
+    assert all(load[name] <= max(one.host.slots, one.host.running) for name, one in by_name.items())
+    assert moves(fleet) == made  # a decision can be repeated
+
+
+@pytest.mark.parametrize("counts", [[20, 20], [32, 0], [32, 5, 30], [64, 64], [40, 44]])
+def test_nothing_moves_where_nothing_would_run_faster(counts: Any) -> None:
+    """Below the plateau no rollout is slowed by others, and shares that are nearly even are even."""
+    assert moves([engine(f"w{n}", running(f"w{n}.", count)) for n, count in enumerate(counts)]) == []
+
+
+def test_the_surplus_beyond_the_plateau_moves_and_no_more() -> None:
+    """RLBoost's second rule, without waiting for an engine to fall idle."""
+    made = moves([engine("full", running("f", 64)), engine("idle", [])], costs=Costs(at_once=100))
+    assert {(move.source, move.target) for move in made} == {("full", "idle")}
+    assert 24 <= len(made) <= 32  # to about 36 and 28: the rest would gain less than a tenth
+
+
+def test_those_with_most_still_to_come_move_first() -> None:
+    rollouts = [generating(f"r{made}", made=made) for made in range(0, 6_400, 100)]
+    known = Lengths()
+    for tokens in (500, 32_000) * 100:
+        known.finished(tokens)
+    chosen = [int(move.attempt_id[1:]) for move in moves([engine("a", rollouts), engine("b", [])], known=known)]
+    assert min(chosen) > 500
+
+
+def test_a_move_that_gains_less_than_its_prefill_is_not_made() -> None:
+    fleet = [engine("a", running("a", 64, made=20_000)), engine("b", [])]
+    short = lengths(mean=8)
+    assert moves(fleet, costs=Costs(prefill_tokens_per_s=10_000.0)) != []
+    assert moves(fleet, costs=Costs(prefill_tokens_per_s=10.0)) == []
+    assert moves([engine("a", running("a", 64, made=0)), engine("b", [])], known=short) == []
+
+
+def test_prefills_that_pile_up_at_one_worker_end_the_moves() -> None:
+    fleet = [engine("a", running("a", 64, made=2_000)), engine("b", [])]
+    few = moves(fleet, costs=Costs(prefill_tokens_per_s=200.0, at_once=100))
+    assert 0 < len(few) < len(moves(fleet, costs=Costs(at_once=100)))
+
+
+def test_a_rollout_that_has_just_come_is_left_in_peace() -> None:
+    assert moves([engine("a", running("a", 64, since=NOW - 5.0)), engine("b", [])]) == []
+
+
+def test_the_faster_worker_gets_more() -> None:
+    made = moves([engine("slow", running("s", 20), learnt=speed(10.0)), engine("fast", running("f", 20))])
+    assert made
+    assert {(move.source, move.target) for move in made} == {("slow", "fast")}
+
+
+def test_a_worker_of_which_nothing_is_known_is_taken_for_a_typical_one() -> None:
+    made = moves([engine("a", running("a", 64)), engine("new", [], learnt=Speed())])
+    assert {move.target for move in made} == {"new"}
+
+
+def test_what_is_on_its_way_counts() -> None:
+    assert moves([engine("a", running("a", 36)), engine("b", [], promised=32)]) == []
+
+
+def test_work_that_waits_in_an_engine_goes_to_one_that_has_nothing_waiting() -> None:
+    """RLBoost's first rule: from the longest queue, and until the receiver would queue."""
+    longer = running("a", 8) + running("q", 5, started=False)
+    fleet = [engine("a", longer, slots=8), engine("b", running("b", 6), slots=8), engine("c", running("c", 8), slots=8)]
+    made = moves(fleet)
+    assert [(move.source, move.target) for move in made] == [("a", "b")] * 2
+    assert all(move.attempt_id.startswith("q") for move in made)
+    assert moves(fleet, unstarted=False) == []
+
+
+def test_what_has_hardly_had_time_to_start_is_not_stuck() -> None:
+    fleet = [engine("a", running("q", 5, started=False, since=NOW - 0.5)), engine("b", [])]
+    assert moves(fleet) == []
+
+
+def test_rules_can_be_left_out() -> None:
+    fleet = [engine("a", running("a", 64)), engine("b", [])]
+    assert moves(fleet, costs=Costs(advantage=inf)) == []
+    assert moves(fleet[:1]) == []
+
+
+def test_a_hundred_full_workers_cost_little_while_there_is_nothing_to_do() -> None:
+    asked: list[int] = []
+
+    def ask() -> list[Generating]:
+        asked.append(1)
+        return []
+
+    host = Host(worker_id="w", slots=64, running=64, installed=1, target=1, max_model_len=40_000)
+    fleet = [Engine(host=host, speed=EVEN, context=2_000, rollouts=ask) for _ in range(100)]
+    began = time.process_time()
+    for _ in range(10):
+        assert moves(fleet, known=Lengths()) == []
+    assert (time.process_time() - began) / 10 < 0.005
+    assert not asked
