@@ -96,7 +96,7 @@ class Receiver:
 
 def finishes(request: fleet_pb2.AppendRequest) -> dict[int, FinishReason]:
     """How the deltas that end their rollout end it. Raises `InvalidRequest` for an ending that is not a worker's."""
-    ends = {one.index: one.reason for one in request.finishes}
+    ends = {one.index: int(one.reason) for one in request.finishes}
     for index, reason in ends.items():
         if index >= len(request.numbers):
             raise InvalidRequest(f"there is no delta {index}", field="finishes")

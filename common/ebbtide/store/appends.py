@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import LeaseSuperseded
@@ -10,6 +11,8 @@ from ebbtide.types.appends import Ack
 from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
+
+_encode = msgspec.json.Encoder().encode
 
 
 class Columns(Struct, frozen=True):
@@ -55,15 +58,17 @@ class Appends(Topic):
         }
 
 
-def _arguments(deltas: Columns) -> list[bytes | str | int]:
-    """What the script compares and writes, spelt out here: strings are cheaper to make here than there."""
-    parts: list[bytes | str | int] = [len(deltas.attempts)]
-    tokens, at = deltas.tokens, 0
-    for ref, offset, count in zip(deltas.attempts, deltas.offsets, deltas.counts, strict=True):
-        end = at + count * TOKEN_BYTES
-        attempt_id = ref.attempt_id
-        parts += (ref.rollout_id, f"{attempt_id}:{offset}", f"{attempt_id}:{offset + count}", tokens[at:end])
-        at = end
-    for index, reason in deltas.finishes.items():
-        parts += (index + 1, reason.name)
-    return parts
+def _arguments(deltas: Columns) -> tuple[bytes, bytes]:
+    """The script's columns and the tokens. What it compares and writes is spelt out here: cheaper than there; and few
+    large arguments are cheaper than many small ones, on both sides.
+    """
+    attempts, offsets = deltas.attempts, deltas.offsets
+    ends = [offset + count for offset, count in zip(offsets, deltas.counts, strict=True)]
+    columns = (
+        [ref.rollout_id for ref in attempts],
+        [f"{ref.attempt_id}:{offset}" for ref, offset in zip(attempts, offsets, strict=True)],
+        [f"{ref.attempt_id}:{end}" for ref, end in zip(attempts, ends, strict=True)],
+        [count * TOKEN_BYTES for count in deltas.counts],
+        [part for index, reason in deltas.finishes.items() for part in (index + 1, reason.name)],
+    )
+    return _encode(columns), deltas.tokens

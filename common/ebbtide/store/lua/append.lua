@@ -1,10 +1,12 @@
--- ARGV: term, number of deltas, then of each rollout, "ATTEMPT:offset", "ATTEMPT:end" and tokens; then place (from 1) and reason of each finish.
+-- ARGV: term, columns as JSON, and the tokens of all deltas, one behind the other. The columns: rollouts, "ATTEMPT:offset" and
+-- "ATTEMPT:end", bytes of tokens, and place (from 1) and reason of each finish, in a row.
 -- Tokens are not opened: the fence "ATTEMPT:stored" is compared as it is, and taken apart only where it differs.
 -- Returns place, {1 stored | 2 gap | 3 superseded}, stored and finished of each delta that was not stored as sent, in a row.
-local last = 2 + 4 * ARGV[2]
+local columns = cjson.decode(ARGV[2])
+local ids, begins, ends, sizes, finishes = columns[1], columns[2], columns[3], columns[4], columns[5]
 local fields, reasons = {'term'}, {}
-for at = 3, last, 4 do fields[#fields + 1] = 'r:' .. ARGV[at] end
-for at = last + 1, #ARGV, 2 do reasons[tonumber(ARGV[at])] = ARGV[at + 1] end
+for i = 1, #ids do fields[i + 1] = 'r:' .. ids[i] end
+for i = 1, #finishes, 2 do reasons[finishes[i]] = finishes[i + 1] end
 local have = redis.call('HMGET', FENCE, unpack(fields))
 if have[1] ~= ARGV[1] then return barred(ARGV[1]) end
 local now, set, others = {}, {}, {}
@@ -26,16 +28,15 @@ local function differs(id, attempt, offset, n)
   return nil
 end
 
-local appended, place = 0, 0
-for at = 3, last, 4 do
-  place = place + 1
-  local id, field, tokens, reason = ARGV[at], fields[place + 1], ARGV[at + 3], reasons[place]
+local appended, at = 0, 0
+for place = 1, #ids do
+  local id, field, size, reason = ids[place], fields[place + 1], sizes[place], reasons[place]
   local status, stored, finished
-  if now[field] ~= ARGV[at + 1] then
-    local split = string.find(ARGV[at + 1], ':', 1, true)
-    local attempt, offset = string.sub(ARGV[at + 1], 1, split - 1), tonumber(string.sub(ARGV[at + 1], split + 1))
-    status, stored, finished = differs(id, attempt, offset, #tokens / 12)
-    if status == 1 and finished == 0 and reason and stored == offset + #tokens / 12 then
+  if now[field] ~= begins[place] then
+    local split = string.find(begins[place], ':', 1, true)
+    local attempt, offset = string.sub(begins[place], 1, split - 1), tonumber(string.sub(begins[place], split + 1))
+    status, stored, finished = differs(id, attempt, offset, size / 12)
+    if status == 1 and finished == 0 and reason and stored == offset + size / 12 then
       finish(id, 'running', reason, '')
       now[field], set[field], finished = false, nil, 1
     end
@@ -44,15 +45,16 @@ for at = 3, last, 4 do
     local base = #others
     others[base + 1], others[base + 2], others[base + 3], others[base + 4] = place, status, stored, finished
   else
-    if #tokens > 0 then redis.call('APPEND', TOKENS .. id, tokens) end
-    appended = appended + #tokens
+    if size > 0 then redis.call('APPEND', TOKENS .. id, string.sub(ARGV[3], at + 1, at + size)) end
+    appended = appended + size
     if reason then
       finish(id, 'running', reason, '')
       now[field], set[field] = false, nil
     else
-      now[field], set[field] = ARGV[at + 2], ARGV[at + 2]
+      now[field], set[field] = ends[place], ends[place]
     end
   end
+  at = at + size
 end
 local flat = {}
 for field, value in pairs(set) do flat[#flat + 1] = field; flat[#flat + 1] = value end

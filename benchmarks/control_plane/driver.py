@@ -1,0 +1,134 @@
+"""The driver's side: keeps so many rollouts open, and acknowledges what is finished."""
+
+import asyncio
+import random
+import time
+from typing import Any, Final
+
+from benchmarks.control_plane.responses import response
+from ebbtide.rpc.channel import open_channel
+from ebbtide.rpc.convert import to_proto
+from ebbtide.rpc.security import ClientSecurity
+from ebbtide.types.run import EnvironmentSpec, RunSpec
+from ebbtide.types.tokens import pack_ids, unpack_tokens
+from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
+from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
+from ebbtide.v1.runs_pb2_grpc import RunsStub
+
+RUN: Final = "load"
+#: Tokens of a response, drawn evenly: about as long in the mean as those of DeepSeek-R1 when it serves. The first ones
+#: are cut short, so that finishes are spread.
+LENGTHS: Final = (512, 2560)
+_PROMPT: Final = pack_ids(range(2, 66))
+_BATCH_S: Final = 0.02
+_PER_CALL: Final = 512
+_SAMPLING: Final = types_pb2.Sampling
+
+
+class Driver:
+    """`open` rollouts are kept queued or running. A rollout's id ends with its time of submission, microseconds."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._channel = open_channel(address, ClientSecurity(token=token))
+        self._runs: Any = RunsStub(self._channel)
+        self._rollouts: Any = RolloutsStub(self._channel)
+        self._lease = runs_pb2.LeaseRef()
+        self._random = random.Random(3)
+        self._count = 0
+        self._over: list[str] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._want = asyncio.Event()
+        self.open = self._live = 0
+        self.unfinished: dict[str, int] = {}  # rollout -> its length
+        self.finished = self.lost_tokens = self.doubled_tokens = 0
+        self.lost: dict[str, float] = {}  # worker -> when its loss became known here
+
+    async def start(self) -> None:
+        spec = RunSpec(name="load", model="scripted", environment=EnvironmentSpec(name="none"), quota_bytes=4 << 30)
+        message = to_proto(spec, types_pb2.RunSpec)
+        await self._runs.SubmitRun(runs_pb2.SubmitRunRequest(run_id=RUN, spec=message))
+        claim = runs_pb2.ClaimRunRequest(run_id=RUN, role="trainer", holder="driver")
+        self._lease = (await self._runs.ClaimRun(claim)).ref
+        number = (await self._runs.ReserveVersion(self._lease)).version
+        version = types_pb2.PolicyVersion(policy="policy", version=number, root=bytes([number]) * 32)
+        await self._runs.AnnounceVersion(runs_pb2.AnnounceVersionRequest(lease=self._lease, version=version))
+        works = (self._keep_open(), self._take_finished(), self._acknowledge(), self._watch(), self._renew())
+        self._tasks = [asyncio.create_task(work) for work in works]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    def check(self) -> None:
+        """Raise what ended any of the driver's tasks."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    def want(self, rollouts: int) -> None:
+        self.open = rollouts
+        self._want.set()
+
+    async def _keep_open(self) -> None:
+        begin = True
+        while True:
+            await self._want.wait()
+            self._want.clear()
+            while (missing := min(_PER_CALL, self.open - self._live)) > 0:
+                batch = [self._request(begin) for _ in range(missing)]
+                self._live += missing
+                await self._rollouts.Submit(rollouts_pb2.SubmitRequest(lease=self._lease, rollouts=batch))
+            begin = False
+
+    def _request(self, begin: bool) -> rollouts_pb2.RolloutRequest:
+        self._count += 1
+        length = self._random.randint(*LENGTHS)
+        if begin:
+            length = self._random.randint(64, length)
+        name = f"x{self._count}"
+        rollout_id = f"{name}.{round(time.monotonic() * 1e6)}"
+        self.unfinished[rollout_id] = length
+        return rollouts_pb2.RolloutRequest(
+            rollout_id=rollout_id,
+            group_id=f"g{self._count // 8}",
+            episode_id=name,
+            prompt_ids=_PROMPT,
+            sampling=_SAMPLING(max_tokens=length, temperature=1.0, top_p=1.0, repetition_penalty=1.0),
+            kind=types_pb2.ROLLOUT_KIND_TRAIN,
+        )
+
+    async def _take_finished(self) -> None:
+        async for rollout in self._rollouts.WatchFinished(rollouts_pb2.WatchFinishedRequest(run_id=RUN)):
+            self._check(rollout)
+            self._over.append(rollout.rollout_id)
+            self._live -= 1
+            self._want.set()
+
+    def _check(self, rollout: rollouts_pb2.FinishedRollout) -> None:
+        """A response is its length's first tokens, each once: nothing acknowledged was lost or stored twice."""
+        self.finished += 1
+        length = self.unfinished.pop(rollout.rollout_id)
+        if rollout.tokens != response(0, length):
+            had = unpack_tokens(rollout.tokens)
+            self.doubled_tokens += max(0, len(had) - length)
+            self.lost_tokens += max(1 if len(had) == length else 0, length - len(had))
+
+    async def _acknowledge(self) -> None:
+        while True:
+            await asyncio.sleep(_BATCH_S)
+            if over := self._over:
+                self._over = []
+                request = rollouts_pb2.AcknowledgeRequest(lease=self._lease, rollout_ids=over)
+                await self._rollouts.Acknowledge(request)
+
+    async def _watch(self) -> None:
+        async for event in self._runs.WatchRun(runs_pb2.WatchRunRequest(run_id=RUN)):
+            if event.kind == "worker" and event.labels["state"] in {"lost", "suspected"}:
+                self.lost.setdefault(event.labels["worker"], time.monotonic())
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(2.0)
+            await self._runs.RenewLease(self._lease)

@@ -1,0 +1,145 @@
+"""The workers' process: told what to do by JSON lines on stdin, one answer a line on stdout.
+
+{"do": "open", "workers": 100, "slots": 64}   attach so many more; answers when all are ready
+{"do": "pace", "rate": 200000}                tokens/s of all together from now on
+{"do": "measure"}                             what was seen since the last measure
+{"do": "lose", "how": "vanish" | "silence"}   one worker breaks its streams, or says nothing any more
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import uvloop
+
+from benchmarks.control_plane.worker import Worker
+
+
+class Fleet:
+    """All workers, and what was seen. Times are the machine's monotonic clock, which other processes share."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._token = address, os.environ["EBBTIDE_TOKEN"]
+        self._workers: dict[str, Worker] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._opened = 0
+        self._rate = 0.0
+        self._forget()
+        self._lost: dict[str, str] = {}  # rollout -> the worker it was lost with
+        self._losses: dict[str, dict[str, Any]] = {}
+        self.running = 0
+
+    def _forget(self) -> None:
+        self._since, self._tokens = time.monotonic(), 0
+        self._answers: list[float] = []
+        self._placements: list[float] = []
+        self._failures: list[str] = []
+        self._cpu = time.process_time()
+
+    # -- what workers tell ---------------------------------------------------------------------------------------
+
+    @property
+    def pace(self) -> float:
+        return self._rate / max(1, self.running)
+
+    def placed(self, rollout_id: str, now: float) -> None:
+        if rollout_id not in self._lost:
+            self._placements.append(now - int(rollout_id.rpartition(".")[2]) / 1e6)
+
+    def answered(self, tokens: int, seconds: float) -> None:
+        self._tokens += tokens
+        self._answers.append(seconds)
+
+    def resumed(self, rollout_id: str, now: float) -> None:
+        if worker := self._lost.pop(rollout_id, ""):
+            self._losses[worker]["resumed"][rollout_id] = now
+
+    def failed(self, what: str) -> None:
+        self._failures.append(what)
+
+    # -- what the level asks -------------------------------------------------------------------------------------
+
+    async def open(self, workers: int, slots: int) -> dict[str, Any]:
+        new = []
+        for _ in range(workers):
+            self._opened += 1
+            worker = Worker(self, f"w{self._opened}", self._address, self._token, slots)
+            self._workers[worker.name] = worker
+            new.append(worker)
+            task = asyncio.create_task(self._run(worker))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        async with asyncio.timeout(60):
+            for worker in new:
+                await worker.ready.wait()
+        return {"workers": len(self._workers)}
+
+    async def _run(self, worker: Worker) -> None:
+        try:
+            await worker.run()
+        except Exception as error:  # noqa: BLE001 - what ended it is a finding, unless it was to be lost
+            if worker.name not in self._losses:
+                self.failed(f"{worker.name}: {error!r}")
+                print(f"{worker.name}: {error!r}", file=sys.stderr, flush=True)
+        self._workers.pop(worker.name, None)
+
+    def pace_at(self, rate: float) -> dict[str, Any]:
+        self._rate = rate
+        return {}
+
+    def measure(self) -> dict[str, Any]:
+        now = time.monotonic()
+        found = {
+            "seconds": now - self._since,
+            "tokens": self._tokens,
+            "answers": self._answers,
+            "placements": self._placements,
+            "failures": self._failures,
+            "running": self.running,
+            "losses": self._losses,
+            "cpu_s": time.process_time() - self._cpu,
+        }
+        self._forget()
+        return found
+
+    async def lose(self, how: str) -> dict[str, Any]:
+        """Lose a worker that has been there for some time; says which, and when."""
+        worker = random.choice(
+            [one for one in self._workers.values() if not one.silent and one.name not in self._losses]
+        )
+        lost = [one.attempt.rollout_id for one in worker.rollouts.values()]
+        self._losses[worker.name] = {"how": how, "at": time.monotonic(), "rollouts": lost, "resumed": {}}
+        self._lost |= dict.fromkeys(lost, worker.name)
+        if how == "silence":
+            worker.silent = True
+        else:
+            worker.vanish()
+        return {"worker": worker.name}
+
+
+async def main() -> None:
+    fleet = Fleet(sys.argv[1])
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        order = json.loads(line)
+        match order.pop("do"):
+            case "open":
+                answer = await fleet.open(**order)
+            case "pace":
+                answer = fleet.pace_at(**order)
+            case "measure":
+                answer = fleet.measure()
+            case "lose":
+                answer = await fleet.lose(**order)
+            case other:
+                answer = {"unknown": other}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

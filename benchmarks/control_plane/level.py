@@ -1,0 +1,192 @@
+"""The level: a house is filled, loaded at a rate, measured in windows, disturbed, and loaded more until it gives in."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import uvloop
+from msgspec import Struct
+
+from benchmarks.control_plane.driver import Driver
+from benchmarks.control_plane.house import House
+from benchmarks.control_plane.measures import cpu_s, percentile, spread
+from benchmarks.control_plane.raw import raw_redis
+from ebbtide.testing import wait_until
+
+Tell = Callable[[str], None]
+#: Slots filled: the rest is free, so that a placement never waits for one, and a lost worker's rollouts find room.
+_FILLED: Final = 0.95
+#: Windows that a steady rate is measured in; latencies are judged by the best, for others use the machine too.
+_WINDOWS: Final = 5
+#: The rate search: factor between rates, seconds at each, and the latency that ends it.
+_STEP, _SEARCH_S, _GIVES_IN_MS = 1.25, 5.0, 100.0
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """`rate`: tokens/s in all; `seconds` of the steady part; `losses`: workers lost of each kind."""
+
+    workers: int = 100
+    rollouts: int = 64
+    rate: float = 200_000.0
+    seconds: float = 30.0
+    losses: int = 12
+    search: bool = True
+
+
+def run_level(*, quick: bool = False, tell: Tell = lambda _: None, load: Load | None = None) -> dict[str, Any]:
+    """The figures by name. CPU seconds are per million tokens; latencies are measured at the workers."""
+    chosen = load or (Load(seconds=15.0, losses=4, search=True) if quick else Load())
+    return uvloop.run(_Level(chosen, tell).run())
+
+
+class _Level:
+    def __init__(self, load: Load, tell: Tell) -> None:
+        self._load, self._tell = load, tell
+        self.figures: dict[str, Any] = {}
+
+    async def run(self) -> dict[str, Any]:
+        load = self._load
+        raw = raw_redis(rate=load.rate, seconds=min(10.0, load.seconds), keys=load.workers * load.rollouts)
+        self.figures |= {
+            "raw_redis_cpu_s_per_mtok": raw["cpu_s_per_mtok"],
+            "raw_redis_p99_ms": raw["pipeline"]["p99_ms"],
+        }
+        self._tell(f"raw pipelined RPUSH: {raw}")
+        async with House() as self._house:
+            self._driver = Driver(self._house.address, self._house.token)
+            try:
+                await self._fill()
+                await self._steady(raw["cpu_s_per_mtok"])
+                if load.losses:
+                    await self._lose()
+                if load.search:
+                    await self._search()
+                self._driver.check()
+                self.figures |= {
+                    "acknowledged_tokens_lost": self._driver.lost_tokens,
+                    "acknowledged_tokens_doubled": self._driver.doubled_tokens,
+                    "rollouts_checked": self._driver.finished,
+                }
+            finally:
+                await self._driver.close()
+        return self.figures
+
+    async def _fill(self) -> None:
+        load = self._load
+        await self._driver.start()
+        await self._house.fleet("pace", rate=load.rate)
+        await self._house.fleet("open", workers=load.workers, slots=load.rollouts)
+        want = int(load.workers * load.rollouts * _FILLED)
+        self._driver.want(want)
+
+        async def filled() -> bool:
+            self._driver.check()
+            return bool((await self._house.fleet("measure"))["running"] >= want * 0.98)
+
+        await wait_until(filled, timeout=60, interval=0.5, what="all rollouts placed")
+        self._tell(f"{want} rollouts on {load.workers} workers")
+
+    async def window(self, seconds: float) -> dict[str, Any]:
+        """What a stretch of time showed."""
+        await self._house.fleet("measure")
+        pids = self._house.coordinator, self._house.redis.pid
+        before = [cpu_s(pid) for pid in pids]
+        await asyncio.sleep(seconds)
+        seen = await self._house.fleet("measure")
+        used = [cpu_s(pid) - start for pid, start in zip(pids, before, strict=True)]
+        self._driver.check()
+        if seen["failures"]:
+            self._tell(f"workers report: {seen['failures'][:5]}")
+        tokens = max(1, seen["tokens"])
+        return {
+            "tokens_per_s": round(tokens / seen["seconds"]),
+            "answers": seen["answers"],
+            "placements": seen["placements"],
+            "ack_p50_ms": round(percentile(seen["answers"], 0.5) * 1e3, 2),
+            "ack_p99_ms": round(percentile(seen["answers"], 0.99) * 1e3, 2),
+            "placement_p99_ms": round(percentile(seen["placements"], 0.99) * 1e3, 2),
+            "messages_per_s": round(len(seen["answers"]) / seen["seconds"]),
+            "coordinator_cpu_s_per_mtok": round(used[0] / tokens * 1e6, 3),
+            "redis_cpu_s_per_mtok": round(used[1] / tokens * 1e6, 3),
+            "workers_cpu_share": round(seen["cpu_s"] / seen["seconds"], 2),
+        }
+
+    async def _steady(self, raw_cpu: float) -> None:
+        windows = []
+        for _ in range(_WINDOWS):
+            windows.append(await self.window(self._load.seconds / _WINDOWS))
+            self._tell(str({k: v for k, v in windows[-1].items() if k not in {"answers", "placements"}}))
+        answers = [value for one in windows for value in one["answers"]]
+        placements = [value for one in windows for value in one["placements"]]
+        cpu = {
+            name: sum(one[name] for one in windows) / _WINDOWS
+            for name in ("coordinator_cpu_s_per_mtok", "redis_cpu_s_per_mtok")
+        }
+        self.figures |= {
+            "control_plane_tokens_per_s": round(sum(one["tokens_per_s"] for one in windows) / _WINDOWS),
+            "ack_p50_ms": spread(answers, "ms", 1e3)["p50_ms"],
+            "ack_p99_ms": min(one["ack_p99_ms"] for one in windows),
+            "ack_p99_all_windows_ms": spread(answers, "ms", 1e3)["p99_ms"],
+            "placement_p50_ms": spread(placements, "ms", 1e3)["p50_ms"],
+            "placement_p99_ms": min(one["placement_p99_ms"] for one in windows),
+            "placement_p99_all_windows_ms": spread(placements, "ms", 1e3)["p99_ms"],
+            "placements": len(placements),
+            "messages_per_s": windows[0]["messages_per_s"],
+            **{name: round(value, 3) for name, value in cpu.items()},
+            "cpu_cost_over_raw_redis": round(sum(cpu.values()) / raw_cpu, 2),
+        }
+
+    async def _lose(self) -> None:
+        """Lose workers, half by a broken stream, half in silence; new ones take their places."""
+        hows = ("vanish", "silence")
+        for number in range(2 * self._load.losses):
+            lost = (await self._house.fleet("lose", how=hows[number % 2]))["worker"]
+            await wait_until(partial(self._driver.lost.__contains__, lost), timeout=30, what=f"the loss of {lost}")
+            await self._house.fleet("open", workers=1, slots=self._load.rollouts)
+
+        async def resumed() -> dict[str, Any]:
+            losses: dict[str, Any] = (await self._house.fleet("measure"))["losses"]
+            lost = {rollout for one in losses.values() for rollout in one["rollouts"] if rollout not in one["resumed"]}
+            return {} if lost & self._driver.unfinished.keys() else losses
+
+        losses: dict[str, Any] = await wait_until(
+            resumed, timeout=60, interval=0.5, what="every lost rollout elsewhere"
+        )
+        for how, name in zip(hows, ("broken_stream", "silent"), strict=True):
+            mine = {worker: one for worker, one in losses.items() if one["how"] == how}
+            detected = [self._driver.lost[worker] - one["at"] for worker, one in mine.items()]
+            resumes = [at - self._driver.lost[worker] for worker, one in mine.items() for at in one["resumed"].values()]
+            self.figures |= {f"{name}_detection_{k}": v for k, v in spread(detected, "s").items()}
+            self.figures |= {f"{name}_resume_{k}": v for k, v in spread(resumes, "s").items()}
+        figures = self.figures
+        figures["detection_p99_s"] = figures["silent_detection_p99_s"]
+        for share in ("p50_s", "p99_s"):
+            figures[f"resume_{share}"] = max(figures[f"{name}_resume_{share}"] for name in ("broken_stream", "silent"))
+        self._tell(f"detection and resume: { {k: v for k, v in figures.items() if 'tect' in k or 'resume' in k} }")
+
+    async def _search(self) -> None:
+        """The highest rate whose tokens are stored as they come, with a p99 that is not beyond the limit."""
+        good, bad = 0.0, math.inf
+        rate = self._load.rate
+        while bad / max(good, 1.0) > 1.1:
+            await self._house.fleet("pace", rate=rate)
+            await asyncio.sleep(1.0)
+            windows = [await self.window(_SEARCH_S / 2) for _ in range(2)]
+            best = min(windows, key=lambda one: one["ack_p99_ms"])
+            stored = max(one["tokens_per_s"] for one in windows)
+            holds = best["ack_p99_ms"] < _GIVES_IN_MS and stored > 0.97 * rate
+            self._tell(
+                f"{rate:,.0f} tokens/s: {stored:,} stored, p99 {best['ack_p99_ms']} ms: {'holds' if holds else 'no'}"
+            )
+            if holds:
+                good = rate
+                self.figures |= {"highest_tokens_per_s": round(rate), "highest_ack_p99_ms": best["ack_p99_ms"]}
+            else:
+                bad = rate
+                await self._house.fleet("pace", rate=self._load.rate / 4)  # let it catch up
+                await asyncio.sleep(2.0)
+            rate = rate * _STEP if bad == math.inf else math.sqrt(max(good, rate / _STEP**2) * bad)
+            if rate < self._load.rate / 4:
+                break
