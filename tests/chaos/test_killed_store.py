@@ -167,13 +167,14 @@ async def kill_under_writes(directory: Path) -> None:
         for _ in range(20):
             least = sum(acknowledged) + 200
             await wait_until(lambda least=least: sum(acknowledged) >= least, what="writes")  # type: ignore[misc]
+            life = link.life
             redis.kill()
             redis.start()
+            await wait_until(lambda life=life: link.life != life, what="the link to the next life")  # type: ignore[misc]
         assert not any(writer.done() for writer in writers)
         for writer in writers:
             writer.cancel()
         await asyncio.gather(*writers, return_exceptions=True)
-        await wait_until(link._up.is_set, what="the link after the last restart")
         for number, count in enumerate(acknowledged):
             assert await link.call("HLEN", f"k{number}") - count in {0, 1}
         await link.close()
