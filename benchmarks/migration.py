@@ -40,6 +40,10 @@ SPOT: Final = ("spot_aws_g4dn_24.csv", "spot_gcp_a100x1_64.csv")
 LENGTHS: Final = "response_length_deepseek_r1_quantiles.csv"
 STRETCHES: Final = (1.0, 4.0)
 OUT: Final = ROOT / "benchmarks" / "results" / "migration.json"
+#: All three levels are to take four minutes on two cores: of steady load, of workers lost each way, and of real kills.
+_QUICK_S: Final = 10.0
+_QUICK_LOSSES: Final = 3
+_QUICK_KILLS: Final = 3
 #: Level -> its name, and what it is.
 LEVELS: Final = {
     "a": ("replay", "spot traces in simulated time"),
@@ -139,10 +143,11 @@ def run_level(level: str, inputs: Inputs, *, quick: bool, tell: Tell) -> dict[st
     if level == "b":
         from benchmarks.control_plane import level as control_plane
 
-        return {"figures": control_plane.run_level(quick=quick, tell=tell)}
+        load = control_plane.Load(seconds=_QUICK_S, losses=_QUICK_LOSSES) if quick else None
+        return {"figures": control_plane.run_level(quick=quick, tell=tell, load=load)}
     from benchmarks.real_kills import level as real_kills
 
-    return {"figures": real_kills.run_level(quick=quick, notify=tell)}
+    return {"figures": real_kills.run_level(quick=quick, kills=_QUICK_KILLS if quick else 0, notify=tell)}
 
 
 def worst(name: str, values: Sequence[float]) -> float:
