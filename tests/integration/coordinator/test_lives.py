@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from ebbtide.coordinator.service import Coordinator
+from ebbtide.coordinator.settings import Settings
 from ebbtide.errors import InvalidRequest, StoreUnavailable, Unavailable
 from ebbtide.store.store import _FSYNC_S
 from ebbtide.testing import EmbeddedRedis, wait_until
@@ -240,3 +242,15 @@ def lease_of(run: Any) -> Any:
     from ebbtide.types.run import LeaseRef
 
     return LeaseRef(run_id="r", role=run.lease.role, fence=run.lease.fence)
+
+
+async def test_a_store_that_would_come_back_empty_and_wipe_its_replica_is_refused(tmp_path: Path) -> None:
+    primary = EmbeddedRedis(tmp_path / "a", tcp=True, options={"appendonly": "no"})
+    with primary, EmbeddedRedis(tmp_path / "b", replica_of=primary) as replica:
+        await wait_until(lambda: replica.info("master_link_status") == "up", what="the replica in step")
+        coordinator = Coordinator(Settings(store_url=primary.url))
+        try:
+            with pytest.raises(StoreUnavailable, match="would be empty and wipe them; turn on appendonly"):
+                await coordinator.open()
+        finally:
+            await coordinator.close()
