@@ -208,8 +208,8 @@ def kept(name: str, value: Any) -> bool:
 def number(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(number, value))
-    if value is None:
-        return "null"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
