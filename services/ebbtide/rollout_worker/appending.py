@@ -29,6 +29,8 @@ from ebbtide.v1.fleet_pb2_grpc import FleetStub
 log = telemetry.get_logger(__name__)
 #: Messages on their way at once: two seconds' worth at four flushes a second.
 _IN_FLIGHT: Final = 8
+#: A stream that lasted so long was a good one: the next is opened soon.
+_LONG_S: Final = 10.0
 
 
 class Flying(NamedTuple):
@@ -80,13 +82,17 @@ class Appender:
 
     async def run(self, session: str) -> None:
         """One stream after the other, for ever. Raises `NotFound` once the session is over."""
-        for pause in pauses(0.05, 1.0):
+        waits = pauses(0.05, 1.0)
+        while True:
+            began = time.monotonic()
             try:
                 with translated("coordinator", self._target):
                     await self._stream(session)
             except Unavailable as error:
                 log.warning("append stream broken", reason=str(error))
-            await asyncio.sleep(pause)
+            if time.monotonic() - began > _LONG_S:
+                waits = pauses(0.05, 1.0)
+            await asyncio.sleep(next(waits))
 
     async def _stream(self, session: str) -> None:
         stream = Stream(self._stub.Append())

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ebbtide.rollout_worker.outbox import MESSAGE_DELTAS, MESSAGE_TOKENS, Outbox
+from ebbtide.rollout_worker.outbox import MESSAGE_DELTAS, MESSAGE_TOKENS, Message, Outbox
 from ebbtide.types.appends import Ack, Delta
 from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.rollout import FinishReason
@@ -285,3 +285,114 @@ def test_whatever_gets_lost_the_store_ends_with_the_whole_response(seed: int) ->
             outbox.settle(acks, durable=True, now=now)
     assert store.stored == tokens(made)
     assert outbox.unacknowledged == 0
+
+
+class Pipeline:
+    """A stream to a store: messages arrive, and answers come, in order and late. It breaks, and the store forgets."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.stored: dict[str, bytes] = {}
+        self.finished: set[str] = set()
+        self.coming: list[Message] = []
+        self.answers: list[list[Ack]] = []
+
+    def often(self, share: float) -> bool:
+        return self.draw.random() < share
+
+    def send(self, message: Message) -> None:
+        self.coming.append(message)
+
+    def arrive(self) -> None:
+        message = self.coming.pop(0)
+        self.answers.append([self.take(delta, message.number) for delta in message.deltas])
+
+    def take(self, delta: Delta, number: int) -> Ack:
+        name = delta.ref.attempt_id
+        kept, count = self.stored.setdefault(name, b""), len(delta.tokens) // TOKEN_BYTES
+        length = len(kept) // TOKEN_BYTES
+        if delta.offset + count > length and delta.offset != length:
+            return Ack(name, GAP, length, False, number)
+        if delta.offset == length:
+            self.stored[name] = kept + delta.tokens
+        length = len(self.stored[name]) // TOKEN_BYTES
+        if delta.finish is not None and delta.offset + count == length:
+            self.finished.add(name)
+        return Ack(name, STORED, length, name in self.finished, number)
+
+    def forget(self) -> None:
+        """A restart that loses the end of everything that is not finished."""
+        for name in self.stored.keys() - self.finished:
+            keep = self.draw.randrange(len(self.stored[name]) // TOKEN_BYTES + 1)
+            self.stored[name] = self.stored[name][: keep * TOKEN_BYTES]
+
+    def break_off(self) -> None:
+        """Some of what was on its way arrived, and no answer came back."""
+        while self.coming and self.often(0.5):
+            self.arrive()
+        self.coming.clear()
+        self.answers.clear()
+
+    def step(self, outbox: Outbox, now: float) -> None:
+        """Something of all this happens, or nothing."""
+        if self.often(0.01):
+            self.forget()
+        if self.often(0.01) or (len(outbox) and not self.coming and outbox.due == math.inf and now > 10):
+            self.break_off()
+            outbox.rewind(now)
+        if outbox.due <= now and len(self.coming) < 8:
+            self.send(outbox.take(now))
+        if self.coming and self.often(0.3):
+            self.arrive()
+        if self.answers and self.often(0.3):
+            outbox.settle(self.answers.pop(0), durable=True, now=now)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_with_many_messages_in_flight_every_response_ends_whole_in_the_store(seed: int) -> None:
+    outbox = Outbox(flush_tokens=8, flush_interval_s=0.1, limit=10_000, jitter=lambda: 0.9)
+    pipeline, now = Pipeline(seed), 0.0
+    wanted = {f"n{number}": pipeline.draw.randrange(1, 120) for number in range(4)}
+    made = dict.fromkeys(wanted, 0)
+    for name in wanted:
+        outbox.open(ref(name), b"")
+    while len(outbox) and now < 50:
+        now += 0.01
+        for name, end in wanted.items():
+            if name in outbox and (count := min(pipeline.draw.randrange(4), end - made[name])):
+                outbox.append(name, tokens(count, made[name]), now)
+                made[name] += count
+                if made[name] == end:
+                    outbox.finish(name, FinishReason.STOP, now)
+        pipeline.step(outbox, now)
+    assert pipeline.stored == {name: tokens(end) for name, end in wanted.items()}
+    assert outbox.unacknowledged == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_token_waits_longer_than_the_window_while_messages_are_taken_when_due(seed: int) -> None:
+    draw = random.Random(seed)
+    outbox = Outbox(flush_tokens=8, flush_interval_s=0.25, limit=10_000, jitter=lambda: draw.uniform(0.75, 1.0))
+    names = [f"n{number}" for number in range(6)]
+    made = dict.fromkeys(names, 0)
+    unsent: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        outbox.open(ref(name), b"")
+    now = 0.0
+    for _ in range(3000):
+        step = draw.uniform(0.0, 0.02)
+        while outbox.due <= now + step:
+            now, step = max(now, outbox.due), max(0.0, now + step - outbox.due)
+            for delta in outbox.take(now).deltas:
+                waited = unsent[delta.ref.attempt_id]
+                assert now - waited[0] <= 0.25 + 1e-9
+                del waited[: len(delta.tokens) // TOKEN_BYTES]
+        now += step
+        name = draw.choice(names)
+        outbox.append(name, tokens(1, made[name]), now)
+        if made[name] == 0:
+            assert outbox.due <= now + 0.02 + 1e-9
+        made[name] += 1
+        unsent[name].append(now)
+        assert len(unsent[name]) <= 8
+        assert all(now - waited[0] <= 0.25 + 1e-9 for waited in unsent.values() if waited)
