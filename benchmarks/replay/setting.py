@@ -17,8 +17,8 @@ class Setting(Struct, frozen=True, kw_only=True):
     `spread`: workers are up to so much faster or slower. `boot_s` and `pull_s`: from the machine's start to its first
     token. A loss is noticed after `detection_s`; what was flushed last, `flush_s` or `flush_tokens` ago at most, is
     kept. A rollout that goes on elsewhere is on its way for `handover_s` and then holds up its new engine for a
-    prefill of all it has. `gap_s`: between steps. `first_prefill`: whether first starts cost a prefill too (they do
-    in every policy alike).
+    prefill of all it has. That a rollout has started is known `start_s` after it was given. `gap_s`: between
+    steps. First starts cost no prefill: they would in every policy alike.
     """
 
     rate: float = 30.0
@@ -30,6 +30,7 @@ class Setting(Struct, frozen=True, kw_only=True):
     pull_s: float = 15.0
     detection_s: float = 3.0
     handover_s: float = 0.5
+    start_s: float = 0.05
     flush_s: float = 0.25
     flush_tokens: int = 32
     prefill_tokens_per_s: float = 10_000.0

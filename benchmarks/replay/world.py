@@ -194,6 +194,8 @@ class World:
             self._expect(self._workers[name])
         if placements:
             self._wake()
+        if placements and len(self._line):  # once those have started, their workers may have more
+            self._at(self._now + self._setting.start_s, lambda: None)
 
     def _host(self, worker: Worker, slots: int, *, promised: int = 0) -> Host:
         return Host(

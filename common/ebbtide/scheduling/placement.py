@@ -22,8 +22,8 @@ class Host(Struct, frozen=True, kw_only=True):
 
     `worker_id` is the key that a placement names; `name` is the worker's own. `running`: all that it was given,
     `pending`: of those, the ones that have not started; `probation`: of those, the ones whose last attempt was barren.
-    `rate`: tokens/s that each of its rollouts would make with one more (0: not known, taken for typical), `plateau`: up
-    to how many rollouts that holds (0: not known).
+    `rate`: tokens/s that each of its rollouts would make with one more, `plateau`: up to how many rollouts that holds
+    (0: not known, taken for typical).
     """
 
     worker_id: str
@@ -119,9 +119,9 @@ def may_take(one: Waiting, host: Host) -> bool:
 class _Room:
     """What is left of a host while places are given away."""
 
-    def __init__(self, host: Host, limit: int, typical: float) -> None:
+    def __init__(self, host: Host, limit: int, rate: float, plateau: float) -> None:
         self.host = host
-        self.rate = host.rate or typical
+        self.rate, self.plateau = host.rate or rate, host.plateau or plateau
         self.given = 0
         self.left = min(host.slots - host.running, limit - host.pending)
         self.probation = host.probation
@@ -138,7 +138,7 @@ class _Room:
         ties by name, so that a decision can be repeated. Beyond the plateau all that run share what it makes.
         """
         host, load = self.host, self.host.running + self.given + 1
-        rate = self.rate * max(host.running + 1, host.plateau) / max(load, host.plateau)
+        rate = self.rate * max(host.running + 1, self.plateau) / max(load, self.plateau)
         return _tenths(rate), (host.slots - load + 1) / host.slots, host.worker_id
 
 
@@ -152,9 +152,9 @@ class _Rooms:
 
     def __init__(self, hosts: Sequence[Host], limit: Callable[[Host], int]) -> None:
         self._hosts = hosts
-        known = [host.rate for host in hosts if host.rate]
-        typical = median(known) if known else 0.0
-        self.open = [room for host in hosts if (room := _Room(host, limit(host), typical)).left > 0]
+        rate = median([host.rate for host in hosts if host.rate] or [0.0])
+        plateau = median([host.plateau for host in hosts if host.plateau] or [0])
+        self.open = [room for host in hosts if (room := _Room(host, limit(host), rate, plateau)).left > 0]
         self._within: dict[Bounds, list[_Room]] = {}
         self._context = min((host.max_model_len for host in hosts), default=0)
 
