@@ -110,8 +110,8 @@ def _find_bugs(options: argparse.Namespace) -> int:
     found: dict[str, int] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         hunts = [pool.submit(hunt, name, seeds) for name in BUGS]
-        for hunt in hunts:
-            name, seed, wrong = hunt.result()
+        for one in hunts:
+            name, seed, wrong = one.result()
             found[name] = seed
             say(f"{name}: " + (f"seed {seed}: {wrong}" if seed >= 0 else f"NOT FOUND in {len(seeds)} seeds"))
     missed = [name for name, seed in found.items() if seed < 0]

@@ -71,7 +71,7 @@ class Acks:
             ack = others.get(index)
             if ack is None:
                 self._check(delta.rollout_id, delta.end, finished=delta.finishes)
-            elif ack.status != AppendStatus.SUPERSEDED:
+            elif AppendStatus(ack.status) is not AppendStatus.SUPERSEDED:
                 self._check(delta.rollout_id, ack.stored, finished=ack.finished)
 
     def _check(self, name: str, stored: int, *, finished: bool) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ebbtide.coordinator.appending import Appending
 from ebbtide.coordinator.attempts import Attempts as Handed
 from ebbtide.coordinator.recovery import Recovery
 from ebbtide.errors import StoreUnavailable
@@ -184,4 +183,3 @@ BUGS: Final[dict[str, Bug]] = {
         (Outbox, "settle", _keeps_superseded), (Handed, "adopt", _adopts_anything)
     ),
 }
-assert Appending  # acknowledges

@@ -133,10 +133,9 @@ class Call:
             raise asyncio.InvalidStateError("RPC already finished.")
         if self._closed:
             raise asyncio.InvalidStateError('RPC is half closed after calling "done_writing".')
-        while self._outgoing is not None and self._code is None:
+        while self._outgoing is not None and not self.done():
             await self._news()
-        if self._code is not None:
-            self._raise_for_status()
+        self._raise_for_status()
         self.send(("message", encoded(message)))
         await asyncio.sleep(0)
 

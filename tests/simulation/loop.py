@@ -191,10 +191,10 @@ class SimLoop(asyncio.BaseEventLoop):
         ready = proc.ready
         while ready and not proc.stopped:
             handle = ready.popleft()
-            if handle._cancelled:  # type: ignore[attr-defined]
+            if handle._cancelled:
                 continue
             self.steps += 1
-            handle._run()  # type: ignore[attr-defined]
+            handle._run()
             if proc.cost is not None:
                 proc.rest()
                 return
@@ -207,7 +207,7 @@ class SimLoop(asyncio.BaseEventLoop):
         timers = self._timers
         while timers:
             when, _, timer = heapq.heappop(timers)
-            if timer._cancelled:  # type: ignore[attr-defined]
+            if timer._cancelled:
                 continue
             self.now = max(self.now, when)
             proc = timer._context.get(current, self.outside)  # type: ignore[attr-defined]
@@ -238,7 +238,9 @@ class SimLoop(asyncio.BaseEventLoop):
         self.call_later(self.random.uniform(0.0, _THREAD_S), work)
         return done
 
-    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
+    def add_signal_handler(  # type: ignore[override]
+        self, sig: int, callback: Callable[..., object], *args: Any
+    ) -> None:
         current.get().signals[sig] = lambda: callback(*args)
 
     async def create_connection(  # type: ignore[override]
@@ -253,7 +255,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return [
             f"task {task.get_name()}: {task.exception()!r}"
             for task in self.tasks
-            if task.done() and not task.cancelled() and task._log_traceback  # type: ignore[attr-defined]
+            if task.done() and not task.cancelled() and task._log_traceback
             if not isinstance(task.exception(), Exited)
         ]
 

@@ -102,7 +102,8 @@ def patched(
     chance, events = loop.random, itertools.count(1)
     disk: Any = ebbtide.weight_relay.disk
     reflection = SimpleNamespace(enable_server_reflection=lambda *_: None, SERVICE_NAME="reflection")
-    logger, records = _logger_class(log), Records(log)
+    logger: Any = _logger_class(log)
+    records = Records(log)
 
     def end_at_once(code: int) -> None:
         ended(current.get(), code)

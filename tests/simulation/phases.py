@@ -31,6 +31,7 @@ class Watcher:
         self._seen: asyncio.Future[str] | None = None
         self._message: asyncio.Future[Wire] | None = None
         self._pass = 0
+        self._flush: asyncio.Future[str] | None = None
         world.taps.append(self._frame)
         world.ears.append(self._engine)
         world.monitor.on_state = self._state
@@ -56,6 +57,11 @@ class Watcher:
         self._message = asyncio.get_running_loop().create_future()
         self._pass = skip
         return await self._message
+
+    async def flush(self) -> str:
+        """The next worker that sends tokens."""
+        self._flush = asyncio.get_running_loop().create_future()
+        return await self._flush
 
     def _travels(self, wire: Wire, method: str, kind: str) -> None:
         waits = self._message is not None and not self._message.done()
@@ -87,6 +93,8 @@ class Watcher:
         self._travels(wire, method, kind)
         if method.endswith("/Append") and kind == "message" and source.name[0] == "w" and len(data) > _BARE_MESSAGE:
             self._occurs("mid-flush", source.name)
+            if self._flush is not None and not self._flush.done():
+                self._flush.set_result(source.name)
         elif kind == "open" and method.endswith(("/FetchTiles", "/GetManifest")):
             self._occurs("mid-weight-pull", source.name)
 
@@ -107,6 +115,8 @@ class Chaos:
         """Ends when all has been done and undone."""
         world, loop = self._world, self._world.loop
         loop.outside.spawn(self._break_connections(), "broken connections")
+        if loop.random.random() < 0.4:
+            loop.outside.spawn(self._lose_store(), "lost store")
         await asyncio.sleep(loop.random.uniform(0.0, 1.5))
         missed = [fault for fault in self._faults if not await self._bring(fault, alone=fault.alone)]
         for fault in missed:
@@ -153,7 +163,23 @@ class Chaos:
             await asyncio.sleep(chance.uniform(0.0, 0.006))
             if any(wire.open):
                 world.note("break", f"{wire.procs}")
+                if chance.random() < 0.5:  # answers get lost for a while, what is asked for is done
+                    wire.vanishing[1] = True
+                    await asyncio.sleep(chance.uniform(0.1, 1.5))
                 wire.break_at(chance.randrange(2), "connection reset by peer")
+
+    async def _lose_store(self) -> None:
+        """Once, perhaps: what the coordinator asks of the store is lost for seconds, and a worker dies meanwhile."""
+        world, chance = self._world, self._world.loop.random
+        await asyncio.sleep(chance.uniform(0.5, 20.0))
+        who = await self._watcher.flush()
+        for wire in world.network.wires:
+            if wire.procs[1].name == "redis":
+                world.note("break", f"{wire.procs} says nothing any more")
+                wire.vanishing[0] = True
+                world.loop.outside.after(chance.uniform(3.5, 8.0), wire.break_at, 0, "connection reset by peer")
+        await asyncio.sleep(chance.uniform(0.0, 0.5))
+        self.breaker.strike(chance.choice(("SIGKILL", "SIGKILL", "half-open")), who)
 
     def _target(self, cell: Cell, who: str) -> str:
         if cell.component != "worker":

@@ -115,7 +115,10 @@ class Server:
         self.proc = proc
         self._lives += 1
         self.fake.script_cache.clear()
-        self._network.listen(PORT, proc, lambda wire: Connection(self, wire))
+        self._network.listen(PORT, proc, self._accept)
+
+    def _accept(self, wire: Wire) -> None:
+        wire.ends[1] = Connection(self, wire)
 
     def lose_tail(self, kept: int) -> None:
         """Forget all but the first `kept` commands, as a file that was not synced does."""
@@ -167,7 +170,6 @@ class Connection:
     def __init__(self, server: Server, wire: Wire) -> None:
         self._server, self._wire = server, wire
         self._reader = hiredis.Reader()
-        wire.ends[1] = self
 
     def arrived(self, frame: tuple[Any, ...]) -> None:
         self._reader.feed(frame[1])

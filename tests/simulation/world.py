@@ -123,7 +123,10 @@ class World:
     def _service(self, name: str) -> tuple[Main, ProcessSettings]:
         if name == "coordinator":
             coordinator = CoordinatorSettings(
-                server=ServerSettings(listen=COORDINATOR, token=TOKEN), store_url=_STORE, lease_ttl_s=6.0
+                server=ServerSettings(listen=COORDINATOR, token=TOKEN),
+                store_url=_STORE,
+                lease_ttl_s=6.0,
+                reattach_grace_s=self.plan.reattach_grace_s,
             )
             return lambda shutdown: serve_coordinator(coordinator, shutdown), coordinator
         if name == "relay":
