@@ -85,7 +85,7 @@ class _Level:
             self._driver.check()
             return bool((await self._house.fleet("measure"))["running"] >= want * 0.98)
 
-        await wait_until(filled, timeout=60, interval=0.5, what="all rollouts placed")
+        await wait_until(filled, timeout=180, interval=0.5, what="all rollouts placed")
         self._tell(f"{want} rollouts on {load.workers} workers")
 
     async def window(self, seconds: float) -> dict[str, Any]:
