@@ -256,11 +256,11 @@ class Dispatcher:
 
     async def _fill(self, run: RunState) -> None:
         while run.line and not run.stale:
-            hosts = [host for _, host in self._hosts(run)]
-            if all(host.running >= host.slots for host in hosts):
-                return
-            hosts += self._coming(run, time.monotonic())
-            async with run.changing():
+            async with run.changing():  # workers may leave while it is waited for: look at them behind it
+                hosts = [host for _, host in self._hosts(run)]
+                if all(host.running >= host.slots for host in hosts):
+                    return
+                hosts += self._coming(run, time.monotonic())
                 placements = place(run.line, hosts, run.homes, at_most=_PLACE_AT_ONCE)
                 if not placements:
                     return
