@@ -165,6 +165,7 @@ class Chaos:
                 world.note("break", f"{wire.procs}")
                 if chance.random() < 0.5:  # answers get lost for a while, what is asked for is done
                     wire.vanishing[1] = True
+                    wire.judge()
                     await asyncio.sleep(chance.uniform(0.1, 1.5))
                 wire.break_at(chance.randrange(2), "connection reset by peer")
 
