@@ -100,6 +100,19 @@ class Stuck(Exception):
     """Nothing can ever happen any more, or too much happens at one instant."""
 
 
+class Handle(asyncio.Handle):
+    """asyncio's, made with less ado."""
+
+    __slots__ = ()
+
+    def __init__(  # it takes the place of what asyncio's does for a loop that may be debugged
+        self, callback: Any, args: Any, loop: Any, context: contextvars.Context | None
+    ) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop, self._callback, self._args = loop, callback, args
+        self._cancelled, self._repr, self._source_traceback = False, None, None
+
+
 class SimLoop(asyncio.BaseEventLoop):
     """`outside` is the process of whoever watches and breaks the others."""
 
@@ -137,7 +150,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = Handle(callback, args, self, context)
         proc = handle._context.get(current, self.outside)  # type: ignore[attr-defined]
         if proc.alive and not self._over:
             proc.ready.append(handle)

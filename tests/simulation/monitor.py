@@ -55,6 +55,9 @@ class Monitor:
         self.owner: dict[str, Proc] = {}  # attempt -> who generates
         self.of: dict[str, str] = {}  # attempt -> rollout
         self.starts: dict[str, int] = {}  # attempt -> stored at its begin
+        self._names = {key: name for name, one in self.rollouts.items() for key in (one.row, one.tokens, one.field)}
+        self._order = {name: place for place, name in enumerate(self.rollouts)}
+        self._fenced = False
         self._fence = run_key(RUN, "FENCE").encode()
         self._versions = run_key(RUN, "VERSIONS").encode()
         self._done = run_key(RUN, "DONE").encode()
@@ -74,10 +77,23 @@ class Monitor:
             return
         self._check_stale(command, reply)
         assert self.store is not None
+        touched = self.store.touched
+        if (self._fence in self.store.data) is not self._fenced:
+            self._fenced = not self._fenced
+            self.look(list(self.rollouts))
+        elif names := {self._names[key] for key in touched & self._names.keys()}:
+            self.look(sorted(names, key=self._order.__getitem__))
+        touched.clear()
+
+    def look(self, names: list[str]) -> None:
+        """Hold these rollouts, as the store has them now, against what they were."""
+        assert self.store is not None
         data = self.store.data
         fences = data.get(self._fence)
         running = fences.value._values if fences is not None else {}
-        for name in self._journal.requests:
+        for name in names:
+            if name not in self._journal.requests:
+                continue
             one = self.rollouts[name]
             row, tokens = data.get(one.row), data.get(one.tokens)
             values = row.value._values if row is not None else {}
