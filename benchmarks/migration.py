@@ -2,8 +2,8 @@
 
     python benchmarks/migration.py [--trace PATH ...] [--lengths PATH ...] [--levels abc] [--quick] [--out PATH]
 
-(a) Whole spot traces in simulated time, on the very code that decides in the coordinator: restart, migrate, balance,
-    and an oracle.
+(a) Whole spot traces in simulated time, on the very code that decides in the coordinator: restart, migrate,
+    balance, and the clairvoyant longest-first schedule on the same fleet as the oracle.
 (b) The real coordinator, Redis and gRPC in real time, with scripted workers in a process of their own.
 (c) Real vLLM workers that are really killed, each token compared with that of an undisturbed run.
 
@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from msgspec import Struct
 from rich.console import Console
 
@@ -31,7 +32,8 @@ ROOT: Final = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
 
 from benchmarks.conditions import conditions  # noqa: E402 - after the path
-from benchmarks.replay.traces import read_lengths, read_spot  # noqa: E402
+from benchmarks.replay.report import LEGEND  # noqa: E402
+from benchmarks.replay.traces import CAP_HELP, CAP_TOKENS, read_lengths, read_spot  # noqa: E402
 from benchmarks.synthetic import CALM, CHURNY, write_lengths, write_trace  # noqa: E402
 
 Tell = Callable[[str], None]
@@ -70,8 +72,8 @@ PROMISED: Final[dict[str, tuple[str, str, float]]] = {
 }
 #: What must be known to read a figure.
 NOTES: Final = {
-    "share_of_oracle": "simulated; the oracle knows every length, moves rollouts for nothing, and loses no time and no "
-    "token, so that no policy reaches it; replay_share_of_blind compares with one who knows no length",
+    "share_of_oracle": f"simulated; {LEGEND['share_of_oracle']}",
+    **{f"replay_{share}": f"simulated; {what}" for share, what in LEGEND.items() if share != "share_of_oracle"},
     "share_generated_twice": "simulated; replay_share_generated_twice_by_restart: the same of restarting from zero",
     "speedup_over_restart": "simulated",
     "ack_p99_ms": "of several windows the best; over all of them: control_plane_ack_p99_all_windows_ms",
@@ -88,6 +90,7 @@ class Inputs(Struct, frozen=True, kw_only=True):
     traces: list[Path]
     lengths: list[Path]
     stretches: Sequence[float] = STRETCHES
+    cap: int = CAP_TOKENS
     said: dict[str, str]
 
 
@@ -96,7 +99,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     files: dict[str, Any] = {"type": Path, "nargs": "+", "action": "extend", "default": []}
     parser.add_argument("--trace", help="spot traces; named alone, only level a runs", **files)
     parser.add_argument("--lengths", help="response lengths, likewise", **files)
-    parser.add_argument("--stretch", type=float, nargs="+", default=STRETCHES, help="factors on the lengths (cap 32k)")
+    parser.add_argument("--stretch", type=float, nargs="+", default=STRETCHES, help="factors on the lengths")
+    parser.add_argument("--cap", type=int, default=CAP_TOKENS, help=CAP_HELP)
     parser.add_argument("--levels", default="", help="some of abc; default: all")
     parser.add_argument("--quick", action="store_true", help="the same on less data: 4 minutes on two cores")
     parser.add_argument("--out", type=Path, default=OUT)
@@ -137,7 +141,10 @@ def run_level(level: str, inputs: Inputs, *, quick: bool, tell: Tell) -> dict[st
     if level == "a":
         from benchmarks import replay
 
-        report = replay.run_level(inputs.traces, inputs.lengths, stretches=inputs.stretches, quick=quick, say=tell)
+        setting = replay.Setting(cap_tokens=inputs.cap)
+        report = replay.run_level(
+            inputs.traces, inputs.lengths, stretches=inputs.stretches, setting=setting, quick=quick, say=tell
+        )
         tell(replay.table([*report["cases"], *report["ablation"]]))
         return report
     if level == "b":
@@ -240,12 +247,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     began, under = time.monotonic(), conditions()
     with tempfile.TemporaryDirectory(prefix="ebbtide-migration-") as scratch:
         inputs = gather_inputs(options.trace, options.lengths, options.stretch, Path(scratch))
+        inputs = msgspec.structs.replace(inputs, cap=options.cap)
         found, failed, took = run_levels(options, inputs, console)
     seconds = round(time.monotonic() - began, 1)
     under |= {
         "quick": options.quick,
         "inputs": inputs.said,
         "stretches": list(inputs.stretches),
+        "cap_tokens": inputs.cap,
         "seconds": seconds,
         "levels": took,
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks.replay.report import table
 from benchmarks.replay.run import run_level
 from benchmarks.replay.setting import Setting
+from benchmarks.replay.traces import CAP_HELP, CAP_TOKENS
 
 
 def main() -> None:
@@ -15,7 +16,8 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=Path, action="append", required=True, help="quantile,output_tokens or tokens,cdf"
     )
-    parser.add_argument("--stretch", type=float, nargs="+", default=[1.0, 4.0], help="factors on the lengths (cap 32k)")
+    parser.add_argument("--stretch", type=float, nargs="+", default=[1.0, 4.0], help="factors on the lengths")
+    parser.add_argument("--cap", type=int, default=CAP_TOKENS, help=CAP_HELP)
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 8], help="rollouts that a worker runs at once")
     parser.add_argument("--start-s", type=float, default=0.0, help="begin of a window of the trace")
     parser.add_argument("--span-s", type=float, default=0.0, help="length of the window (0: the whole trace)")
@@ -31,7 +33,7 @@ def main() -> None:
         args.lengths,
         stretches=args.stretch,
         slots=args.slots,
-        setting=Setting(seed=args.seed, gap_s=args.gap_s),
+        setting=Setting(seed=args.seed, gap_s=args.gap_s, cap_tokens=args.cap),
         quick=args.quick,
         ablation=not args.no_ablation,
         start_s=args.start_s,

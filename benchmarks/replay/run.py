@@ -8,9 +8,20 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from benchmarks.replay.oracle import blind_ends, ends
+from benchmarks.replay.bound import blind_ends, ends
+from benchmarks.replay.report import LEGEND, SHARES
 from benchmarks.replay.result import Result, speed_ratio
-from benchmarks.replay.setting import ABLATION, BALANCE, LONGEST_FIRST, MIGRATE, POLICIES, RESTART, Policy, Setting
+from benchmarks.replay.setting import (
+    ABLATION,
+    BALANCE,
+    MIGRATE,
+    ORACLE,
+    PLATEAU_FIRST,
+    POLICIES,
+    RESTART,
+    Policy,
+    Setting,
+)
 from benchmarks.replay.traces import Distribution, FleetEvent, read_lengths, read_spot, serving, window
 from benchmarks.replay.world import World
 
@@ -29,7 +40,7 @@ def draw_steps(lengths: Distribution, *, stretch: float, until: float, setting: 
     steps: list[list[int]] = []
     soonest = 0.0
     while soonest <= until:
-        steps.append([lengths.draw(draw, stretch=stretch) for _ in range(setting.rollouts)])
+        steps.append([lengths.draw(draw, stretch=stretch, cap=setting.cap_tokens) for _ in range(setting.rollouts)])
         soonest += max(1.0, max(steps[-1]) / setting.rate)
     return steps
 
@@ -52,12 +63,13 @@ def replay(
         say(f"  {policy.name}: {len(result.ends)} steps in {results[-1][1]:.1f} s")
     fleet = serving(events, setting.boot_s + setting.pull_s)
     alike = not setting.spread and not setting.context_tokens
-    oracle = ends(steps, fleet, until, setting) if alike else []
+    by_name = {result.policy: result.ends for result, _ in results}
     beside = {
         "over_first": results[0][0].ends,
-        "share_of_oracle": oracle,
+        "share_of_oracle": by_name.get(ORACLE.name, []),
+        "share_of_plateau_first": by_name.get(PLATEAU_FIRST.name, []),
+        "share_of_bound": ends(steps, fleet, until, setting) if alike else [],
         "share_of_blind": blind_ends(steps, fleet, until, setting) if alike else [],
-        "share_of_longest_first": next((one.ends for one, _ in results if one.policy == LONGEST_FIRST.name), []),
     }
     return [_row(result, cpu_s, beside) for result, cpu_s in results]
 
@@ -92,7 +104,7 @@ def run_level(
     share: float = 1.0,
     say: Say = print,
 ) -> dict[str, Any]:
-    """Level (a) of the migration benchmark: `cases`, `ablation` and `figures` (of several cases the worst).
+    """Level (a) of the migration benchmark: `cases`, `ablation`, `figures` (of several cases the worst), and `legend`.
 
     `start_s`, `span_s`: a window of each trace (0: all of it); `share` of its machines, drawn by the seed. `quick`:
     three hours of each trace, and the ablation of the first alone.
@@ -103,7 +115,7 @@ def run_level(
     for path in traces:
         events = _cut(read_spot(path, given.seed), start_s, span_s, share, given.seed)
         for source in lengths:
-            distribution = read_lengths(source)
+            distribution = read_lengths(source, given.cap_tokens)
             for stretch in stretches:
                 for number in slots:
                     case = structs.replace(given, slots=number)
@@ -114,8 +126,10 @@ def run_level(
                     rows = replay(events, steps, until=until, setting=case, say=say)
                     report["cases"].append({**named, "policies": rows})
         if ablation and not (quick and path is not traces[0]):
-            report["ablation"] += _ablate(path.stem, events, read_lengths(lengths[0]), stretches[-1], slots, given, say)
+            distribution = read_lengths(lengths[0], given.cap_tokens)
+            report["ablation"] += _ablate(path.stem, events, distribution, stretches[-1], slots, given, say)
     report["figures"] = figures(report["cases"])
+    report["legend"] = LEGEND
     return report
 
 
@@ -148,7 +162,7 @@ def _ablate(
 
 
 def figures(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst over the cases: of those with most slots where it is about the oracle, restarts and none at all; and
+    """The worst over the cases: of those with most slots where it is about `SHARES` and restarts; and
     what balancing gains over none where work outlasts the slots.
     """
     most, fewest = max(case["slots"] for case in cases), min(case["slots"] for case in cases)
@@ -156,9 +170,7 @@ def figures(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     wide = [row for case, row in zip(cases, rows, strict=True) if case["slots"] == most]
     narrow = [row for case, row in zip(cases, rows, strict=True) if case["slots"] == fewest]
     return {
-        "share_of_oracle": min(row[BALANCE.name]["share_of_oracle"] for row in wide),
-        "share_of_blind": min(row[BALANCE.name]["share_of_blind"] for row in wide),
-        "share_of_longest_first": min(row[BALANCE.name]["share_of_longest_first"] for row in wide),
+        **{share: min(row[BALANCE.name][share] for row in wide) for share in SHARES},
         "speedup_over_restart": min(row[BALANCE.name]["over_first"] for row in wide),
         "share_generated_twice": max(row[BALANCE.name]["share_generated_twice"] for row in rows),
         "share_generated_twice_by_restart": [row[RESTART.name]["share_generated_twice"] for row in wide],

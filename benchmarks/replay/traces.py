@@ -9,6 +9,12 @@ from typing import Final, NamedTuple
 
 #: The longest response: what a distribution says above it is cut off.
 CAP_TOKENS: Final = 32_768
+#: For those who may name another.
+CAP_HELP: Final = (
+    "the longest response in tokens, also after stretching (default: 32768). A cdf that ends below 1 says nothing of "
+    "the rest: it is taken to lie between its last point and the cap, log-uniformly. For responses that were cut off "
+    "at 16k (as those of response_length_math_cdf_upto4k.csv were) name 16384"
+)
 
 
 class FleetEvent(NamedTuple):
@@ -105,7 +111,7 @@ def read_lengths(path: Path, cap: int = CAP_TOKENS) -> Distribution:
     """A distribution, given as `quantile,output_tokens` or as `tokens,cdf`.
 
     A cdf that ends below 1 goes on to the cap, log-uniformly: the share that is missing lies between its last point
-    and there (of RollPacker's figure 5 % above 4k tokens, up to its cap of 16k).
+    and there (of RollPacker's figure 5 % above 4k tokens, up to the cap of 16k that is to be named for it).
     """
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))

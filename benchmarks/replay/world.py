@@ -48,6 +48,13 @@ class Unlearnt(Speed):
         return 0
 
 
+class Foretold(Lengths):
+    """Of one who knows: a rollout's budget is what it has left."""
+
+    def rest(self, made: int, budget: int | None = None) -> float:
+        return super().rest(made) if budget is None else float(budget)
+
+
 class Worker:
     """`lost`: its machine is gone, which the coordinator does not know yet. `promised`: on their way to it."""
 
@@ -61,7 +68,8 @@ class Worker:
 class World:
     def __init__(self, events: Sequence[FleetEvent], until: float, policy: Policy, setting: Setting) -> None:
         self._policy, self._until = policy, until
-        self._setting = costless(setting) if policy.knows else setting
+        setting = costless(setting) if policy.knows else setting
+        self._setting = replace(setting, slots=min(setting.slots, setting.plateau)) if policy.spares else setting
         self._now = 0.0
         self._calendar: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -70,7 +78,7 @@ class World:
         self._line = Line()
         self._rollouts: dict[str, Rollout] = {}
         self._travelling: dict[str, Worker | None] = {}
-        self._lengths = Lengths()
+        self._lengths = Foretold() if policy.knows else Lengths()
         self._tick_at = inf
         self._draw = Random(setting.seed)
         self.result = Result(policy=policy.name)
@@ -299,7 +307,7 @@ class World:
                     ),
                     length=length,
                     made=made,
-                    budget=_CONTEXT,
+                    budget=max(0, rollout.length - made) if self._policy.knows else _CONTEXT,
                     since=rollout.given,
                     started=rollout in engine.running,
                 )

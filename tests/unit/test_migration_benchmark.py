@@ -87,6 +87,14 @@ def test_tokens_lost_anywhere_count_and_make_it_fail(
     assert "NOT KEPT" in capsys.readouterr().out
 
 
+def test_the_oracle_and_whom_else_speed_is_compared_with_are_explained(ran: Any, tmp_path: Path) -> None:
+    _, told = run(tmp_path, "--levels", "a", "--cap", "16384")
+    assert "clairvoyant longest-first" in told["notes"]["share_of_oracle"]
+    shares = {"replay_share_of_bound", "replay_share_of_blind", "replay_share_of_plateau_first"}
+    assert told["notes"].keys() >= shares
+    assert told["conditions"]["cap_tokens"] == 16384
+
+
 def test_a_slow_machine_does_not_make_it_fail_but_is_told(
     ran: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 
+from benchmarks.replay.bound import blind_ends, ends, levelled
 from benchmarks.replay.engine import Engine, Rollout
-from benchmarks.replay.oracle import blind_ends, ends, levelled
-from benchmarks.replay.run import replay, run_level
-from benchmarks.replay.setting import ABLATION, BALANCE, POLICIES, RESTART, Policy, Setting, costless
+from benchmarks.replay.report import table
+from benchmarks.replay.run import draw_steps, replay, run_level
+from benchmarks.replay.setting import (
+    ABLATION,
+    BALANCE,
+    ORACLE,
+    PLATEAU_FIRST,
+    POLICIES,
+    RESTART,
+    Policy,
+    Setting,
+    costless,
+)
 from benchmarks.replay.traces import FleetEvent, read_lengths, read_spot, serving, window
 from benchmarks.replay.world import World
 
@@ -56,6 +67,9 @@ def test_a_step_ends_when_worked_out_by_hand() -> None:
     events = [FleetEvent(0.0, True, "a")]
     # 100 each in 20 s, then 100 and 300 left at full rate.
     assert step(BALANCE, PLAIN, events, [100, 100, 200, 400]) == pytest.approx(50.0)
+    # The oracle fills its slots too; one that left two of them empty would keep the longest at full rate.
+    assert step(ORACLE, PLAIN, events, [100, 100, 200, 400]) == pytest.approx(50.0)
+    assert step(PLATEAU_FIRST, PLAIN, events, [100, 100, 200, 400]) == pytest.approx(40.0)
     assert ends([[100, 100, 200, 400]], [(0.0, 1)], 1e6, PLAIN) == pytest.approx([40.0])
     assert blind_ends([[100, 100, 200, 400]], [(0.0, 1)], 1e6, PLAIN) == pytest.approx([50.0])
 
@@ -72,7 +86,7 @@ def test_a_run_without_workers_waits_and_goes_on_with_the_first() -> None:
     assert step(BALANCE, PLAIN, events, [400]) == pytest.approx(530.0)
 
 
-def test_the_oracle_is_soonest_of_all() -> None:
+def test_the_bound_levels_what_is_left() -> None:
     assert levelled([5.0, 3.0, 1.0], 2.0, 1) == pytest.approx([3.0, 3.0, 1.0])
     assert levelled([5.0, 3.0], 2.0, 2) == pytest.approx([3.0, 1.0])
     assert levelled([4.0, 4.0], 4.0, 1) == pytest.approx([2.0, 2.0])
@@ -101,7 +115,7 @@ def small(seed: int) -> tuple[Setting, list[list[int]]]:
 
 @pytest.mark.parametrize("policy", [*POLICIES, *ABLATION[:4]], ids=lambda policy: policy.name)
 @pytest.mark.parametrize("seed", range(3))
-def test_tokens_and_rollouts_are_conserved_and_no_policy_beats_the_oracle(seed: Any, policy: Any) -> None:
+def test_tokens_and_rollouts_are_conserved_and_no_policy_beats_the_bound(seed: Any, policy: Any) -> None:
     setting, steps = small(seed)
     events = churn(seed)
     world = World(events, 1e6, policy, setting)
@@ -150,6 +164,42 @@ def test_both_formats_of_traces_and_of_lengths_are_read(tmp_path: Path) -> None:
         read_spot(tmp_path / "other.csv")
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_oracles_are_no_slower_than_who_knows_nothing(seed: Any) -> None:
+    setting, steps = small(seed)
+    rows = {row["policy"]: row for row in replay(churn(seed), steps, until=1e6, setting=setting, say=lambda _: None)}
+    assert rows[ORACLE.name]["over_first"] >= 0.999 * rows[BALANCE.name]["over_first"]
+    assert rows[PLATEAU_FIRST.name]["over_first"] >= 0.999 * rows[ORACLE.name]["over_first"]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("seed", range(3))
+def test_balancing_is_never_slower_than_restarts_where_machines_are_few(seed: Any, share: Any) -> None:
+    _, steps = small(seed)
+    events = [event for event in churn(seed) if random.Random(event.node).random() < share]
+    setting, policies = Setting(rollouts=128), (RESTART, BALANCE)
+    _, row = replay(events, steps, until=1e6, setting=setting, policies=policies, say=lambda _: None)
+    assert row["over_first"] >= 1.0
+
+
+@pytest.mark.parametrize("machines", [1, 2, 4])
+def test_where_nothing_is_ever_lost_delayed_dispatch_costs_no_thousandth(machines: Any) -> None:
+    _, steps = small(1)
+    events = [FleetEvent(0.0, True, f"n{number}") for number in range(machines)]
+    setting, policies = Setting(rollouts=128), (RESTART, BALANCE)
+    _, row = replay(events, steps, until=1e6, setting=setting, policies=policies, say=lambda _: None)
+    assert row["over_first"] >= 0.999
+
+
+def test_a_cap_cuts_stretched_lengths_and_ends_the_tail_of_a_cdf(tmp_path: Path) -> None:
+    (tmp_path / "cdf.csv").write_text("tokens,cdf\n10,0.0\n4000,0.95\n")
+    setting = Setting(rollouts=4_000, cap_tokens=16_384)
+    lengths = read_lengths(tmp_path / "cdf.csv", setting.cap_tokens)
+    once, stretched = (draw_steps(lengths, stretch=by, until=0.0, setting=setting)[0] for by in (1.0, 4.0))
+    assert 12_000 < max(once) < max(stretched) == 16_384
+    assert sum(length > 4_000 for length in once) / 4_000 == pytest.approx(0.05, abs=0.015)
+
+
 def test_a_whole_level_is_one_call(tmp_path: Path) -> None:
     spot, lengths = tmp_path / "spot.csv", tmp_path / "lengths.csv"
     spot.write_text("t_s,count\n0,6\n300,3\n600,6\n2000,5\n")
@@ -158,7 +208,13 @@ def test_a_whole_level_is_one_call(tmp_path: Path) -> None:
     report = run_level([spot], [lengths], stretches=(1.0,), setting=Setting(rollouts=32), say=said.append)
     assert {case["slots"] for case in report["cases"]} == {64, 8}
     assert report["figures"]["share_generated_twice"] < 0.01
-    assert 0.0 < report["figures"]["share_of_oracle"] <= 1.0
+    shares = [report["figures"][name] for name in report["legend"]]
+    assert len(shares) == 4
+    assert all(0.0 < share <= 1.01 for share in shares)
+    assert report["figures"]["share_of_bound"] <= min(1.0, *shares) + 1e-9
+    shown = table(report["cases"])
+    assert all(column in shown for column in ("of oracle", "of plateau 1st", "of bound", "of blind"))
+    assert all(what in shown for what in report["legend"].values())
     assert len(report["ablation"]) == 3
     assert said
     assert inf > report["figures"]["speedup_over_restart"] > 0.0

@@ -1,9 +1,9 @@
 """What the same fleet could do for one who moves rollouts for nothing, loses no token, notices a loss and fills a free
-slot in no time. Neither of the two knows what will become of the fleet.
+slot in no time, at every moment anew. Neither of the two knows what will become of the fleet.
 
-`ends`, the oracle, knows every length. Longest remaining first: at every moment the rollouts with most tokens left run
-at full rate, and equals take turns (the level algorithm of Muntz and Coffman, 1970, which ends a step soonest on
-machines that are alike). No policy reaches it.
+`ends`, the bound, knows every length as well. At every moment the rollouts with most tokens left run at full rate, and
+equals take turns (the level algorithm of Muntz and Coffman, 1970, which ends a step soonest on machines that are
+alike). No policy reaches it, nor does the oracle (`setting.ORACLE`), which keeps to the engines and their slots.
 
 `blind_ends` knows no length: all that have not ended run alike. It says what not knowing costs. Where lengths are drawn
 independently, with a heavy tail, and several of a step are long, one who does not know them can hardly do better: any
