@@ -45,8 +45,10 @@ class Placement(NamedTuple):
 
 
 def pending_limit(host: Host) -> int:
-    """How many rollouts that have not started a worker may hold: enough to keep it busy until the next decision."""
-    return max(8, host.slots // 4)
+    """How many rollouts that have not started a worker may hold: enough to keep it busy until the next decision, and
+    not so many that others lack them. One on which nothing has started takes half its slots at once.
+    """
+    return max(8, host.slots // 4 if host.running > host.pending else host.slots // 2)
 
 
 def place(

@@ -106,14 +106,14 @@ async def test_a_worker_holds_few_rollouts_that_have_not_started(cluster: Any) -
     run, worker = await cluster.run(), await cluster.worker("w1", slots=40)
     names = [f"r{number}" for number in range(40)]
     await run.submit(*names)
-    await wait_until(lambda: len(worker.assigned) == 10, what="a quarter of its slots is given")
-    assert await run.count("queued") == 30
+    await wait_until(lambda: len(worker.assigned) == 20, what="half of its slots is given: it had nothing")
+    assert await run.count("queued") == 20
     started = list(worker.assigned)
-    await worker.send(*(worker.delta(name, 0, 1) for name in started[:4]))
-    await wait_until(lambda: len(worker.assigned) == 14, what="as many more as have started")
-    assert await run.count("running") == 14
+    await worker.send(*(worker.delta(name, 0, 1) for name in started[:14]))
+    await wait_until(lambda: len(worker.assigned) == 24, what="a quarter of its slots may wait in it from then on")
+    assert await run.count("running") == 24
     other = await cluster.worker("w2", slots=40)
-    await wait_until(lambda: len(other.assigned) == 10, what="the next one has its share at once")
+    await wait_until(lambda: len(other.assigned) == 16, what="the next one has the rest at once")
 
 
 async def test_a_worker_that_attaches_again_is_asked_again(cluster: Any) -> None:

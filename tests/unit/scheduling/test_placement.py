@@ -147,8 +147,16 @@ def test_what_is_given_slows_a_worker_down_beyond_its_plateau() -> None:
 def test_pending_work_is_limited_and_the_rest_waits_for_whoever_is_next() -> None:
     hosts = [better(host("a", slots=64, running=20), pending=14), host("b", slots=8)]
     assert sorted(given([waiting(n) for n in range(40)], hosts).values()) == ["a"] * 2 + ["b"] * 8
-    assert given([waiting(1)], [better(host("a", slots=64, running=16), pending=16)]) == {}
+    assert given([waiting(1)], [better(host("a", slots=64, running=20), pending=16)]) == {}
     assert len(place([waiting(n) for n in range(40)], hosts, {}, at_most=3)) == 3
+
+
+def test_a_worker_on_which_nothing_has_started_takes_half_its_slots_at_once() -> None:
+    idle, line = host("a", slots=64), [waiting(n) for n in range(40)]
+    assert len(given(line, [idle])) == 32
+    assert len(given(line, [better(idle, running=20, pending=20)])) == 12
+    assert len(given(line, [better(idle, running=20, pending=10)])) == 6  # a quarter once some have started
+    assert len(given(line, [host("small", slots=6)])) == 6
 
 
 def test_a_move_goes_where_it_was_meant_to_and_comes_before_affinity() -> None:
