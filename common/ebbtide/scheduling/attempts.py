@@ -2,8 +2,11 @@
 
 from typing import Final
 
+#: The reason that the coordinator gives a worker with a rollout that it takes from it, and gets back with the rollout:
+#: also when it has given the move up meanwhile, or the worker drains.
+MOVED: Final = "moved"
 #: Reasons to hand an attempt back that say nothing about its rollout.
-_LEAVING: Final = ("drain", "preempt", "reclaim", "shutdown", "version")
+_LEAVING: Final = (MOVED, "drain", "preempt", "reclaim", "shutdown", "version")
 
 
 def blames(reason: str) -> bool:

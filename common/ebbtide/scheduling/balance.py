@@ -9,7 +9,8 @@ with most tokens still to come.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from statistics import median
+from functools import cache
+from statistics import fmean, median
 from typing import Final, NamedTuple
 
 from msgspec import Struct
@@ -21,6 +22,8 @@ from ebbtide.scheduling.throughput import Speed
 
 #: A rollout that was given to a worker and has not started for so long waits for others there.
 _STUCK_S: Final = 1.0
+#: A worker that seems to be this much slower than the fastest was held up while it was observed: it is not believed.
+_INCREDIBLE: Final = 0.01
 
 
 class Generating(Struct, frozen=True, kw_only=True):
@@ -94,7 +97,7 @@ def rebalance(
 class _Side:
     """A worker as the moves decided so far leave it."""
 
-    def __init__(self, engine: Engine, typical: Callable[[float, float], float]) -> None:
+    def __init__(self, engine: Engine, typical: Callable[[int], float]) -> None:
         self.engine = engine
         self.key = engine.host.worker_id
         self.running = engine.host.running
@@ -111,9 +114,9 @@ class _Side:
         self.next_rate = self.rate(started + 1) if self.running < self.engine.host.slots and not self.pending else 0.0
 
     def rate(self, running: int) -> float:
-        """Tokens/s of one of `running`; of a worker of which nothing is known, those of a typical one."""
-        context = self.engine.context
-        return self.engine.speed.rate(running, context) or self._typical(running, context)
+        """Tokens/s of one of `running`; of a worker of which nothing credible is known, those of a typical one."""
+        known, typical = self.engine.speed.rate(running, self.engine.context), self._typical(running)
+        return known if known >= _INCREDIBLE * typical else typical
 
     def rollouts(self) -> list[Generating]:
         if self._rollouts is None:
@@ -130,9 +133,12 @@ class _Side:
 
 
 def _sides(engines: Sequence[Engine]) -> list[_Side]:
-    def typical(running: float, context: float) -> float:
+    context = fmean(engine.context for engine in engines)
+
+    @cache
+    def typical(running: int) -> float:
         known = [rate for engine in engines if (rate := engine.speed.rate(running, context))]
-        return median(known) if known else 0.0
+        return median(rate for rate in known if rate >= _INCREDIBLE * max(known)) if known else 0.0
 
     return [_Side(engine, typical) for engine in engines]
 

@@ -16,6 +16,7 @@ from ebbtide import telemetry
 from ebbtide.coordinator.records import Heartbeat
 from ebbtide.coordinator.state import Attempt, RunState, Session, State
 from ebbtide.rpc.convert import to_proto
+from ebbtide.scheduling.attempts import MOVED
 from ebbtide.scheduling.balance import Engine, Generating, Move, rebalance
 from ebbtide.scheduling.placement import Host
 from ebbtide.scheduling.throughput import Speed
@@ -30,6 +31,11 @@ _HANDOVER_S: Final = 10.0
 _AGAIN_S: Final = 30.0
 #: A span of which so large a share of the rollouts began or ended says little about its speed.
 _CHURN: Final = 0.25
+#: Nor does one that we looked into less often than this, or one in which a message waited so long for the store.
+_BLIND_S: Final = 1.0
+_STORING_S: Final = 0.25
+#: Nor does one that ended with so large a share of it without a token.
+_QUIET: Final = 0.5
 
 
 class _Asked(Struct, frozen=True):
@@ -39,11 +45,14 @@ class _Asked(Struct, frozen=True):
     when: float
 
 
-class _Beat(Struct, frozen=True):
-    """A heartbeat, and what the worker had then."""
+class _Beat(Struct):
+    """A heartbeat, and which attempts ran then. `disturbed`: since then, something else than its speed told how many
+    tokens it made.
+    """
 
     beat: Heartbeat
-    running: int
+    running: frozenset[str]
+    disturbed: bool = False
 
 
 class Moves:
@@ -82,10 +91,11 @@ class Moves:
         """Whether it is time for the next round; if so, what heartbeats told is taken in."""
         if now < self._next:
             return False
+        blind = now - self._next > _BLIND_S
         self._next = now + _EVERY_S
         sessions = self._state.sessions
         for session in sessions.values():
-            self._observe(session)
+            self._observe(session, disturbed=blind or self._disturbed(session, now))
         for gone in self._beats.keys() - sessions.keys():
             del self._beats[gone]
             self._contexts.pop(gone, None)
@@ -94,24 +104,33 @@ class Moves:
             self._expire(attempt_id, asked, now)
         return True
 
-    def _observe(self, session: Session) -> None:
+    def _disturbed(self, session: Session, now: float) -> bool:
+        """Whether the worker is held up now: it is held, installs, or waits for the store to take what it sent."""
+        run = self._state.runs.get(session.run_id)
+        unsettled = run is not None and not run.settled.is_set()
+        stored_late = session.storing > 0 and now - session.progressed > _STORING_S
+        return session.beat.held or session.state is WorkerState.INSTALLING or unsettled or stored_late
+
+    def _observe(self, session: Session, *, disturbed: bool) -> None:
         """Learn a worker's speed from two heartbeats, if between them it did nothing but generate."""
         last, beat = self._beats.get(session.session_id), session.beat
-        if last is not None and last.beat is beat:
-            return
-        running = len(session.attempts) - len(session.pending)
-        self._beats[session.session_id] = _Beat(beat, running)
+        if last is not None:
+            last.disturbed |= disturbed
+            if last.beat is beat:
+                return
+        running = frozenset(session.attempts.keys() - session.pending.keys())
+        self._beats[session.session_id] = _Beat(beat, running, disturbed)
         context = self._contexts[session.session_id] = _context(session)
-        if last is None or not running or not last.running:
+        if last is None or last.disturbed or not running or not last.running:
             return
         seconds, busy_s = beat.uptime_s - last.beat.uptime_s, beat.busy_s - last.beat.busy_s
         tokens = beat.tokens_generated - last.beat.tokens_generated
-        churn = abs(running - last.running) + len(session.pending)
-        steady = WorkerState.INSTALLING not in {beat.state, last.beat.state} and not (beat.held or last.beat.held)
-        if seconds <= 0 or busy_s < 0.9 * seconds or churn > _CHURN * running or not steady:
+        churn = len(running ^ last.running) + len(session.pending)
+        steady = busy_s >= 0.9 * seconds and beat.quiet_s <= _QUIET * seconds
+        if seconds <= 0 or churn > _CHURN * len(running) or not steady:
             return
         speed = self._speeds.setdefault(session.worker_id, Speed())
-        speed.observe((running + last.running) / 2, context, tokens, seconds)
+        speed.observe((len(running) + len(last.running)) / 2, context, tokens, seconds)
         session.plateau = speed.plateau(context)
 
     def _expire(self, attempt_id: str, asked: _Asked, now: float) -> None:
@@ -140,7 +159,8 @@ class Moves:
             self._engine(session, host, coming[session.session_id] - away[session.session_id], unstarted)
             for session, host in hosts
         ]
-        self._ask(run, rebalance(engines, run.lengths, now=now), now)
+        sessions = {host.worker_id: session for session, host in hosts if not session.gone}
+        self._ask(run, rebalance(engines, run.lengths, now=now), sessions, now)
 
     def _engine(self, session: Session, host: Host, change: int, unstarted: Mapping[str, int]) -> Engine:
         waits = max(0, host.pending - unstarted[session.session_id])
@@ -176,11 +196,13 @@ class Moves:
                     started=attempt.started,
                 )
 
-    def _ask(self, run: RunState, moves: Sequence[Move], now: float) -> None:
+    def _ask(self, run: RunState, moves: Sequence[Move], sessions: Mapping[str, Session], now: float) -> None:
         batches: dict[str, list[fleet_pb2.AttemptRef]] = {}
         for move in moves:
-            source, target = (self._state.sessions[key] for key in (move.source, move.target))
-            attempt = source.attempts[move.attempt_id]
+            source, target = sessions.get(move.source), sessions.get(move.target)
+            attempt = source.attempts.get(move.attempt_id) if source else None
+            if source is None or target is None or attempt is None:
+                continue  # it left since its host was looked at
             attempt.target = target.worker_id
             self._asked[move.attempt_id] = _Asked(attempt, move.source, move.target, now)
             batches.setdefault(move.source, []).append(to_proto(attempt.ref, fleet_pb2.AttemptRef))
@@ -193,8 +215,8 @@ class Moves:
                 gain_s=round(move.gain_s, 1),
             )
         for source_id, refs in batches.items():
-            release = fleet_pb2.Release(attempts=refs, reason="moved")
-            self._state.sessions[source_id].outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
+            release = fleet_pb2.Release(attempts=refs, reason=MOVED)
+            sessions[source_id].outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
 
 
 def _context(session: Session) -> float:

@@ -129,3 +129,21 @@ async def test_a_worker_that_attaches_again_is_asked_again(cluster: Any) -> None
     await again.hand_back("q0", reason="moved")
     await idle.has("q0")
     assert await run.count("moved") == 1
+
+
+async def test_a_rollout_that_is_moved_and_moved_is_no_poison(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where its worker hands it back after the move was given up."""
+    monkeypatch.setattr(moves, "_HANDOVER_S", 0.0)
+    run, full = await crowded(cluster, running=4, waiting=1)
+    idle = await cluster.worker("w2")
+    await wait_until(lambda: full.asked, what="it is asked")
+    running = cluster.coordinator.state.runs["r"].running
+    await wait_until(lambda: not running["q0"].target, what="the move is given up")
+    holder, other = full, idle
+    for _ in range(6):
+        await holder.hand_back("q0", reason="moved")
+        await wait_until(lambda: "q0" in full.assigned or "q0" in idle.assigned, what="somebody has it")
+        holder, other = (full, idle) if "q0" in full.assigned else (idle, full)
+    assert "q0" not in other.assigned
+    assert running["q0"].waiting.barren == 0
+    assert await run.count("dead_lettered") == 0

@@ -191,3 +191,14 @@ def test_a_hundred_full_workers_cost_little_while_there_is_nothing_to_do() -> No
         assert moves(fleet, known=Lengths()) == []
     assert (time.process_time() - began) / 10 < 0.005
     assert not asked
+
+
+@pytest.mark.parametrize("stalled", [1, 2, 3])
+def test_a_speed_that_nobody_would_believe_moves_nothing(stalled: Any) -> None:
+    """As after a stall that was taken for work: a token in ten seconds of all that ran."""
+    slow = Speed()
+    for running in (4, 8, 16):
+        slow.observe(running, 2_000, 1, 10.0)
+    engines = [engine(f"s{n}", [generating(f"s{n}.{i}") for i in range(8)], learnt=slow) for n in range(stalled)]
+    engines += [engine("idle", []), engine("known", [generating(f"k{i}") for i in range(8)])]
+    assert moves(engines) == []

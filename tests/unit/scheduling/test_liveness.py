@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.attempts import blames, dead_letter
+from ebbtide.scheduling.attempts import MOVED, blames, dead_letter
 from ebbtide.scheduling.liveness import JUDGE_EVERY_S, Liveness
 
 
@@ -69,7 +69,7 @@ def test_the_default_finds_silence_within_three_seconds_and_no_one_who_is_late(s
 
 
 @pytest.mark.parametrize(
-    "reason", ["", "draining", "Drain: SIGTERM", "preempted", "reclaimed by the guard", "shutdown"]
+    "reason", ["", "draining", "Drain: SIGTERM", "preempted", "reclaimed by the guard", "shutdown", MOVED]
 )
 def test_leaving_blames_no_rollout(reason: Any) -> None:
     assert not blames(reason)

@@ -1,0 +1,162 @@
+"""What the coordinator learns of a worker's speed from its heartbeats, and when it learns nothing."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ebbtide.coordinator.moves import Moves
+from ebbtide.coordinator.records import Attach, Heartbeat
+from ebbtide.coordinator.state import Attempt, RunState, Session, State
+from ebbtide.scheduling.line import Waiting
+from ebbtide.scheduling.pacing import Bounds
+from ebbtide.scheduling.placement import Host
+from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind, WorkerState
+from ebbtide.types.run import EnvironmentSpec, RunSpec
+
+RUNNING = 8
+RATE = 30
+
+
+class Scene:
+    """A worker with rollouts that have started, seen four times a second, with a heartbeat a second."""
+
+    def __init__(self) -> None:
+        self.state = State()
+        self.run = RunState("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
+        self.run.settled.set()
+        self.state.runs["r"] = self.run
+        self.moves = Moves(self.state, on=True)
+        self.now = 100.0
+        self.session = self.attach("w1")
+        for number in range(RUNNING):
+            self.begin(f"a{number}")
+
+    def attach(self, name: str) -> Session:
+        engine = EngineInfo(model="m", vocab_size=100, max_model_len=10_000)
+        hello = Attach(worker_id=name, kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=64, engine=engine)
+        session = Session(f"session of {name}", hello, self.now)
+        session.run_id = "r"
+        self.state.sessions[session.session_id] = session
+        return session
+
+    def begin(self, name: str) -> None:
+        waiting = Waiting(rollout_id=name, episode_id=name, bounds=Bounds(0, 0), length=100, place=0)
+        attempt = Attempt(
+            run_id="r", attempt_id=name, waiting=waiting, start=0, max_tokens=10_000, started=True, given=self.now
+        )
+        attempt.give(self.session)
+
+    def end(self, name: str) -> None:
+        self.session.attempts[name].part()
+
+    def beat(self, tokens: int = RUNNING * RATE, seconds: float = 1.0, **more: Any) -> None:
+        """What a heartbeat says after so long."""
+        last = self.session.beat
+        said: dict[str, Any] = {
+            "state": WorkerState.READY, "tokens_generated": last.tokens_generated + tokens,
+            "busy_s": last.busy_s + seconds, "uptime_s": last.uptime_s + seconds, "held": False, "quiet_s": 0.0,
+        }  # fmt: skip
+        self.session.beat = msgspec.structs.replace(Heartbeat(), **(said | more))
+        self.session.state = self.session.beat.state
+
+    def look(self, times: int = 4) -> None:
+        for _ in range(times):
+            self.now += 0.26
+            self.session.progressed = self.session.progressed if self.session.storing else self.now
+            assert self.moves.due(self.now)
+
+    def rate(self) -> float:
+        return self.moves._speeds["w1"].rate(RUNNING, 100.0) if "w1" in self.moves._speeds else 0.0
+
+
+@pytest.fixture
+def scene() -> Scene:
+    made = Scene()
+    made.look()
+    made.beat()
+    made.look()
+    return made
+
+
+def test_a_speed_is_learnt_of_a_steady_second(scene: Scene) -> None:
+    scene.beat()
+    scene.look()
+    assert scene.rate() == pytest.approx(RATE)
+
+
+@pytest.mark.parametrize("said", [{"held": True}, {"state": WorkerState.INSTALLING}, {"quiet_s": 0.8}, {"busy_s": 1.2}])
+def test_nothing_is_learnt_while_a_worker_is_held_installs_or_its_engine_rests(scene: Scene, said: Any) -> None:
+    scene.beat(1, **said)
+    scene.look()
+    assert scene.rate() == 0.0
+    if "quiet_s" not in said and "busy_s" not in said:
+        scene.beat(2)  # in this one it was let go
+        scene.look()
+        assert scene.rate() == 0.0
+    scene.beat()
+    scene.look()
+    assert scene.rate() == pytest.approx(RATE)
+
+
+@pytest.mark.parametrize("when", [0, 2])
+def test_nothing_is_learnt_while_the_store_is_waited_for(scene: Scene, when: int) -> None:
+    scene.look(when)
+    scene.run.settled.clear()
+    scene.look(1)
+    scene.run.settled.set()
+    scene.beat(3)
+    scene.look()
+    assert scene.rate() == 0.0
+    scene.session.storing = 1
+    scene.look(2)
+    scene.session.storing = 0
+    scene.beat(3)
+    scene.look()
+    assert scene.rate() == 0.0
+    scene.beat()
+    scene.look()
+    assert scene.rate() == pytest.approx(RATE)
+
+
+def test_nothing_is_learnt_of_a_time_in_which_nobody_looked(scene: Scene) -> None:
+    """The loop that looks waits for the store too, and misses heartbeats that said `held`."""
+    scene.now += 20.0
+    scene.beat(5, 20.0)
+    scene.look()
+    assert scene.rate() == 0.0
+
+
+def test_nothing_is_learnt_where_as_many_ended_as_began(scene: Scene) -> None:
+    for number in range(2):
+        scene.end(f"a{number}")
+        scene.begin(f"b{number}")
+    scene.beat(40)
+    scene.look()
+    assert scene.rate() == 0.0
+
+
+def test_a_worker_that_left_since_it_was_looked_at_is_neither_asked_nor_chosen(scene: Scene) -> None:
+    waiting = Waiting(rollout_id="q", episode_id="q", bounds=Bounds(0, 0), length=100, place=0)
+    Attempt(run_id="r", attempt_id="q", waiting=waiting, start=0, max_tokens=9, given=scene.now - 9).give(scene.session)
+    other = scene.attach("w2")
+    scene.beat()
+    scene.look()
+    scene.beat()
+    scene.look()
+
+    def host(session: Session) -> Host:
+        return Host(
+            worker_id=session.session_id, name=session.worker_id, slots=64, running=len(session.attempts),
+            pending=len(session.pending), installed=1, target=1, max_model_len=10_000,
+        )  # fmt: skip
+
+    hosts = [(session, host(session)) for session in (scene.session, other)]
+    for gone in (other, scene.session):
+        gone.gone = True
+        del scene.state.sessions[gone.session_id]
+        scene.moves.decide(scene.run, hosts, scene.now)
+        assert scene.session.outbox.empty()
+        gone.gone = False
+    scene.moves.decide(scene.run, hosts, scene.now)
+    assert scene.session.outbox.get_nowait().release.attempts[0].rollout_id == "q"  # type: ignore[union-attr]
