@@ -1,10 +1,13 @@
 """Which workers have stopped making tokens though they have work and their heartbeats go on.
 
-How long is too long is learnt of each worker: a loaded one has longer gaps. Invariant: a worker is waited for only in
-time that it had work, could do it, and the judge was awake in. Lost with the process: gaps are learnt anew.
+How long is too long is learnt of each worker: a loaded one has longer gaps. A worker that says itself that its engine
+makes tokens is given more time to bring them here. Invariant: a worker is waited for only in time that it had work,
+could do it, was heard in, and the judge was awake in: who is silent is another's case (`liveness`). Lost with the
+process: gaps are learnt anew.
 """
 
 from collections.abc import Iterable
+from math import inf
 from typing import Final
 
 from msgspec import Struct
@@ -13,6 +16,10 @@ from msgspec import Struct
 FLOOR_S: Final = 2.0
 #: And the most, whatever it has shown: a first token may wait behind a compilation.
 CEILING_S: Final = 60.0
+#: So long, and no longer, tokens may be on their way of which the worker says that they were made.
+LATE_S: Final = 15.0
+#: A worker counts as heard in for so long after each message: a heartbeat, and what it may be late by.
+PAUSE_S: Final = 1.25
 #: Longest gap seen lately, times this, is out of the ordinary.
 _FACTOR: Final = 2.0
 #: In so long a gap once seen counts for half.
@@ -20,19 +27,26 @@ _HALF_LIFE_S: Final = 60.0
 
 
 class Doing(Struct, frozen=True, kw_only=True):
-    """What a worker is about: attempts that have made a token, and attempts that have not. `excused`: it may not make
-    tokens now, or they may not come through: held, installing weights, its store away.
+    """What a worker is about: attempts that have made a token, and attempts that have not. `heard`: when any message of
+    it came last; `made`: when its engine made a token last, as it says itself (-inf: it does not say). `excused`: it
+    may not make tokens now, or they may not come through: held, installing weights, its store away.
     """
 
     session: str
     started: int
     pending: int
+    heard: float
+    made: float = -inf
     excused: bool = False
 
 
 class _Watched(Struct):
+    """`since`: from when on tokens are waited for; `made`, `heard`: as in `Doing`, as judged last."""
+
     since: float
     learnt: float
+    heard: float
+    made: float = -inf
     started: int = 0
     busy: bool = False
     gap_s: float = 0.0
@@ -40,8 +54,10 @@ class _Watched(Struct):
 
 
 class Progress:
-    def __init__(self, *, floor_s: float = FLOOR_S, ceiling_s: float = CEILING_S) -> None:
-        self._floor_s, self._ceiling_s = floor_s, ceiling_s
+    """`floor_s` is to be longer than `pause_s`, so that who falls silent between two tokens is not found here."""
+
+    def __init__(self, *, floor_s: float = FLOOR_S, ceiling_s: float = CEILING_S, pause_s: float = PAUSE_S) -> None:
+        self._floor_s, self._ceiling_s, self._pause_s = floor_s, ceiling_s, pause_s
         self._watched: dict[str, _Watched] = {}
         self._judged: float | None = None
 
@@ -53,19 +69,20 @@ class Progress:
         if one.busy:
             fade = 0.5 ** ((now - one.learnt) / _HALF_LIFE_S)
             one.gap_s, one.first_s, one.learnt = one.gap_s * fade, one.first_s * fade, now
+            gap_s = now - max(one.since, one.made)  # what it made in between was late, not it
             if one.started:
-                one.gap_s = max(one.gap_s, now - one.since)
+                one.gap_s = max(one.gap_s, gap_s)
             else:
-                one.first_s = max(one.first_s, now - one.since, self._floor_s / _FACTOR)
+                one.first_s = max(one.first_s, gap_s, self._floor_s / _FACTOR)
         one.since = now
 
     def forget(self, session: str) -> None:
         self._watched.pop(session, None)
 
     def quiet_s(self, session: str, now: float) -> float:
-        """For how long tokens of the worker have been waited for; 0.0 while none are."""
+        """For how long tokens of the worker have been waited for, in time that it was heard in; 0.0 while none are."""
         one = self._watched.get(session)
-        return now - one.since if one is not None and one.busy else 0.0
+        return max(0.0, min(now, one.heard + self._pause_s) - one.since) if one is not None and one.busy else 0.0
 
     def allowed_s(self, session: str) -> float:
         """For how long the worker is waited for now."""
@@ -87,15 +104,23 @@ class Progress:
         for doing in doings:
             one = self._watched.get(doing.session)
             if one is None:
-                one = self._watched[doing.session] = _Watched(since=now, learnt=now)
-            if asleep > self._floor_s / 2:
-                one.since = min(now, one.since + asleep)
+                one = self._watched[doing.session] = _Watched(since=now, learnt=now, heard=doing.heard)
+            silent = max(0.0, doing.heard - one.heard - self._pause_s)
+            one.since = min(now, one.since + max(silent, asleep if asleep > self._floor_s / 2 else 0.0))
+            one.heard, one.made = doing.heard, doing.made
             busy = not doing.excused and doing.started + doing.pending > 0
             if not busy or not one.busy:
                 one.since = now
             elif one.started and not doing.started:
                 one.since = now  # those that ran have ended; the next one's first token is another wait
             one.busy, one.started = busy, doing.started
-            if busy and now - one.since > self.allowed_s(doing.session):
+            if busy and self._too_long(doing.session, one, now):
                 found.append(doing.session)
         return found
+
+    def _too_long(self, session: str, one: _Watched, now: float) -> bool:
+        waited, allowed = self.quiet_s(session, now), self.allowed_s(session)
+        if waited <= allowed:
+            return False
+        unmade = min(now, one.heard + self._pause_s) - one.made
+        return unmade > allowed or waited > max(LATE_S, allowed)

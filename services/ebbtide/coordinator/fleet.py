@@ -43,7 +43,7 @@ class Fleet:
     def __init__(self, settings: Settings, state: State, store: Store, attempts: Attempts, bells: Bells) -> None:
         self._settings, self._state, self._attempts = settings, state, attempts
         self.news = News(state, store, bells)
-        self._health = Health(settings.heartbeat_timeout_s)
+        self._health = Health(settings.heartbeat_timeout_s, settings.heartbeat_s)
         self.judge_every_s = self._health.judge_every_s
         self._closing: dict[str, Session] = {}  # gone, but what they sent is still to be stored
         self._lost: dict[str, tuple[float, Worker]] = {}

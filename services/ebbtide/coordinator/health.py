@@ -6,12 +6,14 @@ with the process: workers attach anew, and all are trusted again.
 
 import time
 from collections.abc import Iterable
+from math import inf
 from typing import NamedTuple
 
+from ebbtide.coordinator.records import Heartbeat
 from ebbtide.coordinator.state import Session
 from ebbtide.scheduling.flapping import Flapping
 from ebbtide.scheduling.liveness import JUDGE_EVERY_S, Liveness
-from ebbtide.scheduling.progress import Doing, Progress
+from ebbtide.scheduling.progress import FLOOR_S, PAUSE_S, Doing, Progress
 from ebbtide.types.fleet import WorkerState
 
 
@@ -24,14 +26,16 @@ class Suspect(NamedTuple):
 
 
 class Health:
-    def __init__(self, heartbeat_timeout_s: float) -> None:
+    def __init__(self, heartbeat_timeout_s: float, heartbeat_s: float = 1.0) -> None:
         #: Often enough to tell a worker's silence from our own sleep, and to be late by a tenth at most.
         self.judge_every_s = min(JUDGE_EVERY_S, heartbeat_timeout_s / 10)
         self._timeout_s = heartbeat_timeout_s
         self._liveness = Liveness(heartbeat_timeout_s)
-        self._progress = Progress()
+        # A worker heard every few seconds is judged by what several heartbeats say.
+        self._progress = Progress(floor_s=max(FLOOR_S, 2 * heartbeat_s), pause_s=PAUSE_S * max(1.0, heartbeat_s))
         self._flapping = Flapping()
         self._progressed: dict[str, float] = {}
+        self._beats: dict[str, tuple[Heartbeat, float]] = {}  # the last one, and when its engine had made a token
 
     def heard(self, session: Session, now: float) -> None:
         """Any message came."""
@@ -46,6 +50,7 @@ class Health:
         self._liveness.forget(session.session_id)
         self._progress.forget(session.session_id)
         self._progressed.pop(session.session_id, None)
+        self._beats.pop(session.session_id, None)
         if not announced:
             self._flapping.lost(session.worker_id, now)
 
@@ -66,19 +71,32 @@ class Health:
             )
             for session_id in self._liveness.silent(now)
         }
-        for session_id in self._progress.stalled(map(_doing, watched), now):
+        for session_id in self._progress.stalled([self._doing(session, now) for session in watched], now):
             quiet_s = self._progress.quiet_s(session_id, now)
             reason = f"no token for {quiet_s:.1f} s, though it has work and its heartbeats go on"
             found.setdefault(session_id, Suspect(session_id, reason, quiet_s))
         return list(found.values())
 
+    def _doing(self, session: Session, now: float) -> Doing:
+        heard = now - self._liveness.since(session.session_id, now)
+        return Doing(
+            session=session.session_id,
+            started=len(session.attempts) - len(session.pending),
+            pending=len(session.pending),
+            heard=heard,
+            made=self._made(session, heard),
+            excused=session.beat.held or _installing(session) or session.storing > 0,
+        )
 
-def _doing(session: Session) -> Doing:
+    def _made(self, session: Session, heard: float) -> float:
+        """When the worker's engine made its last token, as its last heartbeat says; one without work says nothing."""
+        beat, made = self._beats.get(session.session_id, (None, -inf))
+        if beat is not session.beat:
+            made = heard - session.beat.quiet_s if session.beat.quiet_s > 0 else -inf
+            self._beats[session.session_id] = (session.beat, made)
+        return made
+
+
+def _installing(session: Session) -> bool:
     installed = session.installed and (session.installed[0], session.installed[1].version)
-    installing = session.state is WorkerState.INSTALLING or (session.target is not None and session.target != installed)
-    return Doing(
-        session=session.session_id,
-        started=len(session.attempts) - len(session.pending),
-        pending=len(session.pending),
-        excused=session.beat.held or installing or session.storing > 0,
-    )
+    return session.state is WorkerState.INSTALLING or (session.target is not None and session.target != installed)

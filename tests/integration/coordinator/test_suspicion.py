@@ -89,6 +89,26 @@ async def test_a_worker_that_makes_no_tokens_is_given_up_though_its_heart_beats(
     assert listed(cluster, "w2").state is WorkerState.READY
 
 
+async def test_silence_is_for_the_heartbeat_timeout_to_judge_and_lateness_is_no_stall(cluster: Any) -> None:
+    """The timeout is 30 s here; the watchdog, whose floor is 2 s, leaves both of them alone."""
+    run = await cluster.run()
+    silent, late = [await cluster.worker(name, slots=1) for name in ("w1", "w2")]
+    await run.submit("a", "b")
+    await wait_until(lambda: silent.assigned and late.assigned, what="each has one")
+    for worker in (silent, late):
+        (name,) = worker.assigned
+        for offset in range(3):
+            await worker.add(name, offset, 1)
+    late.beats(quiet_s=0.05)  # its engine makes tokens, and nothing of it arrives
+    looks = cluster.coordinator.dispatcher._moves
+    after = looks._next + 3.5
+    await wait_until(lambda: looks._next >= after, what="more time than the watchdog allows")
+    assert {listed(cluster, name).state for name in ("w1", "w2")} == {WorkerState.READY}
+    (name,) = silent.assigned
+    assert (await silent.add(name, 3, 1, STOP)).finished
+    assert (await run.get()).counters["attempts"] == 2
+
+
 async def test_a_worker_that_comes_and_goes_is_shunned_for_a_while(cluster: Any) -> None:
     run = await cluster.run()
     await run.submit("a")

@@ -1,26 +1,51 @@
 """Who has stopped making tokens, and who is only slow."""
 
 import random
+from math import inf
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from ebbtide.scheduling.progress import CEILING_S, Doing, Progress
+from ebbtide.scheduling.progress import CEILING_S, LATE_S, PAUSE_S, Doing, Progress
 
 _TICK_S = 0.25
 
 
-def doing(started: int = 1, pending: int = 0, *, excused: bool = False) -> Doing:
-    return Doing(session="a", started=started, pending=pending, excused=excused)
+def doing(started: int = 1, pending: int = 0, *, excused: bool = False, session: str = "a") -> Doing:
+    return Doing(session=session, started=started, pending=pending, heard=0.0, excused=excused)
+
+
+def judge(watch: Progress, what: Doing, now: float, **said: Any) -> list[str]:
+    """Of a worker that was heard just now, if nothing else is said."""
+    return watch.stalled([replace(what, **({"heard": now} | said))], now)
 
 
 def until_stalled(watch: Progress, what: Doing, start: float, limit: float = 200.0) -> float:
     """Seconds of nothing until the worker is found."""
     now = start
-    while not watch.stalled([what], now):
+    while not judge(watch, what, now):
         now += _TICK_S
         assert now < start + limit
     return now - start
+
+
+def until_found(watch: Progress, start: float, *, seed: int, quiet: bool, limit: float = 60.0) -> float:
+    """The same with a heartbeat a second, each late by up to half a second, that says (`quiet`) since when its engine
+    has made no token: since `start`.
+    """
+    draw = random.Random(seed)
+    beats = [start + draw.random() + number for number in range(int(limit))]
+    come = [(sent + draw.uniform(0.0, 0.5), sent) for sent in beats]
+    now, heard, made = start, start, start
+    while True:
+        while come and come[0][0] <= now:
+            heard, sent = come.pop(0)
+            made = heard - (sent - start) if quiet else -inf
+        if judge(watch, doing(8), now, heard=heard, made=made):
+            return now - start
+        now += _TICK_S
+        assert come
 
 
 def busy(
@@ -34,7 +59,7 @@ def busy(
         while arrivals and arrivals[0] <= now:
             last = arrivals.pop(0)
             watch.arrived("a", last)
-        assert watch.stalled([doing(8)], now) == []
+        assert judge(watch, doing(8), now) == []
         now += _TICK_S + draw.uniform(0.0, judge_late)
     return max(last, now)
 
@@ -43,7 +68,7 @@ def busy(
 def test_an_engine_that_stops_is_found_within_three_seconds_and_none_that_goes_on(seed: Any) -> None:
     watch = Progress()
     last = busy(watch, seed, flush_s=0.25, jitter_s=0.5, until=600.0, judge_late=0.3)
-    assert until_stalled(watch, doing(8), last) <= 3.0
+    assert until_found(watch, last, seed=seed, quiet=bool(seed % 2)) <= 3.0
 
 
 def test_a_loaded_worker_is_waited_for_longer_and_a_rested_one_no_more() -> None:
@@ -60,7 +85,7 @@ def test_held_installing_and_idle_workers_are_not_waited_for() -> None:
     now = 10.0
     for what in [doing(8, excused=True)] * 100 + [doing(0)] * 100:
         now += _TICK_S
-        assert watch.stalled([what], now) == []
+        assert judge(watch, what, now) == []
         assert watch.quiet_s("a", now) == 0.0
     assert 2.0 <= until_stalled(watch, doing(8), now + _TICK_S) <= 3.0  # from when it had work again
 
@@ -69,10 +94,8 @@ def test_a_first_token_has_the_time_that_first_tokens_take() -> None:
     watch = Progress()
     assert until_stalled(watch, doing(0, 4), 0.0) >= CEILING_S  # none was ever seen
     watch = Progress()
-    watch.stalled([doing(0, 4)], 0.0)
-    watch.stalled([doing(0, 4)], _TICK_S)
-    for tick in range(2, 13):
-        watch.stalled([doing(0, 4)], tick * _TICK_S)
+    for tick in range(13):
+        judge(watch, doing(0, 4), tick * _TICK_S)
     watch.arrived("a", 3.0)  # after three seconds
     assert 5.5 <= until_stalled(watch, doing(0, 4), 3.0) <= 6.5
 
@@ -80,19 +103,88 @@ def test_a_first_token_has_the_time_that_first_tokens_take() -> None:
 def test_the_judges_own_sleep_is_no_stall() -> None:
     watch = Progress()
     last = busy(watch, 3, flush_s=0.25, jitter_s=0.1, until=20.0)
-    assert watch.stalled([doing(8)], last + 30.0) == []
+    assert judge(watch, doing(8), last + 30.0) == []
     assert until_stalled(watch, doing(8), last + 30.0 + _TICK_S) >= 1.0
 
 
 def test_workers_are_found_together() -> None:
     watch = Progress()
-    both = [Doing(session=name, started=2, pending=0) for name in "ab"]
     found: list[str] = []
     for tick in range(40):
         if tick < 8:
             watch.arrived("a", tick * _TICK_S)
             watch.arrived("b", tick * _TICK_S)
+        both = [replace(doing(2, session=name), heard=tick * _TICK_S) for name in "ab"]
         found = watch.stalled(both, tick * _TICK_S)
         if found:
             break
     assert found == ["a", "b"]
+
+
+def test_who_is_silent_altogether_is_not_found_here_nor_when_it_wakes() -> None:
+    watch = Progress()
+    frozen = busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
+    now = frozen
+    while now < frozen + 100.0:
+        now += _TICK_S
+        assert judge(watch, doing(8), now, heard=frozen) == []
+    assert watch.quiet_s("a", now) <= PAUSE_S + _TICK_S
+    assert judge(watch, doing(8), now, made=now - 100.0) == []  # its first heartbeat; its tokens come behind it
+    assert until_stalled(watch, doing(8), now + _TICK_S) <= 1.5  # or else they do not
+
+
+def test_tokens_that_are_late_are_waited_for_while_the_engine_makes_more() -> None:
+    watch = Progress()
+    last = now = busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
+    while now < last + LATE_S - 1.0:
+        now += _TICK_S
+        assert judge(watch, doing(8), now, made=now - 0.5) == []
+    made = now
+    while not judge(watch, doing(8), now, made=made):
+        now += _TICK_S
+    assert now - made <= 2.5  # it has stopped
+    watch.arrived("a", now)
+    start = now
+    while not judge(watch, doing(8), now, made=now - 0.1):
+        now += _TICK_S
+    assert LATE_S - 1.0 <= now - start <= LATE_S + 1.0  # nothing comes out of it at all
+
+
+def test_a_worker_that_is_heard_less_often_is_judged_by_several_heartbeats() -> None:
+    watch = Progress(floor_s=10.0, pause_s=6.25)
+    last = busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
+    now = last
+    while not judge(watch, doing(8), now, heard=last + 5.0 * int((now - last) / 5.0)):
+        now += _TICK_S
+    assert 10.0 <= now - last <= 11.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ten_minutes_of_jitter_and_a_loaded_processor_make_no_suspect(seed: Any) -> None:
+    """Messages late by half a second, the judge and the engine by a second now and then."""
+    watch, draw = Progress(), random.Random(seed)
+    now, made, heard = 0.0, 0.0, 0.0
+    tokens: list[float] = []
+    beats: list[tuple[float, float]] = []
+    next_step, next_flush, next_beat = 0.1, 0.25, 1.0
+    while now < 600.0:
+        now += _TICK_S + (draw.uniform(0.0, 0.9) if draw.random() < 0.05 else 0.0)
+        while next_step <= now:
+            made = next_step
+            next_step += 0.1 + (draw.uniform(0.0, 1.0) if draw.random() < 0.05 else 0.0)
+        while next_flush <= now:
+            tokens.append(next_flush + draw.uniform(0.0, 0.5))
+            next_flush = max(next_flush + 0.25, made)
+        while next_beat <= now:
+            beats.append((next_beat + draw.uniform(0.0, 0.5), max(0.01, next_beat - made)))
+            next_beat += 1.0
+        for at in sorted(at for at in tokens if at <= now):
+            watch.arrived("a", at)
+            heard = max(heard, at)
+        tokens = [at for at in tokens if at > now]
+        said = -inf
+        for at, quiet_s in beats:
+            if at <= now:
+                heard, said = max(heard, at), at - quiet_s
+        beats = [one for one in beats if one[0] > now]
+        assert judge(watch, doing(8), now, heard=heard, made=said) == []
