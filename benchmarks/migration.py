@@ -72,10 +72,12 @@ PROMISED: Final[dict[str, tuple[str, str, float]]] = {
 }
 #: What must be known to read a figure.
 NOTES: Final = {
-    "share_of_oracle": f"simulated; {LEGEND['share_of_oracle']}",
+    "share_of_oracle": f"simulated, with 64 slots a worker; {LEGEND['share_of_oracle']}",
+    "replay_share_of_oracle_with_fewest_slots": "simulated, with 8 slots a worker: work outlasts the slots, and who "
+    "knows no length cannot tell what is to start first",
     **{f"replay_{share}": f"simulated; {what}" for share, what in LEGEND.items() if share != "share_of_oracle"},
     "share_generated_twice": "simulated; replay_share_generated_twice_by_restart: the same of restarting from zero",
-    "speedup_over_restart": "simulated",
+    "speedup_over_restart": "simulated; of all cases the least",
     "ack_p99_ms": "of several windows the best; over all of them: control_plane_ack_p99_all_windows_ms",
     "placement_p99_ms": "of several windows the best; over all of them: control_plane_placement_p99_all_windows_ms",
     "detection_p99_s": "of silent workers; of broken streams: control_plane_broken_stream_detection_p99_s",

@@ -162,8 +162,8 @@ def _ablate(
 
 
 def figures(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst over the cases: of those with most slots where it is about `SHARES` and restarts; and
-    what balancing gains over none where work outlasts the slots.
+    """The worst over the cases. `SHARES` are of those with most slots, and once more, with their own names, of those
+    with fewest, where work outlasts the slots; of the latter is also what balancing gains over none.
     """
     most, fewest = max(case["slots"] for case in cases), min(case["slots"] for case in cases)
     rows = [{row["policy"]: row for row in case["policies"]} for case in cases]
@@ -171,7 +171,8 @@ def figures(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     narrow = [row for case, row in zip(cases, rows, strict=True) if case["slots"] == fewest]
     return {
         **{share: min(row[BALANCE.name][share] for row in wide) for share in SHARES},
-        "speedup_over_restart": min(row[BALANCE.name]["over_first"] for row in wide),
+        **{f"{share}_with_fewest_slots": min(row[BALANCE.name][share] for row in narrow) for share in SHARES},
+        "speedup_over_restart": min(row[BALANCE.name]["over_first"] for row in rows),
         "share_generated_twice": max(row[BALANCE.name]["share_generated_twice"] for row in rows),
         "share_generated_twice_by_restart": [row[RESTART.name]["share_generated_twice"] for row in wide],
         "balancing_over_none": min(row[BALANCE.name]["over_first"] / row[MIGRATE.name]["over_first"] for row in narrow),

@@ -210,6 +210,7 @@ def test_a_whole_level_is_one_call(tmp_path: Path) -> None:
     assert report["figures"]["share_generated_twice"] < 0.01
     shares = [report["figures"][name] for name in report["legend"]]
     assert len(shares) == 4
+    assert all(0.0 < report["figures"][f"{name}_with_fewest_slots"] <= 1.01 for name in report["legend"])
     assert all(0.0 < share <= 1.01 for share in shares)
     assert report["figures"]["share_of_bound"] <= min(1.0, *shares) + 1e-9
     shown = table(report["cases"])
