@@ -22,7 +22,7 @@ from ebbtide.coordinator.records import Attach, DrainNotice, Heartbeat, Installe
 from ebbtide.coordinator.settings import Settings
 from ebbtide.coordinator.state import Attempt, Orphaned, Session, State
 from ebbtide.errors import NotFound, NotReady
-from ebbtide.scheduling.attempts import blames
+from ebbtide.scheduling.attempts import MOVED, blames
 from ebbtide.store.store import Store
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, Worker, WorkerState
 from ebbtide.types.ids import check_id, new_fence
@@ -232,11 +232,12 @@ class Fleet:
             session.installed = session.target = None
         now = time.monotonic()
         orphaned = Orphaned(now, message.reason or "handed back", blames(message.reason))
+        moved = message.reason.startswith(MOVED)  # also if the move was given up meanwhile, and then it has no target
         for ref in message.attempts:
             attempt = session.attempts.get(ref.attempt_id)
             if attempt is not None and attempt.ref == ref:
-                moved = attempt.target and not session.draining
-                attempt.orphan(Orphaned(now, f"moved to {attempt.target}", False, moved=True) if moved else orphaned)
+                reason = f"moved to {attempt.target}" if attempt.target else MOVED
+                attempt.orphan(Orphaned(now, reason, False, moved=True) if moved else orphaned)
         self._state.reap.set()
         self._state.wake.set()
 

@@ -147,3 +147,24 @@ async def test_a_rollout_that_is_moved_and_moved_is_no_poison(cluster: Any, monk
     assert "q0" not in other.assigned
     assert running["q0"].waiting.barren == 0
     assert await run.count("dead_lettered") == 0
+
+
+async def test_a_failure_in_the_midst_of_a_move_is_held_against_the_rollout(cluster: Any) -> None:
+    run, full = await crowded(cluster, running=4, waiting=1)
+    await cluster.worker("w2")
+    await wait_until(lambda: full.asked == ["q0"], what="it is asked")
+    await full.hand_back("q0", reason="stopped: the engine died")
+    running = cluster.coordinator.state.runs["r"].running
+    await wait_until(lambda: "q0" in running and running["q0"].number == 2, what="somebody has it")
+    assert running["q0"].waiting.barren == 1
+    assert await run.count("moved") == 0
+
+
+async def test_what_was_to_move_is_moved_though_its_worker_drains_meanwhile(cluster: Any) -> None:
+    run, full = await crowded(cluster, running=4, waiting=1)
+    idle = await cluster.worker("w2")
+    await wait_until(lambda: full.asked == ["q0"], what="it is asked")
+    await full.say(draining=fleet_pb2.Draining(deadline_s=5.0, reason="asked"))
+    await full.hand_back("q0", reason="moved")
+    await idle.has("q0")
+    assert await run.count("moved") == 1
