@@ -39,11 +39,13 @@ class Acks:
         self._streams: dict[tuple[Proc, int], Stream] = {}
         self.told = 0
 
-    def message(self, call: tuple[Proc, int], data: bytes, *, method: str, up: bool) -> None:
-        """One message of a worker's call; `up`: to the coordinator."""
+    def message(self, call: tuple[Proc, int], data: bytes, *, method: str, up: bool, current: bool) -> None:
+        """One message of a worker's call; `up`: to the coordinator; `current`: from one that no other superseded."""
         if method.endswith("/Control"):
             if up:
                 self._control(fleet_pb2.WorkerMessage.FromString(data))
+            elif current:
+                self._attached(fleet_pb2.CoordinatorMessage.FromString(data).attached)
         elif up:
             self._request(self._streams.setdefault(call, Stream()), fleet_pb2.AppendRequest.FromString(data))
         elif call in self._streams:
@@ -52,6 +54,13 @@ class Acks:
     def _control(self, message: fleet_pb2.WorkerMessage) -> None:
         for ref in message.released.attempts:
             self._monitor.released(ref.attempt_id)
+
+    def _attached(self, attached: fleet_pb2.Attached) -> None:
+        """A worker is told which of its attempts go on: none whose rollout waits, or is somebody else's."""
+        for ref in attached.adopted:
+            one = self._monitor.rollouts[ref.rollout_id]
+            if one.state == "queued" or (one.state == "running" and one.attempt != ref.attempt_id):
+                self._monitor.fail(f"{ref.rollout_id} is {one.state}, and its old attempt {ref.attempt_id} may go on")
 
     def _request(self, stream: Stream, request: fleet_pb2.AppendRequest) -> None:
         for opened in request.opened:

@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import msgspec
+
 from ebbtide.coordinator.attempts import Attempts as Handed
 from ebbtide.coordinator.recovery import Recovery
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rollout_worker.attempts import Attempts
-from ebbtide.rollout_worker.generation import Assignment, Ending
+from ebbtide.rollout_worker.generation import Assignment, Ending, Generation
 from ebbtide.rollout_worker.outbox import Outbox
 from ebbtide.scheduling import placement
 from ebbtide.scheduling.liveness import Liveness
 from ebbtide.store import scripts
 from ebbtide.store.appends import Appends
+from ebbtide.types.tokens import TOKEN_BYTES
 
 Bug = Callable[[], Any]
 #: Scripts whose text is edited, where it is found; `lib` is part of all of them.
@@ -97,6 +100,8 @@ def _stays_stale(refresh: Any) -> Any:
 
 
 def _room_forgets_partial(init: Any) -> Any:
+    """Its limits count from where this attempt began."""
+
     def wrong(self: Ending, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         whole, self._seen = self.at, 0  # type: ignore[attr-defined]
@@ -106,6 +111,24 @@ def _room_forgets_partial(init: Any) -> Any:
             return whole(ids) if first <= 1 else whole(ids[first - 1 :])
 
         self.at = at  # type: ignore[method-assign]
+
+    return wrong
+
+
+def _asks_for_all(request: Any) -> Any:
+    def wrong(self: Generation) -> Any:
+        return msgspec.structs.replace(request(self), max_tokens=self._ending.limit)
+
+    return wrong
+
+
+def _forgets_what_flew(rewind: Any) -> Any:
+    """What was on its way counts as stored: the next tokens take its place."""
+
+    def wrong(self: Outbox, now: float) -> None:
+        for output in self._outputs.values():
+            del output.tokens[output.stored * TOKEN_BYTES : output.sent * TOKEN_BYTES]
+        rewind(self, now)
 
     return wrong
 
@@ -167,9 +190,11 @@ BUGS: Final[dict[str, Bug]] = {
     ),
     "a submit that begins anew": lua(("if known then out", "if known and have[2] == 'queued' then out")),
     "a wake-up that is lost": python((Attempts, "settle", _without_pressure)),
-    "a stream that begins where the last one broke": python((Outbox, "rewind", lambda _: lambda self, now: None)),
+    "a stream that goes on behind what was on its way": python((Outbox, "rewind", _forgets_what_flew)),
     "an acknowledgement before the store": python((Appends, "append", _ahead_of_the_store)),
-    "a limit that forgets the partial": python((Ending, "__init__", _room_forgets_partial)),
+    "a limit that forgets the partial": python(
+        (Ending, "__init__", _room_forgets_partial), (Generation, "request", _asks_for_all)
+    ),
     "an attempt handed back before it is stored": python(
         (Outbox, "stored_whole", lambda _: lambda self, attempt_id: True)
     ),

@@ -74,6 +74,7 @@ class Breaker:
         if not proc.alive:
             return False
         world.interruptions += 1
+        proc.struck |= kind != "SIGKILL"
         if kind == "SIGKILL":
             world.kill(name)
             self._lasts(4.0)

@@ -32,6 +32,7 @@ class Proc:
         self.alive, self.stopped = True, False
         self.clock = 0.0  # by how much its wall clock is off
         self.cost: tuple[float, float] | None = None
+        self.struck = False  # something was done to it
         self.busy = self.able = False
         self.ready: deque[asyncio.Handle] = deque()
         self.signals: dict[int, Callable[[], object]] = {}
@@ -151,7 +152,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         handle = Handle(callback, args, self, context)
-        proc = handle._context.get(current, self.outside)  # type: ignore[attr-defined]
+        proc = handle._context.get(current, self.outside)
         if proc.alive and not self._over:
             proc.ready.append(handle)
             if not proc.able:

@@ -3,6 +3,7 @@
 The store's own data is looked at, not what anybody says of it: the state, the attempt and the tokens of each rollout.
 """
 
+import json
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +28,8 @@ _MOVES: Final = {
 _LEASED: Final = frozenset(
     {"submit", "acknowledge", "cancel", "complete", "commit", "announce_version", "reserve_version"}
 )
+#: What the append script answers for a delta of an attempt that was superseded.
+_REFUSED: Final = 3
 _WRITERS: Final = _LEASED | {"append", "place", "requeue", "dead_letter", "lease_claim"}
 
 
@@ -63,8 +66,10 @@ class Monitor:
         self._done = run_key(RUN, "DONE").encode()
         self._count = run_key(RUN, "COUNT").encode()
         self._stale = ""
+        self._old: dict[int, str] = {}
         self._scripts = {key: name for name in _WRITERS for key in (script(name).sha, script(name).text)}
         self.on_state: Any = lambda name, before, after: None
+        self.on_loss: Any = lambda name, attempt, lost: None
 
     def fail(self, text: str) -> None:
         if not self.wrong:
@@ -111,9 +116,8 @@ class Monitor:
             self.fail(f"{name} went from {before or 'nothing'} to {state or 'nothing'}")
         if state == before == "running" and attempt != one.attempt:
             self.fail(f"{name} was given to {attempt} while {one.attempt} still had it")
-        if state == "running" and before != "running":
-            self.of[attempt], self.starts[attempt] = name, stored
-            one.attempts += 1
+        if state != before:
+            self._began_or_ended(name, one, state, attempt, stored)
         if state and stored < one.stored:
             self.fail(f"{name} lost tokens: {one.stored} were stored, now {stored}")
         if stored > one.stored:
@@ -127,6 +131,13 @@ class Monitor:
         one.state, one.attempt, one.stored = state, attempt, stored
         if state != before:
             self.on_state(name, before, state)
+
+    def _began_or_ended(self, name: str, one: Seen, state: str, attempt: str, stored: int) -> None:
+        if state == "running":
+            self.of[attempt], self.starts[attempt] = name, stored
+            one.attempts += 1
+        elif state == "queued" and one.state == "running":
+            self.on_loss(name, attempt, self.starts[attempt] + self.generated.get(attempt, 0) - stored)
 
     def _over(self, name: str) -> bool:
         assert self.store is not None
@@ -164,7 +175,7 @@ class Monitor:
 
     def before(self, command: list[bytes]) -> None:
         """A command is about to be done: whether it may be, by its term and lease."""
-        self._stale = ""
+        self._stale, self._old = "", {}
         if command[0].upper() not in {b"EVALSHA", b"EVAL"} or len(command) < 5:
             return
         assert self.store is not None
@@ -174,12 +185,27 @@ class Monitor:
         have = fences.value._values
         if command[4] != have[b"term"]:
             self._stale = "a coordinator that was superseded"
+        elif self._scripts[command[1]] == "append":
+            self._old = self._old_attempts(command[5])
         elif self._scripts[command[1]] in _LEASED and command[6] != have.get(b"lease:" + command[5]):
             self._stale = "a lease holder that was superseded"
 
     def _check_stale(self, command: list[bytes], reply: Any) -> None:
         if self._stale and not isinstance(reply, Exception):
             self.fail(f"{self._scripts[command[1]]} was done for {self._stale}")
+        if self._old and isinstance(reply, list):
+            refused = {place - 1 for place, status in zip(reply[::4], reply[1::4], strict=True) if status == _REFUSED}
+            for place in self._old.keys() - refused:
+                self.fail(f"an append was taken that is not of the attempt which has {self._old[place]}")
+
+    def _old_attempts(self, columns: bytes) -> dict[int, str]:
+        """Deltas of an append, by their place, whose rollout another attempt has, or none."""
+        ids, begins, *_ = json.loads(columns)
+        return {
+            place: name
+            for place, (name, begin) in enumerate(zip(ids, begins, strict=True))
+            if self.rollouts[name].state == "queued" or self.rollouts[name].attempt != begin.partition(":")[0]
+        }
 
     # -- what workers do -----------------------------------------------------------------------------------------
 

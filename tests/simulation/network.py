@@ -11,6 +11,8 @@ from typing import Any, Final, Protocol
 from tests.simulation.loop import Proc, SimLoop
 
 _KEEPALIVE_S: Final = (10.0, 15.0)
+#: By how much later than on a new connection what was held back by a cut comes through on an old one.
+_REPEATED_S: Final = (0.3, 0.7, 1.5, 6.0)
 
 
 class End(Protocol):
@@ -29,6 +31,7 @@ class Wire:
         self.ends: list[End | None] = [None, None]
         self.open = [True, True]  # as each end sees it
         self.vanishing = [False, False]  # what this end sends is lost
+        self.stalled = False  # what the client sends comes late
         self._last = [0.0, 0.0]  # when the last frame of this end arrives
         self._held: list[list[tuple[Any, ...]]] = [[], []]
         self._silent: list[Any] = [None, None]
@@ -38,7 +41,7 @@ class Wire:
         source, target = self.procs[end], self.procs[1 - end]
         if not self.open[end] or not source.alive or self.vanishing[end]:
             return
-        if self.network.is_cut(source, target):
+        if self.network.is_cut(source, target) or (self.stalled and end == 0):
             self._held[end].append(frame)
             return
         self._carry(end, frame)
@@ -84,7 +87,7 @@ class Wire:
             self.open[end] = False
             source, target = self.procs[end], self.procs[1 - end]
             reset = ("close", "connection reset by peer")
-            if self.network.is_cut(source, target):
+            if self.network.is_cut(source, target) or (self.stalled and end == 0):
                 self._held[end].append(reset)
             elif not self.vanishing[end]:
                 self._carry(end, reset)
@@ -99,16 +102,25 @@ class Wire:
         network = self.network
         return (
             any(self.vanishing)
+            or self.stalled
             or network.is_cut(client, server)
             or network.is_cut(server, client)
             or any(proc.stopped for proc in self.procs)
         )
 
+    def flow(self) -> None:
+        """What was stalled comes through, though this connection may have been given up long ago."""
+        self.stalled = False
+        self.judge()
+
     def judge(self) -> None:
         """Something changed: begin or end to count silence, and deliver what waited for a cut to be mended."""
         for end in (0, 1):
-            if self._held[end] and not self.network.is_cut(self.procs[end], self.procs[1 - end]):
+            cut = self.network.is_cut(self.procs[end], self.procs[1 - end]) or (self.stalled and end == 0)
+            if self._held[end] and not cut:
                 held, self._held[end] = self._held[end], []
+                if not self.network.loop.random.randrange(3):  # the pauses between repeats have grown meanwhile
+                    self._last[end] = self.network.loop.now + self.network.loop.random.choice(_REPEATED_S)
                 for frame in held:
                     self._carry(end, frame)
         silent = self.silent and self.keepalive
@@ -134,6 +146,7 @@ class Network:
         self.wires: dict[Wire, None] = {}
         self.listeners: dict[int, tuple[Proc, Callable[[Wire], None]]] = {}
         self.cuts: dict[tuple[str, str], int] = {}
+        self.disturbed = 0.0  # when something was last done to it
         base = loop.random.choice((0.0001, 0.0005, 0.002))
         self._least, self._most = base, base * loop.random.choice((1.5, 4.0, 12.0))
 
@@ -180,17 +193,19 @@ class Network:
 
     def cut(self, source: str, target: str) -> None:
         self.cuts[source, target] = self.cuts.get((source, target), 0) + 1
+        self.disturbed = self.loop.now
         self.judge()
 
     def mend(self, source: str, target: str) -> None:
         self.cuts[source, target] -= 1
+        self.disturbed = self.loop.now
         if not self.cuts[source, target]:
             del self.cuts[source, target]
         self.judge()
 
     def half_open(self, proc: Proc, *, ways: tuple[int, ...]) -> int:
         """The connections that `proc` has now lose what is sent, by it (0), to it (1), or both. Returns how many."""
-        hit = 0
+        hit, self.disturbed = 0, self.loop.now
         for wire in list(self.wires):
             if proc in wire.procs:
                 mine = wire.procs.index(proc)

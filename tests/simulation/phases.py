@@ -115,7 +115,7 @@ class Chaos:
         """Ends when all has been done and undone."""
         world, loop = self._world, self._world.loop
         loop.outside.spawn(self._break_connections(), "broken connections")
-        if loop.random.random() < 0.4:
+        if loop.random.random() < 0.5:
             loop.outside.spawn(self._lose_store(), "lost store")
         await asyncio.sleep(loop.random.uniform(0.0, 1.5))
         missed = [fault for fault in self._faults if not await self._bring(fault, alone=fault.alone)]
@@ -162,25 +162,40 @@ class Chaos:
                 wire = next((one for one in world.network.wires if one.procs[1].name == "redis"), wire)
             await asyncio.sleep(chance.uniform(0.0, 0.006))
             if any(wire.open):
+                world.network.disturbed = world.loop.now
                 world.note("break", f"{wire.procs}")
                 if chance.random() < 0.5:  # answers get lost for a while, what is asked for is done
                     wire.vanishing[1] = True
                     wire.judge()
                     await asyncio.sleep(chance.uniform(0.1, 1.5))
+                world.network.disturbed = world.loop.now
                 wire.break_at(chance.randrange(2), "connection reset by peer")
 
     async def _lose_store(self) -> None:
-        """Once, perhaps: what the coordinator asks of the store is lost for seconds, and a worker dies meanwhile."""
+        """Once, perhaps: what the coordinator asks of the store is lost, or late, and a worker dies meanwhile."""
         world, chance = self._world, self._world.loop.random
         await asyncio.sleep(chance.uniform(0.5, 20.0))
         who = await self._watcher.flush()
-        for wire in world.network.wires:
-            if wire.procs[1].name == "redis":
-                world.note("break", f"{wire.procs} says nothing any more")
+        late = chance.random() < 0.5
+        for wire in [wire for wire in world.network.wires if wire.procs[1].name == "redis"]:
+            world.note("break", f"{wire.procs} says nothing any more")
+            if late:
+                wire.stalled = True
+                world.loop.outside.spawn(self._come_late(wire), "late commands")
+            else:
                 wire.vanishing[0] = True
                 world.loop.outside.after(chance.uniform(3.5, 8.0), wire.break_at, 0, "connection reset by peer")
         await asyncio.sleep(chance.uniform(0.0, 0.5))
         self.breaker.strike(chance.choice(("SIGKILL", "SIGKILL", "half-open")), who)
+
+    async def _come_late(self, wire: Wire) -> None:
+        """Let a stalled connection's commands through once its client has another one, or after a while."""
+        loop, network = self._world.loop, self._world.network
+        until = loop.now + 30.0
+        while loop.now < until and all(one.procs != wire.procs or one is wire for one in network.wires):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(loop.random.uniform(0.0, 2.0))
+        wire.flow()
 
     def _target(self, cell: Cell, who: str) -> str:
         if cell.component != "worker":

@@ -24,6 +24,7 @@ from tests.simulation.monitor import Monitor
 from tests.simulation.network import Network, Wire
 from tests.simulation.patches import patched
 from tests.simulation.plan import Plan
+from tests.simulation.promises import Promises
 from tests.simulation.store import Server, connect
 from tests.simulation.trainer import COORDINATOR, RELAY, TOKEN, Journal, Trainer
 
@@ -46,6 +47,7 @@ class World:
         self.monitor.store = self.store
         self.acks = Acks(self.monitor)
         self.proc: dict[str, Proc] = {}
+        self.promises = Promises(self.loop, self.network, self.monitor, self.plan, self.proc)
         self.exits: list[tuple[str, int]] = []
         self.restart_s: Callable[[str], float] = lambda _name: self.loop.random.uniform(0.2, 3.0)
         self.directory = Path(tempfile.mkdtemp(prefix="ebb-sim-", dir="/dev/shm"))
@@ -75,7 +77,9 @@ class World:
         for tap in self.taps:
             tap(source, wire, method, kind, data)
         if data and method.endswith(("/Append", "/Control")):
-            self.acks.message((wire.procs[0], number), data, method=method, up=end == 0)
+            self.acks.message(
+                (wire.procs[0], number), data, method=method, up=end == 0, current=source is self.proc["coordinator"]
+            )
 
     def _command(self, command: list[bytes], reply: Any) -> None:
         self.note("store", f"{len(self.store.log)} {b' '.join(command[:1] + command[3:4])[:40]!r} {reply!r:.60}")
@@ -100,6 +104,7 @@ class World:
         for number in range(self.plan.workers):
             self.start(f"w{number}")
         self.start("trainer")
+        self.loop.outside.spawn(self.promises.watch(), "promises")
 
     @property
     def workers(self) -> list[str]:
@@ -176,6 +181,7 @@ class World:
         proc = self.proc[name]
         if proc.alive:
             self.note("kill", name)
+            self.promises.leaves(proc, killed=True)
             self._gone(proc)
             self.loop.outside.after(self.restart_s(name), self.start, name)
 
@@ -184,6 +190,7 @@ class World:
         proc = self.proc[name]
         if proc.alive and signal.SIGTERM in proc.signals:
             self.note("sigterm", name)
+            self.promises.leaves(proc, killed=False)
             proc.after(0.0, proc.signals[signal.SIGTERM])
 
     def close(self) -> None:

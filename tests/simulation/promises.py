@@ -1,0 +1,112 @@
+"""How soon a silent worker must be noticed, and how little may be lost with one, in a world that is otherwise well.
+
+Both are promised only while coordinator and store are well, so it is watched for how long they have been.
+"""
+
+import asyncio
+from typing import Final
+
+from ebbtide.scheduling.liveness import JUDGE_EVERY_S, TIMEOUT_S
+from tests.simulation.loop import Proc, SimLoop
+from tests.simulation.monitor import Monitor
+from tests.simulation.network import Network, Wire
+from tests.simulation.plan import Plan
+
+_LOOK_S: Final = 0.25
+#: From the judge's verdict to the store's: a round trip or two, a moment for what was sent, and our own look.
+_MARGIN_S: Final = 0.5 + _LOOK_S
+#: So long after coordinator or store came back silence counts again: boot, the grace for workers, and a timeout.
+_RECOVERED_S: Final = 12.0
+#: What was sent before a disturbance has come or is given up so long after it.
+_SETTLED_S: Final = 5.0
+
+
+class Promises:
+    """`proc`: the latest process of each name, as the world has them."""
+
+    def __init__(self, loop: SimLoop, network: Network, monitor: Monitor, plan: Plan, proc: dict[str, Proc]) -> None:
+        self._loop, self._network, self._monitor, self._proc = loop, network, monitor, proc
+        self._noticed_s = TIMEOUT_S + JUDGE_EVERY_S + _MARGIN_S + plan.reattach_grace_s
+        self._window = min(plan.flush_tokens, int(plan.flush_interval_ms / 1000 / plan.script.step_s) + 1)
+        self._core: tuple[Proc, ...] = ()
+        self._unwell = 0.0  # when coordinator or store were last not well
+        self._silent: dict[Proc, float] = {}  # since when
+        self._left: dict[Proc, tuple[float, bool]] = {}  # when a worker was killed or told to leave, and whether killed
+        monitor.on_loss = self._lost
+
+    async def watch(self) -> None:
+        """For ever: hold silent workers' attempts against the time by which they must have been ended."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._look_at_core()
+            self._look_at_workers()
+
+    def leaves(self, proc: Proc, *, killed: bool) -> None:
+        """A worker is killed, or gets a notice: is it, and all that it needs, well?"""
+        self._look_at_core()
+        if proc.name[0] == "w" and proc not in self._left and self._at_peace(proc):
+            self._left[proc] = (self._loop.now, killed)
+        elif killed:
+            self._left.pop(proc, None)  # killed while it left: nothing was promised of both
+
+    # -- silence -------------------------------------------------------------------------------------------------
+
+    def _look_at_core(self) -> None:
+        core = (self._proc["coordinator"], self._proc["redis"])
+        if core != self._core or not all(map(self._well, core)) or not self._joined(*core):
+            self._core, self._unwell = core, self._loop.now
+
+    def _well(self, proc: Proc) -> bool:
+        return proc.alive and not proc.stopped and proc.cost is None
+
+    def _joined(self, one: Proc, other: Proc) -> bool:
+        cut = self._network.is_cut(one, other) or self._network.is_cut(other, one)
+        return not cut and not any(wire.stalled or any(wire.vanishing) for wire in self._wires(one, other))
+
+    def _wires(self, client: Proc, server: Proc) -> list[Wire]:
+        return [wire for wire in self._network.wires if wire.procs == (client, server) and any(wire.open)]
+
+    def _is_silent(self, proc: Proc) -> bool:
+        """Whether nothing of the worker can come to the coordinator."""
+        coordinator = self._core[0]
+        if not proc.alive or proc.stopped or self._network.is_cut(proc, coordinator):
+            return True
+        wires = self._wires(proc, coordinator)
+        return bool(wires) and all(wire.vanishing[0] for wire in wires)
+
+    def _look_at_workers(self) -> None:
+        now, owner, busy = self._loop.now, self._monitor.owner, dict[Proc, str]()
+        for one in self._monitor.rollouts.values():
+            if one.state == "running" and one.attempt in owner:
+                busy[owner[one.attempt]] = one.attempt
+        self._silent = {proc: self._silent.get(proc, now) for proc in busy if self._is_silent(proc)}
+        if now - self._unwell < _RECOVERED_S:
+            return
+        for proc, since in self._silent.items():
+            if now - since > self._noticed_s:
+                attempt = busy[proc]
+                self._monitor.fail(
+                    f"{proc} says nothing since {since:.2f} s, and {self._monitor.of[attempt]} is still its"
+                )
+
+    # -- losses --------------------------------------------------------------------------------------------------
+
+    def _at_peace(self, proc: Proc) -> bool:
+        now = self._loop.now
+        quiet = now - max(self._unwell, self._network.disturbed) > _SETTLED_S
+        return quiet and not proc.struck and self._well(proc)
+
+    def _lost(self, name: str, attempt_id: str, lost: int) -> None:
+        """An attempt ended before its rollout, and so many tokens of it are generated again."""
+        proc = self._monitor.owner.get(attempt_id)
+        if proc is None or proc not in self._left:
+            return
+        when, killed = self._left[proc]
+        self._look_at_core()
+        if max(self._unwell, self._network.disturbed) >= when or (proc.struck and not killed):
+            return
+        # On its way when the worker was killed may have been one message, and behind it one more token was made.
+        most = self._window + 1 if killed else 0
+        if lost > most:
+            how = "was killed" if killed else "was told to leave"
+            self._monitor.fail(f"{lost} tokens of {name} were lost with {proc}, which {how}; at most {most} may be")
