@@ -192,8 +192,10 @@ class Chaos:
         """Let a stalled connection's commands through once its client has another one, or after a while."""
         loop, network = self._world.loop, self._world.network
         until = loop.now + 30.0
-        while loop.now < until and all(one.procs != wire.procs or one is wire for one in network.wires):
+        while loop.now < until:
             await asyncio.sleep(0.05)
+            if any(one.procs == wire.procs and one is not wire for one in network.wires):
+                break
         await asyncio.sleep(loop.random.uniform(0.0, 2.0))
         wire.flow()
 

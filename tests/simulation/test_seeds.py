@@ -42,7 +42,7 @@ def test_all_holds_in_the_fixed_seeds_and_all_cells_are_visited() -> None:
     code, found, said = run("--seeds", f"0:{FIXED}", timeout=580)
     assert code == 0, said
     missing = {str(cell) for cell in CELLS} - found["cells"].keys()
-    assert len(missing) <= len(CELLS) // 20, f"not visited: {sorted(missing)}"
+    assert not missing
 
 
 @pytest.mark.timeout(120)
@@ -81,6 +81,6 @@ def test_five_thousand_seeds_hold() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
 def test_nineteen_of_twenty_planted_bugs_are_found() -> None:
-    _, found, said = run("--bugs", "--seeds", "0:200", "--jobs", "2", timeout=6 * 3600)
+    _, found, said = run("--bugs", "--seeds", "0:100", "--jobs", "2", timeout=6 * 3600)
     assert len(found["found"]) == 20
     assert len(found["missed"]) <= 1, said
