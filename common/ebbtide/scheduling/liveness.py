@@ -32,6 +32,6 @@ class Liveness:
         """Sessions not heard for the timeout. Call it often: a gap of half the timeout is taken for our own sleep."""
         if self._judged is not None and (asleep := now - self._judged) > self._timeout_s / 2:
             for session in self._heard:
-                self._heard[session] += asleep
+                self._heard[session] = min(now, self._heard[session] + asleep)
         self._judged = now
         return [session for session, heard in self._heard.items() if now - heard > self._timeout_s]

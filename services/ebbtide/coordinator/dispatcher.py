@@ -1,8 +1,8 @@
 """The coordinator's decisions, put into practice: which run and version each worker has, and who generates what.
 
-Two loops. One decides whenever something changed; a store that is away stops it, and it tries again. The other
-watches over workers and orphans, and decides nothing that it could do without the store. The rules are in
-`scheduling`; here the state is laid before them and their answers are carried out.
+Three loops. One decides whenever something changed, and one reaps: it puts orphans back in line and deletes what ended;
+a store that is away stops these two, and they try again. The third watches over workers, and waits for nothing but the
+clock. The rules are in `scheduling`; here the state is laid before them and their answers are carried out.
 """
 
 import asyncio
@@ -81,10 +81,17 @@ class Dispatcher:
                 await asyncio.sleep(_STORE_PAUSE_S)
 
     async def watch_for_ever(self) -> None:
+        """Judge the workers, always on time: who is judged late is found late, or was our own sleep."""
+        while True:
+            await asyncio.sleep(self._fleet.judge_every_s)
+            self._fleet.judge(time.monotonic())
+            metrics.observe(self._state.runs.values(), self._fleet.workers())
+
+    async def reap_for_ever(self) -> None:
         next_due: float | None = None
         self._recovery.serving()
         while True:
-            pause = self._fleet.judge_every_s
+            pause = _TICK_S
             if next_due is not None:
                 pause = min(pause, max(0.0, next_due - time.monotonic()))
             with suppress(TimeoutError):
@@ -92,8 +99,6 @@ class Dispatcher:
                     await self._state.reap.wait()
             self._state.reap.clear()
             now = time.monotonic()
-            self._fleet.judge(now)
-            metrics.observe(self._state.runs.values(), self._fleet.workers())
             try:
                 next_due = await self._attempts.requeue_due(now)
                 await self._attempts.tally()

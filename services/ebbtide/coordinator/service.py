@@ -87,6 +87,7 @@ class Coordinator:
         return {
             "decide": self.dispatcher.decide_for_ever(),
             "watch": self.dispatcher.watch_for_ever(),
+            "reap": self.dispatcher.reap_for_ever(),
             "term": self._superseded(),
             "store": self.link.lost(),
         }

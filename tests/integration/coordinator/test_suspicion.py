@@ -1,5 +1,6 @@
 """Workers that fall silent, stop, or come and go; and rollouts that take their workers with them."""
 
+import asyncio
 from typing import Any
 
 from ebbtide.errors import NotFound
@@ -55,6 +56,20 @@ async def test_a_silent_worker_is_fenced_and_its_rollouts_avoid_it(cluster_with:
         counters = (await run.get()).counters
         assert sum(n for name, n in counters.items() if name.startswith("detection:le:")) == 2
         assert counters.get("detection:le:0.5", 0) <= 1  # the silent one was noticed by time alone
+
+
+async def test_a_silent_worker_is_found_while_the_store_keeps_all_else_waiting(cluster_with: Any) -> None:
+    async with cluster_with(**SILENT) as cluster:
+        await cluster.worker("w1")
+        asked, away = asyncio.Event(), asyncio.Event()
+
+        async def never(now: float) -> None:
+            asked.set()
+            await away.wait()
+
+        cluster.coordinator._attempts.requeue_due = never
+        await wait_until(asked.is_set, what="the store is waited for")
+        await lose(cluster, "w1")
 
 
 async def test_a_rollout_avoids_a_worker_beyond_a_restart_of_the_coordinator(cluster_with: Any) -> None:

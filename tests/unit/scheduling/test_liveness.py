@@ -43,6 +43,16 @@ def test_the_judges_own_sleep_counts_against_nobody() -> None:
     assert judged(liveness, 40.0, start=35.0) == {"a": 35.5}  # 5 s of wakefulness since it was heard
 
 
+def test_who_is_heard_after_our_sleep_is_found_as_soon_as_ever() -> None:
+    liveness = Liveness(2.5)
+    liveness.heard("a", 0.0)
+    liveness.silent(0.25)
+    liveness.heard("a", 3.1)
+    assert liveness.silent(3.25) == []  # asleep for 3 s
+    assert liveness.since("a", 3.25) == 0.0
+    assert judged(liveness, 10.0, step=0.25, start=3.5) == {"a": 6.0}
+
+
 def test_a_forgotten_session_is_never_silent() -> None:
     liveness = Liveness(1.0)
     liveness.heard("a", 0.0)
