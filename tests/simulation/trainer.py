@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ebbtide.client import Client, Lease
-from ebbtide.errors import EbbtideError, NotReady
+from ebbtide.errors import EbbtideError, LeaseSuperseded, NotReady
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.runtime import race
 from ebbtide.types.rollout import (
@@ -61,8 +61,14 @@ class Trainer:
         security = ClientSecurity(token=TOKEN)
         async with Client(COORDINATOR, RELAY, security=security, patience_s=90.0) as client:
             await client.submit(SPEC, RUN)
-            async with client.claim(RUN, "trainer", holder="trainer") as lease:
-                await race(self._lead(client, lease), self._collect(lease), self._commit(lease))
+            try:
+                async with client.claim(RUN, "trainer", holder="trainer") as lease:
+                    await race(self._lead(client, lease), self._collect(lease), self._commit(lease))
+            except LeaseSuperseded:
+                found = await client.run(RUN)
+                if not found.status.ended:
+                    raise
+                self._journal.ended = found  # by this trainer, which was not told in time, or by one before it
 
     async def _lead(self, client: Client, lease: Lease) -> None:
         journal = self._journal

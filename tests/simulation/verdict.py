@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from ebbtide.store.keys import run_prefix
+from ebbtide.types.run import RunStatus
 from ebbtide.types.tokens import TOKEN_BYTES, unpack_tokens
 from tests.simulation.engine import TAG_MASK
 from tests.simulation.trainer import RUN
@@ -36,6 +37,8 @@ async def judge(world: World) -> None:
 def _check_books(world: World) -> None:
     run, fail = world.journal.ended, world.monitor.fail
     assert run is not None
+    if run.status is not RunStatus.FINISHED:
+        fail(f"the run ended as {run.status.name}: {run.message}")
     fates = Counter(world.plan.wanted[name].fate for name in world.journal.requests)
     counts = run.counters
     trained = fates.pop("trained", 0) + fates.pop("committed", 0)
