@@ -150,7 +150,14 @@ def widowed(state: State, run: RunState, ref: AttemptRef, session: Session) -> b
     if widow is None and state.doubtful and ref.rollout_id not in run.running:
         nothing = Bounds(0, 0)
         stood = Waiting(rollout_id=ref.rollout_id, episode_id="", bounds=nothing, length=0, place=0)
-        attempt = Attempt(run_id=ref.run_id, attempt_id=ref.attempt_id, waiting=stood, start=0, max_tokens=1 << 32)
+        attempt = Attempt(
+            run_id=ref.run_id,
+            attempt_id=ref.attempt_id,
+            waiting=stood,
+            start=0,
+            max_tokens=1 << 32,
+            given=time.monotonic(),  # not known; as if now, so that it is not taken for one that waits
+        )
         widow = run.widows[ref.rollout_id] = Widow(attempt, state.doubt_until, newer=False)
         run.stale = True
     if widow is None or widow.attempt.attempt_id != ref.attempt_id:

@@ -133,6 +133,7 @@ class Recovery:
             waiting=standing(row),
             start=row.stored,
             max_tokens=row.request.sampling.max_tokens,
+            given=time.monotonic(),  # not known; as if now, so that it is not taken for one that waits
             orphaned=Orphaned(due, reason, False),
         )
 

@@ -1,11 +1,15 @@
 """Workers that fall silent, stop, or come and go; and rollouts that take their workers with them."""
 
 import asyncio
+import time
 from typing import Any
 
+from ebbtide.coordinator import dispatcher
 from ebbtide.errors import NotFound
+from ebbtide.scheduling import flapping
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerState
+from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import fleet_pb2, types_pb2
 
 STOP = types_pb2.FINISH_REASON_STOP
@@ -128,18 +132,18 @@ async def test_a_worker_that_comes_and_goes_is_shunned_for_a_while(cluster: Any)
     run = await cluster.run()
     await run.submit("a")
     for _ in range(2):
-        flapping = await cluster.worker("w1")
-        await flapping.has("a")
-        await flapping.break_streams()
+        unsteady = await cluster.worker("w1")
+        await unsteady.has("a")
+        await unsteady.break_streams()
         await wait_until(lambda: listed(cluster, "w1").state is WorkerState.LOST)
-    flapping = await cluster.worker("w1")
+    unsteady = await cluster.worker("w1")
     shown = listed(cluster, "w1")
     assert shown.state is WorkerState.SHUNNED
     assert 4 < shown.shunned_s <= 5
     assert "lost too often" in (await run.get()).message
     steady = await cluster.worker("w2")
     await steady.has("a")
-    assert flapping.assigned == {}
+    assert unsteady.assigned == {}
     assert (await run.get()).message == ""
 
 
@@ -205,10 +209,13 @@ async def test_the_grace_of_a_restart_begins_when_workers_can_come(cluster_with:
         await first.has("a")
         held = [fleet_pb2.HeldAttempt(attempt=first.assigned["a"].attempt)]
         await cluster.stop()
+        stopped = time.monotonic()
         await cluster.start(serve_after_s=0.6)  # slow to come up
         again = await cluster.worker("w1", held=held)
         assert [ref.rollout_id for ref in again.attached.adopted] == ["a"]
         assert await run.count("attempts") == 1
+        attempt = cluster.coordinator.state.runs["r"].running["a"]
+        assert attempt.given > stopped  # else it would seem to have waited for a token ever since the machine's start
 
 
 async def test_rollouts_go_back_in_line_once_the_grace_is_over(cluster_with: Any) -> None:
