@@ -136,7 +136,7 @@ class Lives:
                 self._part(run, widow.attempt)
 
     def _part(self, run: RunState, attempt: Attempt) -> None:
-        del run.widows[attempt.waiting.rollout_id]
+        run.widows.pop(attempt.waiting.rollout_id, None)  # `expire` comes in between the awaits of `remarry`
         if (session := attempt.session) is not None:
             session.cancel([attempt.ref])
             attempt.part()

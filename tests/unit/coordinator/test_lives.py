@@ -39,3 +39,17 @@ def test_a_widow_does_not_count_as_waiting_since_ever() -> None:
     before = time.monotonic()
     _, _, session = scene()
     assert session.attempts["attempt"].given >= before
+
+
+async def test_a_widow_may_expire_while_the_store_is_asked_for_it() -> None:
+    state, run, session = scene()
+    store: Any = Store()
+    lives = Lives(state, store, lease_ttl_s=10.0)
+
+    def expire() -> None:
+        run.widows["a"].attempt.part()  # its worker left
+        lives.expire(run)
+
+    store.meanwhile = expire
+    await lives.remarry(run)
+    assert (run.widows, session.attempts) == ({}, {})
