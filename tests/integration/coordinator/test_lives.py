@@ -9,6 +9,7 @@ import pytest
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import Settings
 from ebbtide.errors import InvalidRequest, StoreUnavailable, Unavailable
+from ebbtide.store.keys import RUN_KEYS, run_prefix
 from ebbtide.store.store import _FSYNC_S
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.fleet import AppendStatus
@@ -177,6 +178,24 @@ async def test_a_trajectory_is_shown_once_it_cannot_be_forgotten(rig: Rig, monke
     assert [one.episode_id for one in await run.trajectories(1)] == ["e.a"]
     await wait_until(lambda: store.link.durable_after_s == 0.2)
     assert await run.count("trajectories") == 1
+
+
+async def test_a_trajectory_from_the_future_of_the_stores_clock_is_shown(rig: Rig) -> None:
+    """As after the clock was set back, or at a server whose clock is behind that of the one before."""
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    await run.submit("a")
+    await worker.has("a")
+    await worker.add("a", 0, 4, STOP)
+    await run.complete("e.a", "a")
+    store, key = rig.cluster.coordinator.store, run_prefix("r") + RUN_KEYS["TRAJECTORIES"]
+    store.link.durable_after_s = 30.0
+    assert await store.trajectories.page("r", "") == []
+    ((cursor, fields),) = await store.link.call("XRANGE", key, "-", "+")
+    said = dict(zip(fields[::2], fields[1::2], strict=True))
+    said[b"at"] = b"%d" % (int(said[b"at"]) + 3_600_000)
+    await store.link.call("XDEL", key, cursor)
+    await store.link.call("XADD", key, "*", *(part for pair in said.items() for part in pair))
+    assert [one.episode_id for one in await store.trajectories.page("r", "")] == ["e.a"]
 
 
 async def test_watchers_miss_no_event_after_others_that_they_saw_were_forgotten(rig: Rig) -> None:
