@@ -64,9 +64,12 @@ class Lives:
         """Tell the store of the attempts that live on. False if the run is over. Call with the run's lock held."""
         life = self._state.life
         if self._asked != life.name:
-            life.durable_after_s = (await self._store.condition()).durable_after_s
+            was, life.durable_after_s = life.durable_after_s, (await self._store.condition()).durable_after_s
             self._asked = life.name
             self._doubt()
+            if life.durable_after_s != was:  # append streams have the form that they were opened with
+                for session in self._state.sessions.values():
+                    session.resend.set()
         if self._settled != life.name and not await self._store.runs.settle(run.run_id, self._lease_ttl_s):
             return False
         ended = self._unfinish(run)

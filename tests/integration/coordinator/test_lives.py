@@ -1,5 +1,6 @@
 """A store that comes back knowing less than it acknowledged: what it forgot comes again, and nobody is told off."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,28 @@ async def test_a_trajectory_from_the_future_of_the_stores_clock_is_shown(rig: Ri
     await store.link.call("XDEL", key, cursor)
     await store.link.call("XADD", key, "*", *(part for pair in said.items() for part in pair))
     assert [one.episode_id for one in await store.trajectories.page("r", "")] == ["e.a"]
+
+
+async def test_finishes_become_durable_at_a_store_that_came_back_with_weaker_promises(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    await run.submit("a")
+    await worker.has("a")
+    rig.cluster.coordinator.state.life.durable_after_s = 0.0
+    await worker.open_append()
+    await worker.add("a", 0, 4)
+    assert worker.durable
+    rig.mark()
+    rig.cluster.coordinator.state.life.durable_after_s = 0.0
+    rig.cluster.coordinator.store.link.durable_after_s = 0.0
+    monkeypatch.setitem(_FSYNC_S, "always", 0.3)
+    await rig.forget()
+    await rig.again(worker)
+    await worker.exchange(worker.message(worker.delta("a", 4, 1, STOP)))
+    assert not worker.durable
+    async with asyncio.timeout(5):
+        assert (await worker._append.read()).durable
 
 
 async def test_watchers_miss_no_event_after_others_that_they_saw_were_forgotten(rig: Rig) -> None:
