@@ -100,11 +100,17 @@ class Hold:
                 return
 
     async def _send_again(self) -> None:
-        """Send what the store may have forgotten. Raises `Unavailable` with the rest of it still owed."""
-        while (entry := self._journal.owed()) is not None:
+        """Send what the store may have forgotten, for a third of the lease's time: the rest is for after a renewal.
+        Raises `Unavailable` with what was not sent still owed.
+        """
+        enough = time.monotonic() + self._ttl_s / 3
+        while time.monotonic() < enough and (entry := self._journal.owed()) is not None:
             try:
                 with self._peer.translated():
-                    await entry.call()
+                    async with asyncio.timeout(self._ttl_s / 3):
+                        await entry.call()
+            except TimeoutError:
+                raise Unavailable("sending again what the store forgot: a call took too long") from None
             except (Unavailable, LeaseSuperseded):
                 raise
             except NoCapacity as error:

@@ -31,6 +31,7 @@ class Script(rollouts_pb2_grpc.RolloutsServicer, runs_pb2_grpc.RunsServicer, fle
         self.finished = 0  # rollouts f1, f2, ... that have finished
         self.grown = asyncio.Event()
         self.version = 0
+        self.slow_s = 0.0  # that a submit takes
 
     def calls(self, name: str) -> list[Any]:
         return [request for called, request in self.asked if called == name]
@@ -96,6 +97,7 @@ class Script(rollouts_pb2_grpc.RolloutsServicer, runs_pb2_grpc.RunsServicer, fle
 
     async def Submit(self, request: Any, context: Any) -> Any:
         self._fenced("Submit", request, request.lease)
+        await asyncio.sleep(self.slow_s)
         return rollouts_pb2.SubmitResponse(outcomes=[1] * len(request.rollouts))  # type: ignore[list-item]
 
     async def Acknowledge(self, request: Any, context: Any) -> Any:

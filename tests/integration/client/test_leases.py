@@ -144,7 +144,7 @@ async def test_large_submits_are_cut_below_the_size_of_a_message(client: Client,
 
 
 async def test_what_a_store_may_have_forgotten_is_sent_again_in_order_and_once(client: Client, script: Any) -> None:
-    script.durable_after_s = 30.0
+    script.durable_after_s, script.ttl_s = 30.0, 1.0
     lease = await client.acquire("run")
     await lease.submit_rollouts([rollout("a"), rollout("b")])
     await lease.acknowledge(["a"])
@@ -162,6 +162,37 @@ async def test_what_a_store_may_have_forgotten_is_sent_again_in_order_and_once(c
     renewals = len(script.calls("RenewLease"))
     await wait_until(lambda: len(script.calls("RenewLease")) >= renewals + 3, what="renewals in the same life")
     assert len(script.calls("Submit")) == 2
+    script.durable_after_s = 0.0
+    await lease.release()
+
+
+async def test_a_lease_is_renewed_while_much_is_sent_again(client: Client, script: Any) -> None:
+    script.durable_after_s, script.ttl_s = 30.0, 0.9
+    lease = await client.acquire("run")
+    names = [f"r{number}" for number in range(24)]
+    for name in names:
+        await lease.submit_rollouts([rollout(name)])
+    script.slow_s, script.store_life = 0.1, "second"
+    before = len(script.asked)
+    await wait_until(lambda: len(script.calls("Submit")) == 48, what="all of it again")
+    sent = [name for name, _ in script.asked[before:]]
+    assert max(len(part.split()) for part in " ".join(sent).split("RenewLease")) <= 4  # of 0.1 s, in 0.3 s
+    again = [request.rollouts[0].rollout_id for request in script.calls("Submit")[24:]]
+    assert again == names
+    script.durable_after_s = 0.0
+    await lease.release()
+
+
+async def test_a_call_that_hangs_as_it_is_sent_again_does_not_cost_the_lease(client: Client, script: Any) -> None:
+    script.durable_after_s, script.ttl_s = 30.0, 0.9
+    lease = await client.acquire("run")
+    await lease.submit_rollouts([rollout("a")])
+    script.slow_s, script.store_life = 60.0, "second"
+    await wait_until(lambda: len(script.calls("Submit")) == 2, what="it is sent again")
+    renewals = len(script.calls("RenewLease"))
+    await wait_until(lambda: len(script.calls("RenewLease")) > renewals, 5.0, what="it is renewed")
+    script.slow_s = 0.0
+    await wait_until(lambda: not lease._journal.owed(), what="it is there again")
     script.durable_after_s = 0.0
     await lease.release()
 
