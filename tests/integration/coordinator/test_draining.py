@@ -1,5 +1,6 @@
 """A worker that is asked to leave."""
 
+import math
 from typing import Any
 
 import pytest
@@ -39,9 +40,15 @@ async def test_a_nearer_deadline_is_told_again(cluster: Any) -> None:
 async def test_an_unknown_worker_cannot_be_drained(cluster: Any) -> None:
     with pytest.raises(NotFound, match="no worker w9"):
         await drain(cluster, "w9", 1.0)
+
+
+@pytest.mark.parametrize("within_s", [-1.0, 0.0, math.inf, math.nan])
+async def test_a_worker_is_given_some_time_to_leave(cluster: Any, within_s: float) -> None:
+    leaving = await cluster.worker("w1")
     with pytest.raises(InvalidRequest) as refused:
-        await drain(cluster, "w9", -1.0)
+        await drain(cluster, "w1", within_s)
     assert refused.value.field == "within_s"
+    assert leaving.drains == []
 
 
 async def test_the_run_is_told_why_a_worker_drains(cluster: Any) -> None:

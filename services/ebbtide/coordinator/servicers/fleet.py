@@ -95,8 +95,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     async def DrainWorker(
         self, request: fleet_pb2.DrainWorkerRequest, context: Context
     ) -> fleet_pb2.DrainWorkerResponse:
-        if not 0 <= request.within_s < math.inf:
-            raise InvalidRequest("must be seconds from now, 0 or more", field="within_s")
+        if not 0 < request.within_s < math.inf:  # on the control stream 0 is the worker's own drain_timeout_s
+            raise InvalidRequest("must be seconds from now, more than 0", field="within_s")
         worker_id = check_id(request.worker_id, field="worker_id")
         return fleet_pb2.DrainWorkerResponse(running=self._fleet.drain(worker_id, request.within_s))
 
