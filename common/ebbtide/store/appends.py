@@ -42,6 +42,24 @@ class Columns(Struct, frozen=True):
         )
 
 
+def joined(several: Sequence[Columns]) -> Columns:
+    """The deltas of several, one behind the other."""
+    if len(several) == 1:
+        return several[0]
+    finishes: dict[int, FinishReason] = {}
+    first = 0
+    for one in several:
+        finishes |= {first + place: reason for place, reason in one.finishes.items()}
+        first += len(one.attempts)
+    return Columns(
+        [ref for one in several for ref in one.attempts],
+        [offset for one in several for offset in one.offsets],
+        [count for one in several for count in one.counts],
+        b"".join([one.tokens for one in several]),
+        finishes,
+    )
+
+
 class Appends(Topic):
     async def append(self, run_id: str, deltas: Columns) -> dict[int, Ack]:
         """Store what follows on, acknowledge what is there, refuse gaps and old attempts. Safe to repeat.

@@ -1,8 +1,8 @@
 """The append path: from a worker's message to stored and acknowledged tokens.
 
-One store call per message and run; the bytes of the tokens are not looked at. A store that is away holds the message
-back until it is there again and knows what lives on, and with it that worker's stream alone. When the store came back
-the stream ends, so that the worker sends again what was not durable.
+A message is checked whole before any of it is stored; the bytes of the tokens are not looked at. A store that is away
+holds the message back until it is there again and knows what lives on, and with it that worker's stream alone. When the
+store came back the stream ends, so that the worker sends again what was not durable.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from ebbtide.coordinator import metrics
 from ebbtide.coordinator.bells import Bells
 from ebbtide.coordinator.cut import Cut
 from ebbtide.coordinator.fleet import Fleet
-from ebbtide.coordinator.state import Attempt, Orphaned, RunState, Session, State
-from ebbtide.errors import InvalidRequest, NotFound, StoreUnavailable
+from ebbtide.coordinator.state import Attempt, Session, State
+from ebbtide.coordinator.storing import Storing
+from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.appends import Receiver, finishes
-from ebbtide.rpc.retry import pauses
 from ebbtide.store.appends import Columns
 from ebbtide.store.store import Store
 from ebbtide.types.appends import Ack
@@ -34,7 +34,8 @@ _OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for stat
 
 class Appending:
     def __init__(self, state: State, store: Store, fleet: Fleet, bells: Bells) -> None:
-        self._state, self._store, self._fleet, self._bells = state, store, fleet, bells
+        self._state, self._fleet = state, fleet
+        self._storing = Storing(state, store, bells)
 
     def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         """Answer a worker's messages in their order."""
@@ -71,7 +72,8 @@ class Appending:
                 session.progressed = start
             works = _by_run(request, refs, ends)
             checked = [self._checked(columns, places) for places, columns in works]
-            stores = [self._keep(columns, attempts) for (_, columns), attempts in zip(works, checked, strict=True)]
+            pairs = zip(works, checked, strict=True)
+            stores = [self._storing.keep(session, columns, attempts) for (_, columns), attempts in pairs]
             found = [await stores[0]] if len(stores) == 1 else await asyncio.gather(*stores)
             for (places, _), some in zip(works, found, strict=True):
                 others.update({places[i]: ack for i, ack in some.items()})
@@ -100,68 +102,6 @@ class Appending:
         if started and run and run.line:
             self._state.wake.set()  # its worker may take one that waits
         return found
-
-    async def _keep(self, deltas: Columns, attempts: Sequence[Attempt | None]) -> dict[int, Ack]:
-        run = self._state.runs.get(deltas.attempts[0].run_id)
-        for pause in pauses(0.05, 1.0):
-            if run is None:
-                break
-            await run.settled.wait()
-            try:
-                others = await self._known(run, deltas)
-            except NotFound:
-                break
-            except StoreUnavailable:
-                await asyncio.sleep(pause)
-                continue
-            self._take_in(run, deltas, attempts, others)
-            return others
-        return {i: Ack(ref.attempt_id, AppendStatus.SUPERSEDED, 0, False) for i, ref in enumerate(deltas.attempts)}
-
-    async def _known(self, run: RunState, deltas: Columns) -> dict[int, Ack]:
-        """Store all but what is of rollouts that the store forgot: of these it has nothing, for now."""
-        if not run.widows:
-            return await self._store.appends.append(run.run_id, deltas)
-        held = {i: ref for i, ref in enumerate(deltas.attempts) if run.is_widow(ref)}
-        rest = [i for i in range(len(deltas.attempts)) if i not in held]
-        found = await self._store.appends.append(run.run_id, deltas.pick(rest)) if rest else {}
-        kept = {i: Ack(ref.attempt_id, AppendStatus.STORED, 0, False) for i, ref in held.items()}
-        return kept | {rest[i]: ack for i, ack in found.items()}
-
-    def _take_in(
-        self, run: RunState, deltas: Columns, attempts: Sequence[Attempt | None], others: dict[int, Ack]
-    ) -> None:
-        for attempt, offset, count in zip(attempts, deltas.offsets, deltas.counts, strict=True):
-            if attempt is not None:
-                attempt.stored = offset + count
-        ended = [i for i in deltas.finishes if i not in others]
-        for i, ack in others.items():
-            if (attempt := attempts[i]) is not None and ack.status is not AppendStatus.SUPERSEDED:
-                attempt.stored = ack.stored
-            if ack.finished:
-                ended.append(i)
-            elif ack.status is AppendStatus.SUPERSEDED:
-                self._disowned(run, deltas.attempts[i])
-        over = (deltas.attempts[i] for i in ended)
-        lasts_s = self._state.life.durable_after_s
-        finished = [
-            attempt for ref in over if (attempt := run.finish(ref.rollout_id, ref.attempt_id, durable_after_s=lasts_s))
-        ]
-        for ref in deltas.attempts:
-            self._bells.ring("tokens", run.run_id, ref.rollout_id)
-        if finished:
-            metrics.finished.inc(len(finished))
-            for attempt in finished:
-                metrics.rollout_attempts.observe(attempt.number)
-            self._bells.ring("finished", run.run_id)
-            self._state.wake.set()
-
-    def _disowned(self, run: RunState, ref: AttemptRef) -> None:
-        """The worker will drop this attempt: if the mirror still has it, the mirror is behind the store."""
-        attempt = run.running.get(ref.rollout_id)
-        if attempt is not None and attempt.attempt_id == ref.attempt_id and attempt.orphaned is None:
-            attempt.orphan(Orphaned(time.monotonic(), "the store did not know the attempt any more", False))
-            self._state.reap.set()
 
 
 async def _twice(answers: Responses, state: State) -> Responses:

@@ -1,0 +1,148 @@
+"""Messages of one run share calls of the store, and each gets its own answer."""
+
+import asyncio
+
+import pytest
+
+from ebbtide.coordinator.bells import Bells
+from ebbtide.coordinator.records import Attach
+from ebbtide.coordinator.state import RunState, Session, State
+from ebbtide.coordinator.storing import Storing
+from ebbtide.errors import Internal, StoreUnavailable
+from ebbtide.store.appends import Columns, joined
+from ebbtide.testing import wait_until
+from ebbtide.types.appends import Ack
+from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, AttemptRef, EngineInfo, WorkerKind
+from ebbtide.types.rollout import FinishReason
+from ebbtide.types.run import EnvironmentSpec, RunSpec
+from ebbtide.types.tokens import TOKEN_BYTES
+
+
+class Store:
+    """Answers a call when it is let go, refuses rollouts named `gap`, and raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[Columns] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.errors: list[Exception] = []
+        self.appends = self
+
+    async def append(self, _run_id: str, deltas: Columns) -> dict[int, Ack]:
+        self.calls.append(deltas)
+        await self.go.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+        refused = [i for i, ref in enumerate(deltas.attempts) if ref.rollout_id == "gap"]
+        return {i: Ack(deltas.attempts[i].attempt_id, AppendStatus.GAP, 7, False) for i in refused}
+
+    @property
+    def rollouts(self) -> list[list[str]]:
+        return [[ref.rollout_id for ref in call.attempts] for call in self.calls]
+
+
+class House:
+    def __init__(self) -> None:
+        self.state, self.store = State(), Store()
+        for name in ("run", "other"):
+            spec = RunSpec(name=name, model="m", environment=EnvironmentSpec(name="none"))
+            self.state.runs[name] = RunState(name, spec)
+            self.state.runs[name].settled.set()
+        engine = EngineInfo(model="m", vocab_size=9, max_model_len=99)
+        hello = Attach(worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine)
+        self.session = Session("session", hello, 0.0)
+        self.storing = Storing(self.state, self.store, Bells())  # type: ignore[arg-type] # an imitation
+
+    def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, Ack]]":
+        deltas = columns(*rollouts, run=run)
+        return asyncio.create_task(self.storing.keep(self.session, deltas, [None] * len(rollouts)))
+
+    async def called(self, times: int = 1) -> None:
+        await wait_until(lambda: len(self.store.calls) == times, what=f"{times} calls")
+
+
+@pytest.fixture
+async def house() -> House:
+    return House()
+
+
+def columns(*rollouts: str, run: str = "run", finishes: dict[int, FinishReason] | None = None) -> Columns:
+    refs = [AttemptRef(run, rollout, f"a-{rollout}") for rollout in rollouts]
+    tokens = b"".join(rollout[:1].encode() * TOKEN_BYTES for rollout in rollouts)
+    return Columns(refs, [3] * len(refs), [1] * len(refs), tokens, finishes or {})
+
+
+def test_joined_deltas_keep_their_order_their_tokens_and_their_finishes() -> None:
+    one, two = columns("a", "b", finishes={1: FinishReason.STOP}), columns("c", finishes={0: FinishReason.LENGTH})
+    whole = joined([one, two])
+    assert whole.pick([0, 1]) == one
+    assert whole.pick([2]) == two
+
+
+async def test_messages_that_come_while_the_store_is_busy_go_together_and_each_gets_its_own_answer(
+    house: House,
+) -> None:
+    house.store.go.clear()
+    first = house.keep("a")
+    await house.called()
+    others = house.keep("b", "gap"), house.keep("gap", "c")
+    house.store.go.set()
+    assert await first == {}
+    found = [await other for other in others]
+    assert house.store.rollouts == [["a"], ["b", "gap", "gap", "c"]]
+    assert [list(acks) for acks in found] == [[1], [0]]
+    assert found[0][1].stored == 7
+
+
+async def test_a_store_that_is_away_is_asked_again_for_all_but_what_nobody_waits_for(house: House) -> None:
+    house.store.errors = [StoreUnavailable("away")]
+    house.store.go.clear()
+    left, stays = house.keep("a"), house.keep("b")
+    await house.called()
+    left.cancel()
+    await wait_until(left.done, what="the broken stream")
+    assert not house.session.drained.is_set()
+    house.store.go.set()
+    assert await stays == {}
+    assert house.store.rollouts == [["a", "b"], ["b"]]
+    assert house.session.drained.is_set()
+
+
+async def test_what_a_stream_brought_before_it_broke_is_seen_to_before_its_worker_counts_as_drained(
+    house: House,
+) -> None:
+    house.store.go.clear()
+    first = house.keep("a")
+    await house.called()
+    behind = house.keep("b")
+    await asyncio.sleep(0)  # it is in line
+    behind.cancel()
+    await wait_until(behind.done, what="the broken stream")
+    assert not house.session.drained.is_set()
+    house.store.go.set()
+    assert await first == {}
+    await house.session.drained.wait()
+    assert house.store.rollouts == [["a"], ["b"]]
+
+
+async def test_an_error_of_the_store_reaches_all_who_wait_and_none_who_come_later(house: House) -> None:
+    house.store.errors = [Internal("broken")]
+    for one in [house.keep("a"), house.keep("b")]:
+        with pytest.raises(Internal):
+            await one
+    assert await house.keep("c") == {}
+
+
+async def test_a_run_that_is_not_settled_holds_back_its_own_messages_alone(house: House) -> None:
+    settled = house.state.runs["other"].settled
+    settled.clear()
+    held = house.keep("x", run="other")
+    assert await house.keep("a") == {}
+    assert not held.done()
+    settled.set()
+    assert await held == {}
+
+
+async def test_a_run_that_is_gone_has_no_attempts_any_more(house: House) -> None:
+    del house.state.runs["run"]
+    assert (await house.keep("a"))[0].status is AppendStatus.SUPERSEDED
