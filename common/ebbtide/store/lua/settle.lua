@@ -4,8 +4,10 @@
 if redis.call('EXISTS', FENCE) == 0 then return 0 end
 local bad = barred(ARGV[1])
 if bad then return bad end
-redis.call('HINCRBY', RUN, 'events', 1000000)
 local AHEAD_MS = 60000  -- more than clocks of primary and replica differ, and more entries than are added before they were copied
+-- The run's age on top: a store that forgets this very call as well, and is told again, is told of other numbers.
+local ahead = AHEAD_MS + tonumber(age())
+redis.call('HINCRBY', RUN, 'events', 1000000 + ahead)
 for _, stream in ipairs({FINISHED, TRAJECTORIES, SPANS}) do
   local about, ms = redis.pcall('XINFO', 'STREAM', stream), now_ms()
   if not about['err'] then
@@ -13,7 +15,7 @@ for _, stream in ipairs({FINISHED, TRAJECTORIES, SPANS}) do
       if about[i] == 'last-generated-id' then ms = math.max(ms, tonumber(string.match(about[i + 1], '^%d+'))) end
     end
   end
-  local id = string.format('%.0f-0', ms + AHEAD_MS)
+  local id = string.format('%.0f-0', ms + ahead)
   redis.call('XADD', stream, id, 'x', '')
   redis.call('XDEL', stream, id)
 end
