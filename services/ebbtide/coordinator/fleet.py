@@ -23,6 +23,7 @@ from ebbtide.coordinator.settings import Settings
 from ebbtide.coordinator.state import Attempt, Orphaned, Session, State
 from ebbtide.errors import NotFound, NotReady
 from ebbtide.scheduling.attempts import MOVED, blames
+from ebbtide.scheduling.flapping import Flapping
 from ebbtide.store.store import Store
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, Worker, WorkerState
 from ebbtide.types.ids import check_id, new_fence
@@ -44,6 +45,7 @@ class Fleet:
         self._settings, self._state, self._attempts = settings, state, attempts
         self.news = News(state, store, bells)
         self._health = Health(settings.heartbeat_timeout_s, settings.heartbeat_s)
+        self._flapping = Flapping()
         self.judge_every_s = self._health.judge_every_s
         self._closing: dict[str, Session] = {}  # gone, but what they sent is still to be stored
         self._lost: dict[str, tuple[float, Worker]] = {}
@@ -62,13 +64,14 @@ class Fleet:
         session.resumes = self._state.resumes
         adopted, superseded = self._attempts.adopt(session, (held.attempt for held in hello.held))
         for other in [one for one in self._state.sessions.values() if one.worker_id == hello.worker_id]:
-            self.detach(other, "it attached again")
+            self.detach(other, "it attached again", went_on=not other.attempts)
         self._lost.pop(hello.worker_id, None)
+        self._flapping.attached(hello.worker_id, now)
         self._recognise(session, adopted)
         self._state.sessions[session.session_id] = session
         self._health.heard(session, now)
         self._state.wake.set()
-        shunned_s = self._health.shunned_s(session)
+        shunned_s = self.shunned_s(session)
         text = f"worker {hello.worker_id} attached"
         text += f"; it was lost too often, and gets no work for {shunned_s:.0f} s" if shunned_s else ""
         self.news.of_worker(session, text, "shunned" if shunned_s else "attached")
@@ -84,8 +87,10 @@ class Fleet:
                 session.installed, session.run_id = (run.run_id, version), run.run_id
                 return
 
-    def detach(self, session: Session, reason: str, suspect: Suspect | None = None) -> None:
-        """The session is over; its attempts wait for the grace and go back in line. Nothing happens the second time."""
+    def detach(self, session: Session, reason: str, suspect: Suspect | None = None, *, went_on: bool = False) -> None:
+        """The session is over; its attempts wait for the grace and go back in line. Nothing happens the second time.
+        `went_on`: the worker has another session already, and all that it had in this one.
+        """
         if session.gone:
             return
         now = time.monotonic()
@@ -93,9 +98,13 @@ class Fleet:
         session.outbox.put_nowait(None)
         self._state.sessions.pop(session.session_id, None)
         quiet_s = suspect.quiet_s if suspect else self._health.quiet_s(session, now)
-        self._health.gone(session, now, announced=session.draining or self.leaving)
+        self._health.gone(session, now, announced=True)
         if self.leaving:
             return
+        if session.draining:
+            self._flapping.left(session.worker_id)
+        elif not went_on:
+            self._flapping.lost(session.worker_id, now)
         state = WorkerState.SUSPECTED if suspect else WorkerState.LOST
         lost = self._orphan_all(session, reason, now, quiet_s, suspected=suspect is not None)
         listed = msgspec.structs.replace(self._listed(session, state), running=lost, reason=reason)
@@ -149,7 +158,7 @@ class Fleet:
     def lacking(self) -> str:
         """Why no attached worker may be given work; "" if one may."""
         sessions = self._state.sessions.values()
-        if any(not session.draining and not self._health.shunned_s(session) for session in sessions):
+        if any(not session.draining and not self.shunned_s(session) for session in sessions):
             return ""
         if not sessions:
             return "waits for workers: none is attached"
@@ -157,7 +166,7 @@ class Fleet:
 
     def shunned_s(self, session: Session) -> float:
         """For how much longer a worker that was lost too often gets no work."""
-        return self._health.shunned_s(session)
+        return self._flapping.shunned_s(session.worker_id, time.monotonic())
 
     def hear(self, session: Session, message: msgspec.Struct) -> None:
         """Take in one control message."""
@@ -256,7 +265,7 @@ class Fleet:
         return sorted([*listed, *(worker for _, worker in self._lost.values())], key=lambda one: one.worker_id)
 
     def _listed(self, session: Session, state: WorkerState) -> Worker:
-        beat, shunned_s = session.beat, self._health.shunned_s(session)
+        beat, shunned_s = session.beat, self.shunned_s(session)
         if shunned_s and state not in {WorkerState.DRAINING, WorkerState.LOST, WorkerState.SUSPECTED}:
             state = WorkerState.SHUNNED
         return Worker(

@@ -147,6 +147,22 @@ async def test_a_worker_that_comes_and_goes_is_shunned_for_a_while(cluster: Any)
     assert (await run.get()).message == ""
 
 
+async def test_a_worker_whose_streams_are_replaced_is_not_shunned(cluster: Any) -> None:
+    run, worker = await cluster.run(), await cluster.worker("w1")
+    await run.submit("a")
+    await worker.has("a")
+    held = [fleet_pb2.HeldAttempt(attempt=worker.assigned["a"].attempt)]
+    for _ in range(4):
+        again = await cluster.worker("w1", held=held)
+        assert [ref.rollout_id for ref in again.attached.adopted] == ["a"]
+    assert listed(cluster, "w1").shunned_s == 0
+    for _ in range(2):
+        again = await cluster.worker("w1")  # another process, that has nothing
+        await again.has("a")
+    await cluster.worker("w1")
+    assert listed(cluster, "w1").shunned_s > 0
+
+
 async def test_a_planned_leave_is_held_against_nobody(cluster: Any) -> None:
     await cluster.run()
     for _ in range(4):
