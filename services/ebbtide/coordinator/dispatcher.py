@@ -8,7 +8,7 @@ clock. The rules are in `scheduling`; here the state is laid before them and the
 import asyncio
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -163,6 +163,15 @@ class Dispatcher:
             if run.line or run.running:
                 run.busy = now
         busy = [run for run in runs if now - run.busy < self._slice_s] or runs
+        demands = [Demand(run_id=run.run_id, served=run.served) for run in busy]
+        shunned = [one for one in self._open_sessions() if self._fleet.shunned_s(one)]
+        for run_id in self._allot([one for one in self._open_sessions() if one not in shunned], demands, now):
+            if run_id in self._state.runs:
+                self._state.runs[run_id].served = now
+        self._allot(shunned, demands, now)  # apart: they pull, and a run that has none but them is not served
+
+    def _allot(self, sessions: Iterable[Session], demands: Sequence[Demand], now: float) -> set[str]:
+        """Share these workers out; returns the runs that have some."""
         posts = [
             Post(
                 worker_id=session.session_id,
@@ -171,21 +180,24 @@ class Dispatcher:
                 running=len(session.attempts),
                 unfit=frozenset(run_id for run_id, until in session.unfit.items() if until > now),
             )
-            for session in self._open_sessions()
+            for session in sessions
         ]
-        demands = [Demand(run_id=run.run_id, served=run.served) for run in busy]
-        for session_id, run_id in allot(posts, demands, now=now, slice_s=self._slice_s).items():
+        runs = allot(posts, demands, now=now, slice_s=self._slice_s)
+        for session_id, run_id in runs.items():
             session = self._state.sessions[session_id]
             if session.run_id != run_id:
                 log.info("worker serves", worker_id=session.worker_id, run_id=run_id)
                 session.run_id, session.since = run_id, now
-            if run_id in self._state.runs:
-                self._state.runs[run_id].served = now
+        return set(runs.values())
 
     def _open_sessions(self) -> list[Session]:
-        """Those that may be given work."""
-        sessions = self._state.sessions.values()
-        return [session for session in sessions if not session.draining and not self._fleet.shunned_s(session)]
+        """Those that stay. One that is shunned does so too, and pulls weights meanwhile; it is given no rollouts."""
+        return [session for session in self._state.sessions.values() if not session.draining]
+
+    def _trusted_sessions(self, run: RunState) -> list[Session]:
+        """Those of the run that may be given rollouts."""
+        sessions = self._open_sessions()
+        return [one for one in sessions if one.run_id == run.run_id and not self._fleet.shunned_s(one)]
 
     def _send_versions(self, run: RunState, sessions: Iterable[Session]) -> None:
         """Tell workers to install what they should have; one that still holds another run's rollouts comes later."""
@@ -273,11 +285,7 @@ class Dispatcher:
 
     def _hosts(self, run: RunState) -> list[tuple[Session, Host]]:
         """The workers that have a version of the run and are to keep serving it, full ones too."""
-        return [
-            (session, self._host(run, session))
-            for session in self._open_sessions()
-            if session.run_id == run.run_id and _ready(run, session)
-        ]
+        return [(session, self._host(run, session)) for session in self._trusted_sessions(run) if _ready(run, session)]
 
     def _coming(self, run: RunState, now: float) -> list[Host]:
         """Workers that are yet to have a version of the run, as hosts without room: whoever must avoid all others waits
@@ -294,8 +302,8 @@ class Dispatcher:
                 target=newest,
                 max_model_len=session.hello.engine.max_model_len,
             )
-            for session in self._open_sessions()
-            if session.run_id == run.run_id and not _ready(run, session) and session.unfit.get(run.run_id, 0.0) <= now
+            for session in self._trusted_sessions(run)
+            if not _ready(run, session) and session.unfit.get(run.run_id, 0.0) <= now
         ]
 
     def _host(self, run: RunState, session: Session) -> Host:

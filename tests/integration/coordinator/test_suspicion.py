@@ -163,6 +163,50 @@ async def test_a_worker_whose_streams_are_replaced_is_not_shunned(cluster: Any) 
     assert listed(cluster, "w1").shunned_s > 0
 
 
+async def shunned(cluster: Any, worker_id: str, **more: Any) -> Any:
+    """A worker that was lost twice in a row, and is back."""
+    for _ in range(2):
+        unsteady = await cluster.worker(worker_id, **more)
+        await unsteady.break_streams()
+        await wait_until(lambda: listed(cluster, worker_id).state is WorkerState.LOST)
+    return await cluster.worker(worker_id, **more)
+
+
+async def test_a_worker_that_is_shunned_pulls_weights_and_is_waited_for(cluster: Any, monkeypatch: Any) -> None:
+    """Nobody else could take what it could."""
+    monkeypatch.setattr(flapping, "_SHORTEST_S", 2.5)
+    monkeypatch.setattr(dispatcher, "_LONGER_GRACE_S", 0.2)
+    run, small = await cluster.run(), await cluster.worker("w2")
+    small.beats()
+    engine = fleet_pb2.EngineInfo(model="m", vocab_size=1000, max_model_len=10_000)
+    large = await shunned(cluster, "w1", engine=engine)
+    large.beats()
+    await run.submit("a", prompt_ids=pack_ids([1] * 1000))
+    await wait_until(lambda: large.installed, what="it pulls")
+    assert listed(cluster, "w1").state is WorkerState.SHUNNED
+    await large.has("a")
+    assert listed(cluster, "w1").shunned_s == 0
+    assert await run.count("dead_lettered") == 0
+
+
+async def test_no_run_is_left_to_a_worker_that_is_shunned(cluster_with: Any) -> None:
+    async with cluster_with(slice_s=0.2) as cluster:
+        steady, unsteady = await cluster.worker("w2", slots=1), await shunned(cluster, "w1")
+        for run_id in ("one", "two"):
+            run = await cluster.run(run_id)
+            await run.submit(*(f"{run_id}.{number}" for number in range(200)))
+        served: list[str] = []
+        while len(set(served)) < 2:
+            await wait_until(lambda: steady.assigned)
+            ((name, assignment),) = steady.assigned.items()
+            served.append(assignment.attempt.run_id)
+            assert (await steady.add(name, 0, 1, STOP)).finished
+            del steady.assigned[name]
+        assert len(served) < 200  # both had work all the while
+        assert unsteady.assigned == {}
+        assert listed(cluster, "w1").state is WorkerState.SHUNNED
+
+
 async def test_a_planned_leave_is_held_against_nobody(cluster: Any) -> None:
     await cluster.run()
     for _ in range(4):
