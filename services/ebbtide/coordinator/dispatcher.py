@@ -127,7 +127,7 @@ class Dispatcher:
         for run in list(self._state.runs.values()):
             with suppress(LeaseSuperseded):  # the run ended meanwhile
                 await self._fill(run)
-                if balance and not run.stale:
+                if balance and not run.stale:  # who is in line still fits nowhere, or waits until others have started
                     self._moves.decide(run, self._hosts(run), now)
 
     async def _arrange(self, now: float) -> None:
