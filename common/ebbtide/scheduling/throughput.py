@@ -26,6 +26,11 @@ _BEYOND: Final = 1.25
 _CONTEXT_TOKENS: Final = 256.0
 _STEEPEST: Final = 1.0 / 1024
 _GENTLEST: Final = 1e-6
+#: What is beyond these says nothing of an engine: so no sum, product or quotient of what is kept leaves the numbers.
+_SHORTEST_S: Final = 1e-3
+_LONGEST_S: Final = 1e6
+_LEAST_SPENT_S: Final = 1e-9
+_MOST: Final = 1e9
 
 
 class _Bin(Struct):
@@ -49,12 +54,14 @@ class Speed:
     def observe(self, running: float, context: float, tokens: int, seconds: float) -> None:
         """In `seconds` the worker made `tokens` with `running` rollouts whose contexts were `context` long on average.
 
-        Leave out spans in which it was held, installed weights, or began or ended many rollouts.
+        Leave out spans in which it was held, installed weights, or began or ended many rollouts. Spans of less than a
+        millisecond teach nothing; what no engine does is taken for the nearest that one might.
         """
-        if running < 1 or tokens <= 0 or seconds <= 0:
+        if not 1 <= running <= _MOST or tokens <= 0 or seconds < _SHORTEST_S:
             return
         self._known.clear()
-        spent = running * seconds / tokens
+        seconds, context = min(seconds, _LONGEST_S), _believable(context)
+        spent = min(_LONGEST_S, max(_LEAST_SPENT_S, running * seconds / min(tokens, 1 << 53)))
         key = _key(running)
         at = bisect_left(self._keys, key)
         if at == len(self._keys) or self._keys[at] != key:
@@ -78,13 +85,14 @@ class Speed:
         if not self._bins or running <= 0:
             return 0.0
         if self._slope:
-            return self._rate(running, context)
+            return self._rate(running, _believable(context))
         if running not in self._known:
             self._known[running] = self._rate(running, context)
         return self._known[running]
 
     def plateau(self, context: float) -> int:
         """The fewest rollouts with nearly the highest throughput, if it was seen not to grow beyond; else 0."""
+        context = _believable(context)
         made = [(one.running, one.running / self._spent(one, context)) for one in self._bins]
         best = max((total for _, total in made), default=0.0)
         for before, (running, total) in zip([None, *made], made, strict=False):
@@ -121,6 +129,10 @@ class Speed:
             self._variance = fade * self._variance + seconds * further * further
             slope = min(_STEEPEST, self._covariance / self._variance)
             self._slope = slope if slope >= _GENTLEST else 0.0
+
+
+def _believable(context: float) -> float:
+    return min(_MOST, max(0.0, context))
 
 
 def _key(running: float) -> int:

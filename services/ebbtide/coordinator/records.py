@@ -1,11 +1,20 @@
-"""What workers say on the control stream, as checked records."""
+"""What workers say on the control stream, as checked records: a number that cannot be is refused here, by its name, so
+that nobody who reckons with one has to doubt it.
+"""
 
-from typing import Annotated
+from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta, Struct
 
 from ebbtide.types.fleet import AttemptRef, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.weights import PolicyVersion
+
+#: Thirty years of seconds; counts that a float holds exactly; more tokens/s than any machine makes.
+_Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+_Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
+_Rate: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+#: Two clocks are not read at once.
+_SLACK_S: Final = 1.0
 
 
 class HeldAttempt(Struct, frozen=True, kw_only=True):
@@ -24,25 +33,29 @@ class Attach(Struct, frozen=True, kw_only=True):
     held: tuple[HeldAttempt, ...] = ()
     installed: Annotated[tuple[PolicyVersion, ...], Meta(max_length=64)] = ()
     flush_tokens: int = 0
-    flush_interval_s: float = 0.0
+    flush_interval_s: _Seconds = 0.0
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True):
     state: WorkerState = WorkerState.READY
-    tokens_per_s: float = 0.0
-    tokens_generated: int = 0
-    busy_s: float = 0.0
-    uptime_s: float = 0.0
+    tokens_per_s: _Rate = 0.0
+    tokens_generated: _Tokens = 0
+    busy_s: _Seconds = 0.0
+    uptime_s: _Seconds = 0.0
     waiting: int = 0
     held: bool = False
-    quiet_s: float = 0.0
+    quiet_s: _Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        if self.busy_s > self.uptime_s + _SLACK_S:
+            raise ValueError(f"busy_s is more than uptime_s ({self.busy_s:g} > {self.uptime_s:g})")
 
 
 class Installed(Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     run_id: str
-    pull_s: float = 0.0
-    pause_s: float = 0.0
+    pull_s: _Seconds = 0.0
+    pause_s: _Seconds = 0.0
 
 
 class InstallFailed(Struct, frozen=True, kw_only=True):
@@ -60,5 +73,5 @@ class Released(Struct, frozen=True, kw_only=True):
 
 
 class DrainNotice(Struct, frozen=True, kw_only=True):
-    deadline_s: float = 0.0
+    deadline_s: _Seconds = 0.0
     reason: str = ""

@@ -1,5 +1,6 @@
 """What clients and workers send that cannot be: refused by field, and nobody else notices."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.status import translated
+from ebbtide.testing import wait_until
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
@@ -54,6 +56,30 @@ async def test_a_worker_whose_words_would_fill_the_listing_is_refused_by_field(c
     with pytest.raises(InvalidRequest, match=r"attach.site"), translated("coordinator"):
         await control.read()
     assert not (await cluster.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())).workers
+
+
+@pytest.mark.parametrize(
+    ("said", "field"),
+    [
+        ({"uptime_s": math.nan}, r"heartbeat\.uptime_s"),
+        ({"tokens_per_s": math.inf}, r"heartbeat\.tokens_per_s"),
+        ({"quiet_s": -1.0}, r"heartbeat\.quiet_s"),
+        ({"uptime_s": 1e10}, r"heartbeat\.uptime_s"),
+        ({"tokens_generated": 1 << 63}, r"heartbeat\.tokens_generated"),
+        ({"busy_s": 9.0, "uptime_s": 2.0}, "busy_s is more than uptime_s"),
+    ],
+)
+async def test_a_heartbeat_that_cannot_be_ends_its_workers_stream_and_nobody_elses(
+    cluster: Any, said: Any, field: str
+) -> None:
+    liar, other = await cluster.worker("liar"), await cluster.worker("other")
+    await liar.beat(**said)
+    await wait_until(lambda: liar.ended, what="the liar's stream has ended")
+    with pytest.raises(InvalidRequest, match=field):
+        raise liar.ended
+    run = await cluster.run()
+    await run.submit("a")
+    await other.has("a")
 
 
 async def test_rollouts_with_many_stop_strings_are_assigned_in_messages_that_arrive(cluster: Any) -> None:

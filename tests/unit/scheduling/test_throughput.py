@@ -1,6 +1,7 @@
 """What is learnt of a worker's speed."""
 
 import random
+from math import isfinite
 from typing import Any
 
 import pytest
@@ -80,3 +81,15 @@ def test_spans_without_work_or_time_teach_nothing() -> None:
     speed.observe(4, 0, 0, 1.0)
     speed.observe(4, 0, 10, 0.0)
     assert speed.rate(4, 0) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_finite_number_makes_it_fail_or_say_what_is_none(seed: Any) -> None:
+    draw, speed = random.Random(seed), Speed()
+    odd = [0.0, 5e-324, 1e-310, 1e-9, 0.5, 1.0, 8.0, 9.0, 64.0, 1e6, 1e300, 1.7e308, -1.0, -1e308]
+    counts = [1, 7, 1 << 53, 1 << 63, 10**400, 0, -5]
+    speed.observe(8.0, 100.0, 1 << 63, 1e-310)
+    for _ in range(200):
+        speed.observe(draw.choice(odd), draw.choice(odd), draw.choice(counts), draw.choice(odd))
+        assert isfinite(speed.rate(draw.choice(odd), draw.choice(odd)))
+        assert 0 <= speed.plateau(draw.choice(odd)) <= 1e9
