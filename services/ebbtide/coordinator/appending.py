@@ -7,20 +7,21 @@ store came back the stream ends, so that the worker sends again what was not dur
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Final
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.bells import Bells
 from ebbtide.coordinator.cut import Cut
 from ebbtide.coordinator.fleet import Fleet
-from ebbtide.coordinator.state import Attempt, Session, State
+from ebbtide.coordinator.state import Attempt, Session, State, StoreLife
 from ebbtide.coordinator.storing import Storing
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, StoreUnavailable
 from ebbtide.rpc.appends import Receiver, finishes
 from ebbtide.store.appends import Columns
+from ebbtide.store.connection import Connection
 from ebbtide.store.store import Store
 from ebbtide.types.appends import Ack
 from ebbtide.types.fleet import AppendStatus, AttemptRef
@@ -34,13 +35,14 @@ _OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for stat
 
 class Appending:
     def __init__(self, state: State, store: Store, fleet: Fleet, bells: Bells) -> None:
-        self._state, self._fleet = state, fleet
+        self._state, self._fleet, self._link = state, fleet, store.link
         self._storing = Storing(state, store, bells)
 
     def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         """Answer a worker's messages in their order."""
         answers = self._answers(requests)
-        return _twice(answers, self._state) if self._state.life.durable_after_s else answers
+        life = self._state.life
+        return _twice(answers, life, self._link) if life.durable_after_s else answers
 
     async def _answers(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         receiver, name = Receiver(), ""
@@ -104,31 +106,42 @@ class Appending:
         return found
 
 
-async def _twice(answers: Responses, state: State) -> Responses:
+async def _twice(answers: Responses, life: StoreLife, link: Connection) -> Responses:
     """Each answer at once, and again, without its particulars, when it has become durable."""
-    loop = asyncio.get_running_loop()
     out: asyncio.Queue[fleet_pb2.AppendResponse | None] = asyncio.Queue()
-    life = state.life
-
-    def again(sequence: int) -> None:
-        if not life.over.is_set():  # else it may be forgotten: the stream ends, and the worker sends it again
-            out.put_nowait(fleet_pb2.AppendResponse(sequence=sequence, durable=True))
+    unsure: deque[tuple[float, int]] = deque()  # messages, by when they are durable if the store lives on
+    came = asyncio.Event()
 
     async def read() -> None:
         try:
             async for answer in answers:
                 out.put_nowait(answer)
-                loop.call_later(life.durable_after_s, again, answer.sequence)
+                unsure.append((time.monotonic() + life.durable_after_s, answer.sequence))
+                came.set()
         finally:
             out.put_nowait(None)
 
-    reader = asyncio.create_task(read())
+    async def confirm() -> None:
+        """Not before the store says that it lives: one that died in time, and is not back yet, has forgotten it."""
+        while not life.over.is_set():  # else the stream ends, and the worker sends again
+            came.clear()
+            if not unsure:
+                await came.wait()
+            await asyncio.sleep(max(0.0, unsure[0][0] - time.monotonic()))
+            asked = time.monotonic()
+            with suppress(StoreUnavailable):
+                await link.call("PING", life=life.name)
+                while unsure and unsure[0][0] <= asked:
+                    out.put_nowait(fleet_pb2.AppendResponse(sequence=unsure.popleft()[1], durable=True))
+
+    reader, confirmer = asyncio.create_task(read()), asyncio.create_task(confirm())
     try:
         while (answer := await out.get()) is not None:
             yield answer
         reader.result()
     finally:
         reader.cancel()
+        confirmer.cancel()
 
 
 def _by_run(
