@@ -29,6 +29,7 @@ class Stream:
     def __init__(self) -> None:
         self.rollouts: dict[int, str] = {}
         self.messages: deque[tuple[int, list[Sent]]] = deque(maxlen=_REMEMBERED)
+        self.answered: dict[int, list[Sent]] = {}  # by message, what was said of it
 
 
 class Acks:
@@ -57,7 +58,7 @@ class Acks:
 
     def _attached(self, attached: fleet_pb2.Attached) -> None:
         """A worker is told which of its attempts go on: none whose rollout waits, or is somebody else's."""
-        for ref in attached.adopted:
+        for ref in () if self._monitor.doubtful else attached.adopted:
             one = self._monitor.rollouts[ref.rollout_id]
             if one.state == "queued" or (one.state == "running" and one.attempt != ref.attempt_id):
                 self._monitor.fail(f"{ref.rollout_id} is {one.state}, and its old attempt {ref.attempt_id} may go on")
@@ -74,19 +75,39 @@ class Acks:
         stream.messages.append((request.sequence, sent))
 
     def _response(self, stream: Stream, response: fleet_pb2.AppendResponse) -> None:
+        if response.durable and response.sequence in stream.answered:
+            self._durable(stream.answered.pop(response.sequence))
+            return
+        said = stream.answered[response.sequence] = self._answer(stream, response)
+        if response.durable:
+            self._durable(said)
+
+    def _durable(self, said: list[Sent]) -> None:
+        """What the store may not lose any more, whatever befalls it."""
+        monitor = self._monitor
+        for one in said:
+            monitor.durable[one.rollout_id] = max(one.end, monitor.durable.get(one.rollout_id, 0))
+            if one.finishes:
+                monitor.ended.add(one.rollout_id)
+
+    def _answer(self, stream: Stream, response: fleet_pb2.AppendResponse) -> list[Sent]:
         sent = next((deltas for sequence, deltas in stream.messages if sequence == response.sequence), [])
         others = {ack.index: ack for ack in response.others}
+        said = []
         for index, delta in enumerate(sent):
             ack = others.get(index)
             if ack is None:
-                self._check(delta.rollout_id, delta.end, finished=delta.finishes)
+                said.append(delta)
             elif AppendStatus(ack.status) is not AppendStatus.SUPERSEDED:
-                self._check(delta.rollout_id, ack.stored, finished=ack.finished)
+                said.append(Sent(delta.rollout_id, ack.stored, ack.finished))
+        for one in said:
+            self._check(one.rollout_id, one.end, finished=one.finishes)
+        return said
 
     def _check(self, name: str, stored: int, *, finished: bool) -> None:
         self.told += 1
         one = self._monitor.rollouts[name]
-        if one.state in {"", "finished"}:
+        if one.state in {"", "finished"} or self._monitor.doubtful:
             return  # checked as it finished, or dropped by the run
         if one.stored < stored:
             self._monitor.fail(f"{name} was acknowledged up to {stored}, the store has {one.stored}")

@@ -4,6 +4,7 @@ The store's own data is looked at, not what anybody says of it: the state, the a
 """
 
 import json
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +31,8 @@ _LEASED: Final = frozenset(
 )
 #: What the append script answers for a delta of an attempt that was superseded.
 _REFUSED: Final = 3
+#: Workers and leases have sent again what the store lost so long after it came back.
+_DOUBT_S: Final = 60.0
 _WRITERS: Final = _LEASED | {"append", "place", "requeue", "dead_letter", "lease_claim"}
 
 
@@ -54,6 +57,10 @@ class Monitor:
         self.store: Server | None = None
         self.wrong = ""
         self.rollouts = {name: Seen(wanted) for name, wanted in plan.wanted.items()}
+        self.forgot_at = -math.inf  # when the store last lost something
+        self.durable: dict[str, int] = {}  # rollout -> tokens of it that a coordinator called durable
+        self.ended: set[str] = set()  # rollouts whose end it called durable
+        self._known: set[int] = set()  # versions
         self.generated: dict[str, int] = {}  # by attempt
         self.owner: dict[str, Proc] = {}  # attempt -> who generates
         self.of: dict[str, str] = {}  # attempt -> rollout
@@ -114,7 +121,7 @@ class Monitor:
         before = one.state
         if state != before and (before, state) not in _MOVES:
             self.fail(f"{name} went from {before or 'nothing'} to {state or 'nothing'}")
-        if state == before == "running" and attempt != one.attempt:
+        if state == before == "running" and attempt != one.attempt and not self.forgetful:
             self.fail(f"{name} was given to {attempt} while {one.attempt} still had it")
         if state != before:
             self._began_or_ended(name, one, state, attempt, stored)
@@ -134,7 +141,8 @@ class Monitor:
 
     def _began_or_ended(self, name: str, one: Seen, state: str, attempt: str, stored: int) -> None:
         if state == "running":
-            self.of[attempt], self.starts[attempt] = name, stored
+            self.of[attempt] = name
+            self.starts.setdefault(attempt, stored)
             one.attempts += 1
         elif state == "queued" and one.state == "running":
             self.on_loss(name, attempt, self.starts[attempt] + self.generated.get(attempt, 0) - stored)
@@ -157,14 +165,14 @@ class Monitor:
         ).any():
             self.fail(f"{name} has wrong tokens between {first} and {last}")
         tags = set((bits & TAG_MASK).tolist())
-        if tags != {tag_of(one.attempt)}:
+        makers = [attempt for attempt, of in self.of.items() if of == name] if self.forgetful else [one.attempt]
+        if not tags <= {*map(tag_of, makers)}:
             self.fail(f"{name} got tokens of another attempt than {one.attempt}, which has it")
         self._check_versions(name, set(new["version"].tolist()))
 
     def _check_versions(self, name: str, versions: set[int]) -> None:
-        assert self.store is not None
-        announced = self.store.data.get(self._versions)
-        known = {int(key) for key in announced.value._values} if announced is not None else set()
+        self.learn_versions()
+        known = self._known
         request = self._journal.requests[name]
         for version in versions:
             within = request.min_version <= version and not 0 < request.max_version < version
@@ -172,6 +180,41 @@ class Monitor:
                 self.fail(
                     f"{name} got tokens of version {version}: known {sorted(known)}, wanted {request.min_version}+"
                 )
+
+    # -- a store that comes back knowing less --------------------------------------------------------------------
+
+    @property
+    def forgetful(self) -> bool:
+        """Whether the store has lost something: what was not durable may then happen again."""
+        return self.forgot_at >= 0
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether it was so lately that not all has been sent again."""
+        return self._loop.now - self.forgot_at < _DOUBT_S
+
+    def learn_versions(self) -> None:
+        assert self.store is not None
+        announced = self.store.data.get(self._versions)
+        self._known |= {int(key) for key in announced.value._values} if announced is not None else set()
+
+    def forgot(self) -> None:
+        """The store lost its newest: take what it has now as given, unless it lost what was called durable."""
+        assert self.store is not None
+        self.forgot_at, data = self._loop.now, self.store.data
+        self._fenced = self._fence in data
+        for name, one in self.rollouts.items():
+            row, tokens = data.get(one.row), data.get(one.tokens)
+            values = row.value._values if row is not None else {}
+            one.state, one.attempt = values.get(b"state", b"").decode(), values.get(b"attempt", b"").decode()
+            one.stored = len(tokens.value) // TOKEN_BYTES if tokens is not None else 0
+            if name not in self._journal.requests or (not one.state and self._over(name)):
+                continue
+            if one.stored < self.durable.get(name, 0):
+                self.fail(f"{name} has {one.stored} tokens left, {self.durable[name]} were called durable")
+            if name in self.ended and one.state != "finished":
+                self.fail(f"{name} is {one.state or 'gone'}, its end was called durable")
+        self.store.touched.clear()
 
     def before(self, command: list[bytes]) -> None:
         """A command is about to be done: whether it may be, by its term and lease."""
@@ -216,7 +259,12 @@ class Monitor:
     def released(self, attempt_id: str) -> None:
         """A worker hands an attempt back: all that it generated must be stored."""
         name = self.of.get(attempt_id)
-        if name is None or self.rollouts[name].attempt != attempt_id or self.rollouts[name].state != "running":
+        if (
+            self.doubtful
+            or name is None
+            or self.rollouts[name].attempt != attempt_id
+            or self.rollouts[name].state != "running"
+        ):
             return
         made = self.starts[attempt_id] + self.generated.get(attempt_id, 0)
         if made != self.rollouts[name].stored:

@@ -117,6 +117,8 @@ class Chaos:
         loop.outside.spawn(self._break_connections(), "broken connections")
         if loop.random.random() < 0.5:
             loop.outside.spawn(self._lose_store(), "lost store")
+        if world.plan.forgetful:
+            loop.outside.spawn(self._forget_store(), "forgetful store")
         await asyncio.sleep(loop.random.uniform(0.0, 1.5))
         missed = [fault for fault in self._faults if not await self._bring(fault, alone=fault.alone)]
         for fault in missed:
@@ -187,6 +189,17 @@ class Chaos:
                 world.loop.outside.after(chance.uniform(3.5, 8.0), wire.break_at, 0, "connection reset by peer")
         await asyncio.sleep(chance.uniform(0.0, 0.5))
         self.breaker.strike(chance.choice(("SIGKILL", "SIGKILL", "half-open")), who)
+
+    async def _forget_store(self) -> None:
+        """Kill the store, which loses its newest, in the midst of whatever goes on."""
+        world, chance = self._world, self._world.loop.random
+        for _ in range(chance.choice((1, 2, 3))):
+            await asyncio.sleep(chance.uniform(1.0, 20.0))
+            if world.journal.calm:
+                return
+            await self._watcher.message(chance.randrange(4))
+            await asyncio.sleep(chance.uniform(0.0, 1.0))
+            self.breaker.strike("SIGKILL", "redis")
 
     async def _come_late(self, wire: Wire) -> None:
         """Let a stalled connection's commands through once its client has another one, or after a while."""

@@ -59,6 +59,7 @@ class Plan:
         ]
         self.gaps = [chance.uniform(0.3, 2.0) for _ in self.batches]
         self.wanted = {one.request.rollout_id: one for batch in self.batches for one in batch}
+        self.forgetful = chance.random() < 0.2  # the store syncs every second, and loses its newest when it is killed
 
     def _wanted(self, chance: random.Random, batch: int, number: int) -> Wanted:
         group = number // GROUP

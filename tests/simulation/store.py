@@ -33,11 +33,12 @@ class Server:
 
     def __init__(self, loop: SimLoop, network: Network, before: Callable[[list[bytes]], None], seen: Seen) -> None:
         self._loop, self._network, self._before, self._seen = loop, network, before, seen
-        self.log: list[tuple[float, list[bytes]]] = []
+        self.log: list[tuple[float, float, list[bytes]]] = []  # when, when by its clock, what
         self.fake = FakeServer(version=(6, 2))
         self._socket = Socket(self.fake)
         self.proc = Proc("redis", loop)
         self._lives = 0
+        self.config = dict(_CONFIG)
 
     def start(self, proc: Proc) -> None:
         """In a new process; scripts have to be loaded again."""
@@ -49,16 +50,18 @@ class Server:
     def _accept(self, wire: Wire) -> None:
         wire.ends[1] = Connection(self, wire)
 
-    def lose_tail(self, kept: int) -> None:
-        """Forget all but the first `kept` commands, as a file that was not synced does."""
-        log, self.log = self.log[:kept], []
+    def lose_tail(self, since: float) -> None:
+        """Forget what was done after `since`, as a file that was not synced does."""
+        log, self.log = [entry for entry in self.log if entry[0] <= since], []
+        self.close()
         self.fake = FakeServer(version=(6, 2))
         self._socket = Socket(self.fake)
         clock, before = current.get(), current.get().clock
-        for when, command in log:
-            clock.clock = before + when - time.time()
-            self.execute(command, replay=True)
-            clock.clock = before
+        for when, wall, command in log:
+            clock.clock += wall - time.time()
+            self._socket._process_command(command)
+            self.log.append((when, wall, command))
+        clock.clock = before
 
     def close(self) -> None:
         """Let Lua's memory go: it refers back to the server, out of the garbage collector's sight."""
@@ -76,25 +79,23 @@ class Server:
         found: dict[bytes, Any] = self.fake.dbs[0]._dict
         return found
 
-    def execute(self, command: list[bytes], *, replay: bool = False) -> bytes:
+    def execute(self, command: list[bytes]) -> bytes:
         name = command[0].upper()
         if name == b"INFO":
             return encode(b"# Server\r\nredis_version:6.2.0\r\nrole:master\r\nrun_id:%d\r\n" % self._lives)
         if name == b"CONFIG":
             return encode(
-                [part for key, value in _CONFIG.items() if key == command[2].lower() for part in (key, value)]
+                [part for key, value in self.config.items() if key == command[2].lower() for part in (key, value)]
             )
         if name in (b"CLIENT", b"SELECT"):
             return b"+OK\r\n"
-        if name not in _READS:
-            self.log.append((time.time(), command))
         self._socket.reply = None
-        if not replay:
-            self._before(command)
+        self._before(command)
         self._socket._process_command(command)
         reply = self._socket.reply
-        if not replay:
-            self._seen(command, reply)
+        if name not in _READS and not str(getattr(reply, "value", "")).startswith("NOSCRIPT"):
+            self.log.append((self._loop.now, time.time(), command))
+        self._seen(command, reply)
         return encode(reply)
 
 

@@ -140,6 +140,8 @@ class Trainer:
             wanted = self._plan.wanted[finish.rollout_id]
             if wanted.fate != "cancelled":
                 await self._settle(lease, [finish], wanted.fate)
+            elif finish.rollout_id in journal.over and self._plan.forgetful:
+                await lease.cancel_rollouts([finish.rollout_id])  # the store forgot that it was, and its lease died
         await asyncio.Event().wait()
 
     async def _settle(self, lease: Lease, group: list[FinishedRollout], fate: str) -> None:

@@ -29,6 +29,8 @@ from tests.simulation.store import Server, connect
 from tests.simulation.trainer import COORDINATOR, RELAY, TOKEN, Journal, Trainer
 
 Main = Callable[[Shutdown], Coroutine[Any, Any, None]]
+#: What a store that syncs every second may lose at most; `ebbtide.store` reckons with more.
+_UNSYNCED_S: Final = 1.5
 _STORE: Final = "redis://127.0.0.1:6379/0"
 
 
@@ -45,6 +47,8 @@ class World:
         self.monitor = Monitor(self.loop, self.plan, self.journal)
         self.store = Server(self.loop, self.network, self.monitor.before, self._command)
         self.monitor.store = self.store
+        if self.plan.forgetful:
+            self.store.config[b"appendfsync"] = b"everysec"
         self.acks = Acks(self.monitor)
         self.proc: dict[str, Proc] = {}
         self.promises = Promises(self.loop, self.network, self.monitor, self.plan, self.proc)
@@ -183,7 +187,17 @@ class World:
             self.note("kill", name)
             self.promises.leaves(proc, killed=True)
             self._gone(proc)
+            if name == "redis" and self.plan.forgetful:
+                self._forget()
             self.loop.outside.after(self.restart_s(name), self.start, name)
+
+    def _forget(self) -> None:
+        """The store's newest second or so was not on its disk yet."""
+        since = self.loop.now - self.loop.random.uniform(0.0, _UNSYNCED_S)
+        self.note("forget", f"what came after {since:.4f}")
+        self.monitor.learn_versions()
+        self.store.lose_tail(since)
+        self.monitor.forgot()
 
     def terminate(self, name: str) -> None:
         """SIGTERM."""
