@@ -6,7 +6,7 @@ local bad = barred(ARGV[1])
 if bad then return bad end
 local AHEAD_MS = 60000  -- more than clocks of primary and replica differ, and more entries than are added before they were copied
 -- The run's age on top: a store that forgets this very call as well, and is told again, is told of other numbers.
-local ahead = AHEAD_MS + tonumber(age())
+local ahead = AHEAD_MS + math.max(0, tonumber(age()))  -- its clock may have been put back
 redis.call('HINCRBY', RUN, 'events', 1000000 + ahead)
 for _, stream in ipairs({FINISHED, TRAJECTORIES, SPANS}) do
   local about, ms = redis.pcall('XINFO', 'STREAM', stream), now_ms()
