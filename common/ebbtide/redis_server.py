@@ -39,6 +39,7 @@ def redis_command(
         "dir": str(directory),
         "appendonly": "yes",
         "appendfsync": fsync,
+        "auto-aof-rewrite-min-size": "512mb",  # at full load the default, 64, would fork a child every few seconds
         "save": "",
         "daemonize": "no",
         **(options or {}),
