@@ -5,7 +5,7 @@ import random
 import time
 from typing import Any, Final
 
-from benchmarks.control_plane.responses import response
+from benchmarks.control_plane.responses import LONGEST, response
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.security import ClientSecurity
@@ -16,8 +16,8 @@ from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 
 RUN: Final = "load"
-#: Tokens of a response, drawn evenly: about as long in the mean as those of DeepSeek-R1 when it serves. The first ones
-#: are cut short, so that finishes are spread.
+#: Tokens of a response, drawn evenly: about as long in the mean as those of DeepSeek-R1 when it serves. Of the first
+#: ones it is drawn what is left, so that finishes are spread; `spared` tokens more, so that for a while none ends.
 LENGTHS: Final = (512, 2560)
 _PROMPT: Final = pack_ids(range(2, 66))
 _BATCH_S: Final = 0.02
@@ -28,7 +28,8 @@ _SAMPLING: Final = types_pb2.Sampling
 class Driver:
     """`open` rollouts are kept queued or running. A rollout's id ends with its time of submission, microseconds."""
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str, *, spared: int = 0) -> None:
+        self._spared = min(spared, LONGEST - LENGTHS[1])
         self._channel = open_channel(address, ClientSecurity(token=token))
         self._runs: Any = RunsStub(self._channel)
         self._rollouts: Any = RolloutsStub(self._channel)
@@ -81,12 +82,13 @@ class Driver:
                 self._live += missing
                 await self._rollouts.Submit(rollouts_pb2.SubmitRequest(lease=self._lease, rollouts=batch))
             begin = False
+            await asyncio.sleep(_BATCH_S)  # so that a call has several, as a driver's has groups
 
     def _request(self, begin: bool) -> rollouts_pb2.RolloutRequest:
         self._count += 1
         length = self._random.randint(*LENGTHS)
         if begin:
-            length = self._random.randint(64, length)
+            length = self._spared + self._random.randint(64, length)
         name = f"x{self._count}"
         rollout_id = f"{name}.{round(time.monotonic() * 1e6)}"
         self.unfinished[rollout_id] = length

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -18,14 +19,23 @@ from ebbtide.testing import wait_until
 Tell = Callable[[str], None]
 #: Slots filled: the rest is free, so that a placement never waits for one, and a lost worker's rollouts find room.
 _FILLED: Final = 0.95
-#: Windows that a steady rate is measured in; latencies are judged by the best, for others use the machine too.
+#: Windows that a steady rate is measured in. Of latencies that of the median window is told, for others use the machine
+#: too; that of the best and that of all answers stand beside it.
 _WINDOWS: Final = 5
-#: The rate search: factor between rates, seconds at each, and the latency that ends it.
-_STEP, _SEARCH_S, _GIVES_IN_MS = 1.25, 5.0, 100.0
+#: Until the first rollout may end, once all generate; and for how long of it appends alone are measured.
+_SPARED_S, _ALONE_S = 7.0, 4.0
+#: Of the rate, while rollouts are placed: the few that are there first are not to make all the tokens.
+_SLOW: Final = 0.02
+#: The rate search: factor between rates, how many are tried at most, and the latency that ends it.
+_STEP, _PROBES, _GIVES_IN_MS = 1.25, 8, 100.0
+#: Answers are prompt again after a rush.
+_PROMPT_MS: Final = 50.0
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """`rate`: tokens/s in all; `seconds` of the steady part; `losses`: workers lost of each kind."""
+    """`rate`: tokens/s in all; `seconds` of the steady part; `losses`: workers lost of each kind; `search`: whether
+    higher rates are tried, for `probe_s` each.
+    """
 
     workers: int = 100
     rollouts: int = 64
@@ -33,11 +43,12 @@ class Load(Struct, frozen=True, kw_only=True):
     seconds: float = 30.0
     losses: int = 12
     search: bool = True
+    probe_s: float = 5.0
 
 
 def run_level(*, quick: bool = False, tell: Tell = lambda _: None, load: Load | None = None) -> dict[str, Any]:
     """The figures by name. CPU seconds are per million tokens; latencies are measured at the workers."""
-    chosen = load or (Load(seconds=15.0, losses=4, search=True) if quick else Load())
+    chosen = load or (Load(seconds=10.0, losses=3, probe_s=2.0) if quick else Load())
     return uvloop.run(_Level(chosen, tell).run())
 
 
@@ -55,14 +66,16 @@ class _Level:
         }
         self._tell(f"raw pipelined RPUSH: {raw}")
         async with House() as self._house:
-            self._driver = Driver(self._house.address, self._house.token)
+            spared = round(_SPARED_S * load.rate / (load.workers * load.rollouts * _FILLED))
+            self._driver = Driver(self._house.address, self._house.token, spared=spared)
             try:
                 await self._fill()
+                await self._alone(raw["cpu_s_per_mtok"])
                 await self._steady(raw["cpu_s_per_mtok"])
-                if load.losses:
-                    await self._lose()
                 if load.search:
                     await self._search()
+                if load.losses:
+                    await self._lose()
                 self._driver.check()
                 self.figures |= {
                     "acknowledged_tokens_lost": self._driver.lost_tokens,
@@ -76,7 +89,7 @@ class _Level:
     async def _fill(self) -> None:
         load = self._load
         await self._driver.start()
-        await self._house.fleet("pace", rate=load.rate)
+        await self._house.fleet("pace", rate=load.rate * _SLOW)
         await self._house.fleet("open", workers=load.workers, slots=load.rollouts)
         want = int(load.workers * load.rollouts * _FILLED)
         self._driver.want(want)
@@ -86,7 +99,18 @@ class _Level:
             return bool((await self._house.fleet("measure"))["running"] >= want * 0.98)
 
         await wait_until(filled, timeout=180, interval=0.5, what="all rollouts placed")
+        await self._house.fleet("pace", rate=load.rate)
+        await self._prompt()
         self._tell(f"{want} rollouts on {load.workers} workers")
+
+    async def _prompt(self) -> None:
+        """Let the rush be over: what had piled up is stored."""
+
+        async def prompt() -> bool:
+            answers = (await self._house.fleet("measure"))["answers"]
+            return bool(answers) and percentile(answers, 0.5) * 1e3 < _PROMPT_MS
+
+        await wait_until(prompt, timeout=60, interval=0.5, what="prompt answers")
 
     async def window(self, seconds: float) -> dict[str, Any]:
         """What a stretch of time showed."""
@@ -113,30 +137,43 @@ class _Level:
             "workers_cpu_share": round(seen["cpu_s"] / seen["seconds"], 2),
         }
 
+    async def _alone(self, raw_cpu: float) -> None:
+        """The append path by itself: the first rollouts generate, none ends, and so none is submitted or placed."""
+        seen = await self.window(_ALONE_S)
+        late = self._driver.finished > 0
+        await wait_until(lambda: self._driver.finished, timeout=60, what="the first finished rollout")
+        if late:
+            self._tell("rollouts ended while appends alone were to be measured: the machine is too slow for it")
+            return
+        self._say("appends alone", seen)
+        cpu = seen["coordinator_cpu_s_per_mtok"] + seen["redis_cpu_s_per_mtok"]
+        self.figures |= {
+            "append_path_cpu_cost_over_raw_redis": round(cpu / raw_cpu, 2),
+            "append_path_coordinator_cpu_s_per_mtok": seen["coordinator_cpu_s_per_mtok"],
+            "append_path_redis_cpu_s_per_mtok": seen["redis_cpu_s_per_mtok"],
+        }
+
     async def _steady(self, raw_cpu: float) -> None:
         windows = []
         for _ in range(_WINDOWS):
             windows.append(await self.window(self._load.seconds / _WINDOWS))
-            self._tell(str({k: v for k, v in windows[-1].items() if k not in {"answers", "placements"}}))
-        answers = [value for one in windows for value in one["answers"]]
-        placements = [value for one in windows for value in one["placements"]]
+            self._say("steady", windows[-1])
         cpu = {
             name: sum(one[name] for one in windows) / _WINDOWS
             for name in ("coordinator_cpu_s_per_mtok", "redis_cpu_s_per_mtok")
         }
         self.figures |= {
             "control_plane_tokens_per_s": round(sum(one["tokens_per_s"] for one in windows) / _WINDOWS),
-            "ack_p50_ms": spread(answers, "ms", 1e3)["p50_ms"],
-            "ack_p99_ms": _best(windows, "ack_p99_ms"),
-            "ack_p99_all_windows_ms": spread(answers, "ms", 1e3)["p99_ms"],
-            "placement_p50_ms": spread(placements, "ms", 1e3)["p50_ms"],
-            "placement_p99_ms": _best(windows, "placement_p99_ms"),
-            "placement_p99_all_windows_ms": spread(placements, "ms", 1e3)["p99_ms"],
-            "placements": len(placements),
-            "messages_per_s": windows[0]["messages_per_s"],
+            **_latencies("ack", windows, "answers"),
+            **_latencies("placement", windows, "placements"),
+            "placements": sum(len(one["placements"]) for one in windows),
+            "messages_per_s": round(sum(one["messages_per_s"] for one in windows) / _WINDOWS),
             **{name: round(value, 3) for name, value in cpu.items()},
             "cpu_cost_over_raw_redis": round(sum(cpu.values()) / raw_cpu, 2),
         }
+
+    def _say(self, what: str, seen: dict[str, Any]) -> None:
+        self._tell(f"{what}: { {k: v for k, v in seen.items() if k not in {'answers', 'placements'}} }")
 
     async def _lose(self) -> None:
         """Lose workers, half by a broken stream, half in silence; new ones take their places."""
@@ -167,31 +204,49 @@ class _Level:
         self._tell(f"detection and resume: { {k: v for k, v in figures.items() if 'tect' in k or 'resume' in k} }")
 
     async def _search(self) -> None:
-        """The highest rate whose tokens are stored as they come, with a p99 that is not beyond the limit."""
-        good, bad = 0.0, math.inf
-        rate = self._load.rate
-        while bad / max(good, 1.0) > 1.1:
-            await self._house.fleet("pace", rate=rate)
-            await asyncio.sleep(1.0)
-            windows = [await self.window(_SEARCH_S / 2) for _ in range(2)]
-            best = min(windows, key=lambda one: one["ack_p99_ms"])
-            stored = max(one["tokens_per_s"] for one in windows)
-            holds = best["ack_p99_ms"] < _GIVES_IN_MS and stored > 0.97 * rate
-            self._tell(
-                f"{rate:,.0f} tokens/s: {stored:,} stored, p99 {best['ack_p99_ms']} ms: {'holds' if holds else 'no'}"
-            )
-            if holds:
+        """The highest rate whose tokens are stored as they come, with a p99 that is not beyond the limit: from the
+        steady one up (or down) until one holds and the next does not, and once between them.
+        """
+        good, bad, rate = 0.0, math.inf, self._load.rate
+        for _ in range(_PROBES):
+            if await self._holds(rate):
                 good = rate
-                self.figures |= {"highest_tokens_per_s": round(rate), "highest_ack_p99_ms": best["ack_p99_ms"]}
             else:
                 bad = rate
-                await self._house.fleet("pace", rate=self._load.rate / 4)  # let it catch up
-                await asyncio.sleep(2.0)
-            rate = rate * _STEP if bad == math.inf else math.sqrt(max(good, rate / _STEP**2) * bad)
-            if rate < self._load.rate / 4:
-                break
+                await self._house.fleet("pace", rate=self._load.rate / 2)
+                await self._prompt()
+            if good and bad < math.inf:
+                if bad / good < _STEP - 0.01:
+                    break
+                rate = math.sqrt(good * bad)
+            else:
+                rate = rate * _STEP if good else rate / _STEP
+        self.figures["highest_tokens_per_s_is_a_limit"] = bad < math.inf
+        await self._house.fleet("pace", rate=self._load.rate)
+        await self._prompt()
+
+    async def _holds(self, rate: float) -> bool:
+        await self._house.fleet("pace", rate=rate)
+        await asyncio.sleep(1.0)
+        windows = [await self.window(self._load.probe_s / 2) for _ in range(2)]
+        p99_ms = min(one["ack_p99_ms"] for one in windows)
+        stored = max(one["tokens_per_s"] for one in windows)
+        holds = p99_ms < _GIVES_IN_MS and stored >= 0.97 * rate
+        self._tell(f"{rate:,.0f} tokens/s: {stored:,} stored, p99 {p99_ms} ms: {'holds' if holds else 'no'}")
+        if holds:
+            self.figures |= {"highest_tokens_per_s": round(rate), "highest_ack_p99_ms": p99_ms}
+        return bool(holds)
 
 
-def _best(windows: list[dict[str, Any]], name: str) -> float | None:
-    """The least of all windows; None where no window saw any."""
-    return min((one[name] for one in windows if not math.isnan(one[name])), default=None)
+def _latencies(name: str, windows: list[dict[str, Any]], values: str) -> dict[str, Any]:
+    """The p99 of the median window, of the best, of each, and of all values at once."""
+    every = spread([value for one in windows for value in one[values]], "ms", 1e3)
+    p99 = [one[f"{name}_p99_ms"] for one in windows]
+    known = [value for value in p99 if not math.isnan(value)]
+    return {
+        f"{name}_p50_ms": every["p50_ms"],
+        f"{name}_p99_ms": round(statistics.median(known), 2) if known else None,
+        f"{name}_p99_best_ms": min(known, default=None),
+        f"{name}_p99_windows_ms": p99,
+        f"{name}_p99_all_windows_ms": every["p99_ms"],
+    }

@@ -22,6 +22,8 @@ from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 
 FLUSH_S: Final = 0.25
+#: Shares of it from one flush to the next, so that phases, random from the start, which meet part again.
+_JITTER: Final = (0.95, 1.0)
 _URGENT_S: Final = 0.02
 _PREFILL_S: Final = 0.03
 _IN_FLIGHT: Final = 8
@@ -214,7 +216,7 @@ class Worker:
         if self._due <= now:
             since = min(since, self._due)
             parts = list(self.rollouts.values())
-            self._due = now + FLUSH_S * random.uniform(0.75, 1.0)
+            self._due = now + FLUSH_S * random.uniform(*_JITTER)
             for one in parts:
                 one.advance(now, pace)
                 if not one.ending and one.end - one.made < pace * FLUSH_S:
