@@ -15,13 +15,13 @@ from benchmarks.replay.setting import Setting
 
 
 class Rollout:
-    """One of a step. `made`: tokens stored, current while nobody runs it."""
+    """One of a step. `made`: tokens stored, current while nobody runs it; `ready`: when its prefill ends."""
 
-    __slots__ = ("attempts", "given", "length", "made", "number", "twice")
+    __slots__ = ("attempts", "given", "length", "made", "number", "ready", "twice")
 
     def __init__(self, number: int, length: int) -> None:
         self.number, self.length = number, length
-        self.made = self.twice = self.given = 0.0
+        self.made = self.twice = self.given = self.ready = 0.0
         self.attempts = 0
 
 
@@ -47,7 +47,7 @@ class Engine:
         self._rate = setting.rate * speed
         self._made = self._contexts = 0.0
         self._at = now
-        self._held_until = now
+        self.ready = now  # until then prefills hold it up
         self._ends: list[tuple[float, int, Rollout]] = []
         self._entries = 0
         self.running: dict[Rollout, _Share] = {}
@@ -55,6 +55,14 @@ class Engine:
 
     def __len__(self) -> int:
         return len(self.running) + len(self.queue)
+
+    def pending(self, now: float) -> int:
+        """How many have not started: those in the queue, and those that are being prefilled."""
+        prefilled = sum(rollout.ready > now for rollout in self.running) if now < self.ready else 0
+        return len(self.queue) + prefilled
+
+    def started(self, rollout: Rollout, now: float) -> bool:
+        return rollout in self.running and rollout.ready <= now
 
     def rate(self) -> float:
         """Tokens/s that each of those running makes."""
@@ -71,7 +79,7 @@ class Engine:
 
     def advance(self, now: float) -> Span:
         """Generate until `now`."""
-        seconds = max(0.0, now - max(self._at, self._held_until))
+        seconds = max(0.0, now - max(self._at, self.ready))
         rate, context = self.rate(), self.context()
         self._made += rate * seconds
         self._at = now
@@ -81,9 +89,9 @@ class Engine:
         """Advanced to `now`: take a rollout, to run it at once if a slot is free."""
         if prefill:
             tokens = self._setting.prompt_tokens + rollout.made
-            self._held_until = max(now, self._held_until) + tokens / self._setting.prefill_tokens_per_s
+            self.ready = max(now, self.ready) + tokens / self._setting.prefill_tokens_per_s
         self.queue.append(rollout)
-        rollout.given = now
+        rollout.given, rollout.ready = now, max(now, self.ready)
         self._start(now)
 
     def made(self, rollout: Rollout) -> float:
@@ -127,7 +135,7 @@ class Engine:
         """When the next rollout will end if nothing changes; inf while none runs."""
         if self._first() is None:
             return inf
-        return max(self._at, self._held_until) + max(0.0, self._ends[0][0] - self._made) / self.rate()
+        return max(self._at, self.ready) + max(0.0, self._ends[0][0] - self._made) / self.rate()
 
     def _first(self) -> Rollout | None:
         """Who ends first; entries of those that have gone are dropped."""

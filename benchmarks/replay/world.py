@@ -203,7 +203,8 @@ class World:
         if placements:
             self._wake()
         if placements and len(self._line):  # once those have started, their workers may have more
-            self._at(self._now + self._setting.start_s, lambda: None)
+            for ready in {self._now, *(self._workers[name].engine.ready for _, name in placements)}:
+                self._at(max(self._now, ready) + self._setting.start_s, lambda: None)
 
     def _host(self, worker: Worker, slots: int, *, promised: int = 0) -> Host:
         return Host(
@@ -211,7 +212,7 @@ class World:
             name=worker.name,
             slots=slots,
             running=len(worker.engine) + promised,
-            pending=len(worker.engine.queue),
+            pending=worker.engine.pending(self._now),
             installed=1,
             target=1,
             max_model_len=_CONTEXT,
@@ -309,7 +310,7 @@ class World:
                     made=made,
                     budget=max(0, rollout.length - made) if self._policy.knows else _CONTEXT,
                     since=rollout.given,
-                    started=rollout in engine.running,
+                    started=engine.started(rollout, self._now),
                 )
             )
         return found

@@ -10,6 +10,7 @@ with most tokens still to come.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import accumulate
 from statistics import fmean, median
 from typing import Final, NamedTuple
 
@@ -20,7 +21,7 @@ from ebbtide.scheduling.line import Waiting
 from ebbtide.scheduling.placement import Host, may_take
 from ebbtide.scheduling.throughput import Speed
 
-#: A rollout that was given to a worker and has not started for so long waits for others there.
+#: A rollout waits for others in its worker if it has not started so long after all before it, and it, could have.
 _STUCK_S: Final = 1.0
 #: A worker that seems to be this much slower than the fastest was held up while it was observed: it is not believed.
 _INCREDIBLE: Final = 0.01
@@ -28,7 +29,7 @@ _INCREDIBLE: Final = 0.01
 
 class Generating(Struct, frozen=True, kw_only=True):
     """An attempt at `waiting` that a worker was given at `since`. `length`: tokens of prompt and response so far,
-    `made`: of the response; `budget`: tokens that it may still make.
+    `made`: of the response; `budget`: tokens that it may still make. `stays`: it is not to be moved now.
     """
 
     attempt_id: str
@@ -38,11 +39,13 @@ class Generating(Struct, frozen=True, kw_only=True):
     budget: int
     since: float
     started: bool
+    stays: bool = False
 
 
 class Engine(Struct, frozen=True, kw_only=True):
     """A worker: `host.running` counts also what is on its way to it, and no more what was told to leave it. `context`:
-    mean tokens of prompt and response of what it runs; `rollouts`: all that may be moved, asked for only if some will.
+    mean tokens of prompt and response of what it runs; `rollouts`: all that it has, in the order in which it got them,
+    but for those that were told to leave it; asked for only if some will move.
     """
 
     host: Host
@@ -102,6 +105,7 @@ class _Side:
         self.key = engine.host.worker_id
         self.running = engine.host.running
         self.pending = engine.host.pending
+        self.arriving = 0  # of those that wait elsewhere, in this round
         self.prefill_s = 0.0
         self.spent = False
         self._typical = typical
@@ -144,31 +148,37 @@ def _sides(engines: Sequence[Engine]) -> list[_Side]:
 
 
 def _moved_waiting(sides: list[_Side], now: float, costs: Costs) -> list[Move]:
-    """From the engine in which most wait to one in which none do and there is room, until none such is left."""
+    """From the engine in which most wait to one in which none do and there is room, until none such is left.
+
+    Only behind another one does a rollout wait: the first in an engine is being prefilled, and would be so anywhere.
+    """
     moves: list[Move] = []
-    queues = [side for side in sides if side.pending]
+    queues = [side for side in sides if side.pending > 1]
     while queues and len(moves) < costs.at_once:
         source = max(queues, key=lambda side: (side.pending, side.key))
-        rooms = [side for side in sides if side.next_rate > 0.0 and side is not source]
-        found = _stuck(source, rooms, now)
+        rooms = [side for side in sides if side.next_rate > 0.0 and side.arriving + 1 < source.pending]
+        found = _stuck(source, rooms, now, costs)
         if found is None:
             queues.remove(source)
             continue
         one, target = found
         moves.append(Move(one.attempt_id, source.key, target.key, now - one.since))
         source.pending -= 1
+        target.arriving += 1
         source.give(one, target, 0.0)
-        if not source.pending:
+        if source.pending <= 1:
             queues.remove(source)
     return moves
 
 
-def _stuck(source: _Side, rooms: list[_Side], now: float) -> tuple[Generating, _Side] | None:
+def _stuck(source: _Side, rooms: list[_Side], now: float, costs: Costs) -> tuple[Generating, _Side] | None:
     """The last in the engine's queue that somebody has room for, and who is fastest of them."""
     if not rooms:
         return None
-    for one in sorted(source.rollouts(), key=lambda one: (-one.since, one.attempt_id)):
-        if one.started or now - one.since < _STUCK_S:
+    queue = sorted((one for one in source.rollouts() if not one.started), key=lambda one: one.since)
+    prefilled_s = [tokens / costs.prefill_tokens_per_s for tokens in accumulate(one.length for one in queue)]
+    for one, prefill_s in list(zip(queue, prefilled_s, strict=True))[:0:-1]:
+        if one.stays or now - one.since < _STUCK_S + prefill_s:
             continue
         fit = [side for side in rooms if may_take(one.waiting, side.engine.host)]
         if fit:
@@ -202,7 +212,7 @@ def _gainer(
     best: tuple[Generating, float, float] | None = None
     saved_s = 1.0 / source.now_rate - 1.0 / target.next_rate
     for one in source.rollouts():
-        if not one.started or now - one.since < costs.settled_s:
+        if one.stays or not one.started or now - one.since < costs.settled_s:
             continue
         prefill_s = one.length / costs.prefill_tokens_per_s
         cost_s = costs.handover_s + target.prefill_s + prefill_s * (1 + target.running)

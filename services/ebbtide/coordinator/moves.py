@@ -1,8 +1,8 @@
 """Balancing, put into practice: how fast each worker is, and which rollouts are to go from one to another.
 
 Invariant: an attempt has a `target` from when its worker was asked to release it until it ends or the worker's time is
-up, and is asked for once in a while only. Lost with the process: what was asked for is handed back all the same and
-goes to any worker, and speeds are learnt anew.
+up, and a rollout is asked for once in a while only. Lost with the process: what was asked for is handed back all the
+same and goes to any worker, and speeds are learnt anew.
 """
 
 from collections import Counter
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Final
 
+import msgspec
 from msgspec import Struct
 
 from ebbtide import telemetry
@@ -26,7 +27,8 @@ from ebbtide.v1 import fleet_pb2
 log = telemetry.get_logger(__name__)
 #: A few times a second: moves are for seconds to come.
 _EVERY_S: Final = 0.25
-#: How long a worker may take to hand back what it was asked for; and until the same attempt is asked for again.
+#: How long a worker may take to hand back what it was asked for; and until the same rollout is asked for again, be it
+#: of another worker: each move costs a prefill.
 _HANDOVER_S: Final = 10.0
 _AGAIN_S: Final = 30.0
 #: A span of which so large a share of the rollouts began or ended says little about its speed.
@@ -43,6 +45,12 @@ class _Asked(Struct, frozen=True):
     source: str
     target: str
     when: float
+
+    @property
+    def here(self) -> bool:
+        """Whether the attempt is still with whom it was asked of."""
+        session = self.attempt.session
+        return session is not None and session.session_id == self.source
 
 
 class _Beat(Struct):
@@ -62,7 +70,7 @@ class Moves:
         self._beats: dict[str, _Beat] = {}  # by session
         self._contexts: dict[str, float] = {}
         self._rates: dict[tuple[str, int], float] = {}  # by session ("": a typical one) and concurrency; of this round
-        self._asked: dict[str, _Asked] = {}  # by attempt id
+        self._asked: dict[tuple[str, str], _Asked] = {}  # by run and rollout
         self._next = float("-inf")
 
     def rate(self, session: Session) -> float:
@@ -100,8 +108,8 @@ class Moves:
             del self._beats[gone]
             self._contexts.pop(gone, None)
         self._rates.clear()
-        for attempt_id, asked in list(self._asked.items()):
-            self._expire(attempt_id, asked, now)
+        for key, asked in list(self._asked.items()):
+            self._expire(key, asked, now)
         return True
 
     def _disturbed(self, session: Session, now: float) -> bool:
@@ -133,14 +141,14 @@ class Moves:
         speed.observe((len(running) + len(last.running)) / 2, context, tokens, seconds)
         session.plateau = speed.plateau(context)
 
-    def _expire(self, attempt_id: str, asked: _Asked, now: float) -> None:
-        attempt, session = asked.attempt, asked.attempt.session
-        over = session is None or session.session_id != asked.source or attempt_id not in session.attempts
-        if over or now - asked.when > _AGAIN_S:
-            del self._asked[attempt_id]
-            if session is not None:  # its worker attached again, and knows nothing of it
+    def _expire(self, key: tuple[str, str], asked: _Asked, now: float) -> None:
+        attempt = asked.attempt
+        forgotten = attempt.session is not None and not asked.here  # its worker attached again, and knows nothing of it
+        if forgotten or now - asked.when > _AGAIN_S:
+            del self._asked[key]
+            if attempt.session is not None:
                 attempt.target = ""
-        elif attempt.target and now - asked.when > _HANDOVER_S:
+        elif asked.here and attempt.target and now - asked.when > _HANDOVER_S:
             log.info("move given up", run_id=attempt.run_id, rollout_id=attempt.waiting.rollout_id)
             attempt.target = ""
 
@@ -148,32 +156,25 @@ class Moves:
         """Ask for what is better off elsewhere. Call when nobody in the run's line could take the hosts' free slots."""
         if not self._on or len(hosts) < 2 or all(host.running >= host.slots for _, host in hosts):
             return
-        away, coming = Counter[str](), Counter[str]()
-        unstarted = Counter[str]()
+        running, pending = Counter[str](), Counter[str]()  # more, or fewer, once those asked for have moved
         for asked in self._asked.values():
-            if asked.attempt.target:
-                away[asked.source] += 1
-                coming[asked.target] += 1
-                unstarted[asked.source] += not asked.attempt.started
+            if asked.here and asked.attempt.target:
+                running[asked.source] -= 1
+                running[asked.target] += 1
+                pending[asked.source] -= not asked.attempt.started
+                pending[asked.target] += not asked.attempt.started
         engines = [
-            self._engine(session, host, coming[session.session_id] - away[session.session_id], unstarted)
+            self._engine(session, host, running[session.session_id], pending[session.session_id])
             for session, host in hosts
         ]
         sessions = {host.worker_id: session for session, host in hosts if not session.gone}
         self._ask(run, rebalance(engines, run.lengths, now=now), sessions, now)
 
-    def _engine(self, session: Session, host: Host, change: int, unstarted: Mapping[str, int]) -> Engine:
-        waits = max(0, host.pending - unstarted[session.session_id])
-        host = Host(
-            worker_id=host.worker_id,
-            slots=host.slots,
-            running=max(0, host.running + change),
-            installed=host.installed,
-            target=host.target,
-            max_model_len=host.max_model_len,
-            name=host.name,
-            pending=waits,
-            probation=host.probation,
+    def _engine(self, session: Session, host: Host, running: int, pending: int) -> Engine:
+        host = msgspec.structs.replace(
+            host,
+            running=max(0, host.running + running),
+            pending=max(0, host.pending + pending),
             plateau=session.plateau,
         )
         return Engine(
@@ -185,7 +186,7 @@ class Moves:
 
     def _movable(self, session: Session) -> Iterator[Generating]:
         for attempt in session.attempts.values():
-            if attempt.attempt_id not in self._asked and not attempt.leaving:
+            if not attempt.target and not attempt.leaving:
                 yield Generating(
                     attempt_id=attempt.attempt_id,
                     waiting=attempt.waiting,
@@ -194,6 +195,7 @@ class Moves:
                     budget=attempt.max_tokens - attempt.stored,
                     since=attempt.given,
                     started=attempt.started,
+                    stays=(attempt.run_id, attempt.waiting.rollout_id) in self._asked,
                 )
 
     def _ask(self, run: RunState, moves: Sequence[Move], sessions: Mapping[str, Session], now: float) -> None:
@@ -204,7 +206,7 @@ class Moves:
             if source is None or target is None or attempt is None:
                 continue  # it left since its host was looked at
             attempt.target = target.worker_id
-            self._asked[move.attempt_id] = _Asked(attempt, move.source, move.target, now)
+            self._asked[attempt.run_id, attempt.waiting.rollout_id] = _Asked(attempt, move.source, move.target, now)
             batches.setdefault(move.source, []).append(to_proto(attempt.ref, fleet_pb2.AttemptRef))
             log.info(
                 "moves",

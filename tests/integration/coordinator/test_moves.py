@@ -42,19 +42,24 @@ async def crowded(cluster: Any, running: int, waiting: int = 0) -> tuple[Any, An
     return run, worker
 
 
-async def test_what_waits_in_one_worker_goes_to_an_idle_one(cluster: Any) -> None:
+async def test_what_waits_in_one_worker_goes_to_an_idle_one_but_for_the_first(cluster: Any) -> None:
     run, full = await crowded(cluster, running=4, waiting=3)
     idle = await cluster.worker("w2")
-    await wait_until(lambda: len(full.asked) == 3, what="it is asked for all that wait")
-    assert set(full.asked) == {"q0", "q1", "q2"}
-    await full.hand_back(*full.asked, reason="moved")
-    await idle.has("q0", "q1", "q2")
-    assert await run.count("moved") == 3
-    for name in ("q0", "q1", "q2"):
+    for name in ("q2", "q1"):  # one at a time: else it would wait there
+        await wait_until(lambda: full.asked, what="it is asked for the last that waits")
+        assert full.asked == [name]
+        await full.hand_back(*full.asked, reason="moved")
+        full.asked.clear()
+        await idle.has(name)
         assert (await idle.add(name, 0, 2, STOP)).finished
+    assert await run.count("moved") == 2
     counters = (await run.get()).counters
-    assert (counters["attempts"], counters.get("resumed_midway", 0)) == (10, 0)
+    assert (counters["attempts"], counters.get("resumed_midway", 0)) == (9, 0)
     assert not any(name.startswith("detection") for name in counters)
+    rounds = cluster.coordinator.dispatcher._moves
+    after = rounds._next + 8 * 0.25
+    await wait_until(lambda: rounds._next >= after, what="further rounds")
+    assert full.asked == []  # whoever is first is being prefilled, and would be so anywhere
 
 
 async def test_a_running_rollout_goes_where_it_ends_sooner_and_keeps_its_tokens(
@@ -83,13 +88,21 @@ async def test_a_running_rollout_goes_where_it_ends_sooner_and_keeps_its_tokens(
 
 
 async def test_a_worker_is_not_asked_twice_for_one_rollout(cluster: Any) -> None:
-    _, full = await crowded(cluster, running=4, waiting=1)
-    await cluster.worker("w2")
+    run, full = await crowded(cluster, running=4, waiting=2)
+    idle = await cluster.worker("w2", slots=32)
     await wait_until(lambda: full.asked, what="it is asked")
     rounds = cluster.coordinator.dispatcher._moves
     after = rounds._next + 4 * 0.25
     await wait_until(lambda: rounds._next >= after, what="further rounds")
-    assert full.asked == ["q0"]
+    assert full.asked == ["q1"]
+    await full.hand_back("q1", reason="moved")
+    await idle.has("q1")
+    await full.add("q0", 0, 1)
+    await run.submit("x")  # and now somebody else waits behind it
+    await wait_until(lambda: "x" in full.assigned or "x" in idle.assigned, what="it is placed")
+    after = rounds._next + 8 * 0.25
+    await wait_until(lambda: rounds._next >= after, what="further rounds")
+    assert "q1" not in idle.asked  # nor is the next worker that has it
 
 
 async def test_nothing_moves_where_balancing_is_off(cluster_with: Any) -> None:
@@ -117,54 +130,54 @@ async def test_a_worker_holds_few_rollouts_that_have_not_started(cluster: Any) -
 
 
 async def test_a_worker_that_attaches_again_is_asked_again(cluster: Any) -> None:
-    run, full = await crowded(cluster, running=4, waiting=1)
+    run, full = await crowded(cluster, running=4, waiting=2)
     idle = await cluster.worker("w2")
-    await wait_until(lambda: full.asked == ["q0"], what="it is asked")
+    await wait_until(lambda: full.asked == ["q1"], what="it is asked")
     held = [fleet_pb2.HeldAttempt(attempt=one.attempt) for one in full.assigned.values()]
     again = await cluster.worker("w1", slots=32, held=held)  # its streams broke, and the request with them
-    assert len(again.attached.adopted) == 5
+    assert len(again.attached.adopted) == 6
     again.assigned = dict(full.assigned)
     await again.beat(held=True)
-    await wait_until(lambda: again.asked == ["q0"], what="it is asked again")
-    await again.hand_back("q0", reason="moved")
-    await idle.has("q0")
+    await wait_until(lambda: again.asked == ["q1"], what="it is asked again")
+    await again.hand_back("q1", reason="moved")
+    await idle.has("q1")
     assert await run.count("moved") == 1
 
 
 async def test_a_rollout_that_is_moved_and_moved_is_no_poison(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where its worker hands it back after the move was given up."""
     monkeypatch.setattr(moves, "_HANDOVER_S", 0.0)
-    run, full = await crowded(cluster, running=4, waiting=1)
+    run, full = await crowded(cluster, running=4, waiting=2)
     idle = await cluster.worker("w2")
     await wait_until(lambda: full.asked, what="it is asked")
     running = cluster.coordinator.state.runs["r"].running
-    await wait_until(lambda: not running["q0"].target, what="the move is given up")
+    await wait_until(lambda: not running["q1"].target, what="the move is given up")
     holder, other = full, idle
     for _ in range(6):
-        await holder.hand_back("q0", reason="moved")
-        await wait_until(lambda: "q0" in full.assigned or "q0" in idle.assigned, what="somebody has it")
-        holder, other = (full, idle) if "q0" in full.assigned else (idle, full)
-    assert "q0" not in other.assigned
-    assert running["q0"].waiting.barren == 0
+        await holder.hand_back("q1", reason="moved")
+        await wait_until(lambda: "q1" in full.assigned or "q1" in idle.assigned, what="somebody has it")
+        holder, other = (full, idle) if "q1" in full.assigned else (idle, full)
+    assert "q1" not in other.assigned
+    assert running["q1"].waiting.barren == 0
     assert await run.count("dead_lettered") == 0
 
 
 async def test_a_failure_in_the_midst_of_a_move_is_held_against_the_rollout(cluster: Any) -> None:
-    run, full = await crowded(cluster, running=4, waiting=1)
+    run, full = await crowded(cluster, running=4, waiting=2)
     await cluster.worker("w2")
-    await wait_until(lambda: full.asked == ["q0"], what="it is asked")
-    await full.hand_back("q0", reason="stopped: the engine died")
+    await wait_until(lambda: full.asked == ["q1"], what="it is asked")
+    await full.hand_back("q1", reason="stopped: the engine died")
     running = cluster.coordinator.state.runs["r"].running
-    await wait_until(lambda: "q0" in running and running["q0"].number == 2, what="somebody has it")
-    assert running["q0"].waiting.barren == 1
+    await wait_until(lambda: "q1" in running and running["q1"].number == 2, what="somebody has it")
+    assert running["q1"].waiting.barren == 1
     assert await run.count("moved") == 0
 
 
 async def test_what_was_to_move_is_moved_though_its_worker_drains_meanwhile(cluster: Any) -> None:
-    run, full = await crowded(cluster, running=4, waiting=1)
+    run, full = await crowded(cluster, running=4, waiting=2)
     idle = await cluster.worker("w2")
-    await wait_until(lambda: full.asked == ["q0"], what="it is asked")
+    await wait_until(lambda: full.asked == ["q1"], what="it is asked")
     await full.say(draining=fleet_pb2.Draining(deadline_s=5.0, reason="asked"))
-    await full.hand_back("q0", reason="moved")
-    await idle.has("q0")
+    await full.hand_back("q1", reason="moved")
+    await idle.has("q1")
     assert await run.count("moved") == 1

@@ -40,11 +40,12 @@ class Scene:
         self.state.sessions[session.session_id] = session
         return session
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, *, started: bool = True, given: float | None = None) -> None:
         waiting = Waiting(rollout_id=name, episode_id=name, bounds=Bounds(0, 0), length=100, place=0)
         attempt = Attempt(
-            run_id="r", attempt_id=name, waiting=waiting, start=0, max_tokens=10_000, started=True, given=self.now
-        )
+            run_id="r", attempt_id=name, waiting=waiting, start=0, max_tokens=10_000, started=started,
+            given=self.now if given is None else given,
+        )  # fmt: skip
         attempt.give(self.session)
 
     def end(self, name: str) -> None:
@@ -137,8 +138,8 @@ def test_nothing_is_learnt_where_as_many_ended_as_began(scene: Scene) -> None:
 
 
 def test_a_worker_that_left_since_it_was_looked_at_is_neither_asked_nor_chosen(scene: Scene) -> None:
-    waiting = Waiting(rollout_id="q", episode_id="q", bounds=Bounds(0, 0), length=100, place=0)
-    Attempt(run_id="r", attempt_id="q", waiting=waiting, start=0, max_tokens=9, given=scene.now - 9).give(scene.session)
+    for name in ("p", "q"):
+        scene.begin(name, started=False, given=scene.now - 9)
     other = scene.attach("w2")
     scene.beat()
     scene.look()

@@ -36,6 +36,7 @@ def lengths(mean: int = 3_000) -> Lengths:
 
 
 def generating(name: str, *, made: int = 500, since: float = 0.0, started: bool = True, **limits: Any) -> Generating:
+    stays = limits.pop("stays", False)
     waiting = Waiting(
         rollout_id=name, episode_id=name, bounds=Bounds(*limits.pop("bounds", (0, 0))), length=500 + made, place=0,
         **limits,
@@ -48,6 +49,7 @@ def generating(name: str, *, made: int = 500, since: float = 0.0, started: bool 
         budget=32_768 - made,
         since=since,
         started=started,
+        stays=stays,
     )
 
 
@@ -157,18 +159,38 @@ def test_what_is_on_its_way_counts() -> None:
 
 
 def test_work_that_waits_in_an_engine_goes_to_one_that_has_nothing_waiting() -> None:
-    """RLBoost's first rule: from the longest queue, and until the receiver would queue."""
+    """RLBoost's first rule: from the longest queue, and until the receiver would queue as long."""
     longer = running("a", 8) + running("q", 5, started=False)
     fleet = [engine("a", longer, slots=8), engine("b", running("b", 6), slots=8), engine("c", running("c", 8), slots=8)]
     made = moves(fleet)
     assert [(move.source, move.target) for move in made] == [("a", "b")] * 2
-    assert all(move.attempt_id.startswith("q") for move in made)
+    assert [move.attempt_id for move in made] == ["q4", "q3"]
     assert moves(fleet, unstarted=False) == []
+    empty = engine("b", [], slots=64)
+    assert [move.attempt_id for move in moves([fleet[0], empty])] == ["q4", "q3"]  # and q2 would be third in both
+
+
+@pytest.mark.parametrize("made", [0, 500, 30_000])
+def test_a_lone_rollout_that_is_being_prefilled_is_left_in_peace(made: Any) -> None:
+    for waited_s in (1.1, 10.0, 60.0):
+        queue = running("q", 1, started=False, made=made, since=NOW - waited_s)
+        assert moves([engine("a", running("a", 9) + queue), engine("b", [])]) == []
+        assert moves([engine("a", queue), engine("b", [])]) == []
 
 
 def test_what_has_hardly_had_time_to_start_is_not_stuck() -> None:
     fleet = [engine("a", running("q", 5, started=False, since=NOW - 0.5)), engine("b", [])]
     assert moves(fleet) == []
+    for waited_s, most in ((14.0, 0), (14.9, 1), (20.0, 1)):  # 1 s, and 6.9 s for each prefill
+        queue = running("q", 2, started=False, made=34_000, since=NOW - waited_s)
+        assert len(moves([engine("a", queue), engine("b", [])])) == most
+
+
+def test_what_is_to_stay_counts_and_stays() -> None:
+    queue = [*running("q", 3, started=False), *running("s", 2, started=False, stays=True)]
+    made = moves([engine("a", queue), engine("b", [])])
+    assert [move.attempt_id for move in made] == ["q2", "q1"]
+    assert moves([engine("a", running("a", 64, stays=True)), engine("b", [])]) == []
 
 
 def test_rules_can_be_left_out() -> None:

@@ -219,3 +219,20 @@ def test_a_whole_level_is_one_call(tmp_path: Path) -> None:
     assert len(report["ablation"]) == 3
     assert said
     assert inf > report["figures"]["speedup_over_restart"] > 0.0
+
+
+@pytest.mark.parametrize("made", [2_000, 30_000])
+def test_a_long_prefill_beside_an_idle_worker_is_moved_nowhere(made: int) -> None:
+    """A rollout resumed after a loss is pending until its prefill ends, longer than others are let wait."""
+    setting = Setting(rate=30.0, plateau=8, slots=8, boot_s=0.0, pull_s=0.0, rollouts=8, prefill_tokens_per_s=2_000.0)
+    engine, one = Engine(setting, 0.0), Rollout(0, 40_000)
+    one.made = float(made)
+    engine.give(one, 1.0, prefill=True)
+    ready = 1.0 + (made + setting.prompt_tokens) / 2_000.0
+    assert (engine.pending(1.1), engine.started(one, 1.1)) == (1, False)
+    assert (engine.pending(ready), engine.started(one, ready)) == (0, True)
+    lost_s = made / 30.0
+    events = [FleetEvent(0.0, True, "a"), FleetEvent(lost_s, False, "a"), FleetEvent(lost_s, True, "b"),
+              FleetEvent(lost_s, True, "c")]  # fmt: skip
+    result = World(events, 1e5, BALANCE, setting).run([[40_000]])
+    assert (result.rollouts, result.attempts, result.moves) == (1, 2, 0)
