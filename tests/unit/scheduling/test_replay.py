@@ -232,7 +232,7 @@ def test_a_long_prefill_beside_an_idle_worker_is_moved_nowhere(made: int) -> Non
     assert (engine.pending(1.1), engine.started(one, 1.1)) == (1, False)
     assert (engine.pending(ready), engine.started(one, ready)) == (0, True)
     lost_s = made / 30.0
-    events = [FleetEvent(0.0, True, "a"), FleetEvent(lost_s, False, "a"), FleetEvent(lost_s, True, "b"),
-              FleetEvent(lost_s, True, "c")]  # fmt: skip
-    result = World(events, 1e5, BALANCE, setting).run([[40_000]])
-    assert (result.rollouts, result.attempts, result.moves) == (1, 2, 0)
+    events = [FleetEvent(0.0, True, "a"), FleetEvent(0.0, True, "b"), FleetEvent(lost_s, False, "a"),
+              FleetEvent(lost_s, True, "c"), FleetEvent(lost_s, True, "d")]  # fmt: skip
+    result = World(events, 1e5, BALANCE, setting).run([[40_000, 40_000, 100, 100]])  # the short ones teach speeds
+    assert (result.rollouts, result.attempts, result.moves) == (4, 5, 0)
