@@ -22,32 +22,41 @@ LATE_S: Final = 15.0
 PAUSE_S: Final = 1.25
 #: Longest gap seen lately, times this, is out of the ordinary.
 _FACTOR: Final = 2.0
-#: In so long a gap once seen counts for half.
+#: In so long a gap once seen counts for half; a wait for a first token does so with the next one that is seen.
 _HALF_LIFE_S: Final = 60.0
+#: A slow machine reads so many tokens a second, and may make none meanwhile.
+_READ_TOKENS_PER_S: Final = 1_000.0
 
 
 class Doing(Struct, frozen=True, kw_only=True):
-    """What a worker is about: attempts that have made a token, and attempts that have not. `heard`: when any message of
-    it came last; `made`: when its engine made a token last, as it says itself (-inf: it does not say). `excused`: it
-    may not make tokens now, or they may not come through: held, installing weights, its store away.
+    """What a worker is about: attempts that have made a token, and attempts that have not. `unread`: tokens of prompt
+    and partial of the latter, which are read before they make one. `heard`: when any message of it came last; `made`:
+    when its engine made a token last, as it says itself (-inf: it does not say). `held`: it makes no tokens now, on
+    purpose, which ends. `excused`: they may not come through, through no fault of its own: its store is away.
     """
 
     session: str
     started: int
     pending: int
     heard: float
+    unread: int = 0
     made: float = -inf
+    held: bool = False
     excused: bool = False
 
 
 class _Watched(Struct):
-    """`since`: from when on tokens are waited for; `made`, `heard`: as in `Doing`, as judged last."""
+    """`since`: from when on tokens, or a hold's end, are waited for; `read_s`: what reading may take; the others: as in
+    `Doing`, as judged last.
+    """
 
     since: float
     learnt: float
     heard: float
     made: float = -inf
     started: int = 0
+    read_s: float = 0.0
+    held: bool = False
     busy: bool = False
     gap_s: float = 0.0
     first_s: float = 0.0
@@ -66,14 +75,14 @@ class Progress:
         one = self._watched.get(session)
         if one is None:
             return
-        if one.busy:
-            fade = 0.5 ** ((now - one.learnt) / _HALF_LIFE_S)
-            one.gap_s, one.first_s, one.learnt = one.gap_s * fade, one.first_s * fade, now
+        if one.busy and not one.held:
+            one.gap_s, one.learnt = one.gap_s * 0.5 ** ((now - one.learnt) / _HALF_LIFE_S), now
             gap_s = now - max(one.since, one.made)  # what it made in between was late, not it
             if one.started:
                 one.gap_s = max(one.gap_s, gap_s)
             else:
-                one.first_s = max(one.first_s, gap_s, self._floor_s / _FACTOR)
+                one.first_s = max(one.first_s / 2, gap_s, self._floor_s / _FACTOR)
+                one.started = 1  # what comes before the next judgement is no first token
         one.since = now
 
     def forget(self, session: str) -> None:
@@ -87,12 +96,12 @@ class Progress:
     def allowed_s(self, session: str) -> float:
         """For how long the worker is waited for now."""
         one = self._watched.get(session)
-        if one is None:
+        if one is None or one.held:
             return self._ceiling_s
         usual = one.gap_s if one.started else max(one.gap_s, one.first_s)
         if not one.started and not one.first_s:
             return self._ceiling_s  # never saw it start one
-        return min(self._ceiling_s, max(self._floor_s, _FACTOR * usual))
+        return min(self._ceiling_s, max(self._floor_s, _FACTOR * usual) + one.read_s)
 
     def stalled(self, doings: Iterable[Doing], now: float) -> list[str]:
         """The sessions that have made no token for too long. Call it at least four times a second, with all of them: a
@@ -109,11 +118,12 @@ class Progress:
             one.since = min(now, one.since + max(silent, asleep if asleep > self._floor_s / 2 else 0.0))
             one.heard, one.made = doing.heard, doing.made
             busy = not doing.excused and doing.started + doing.pending > 0
-            if not busy or not one.busy:
+            if not busy or not one.busy or one.held != doing.held:
                 one.since = now
             elif one.started and not doing.started:
                 one.since = now  # those that ran have ended; the next one's first token is another wait
-            one.busy, one.started = busy, doing.started
+            one.busy, one.started, one.held = busy, doing.started, doing.held
+            one.read_s = doing.unread / _READ_TOKENS_PER_S
             if busy and self._too_long(doing.session, one, now):
                 found.append(doing.session)
         return found

@@ -14,7 +14,6 @@ from ebbtide.coordinator.state import Session
 from ebbtide.scheduling.flapping import Flapping
 from ebbtide.scheduling.liveness import JUDGE_EVERY_S, Liveness
 from ebbtide.scheduling.progress import FLOOR_S, PAUSE_S, Doing, Progress
-from ebbtide.types.fleet import WorkerState
 
 
 class Suspect(NamedTuple):
@@ -60,8 +59,8 @@ class Health:
 
     def judge(self, sessions: Iterable[Session], now: float) -> list[Suspect]:
         """The workers to give up. Call it every `judge_every_s`."""
-        watched = list(sessions)
-        for session in watched:
+        watched = {session.session_id: session for session in sessions}
+        for session in watched.values():
             if self._progressed.get(session.session_id) != session.progressed:
                 self._progressed[session.session_id] = session.progressed
                 self._progress.arrived(session.session_id, session.progressed)
@@ -71,9 +70,10 @@ class Health:
             )
             for session_id in self._liveness.silent(now)
         }
-        for session_id in self._progress.stalled([self._doing(session, now) for session in watched], now):
+        for session_id in self._progress.stalled([self._doing(session, now) for session in watched.values()], now):
             quiet_s = self._progress.quiet_s(session_id, now)
-            reason = f"no token for {quiet_s:.1f} s, though it has work and its heartbeats go on"
+            but = "it is held all that time" if watched[session_id].beat.held else "its heartbeats go on"
+            reason = f"no token for {quiet_s:.1f} s, though it has work and {but}"
             found.setdefault(session_id, Suspect(session_id, reason, quiet_s))
         return list(found.values())
 
@@ -83,9 +83,11 @@ class Health:
             session=session.session_id,
             started=len(session.attempts) - len(session.pending),
             pending=len(session.pending),
+            unread=sum(attempt.waiting.length for attempt in session.pending.values()),
             heard=heard,
             made=self._made(session, heard),
-            excused=session.beat.held or _installing(session) or session.storing > 0,
+            held=session.beat.held,
+            excused=session.storing > 0,
         )
 
     def _made(self, session: Session, heard: float) -> float:
@@ -95,8 +97,3 @@ class Health:
             made = heard - session.beat.quiet_s if session.beat.quiet_s > 0 else -inf
             self._beats[session.session_id] = (session.beat, made)
         return made
-
-
-def _installing(session: Session) -> bool:
-    installed = session.installed and (session.installed[0], session.installed[1].version)
-    return session.state is WorkerState.INSTALLING or (session.target is not None and session.target != installed)

@@ -108,6 +108,30 @@ async def test_a_worker_that_makes_no_tokens_is_given_up_though_its_heart_beats(
     assert listed(cluster, "w2").state is WorkerState.READY
 
 
+async def test_a_worker_that_pulls_weights_is_still_to_make_tokens(cluster: Any) -> None:
+    """Its engine goes on generating meanwhile; only a hold, which a heartbeat tells at once, is waited for."""
+    run, stalled = await cluster.run(), await cluster.worker("w1", installs=True)
+    await run.submit("a")
+    await stalled.has("a")
+    stalled.installs = False
+    stalled.beats(state=types_pb2.WORKER_STATE_INSTALLING)
+    for offset in range(3):
+        await stalled.add("a", offset, 1)
+    await run.announce(1)
+    await lose(cluster, "w1")
+    assert "no token" in listed(cluster, "w1").reason
+
+
+async def test_a_long_prefill_is_no_stall(cluster: Any) -> None:
+    run, worker = await cluster.run(), await cluster.worker("w1")
+    await run.submit("a", "b")
+    await worker.has("a", "b")
+    session = next(iter(cluster.coordinator.state.sessions.values()))
+    doing = cluster.coordinator.fleet._health._doing(session, time.monotonic())
+    assert (doing.started, doing.pending) == (0, 2)
+    assert doing.unread == sum(one.waiting.length for one in session.attempts.values()) > 0
+
+
 async def test_silence_is_for_the_heartbeat_timeout_to_judge_and_lateness_is_no_stall(cluster: Any) -> None:
     """The timeout is 30 s here; the watchdog, whose floor is 2 s, leaves both of them alone."""
     run = await cluster.run()

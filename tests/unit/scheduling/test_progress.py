@@ -12,8 +12,8 @@ from ebbtide.scheduling.progress import CEILING_S, LATE_S, PAUSE_S, Doing, Progr
 _TICK_S = 0.25
 
 
-def doing(started: int = 1, pending: int = 0, *, excused: bool = False, session: str = "a") -> Doing:
-    return Doing(session=session, started=started, pending=pending, heard=0.0, excused=excused)
+def doing(started: int = 1, pending: int = 0, *, session: str = "a", **more: Any) -> Doing:
+    return Doing(session=session, started=started, pending=pending, heard=0.0, **more)
 
 
 def judge(watch: Progress, what: Doing, now: float, **said: Any) -> list[str]:
@@ -79,7 +79,7 @@ def test_a_loaded_worker_is_waited_for_longer_and_a_rested_one_no_more() -> None
     assert watch.quiet_s("a", last) == 0.0
 
 
-def test_held_installing_and_idle_workers_are_not_waited_for() -> None:
+def test_workers_that_wait_for_the_store_or_have_no_work_are_not_waited_for() -> None:
     watch = Progress()
     busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
     now = 10.0
@@ -98,6 +98,72 @@ def test_a_first_token_has_the_time_that_first_tokens_take() -> None:
         judge(watch, doing(0, 4), tick * _TICK_S)
     watch.arrived("a", 3.0)  # after three seconds
     assert 5.5 <= until_stalled(watch, doing(0, 4), 3.0) <= 6.5
+
+
+def test_a_hold_is_waited_for_until_its_end_but_not_for_ever() -> None:
+    watch = Progress()
+    last = busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
+    for now in (last + tick * _TICK_S for tick in range(200)):
+        assert judge(watch, doing(8, held=True), now) == []
+    watch.arrived("a", now)  # what it had made before
+    start = now + _TICK_S
+    assert 2.0 <= until_stalled(watch, doing(8), start) <= 3.0  # the hold's length is taken for no gap of its engine
+    watch = Progress()
+    last = busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
+    assert CEILING_S <= until_stalled(watch, doing(8, held=True), last) <= CEILING_S + 1.0
+    watch = Progress()
+    for tick in range(800):
+        assert judge(watch, doing(0, held=True), tick * _TICK_S) == []  # without work it may
+        assert judge(watch, doing(8, held=True, excused=True), tick * _TICK_S) == []
+
+
+def after_a_short_first_token(watch: Progress) -> float:
+    """Of 0.3 s, then five minutes of decoding, then rest."""
+    judge(watch, doing(0, 1, unread=500), 0.0)
+    judge(watch, doing(0, 1, unread=500), 0.25)
+    watch.arrived("a", 0.3)
+    now = 0.3
+    while now < 300.0:
+        now += _TICK_S
+        watch.arrived("a", now)
+        assert judge(watch, doing(1), now) == []
+    assert judge(watch, doing(0), now + _TICK_S) == []
+    return now + 2 * _TICK_S
+
+
+def test_a_long_prefill_on_an_idle_worker_is_no_stall() -> None:
+    watch = Progress()
+    now = after_a_short_first_token(watch)
+    assert 30.0 <= until_stalled(watch, doing(0, 1, unread=30_000), now) <= 33.0
+    watch = Progress()
+    now = after_a_short_first_token(watch)
+    assert until_stalled(watch, doing(0, 1, unread=300_000), now) <= CEILING_S + 1.0
+    watch = Progress()
+    now = after_a_short_first_token(watch)
+    assert 2.0 <= until_stalled(watch, doing(0, 1, unread=500), now) <= 3.0
+
+
+def test_an_engine_that_reads_and_decodes_has_time_for_both_and_one_that_only_decodes_has_not() -> None:
+    watch = Progress()
+    now = after_a_short_first_token(watch)
+    assert 22.0 <= until_stalled(watch, doing(4, 1, unread=20_000), now) <= 23.0
+    watch = Progress()
+    now = after_a_short_first_token(watch)
+    assert 2.0 <= until_stalled(watch, doing(4), now) <= 3.0
+
+
+def test_what_first_tokens_take_is_not_forgotten_while_others_are_made() -> None:
+    watch = Progress()
+    for tick in range(41):
+        judge(watch, doing(0, 4), tick * _TICK_S)
+    watch.arrived("a", 10.0)
+    now = 10.0
+    while now < 610.0:
+        now += _TICK_S
+        watch.arrived("a", now)
+        judge(watch, doing(4), now)
+    judge(watch, doing(0), now)
+    assert 19.0 <= until_stalled(watch, doing(0, 1), now + _TICK_S) <= 21.0
 
 
 def test_the_judges_own_sleep_is_no_stall() -> None:
