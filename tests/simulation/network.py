@@ -148,10 +148,10 @@ class Network:
         self.cuts: dict[tuple[str, str], int] = {}
         self.disturbed = 0.0  # when something was last done to it
         base = loop.random.choice((0.0001, 0.0005, 0.002))
-        self._least, self._most = base, base * loop.random.choice((1.5, 4.0, 12.0))
+        self._least, self.most_s = base, base * loop.random.choice((1.5, 4.0, 12.0))
 
     def delay(self, source: Proc, target: Proc) -> float:
-        delay = self.loop.random.uniform(self._least, self._most)
+        delay = self.loop.random.uniform(self._least, self.most_s)
         return delay * 10 if source.cost or target.cost else delay
 
     def is_cut(self, source: Proc, target: Proc) -> bool:

@@ -19,6 +19,8 @@ _MARGIN_S: Final = 0.5 + _LOOK_S
 _RECOVERED_S: Final = 12.0
 #: What was sent before a disturbance has come or is given up so long after it.
 _SETTLED_S: Final = 5.0
+#: For so long the coordinator lets messages gather for one call to the store.
+_GATHERED_S: Final = 0.005
 
 
 class Promises:
@@ -28,6 +30,8 @@ class Promises:
         self._loop, self._network, self._monitor, self._proc = loop, network, monitor, proc
         self._noticed_s = TIMEOUT_S + JUDGE_EVERY_S + _MARGIN_S + plan.reattach_grace_s
         self._window = min(plan.flush_tokens, int(plan.flush_interval_ms / 1000 / plan.script.step_s) + 1)
+        # A message's way must be short beside the interval, or several are on their way at once, whatever is promised.
+        self._prompt = 4 * (2 * network.most_s + _GATHERED_S) <= plan.flush_interval_ms / 1000
         self._core: tuple[Proc, ...] = ()
         self._unwell = 0.0  # when coordinator or store were last not well
         self._silent: dict[Proc, float] = {}  # since when
@@ -103,7 +107,7 @@ class Promises:
             return
         when, killed = self._left[proc]
         self._look_at_core()
-        if max(self._unwell, self._network.disturbed) >= when or (proc.struck and not killed):
+        if max(self._unwell, self._network.disturbed) >= when or not (self._prompt if killed else not proc.struck):
             return
         # On its way when the worker was killed may have been one message, and behind it one more token was made.
         most = self._window + 1 if killed else 0
