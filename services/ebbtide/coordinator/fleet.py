@@ -98,7 +98,7 @@ class Fleet:
         session.outbox.put_nowait(None)
         self._state.sessions.pop(session.session_id, None)
         quiet_s = suspect.quiet_s if suspect else self._health.quiet_s(session, now)
-        self._health.gone(session, now, announced=True)
+        self._health.gone(session)
         if self.leaving:
             return
         if session.draining:

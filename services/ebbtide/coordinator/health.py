@@ -1,17 +1,15 @@
-"""Which workers can be trusted with work: those heard lately, that make tokens, and do not come and go.
+"""Which workers can be trusted with work: those heard lately, that make tokens.
 
-Invariant: every attached session is watched, and no other; what is held against a worker outlives its sessions. Lost
-with the process: workers attach anew, and all are trusted again.
+Invariant: every attached session is watched, and no other. Lost with the process: workers attach anew, and all are
+trusted again.
 """
 
-import time
 from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
 from ebbtide.coordinator.records import Heartbeat
 from ebbtide.coordinator.state import Session
-from ebbtide.scheduling.flapping import Flapping
 from ebbtide.scheduling.liveness import JUDGE_EVERY_S, Liveness
 from ebbtide.scheduling.progress import FLOOR_S, PAUSE_S, Doing, Progress
 
@@ -32,7 +30,6 @@ class Health:
         self._liveness = Liveness(heartbeat_timeout_s)
         # A worker heard every few seconds is judged by what several heartbeats say.
         self._progress = Progress(floor_s=max(FLOOR_S, 2 * heartbeat_s), pause_s=PAUSE_S * max(1.0, heartbeat_s))
-        self._flapping = Flapping()
         self._progressed: dict[str, float] = {}
         self._beats: dict[str, tuple[Heartbeat, float]] = {}  # the last one, and when its engine had made a token
 
@@ -44,18 +41,12 @@ class Health:
         """Seconds since the last message."""
         return self._liveness.since(session.session_id, now)
 
-    def gone(self, session: Session, now: float, *, announced: bool) -> None:
+    def gone(self, session: Session) -> None:
         """The session is over."""
         self._liveness.forget(session.session_id)
         self._progress.forget(session.session_id)
         self._progressed.pop(session.session_id, None)
         self._beats.pop(session.session_id, None)
-        if not announced:
-            self._flapping.lost(session.worker_id, now)
-
-    def shunned_s(self, session: Session) -> float:
-        """For how much longer the worker is to get no work."""
-        return self._flapping.shunned_s(session.worker_id, time.monotonic())
 
     def judge(self, sessions: Iterable[Session], now: float) -> list[Suspect]:
         """The workers to give up. Call it every `judge_every_s`."""
