@@ -103,6 +103,25 @@ async def test_a_move_that_the_store_forgot_stays_made(rig: Rig) -> None:
     assert not second.cancelled
 
 
+async def test_what_was_numbered_in_a_forgotten_life_does_not_hide_what_comes_in_the_next(rig: Rig) -> None:
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    await run.submit("a", "b")
+    await worker.has("a", "b")
+    rig.mark()
+    await rig.forget()
+    await rig.again(worker)  # settled: numbers are ahead of the clock from here on
+    rig.mark()
+    await rig.forget()
+    await rig.again(worker)
+    assert (await worker.add("a", 0, 4, STOP)).finished
+    (first,) = await run.finished(1)
+    await rig.forget()  # and with it how it was settled the last time
+    await rig.again(worker)
+    assert (await worker.add("b", 0, 4, STOP)).finished
+    (second,) = await run.finished(1, first.cursor)
+    assert second.rollout_id == "b"
+
+
 async def test_a_forgotten_rollout_goes_on_where_it_is_once_it_is_submitted_again(rig: Rig) -> None:
     run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
     rig.mark()
