@@ -33,11 +33,15 @@ _HANDOVER_S: Final = 10.0
 _AGAIN_S: Final = 30.0
 #: A span of which so large a share of the rollouts began or ended says little about its speed.
 _CHURN: Final = 0.25
+#: Nor does one of several heartbeats: who knows what began and ended in it.
+_LONGEST_S: Final = 10.0
 #: Nor does one that we looked into less often than this, or one in which a message waited so long for the store.
-_BLIND_S: Final = 1.0
+_BLIND_S: Final = 0.5
 _STORING_S: Final = 0.25
 #: Nor does one that ended with so large a share of it without a token.
 _QUIET: Final = 0.5
+#: What is known of a worker that has gone is kept for so long: it may come back under its name.
+_REMEMBERED_S: Final = 600.0
 
 
 class _Asked(Struct, frozen=True):
@@ -67,6 +71,7 @@ class Moves:
     def __init__(self, state: State, *, on: bool) -> None:
         self._state, self._on = state, on
         self._speeds: dict[str, Speed] = {}  # by worker id
+        self._seen: dict[str, float] = {}  # when those were attached last
         self._beats: dict[str, _Beat] = {}  # by session
         self._contexts: dict[str, float] = {}
         self._rates: dict[tuple[str, int], float] = {}  # by session ("": a typical one) and concurrency; of this round
@@ -107,10 +112,19 @@ class Moves:
         for gone in self._beats.keys() - sessions.keys():
             del self._beats[gone]
             self._contexts.pop(gone, None)
+        self._forget(now)
         self._rates.clear()
         for key, asked in list(self._asked.items()):
             self._expire(key, asked, now)
         return True
+
+    def _forget(self, now: float) -> None:
+        """Drop the speeds of workers that have not been there for long: new machines have new names."""
+        self._seen.update((session.worker_id, now) for session in self._state.sessions.values())
+        for worker_id, seen in list(self._seen.items()):
+            if now - seen > _REMEMBERED_S:
+                del self._seen[worker_id]
+                self._speeds.pop(worker_id, None)
 
     def _disturbed(self, session: Session, now: float) -> bool:
         """Whether the worker is held up now: it is held, installs, or waits for the store to take what it sent."""
@@ -135,7 +149,7 @@ class Moves:
         tokens = beat.tokens_generated - last.beat.tokens_generated
         churn = len(running ^ last.running) + len(session.pending)
         steady = busy_s >= 0.9 * seconds and beat.quiet_s <= _QUIET * seconds
-        if seconds <= 0 or churn > _CHURN * len(running) or not steady:
+        if not 0 < seconds <= _LONGEST_S or churn > _CHURN * len(running) or not steady:
             return
         speed = self._speeds.setdefault(session.worker_id, Speed())
         speed.observe((len(running) + len(last.running)) / 2, context, tokens, seconds)

@@ -11,6 +11,7 @@ from ebbtide.coordinator.state import Attempt, RunState, Session, State
 from ebbtide.scheduling.line import Waiting
 from ebbtide.scheduling.pacing import Bounds
 from ebbtide.scheduling.placement import Host
+from ebbtide.scheduling.throughput import Speed
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
@@ -161,3 +162,27 @@ def test_a_worker_that_left_since_it_was_looked_at_is_neither_asked_nor_chosen(s
         gone.gone = False
     scene.moves.decide(scene.run, hosts, scene.now)
     assert scene.session.outbox.get_nowait().release.attempts[0].rollout_id == "q"  # type: ignore[union-attr]
+
+
+def test_nothing_is_learnt_of_a_span_in_which_heartbeats_are_missing(scene: Scene) -> None:
+    scene.look(60)
+    scene.beat(int(15.0) * RUNNING * RATE // 4, 15.0)
+    scene.look()
+    assert scene.rate() == 0.0
+
+
+def test_workers_that_have_long_been_gone_are_forgotten(scene: Scene) -> None:
+    """Each spot machine has a name of its own."""
+    for number in range(50):
+        session = scene.attach(f"spot{number}")
+        scene.moves._speeds[session.worker_id] = Speed()
+        scene.look(1)
+        del scene.state.sessions[session.session_id]
+    assert len(scene.moves._speeds) >= 50
+    scene.now += 300.0
+    scene.look(1)
+    assert len(scene.moves._speeds) >= 50  # they may come back
+    scene.now += 301.0
+    scene.look(1)
+    assert set(scene.moves._speeds) <= {"w1"}
+    assert set(scene.moves._seen) == {"w1"}
