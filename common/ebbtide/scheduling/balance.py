@@ -115,7 +115,8 @@ class _Side:
     def refresh(self) -> None:
         started = max(0, self.running - self.pending)
         self.now_rate = self.rate(started) if started else 0.0
-        self.next_rate = self.rate(started + 1) if self.running < self.engine.host.slots and not self.pending else 0.0
+        room = self.running < self.engine.host.slots and not self.pending and not self.engine.host.held
+        self.next_rate = self.rate(started + 1) if room else 0.0
 
     def rate(self, running: int) -> float:
         """Tokens/s of one of `running`; of a worker of which nothing credible is known, those of a typical one."""

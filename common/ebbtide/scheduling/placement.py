@@ -23,7 +23,7 @@ class Host(Struct, frozen=True, kw_only=True):
     `worker_id` is the key that a placement names; `name` is the worker's own. `running`: all that it was given,
     `pending`: of those, the ones that have not started; `probation`: of those, the ones whose last attempt was barren.
     `rate`: tokens/s that each of its rollouts would make with one more, `plateau`: up to how many rollouts that holds
-    (0: not known, taken for typical).
+    (0: not known, taken for typical). `held`: it makes no tokens now, and takes only what nobody else can.
     """
 
     worker_id: str
@@ -37,6 +37,7 @@ class Host(Struct, frozen=True, kw_only=True):
     probation: int = 0
     rate: float = 0.0
     plateau: int = 0
+    held: bool = False
 
 
 class Placement(NamedTuple):
@@ -67,7 +68,7 @@ def place(
 
     A rollout never goes to a worker that it is to avoid, unless it must avoid all of `hosts` that could take it, the
     full ones among them. One whose last attempt was barren goes only to where no other such is pending, so that a
-    rollout that kills workers is told from its neighbours.
+    rollout that kills workers is told from its neighbours. One that is held gets what no other has room for.
     """
     rooms = _Rooms(hosts, pending_limit)
     kinds = line.bounds() if isinstance(line, Line) else None
@@ -84,7 +85,7 @@ def place(
             continue
         fit = rooms.fit(one, within)
         if fit:
-            room = _chosen(one, fit, homes)
+            room = _chosen(one, rooms.at_work(fit), homes)
             placements.append(Placement(one.rollout_id, room.host.worker_id))
             rooms.take(room, one)
     return placements
@@ -159,6 +160,7 @@ class _Rooms:
         self.open = [room for host in hosts if (room := _Room(host, limit(host), rate, plateau)).left > 0]
         self._within: dict[Bounds, list[_Room]] = {}
         self._context = min((host.max_model_len for host in hosts), default=0)
+        self._held = any(room.host.held for room in self.open)
 
     def within(self, bounds: Bounds) -> list[_Room]:
         found = self._within.get(bounds)
@@ -174,6 +176,10 @@ class _Rooms:
         if one.avoid and any(may_take(one, host) for host in self._hosts):
             fit = [room for room in fit if room.host.name not in one.avoid]
         return [room for room in fit if not room.probation] if one.barren else fit
+
+    def at_work(self, fit: list[_Room]) -> list[_Room]:
+        """Those that are not held; all of them if all are."""
+        return ([room for room in fit if not room.host.held] or fit) if self._held else fit
 
     def take(self, room: _Room, one: Waiting) -> None:
         room.take(one)

@@ -317,6 +317,7 @@ class Dispatcher:
             probation=sum(one.waiting.barren > 0 for one in session.pending.values()) if pending else 0,
             rate=self._moves.rate(session) if running < slots else 0.0,
             plateau=session.plateau,
+            held=session.beat.held,
             installed=session.version_of(run.run_id),
             target=session.target[1] if session.target else 0,
             max_model_len=session.hello.engine.max_model_len,

@@ -54,11 +54,18 @@ def generating(name: str, *, made: int = 500, since: float = 0.0, started: bool 
 
 
 def engine(
-    name: str, rollouts: list[Generating], *, learnt: Speed = EVEN, slots: int = 64, version: int = 1, promised: int = 0
+    name: str,
+    rollouts: list[Generating],
+    *,
+    learnt: Speed = EVEN,
+    slots: int = 64,
+    version: int = 1,
+    promised: int = 0,
+    held: bool = False,
 ) -> Engine:
     host = Host(
         worker_id=name, name=name, slots=slots, running=len(rollouts) + promised, installed=version, target=version,
-        max_model_len=40_000, pending=sum(not one.started for one in rollouts),
+        max_model_len=40_000, pending=sum(not one.started for one in rollouts), held=held,
     )  # fmt: skip
     return Engine(host=host, speed=learnt, context=2_000, rollouts=lambda: rollouts)
 
@@ -191,6 +198,12 @@ def test_what_is_to_stay_counts_and_stays() -> None:
     made = moves([engine("a", queue), engine("b", [])])
     assert [move.attempt_id for move in made] == ["q2", "q1"]
     assert moves([engine("a", running("a", 64, stays=True)), engine("b", [])]) == []
+
+
+def test_nothing_moves_to_a_worker_that_is_held() -> None:
+    crowd = engine("a", running("a", 60) + running("q", 4, started=False))
+    assert moves([crowd, engine("b", [], held=True)]) == []
+    assert {move.target for move in moves([crowd, engine("b", [], held=True), engine("c", [])])} == {"c"}
 
 
 def test_rules_can_be_left_out() -> None:

@@ -253,3 +253,13 @@ def test_a_rollout_is_outsized_once_a_longer_context_had_time_to_come() -> None:
     line = [msgspec.structs.replace(line[0], since=10.0)]
     assert found([50]) == []
     assert found([50], now=40.0) == ["r0"]
+
+
+def test_a_worker_that_is_held_takes_only_what_nobody_else_has_room_for() -> None:
+    held = msgspec.structs.replace(host("held", slots=8), held=True)
+    line = [waiting(number) for number in range(6)]
+    placed = place(line, [held, host("busy", slots=4, running=1)], {})
+    assert [one.worker_id for one in placed] == ["busy"] * 3 + ["held"] * 3
+    line = [waiting(0, episode="e"), waiting(1)]
+    assert [one.worker_id for one in place(line, [held, host("free")], {"e": "held"})] == ["free"] * 2
+    assert [one.worker_id for one in place(line, [held], {})] == ["held"] * 2
