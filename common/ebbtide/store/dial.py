@@ -54,7 +54,8 @@ class Direct:
         try:
             self._pool = ConnectionPool.from_url(url, **_COMMON, retry=_once())
         except ValueError as error:
-            raise _unusable(self.where, str(error)) from None
+            why = "a `?` or `@` in it is to be written as %3F or %40" if self.where.endswith("...") else str(error)
+            raise _unusable(self.where, why) from None
 
     async def dial(self) -> AbstractConnection:
         link = cast("AbstractConnection", self._pool.make_connection())  # type: ignore[no-untyped-call]
@@ -77,7 +78,10 @@ class Sentinels:
 
     def __init__(self, url: str) -> None:
         self.where = _public(url)
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise _unusable(self.where, str(error)) from None
         login, _, hosts = parts.netloc.rpartition("@")
         self._service, _, db = parts.path.strip("/").partition("/")
         asked = {name: values[-1] for name, values in parse_qs(parts.query).items()}
@@ -101,7 +105,7 @@ class Sentinels:
 
     def _address(self, text: str) -> Address:
         host, _, port = text.rpartition(":") if ":" in text else (text, "", str(_SENTINEL_PORT))
-        if not host or not port.isdecimal():
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise _unusable(self.where, f"{text!r} is no HOST:PORT")
         return host.strip("[]"), int(port)
 
@@ -151,8 +155,14 @@ def _once() -> Retry:
 
 
 def _public(url: str) -> str:
-    """The URL without user, password and options."""
-    return (url.rpartition("@")[2] if "@" in url else url).partition("?")[0]
+    """The URL without user, password and options. With an `@` behind the first `?`, which may belong to a password that
+    has either of them unescaped, no more than the scheme.
+    """
+    head, _, options = url.partition("?")
+    if "@" in options:
+        scheme, found, _ = url.partition("://")
+        return f"{scheme}://..." if found else "..."
+    return head.rpartition("@")[2]
 
 
 def _unusable(where: str, why: str) -> InvalidRequest:
