@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from ebbtide.types.bounds import MAX_EVENT_BYTES, shortened
+
 #: The reason that the coordinator gives a worker with a rollout that it takes from it, and gets back with the rollout:
 #: also when it has given the move up meanwhile, or the worker drains.
 MOVED: Final = "moved"
@@ -18,4 +20,5 @@ def dead_letter(barren: int, evidence: str, *, limit: int) -> str | None:
     """The message of the dead letter that a rollout becomes after `limit` attempts in a row without a new token."""
     if barren < limit:
         return None
-    return f"{barren} attempts in a row ended without a new token: {evidence.rstrip('; ')}"
+    message = f"{barren} attempts in a row ended without a new token: {evidence.rstrip('; ')}"
+    return shortened(message, MAX_EVENT_BYTES // 2)  # an event tells it

@@ -7,10 +7,13 @@ import msgspec
 
 from ebbtide.store.codec import json_object
 from ebbtide.store.topic import Topic
+from ebbtide.types.bounds import MAX_EVENT_BYTES, shortened
 from ebbtide.types.run import LeaseRef, RunEvent
 
 #: Events per page: what one read of a watcher may hold in memory.
 PAGE: Final = 256
+#: Kept of an event's bytes for all but its message.
+_REST: Final = 1 << 10
 
 
 class Events(Topic):
@@ -19,7 +22,8 @@ class Events(Topic):
         await self._leased("report", lease, *_flat(events))
 
     async def note(self, run_id: str, event: RunEvent) -> None:
-        """Append an event of the coordinator's own."""
+        """Append an event of the coordinator's own; a message that is too long is cut."""
+        event = msgspec.structs.replace(event, message=shortened(event.message, MAX_EVENT_BYTES - _REST))
         await self._write("report", run_id, "", "", *_flat([event]))
 
     async def page(self, run_id: str, cursor: str) -> list[RunEvent]:

@@ -1,11 +1,14 @@
 """What workers say on the control stream, as checked records: a number that cannot be is refused here, by its name, so
-that nobody who reckons with one has to doubt it.
+that nobody who reckons with one has to doubt it. A text that is too long is cut instead: nobody is kept from leaving by
+what they have to say.
 """
 
 from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
+from ebbtide.types.bounds import shortened
 from ebbtide.types.fleet import AttemptRef, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.weights import PolicyVersion
 
@@ -64,14 +67,23 @@ class InstallFailed(Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     run_id: str
     message: str = ""
-    architecture: str = ""
+    architecture: Annotated[str, Meta(max_length=128)] = ""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "message", shortened(self.message))
 
 
 class Released(Struct, frozen=True, kw_only=True):
     attempts: tuple[AttemptRef, ...] = ()
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        force_setattr(self, "reason", shortened(self.reason))
+
 
 class DrainNotice(Struct, frozen=True, kw_only=True):
     deadline_s: _Seconds = 0.0
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "reason", shortened(self.reason))

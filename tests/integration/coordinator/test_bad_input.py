@@ -10,7 +10,7 @@ from ebbtide.rpc.channel import write
 from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
-from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
+from ebbtide.types.run import EnvironmentSpec, RunEvent, RunSpec, Sampling
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 
@@ -80,6 +80,42 @@ async def test_a_heartbeat_that_cannot_be_ends_its_workers_stream_and_nobody_els
     run = await cluster.run()
     await run.submit("a")
     await other.has("a")
+
+
+async def test_a_worker_may_leave_with_a_long_reason_which_is_cut(cluster: Any) -> None:
+    run, worker = await cluster.run(), await cluster.worker("w1")
+    await run.submit("a")
+    await worker.has("a")
+    stub, long = FleetStub(cluster.channel), "\u00e4" * 1_900_000  # of two bytes each
+    await worker.say(draining=fleet_pb2.Draining(deadline_s=9.0, reason=f"reclaim {long}"))
+    version = types_pb2.PolicyVersion(policy="policy", version=1)
+    await worker.say(install_failed=fleet_pb2.InstallFailed(version=version, run_id="r", message=long))
+    await worker.hand_back("a", reason=f"shutdown {long}")
+    (warning,) = await run.events("warning", 1)
+    (told,) = [one for one in await run.events("worker", 2) if one.labels["state"] == "draining"]
+    (listed,) = (await cluster.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())).workers
+    assert listed.reason.startswith("reclaim \u00e4")
+    for text in (listed.reason, told.message, warning.message):
+        assert 1000 < len(text.encode()) < 1200
+        assert text.endswith(" ...")
+    assert worker.ended is None
+
+
+async def test_a_run_whose_trainer_failed_at_length_can_be_listed_and_watched(cluster: Any) -> None:
+    run = await cluster.run()
+    request = runs_pb2.FinishRunRequest(lease=run.lease, status=types_pb2.RUN_STATUS_FAILED, message="m" * 4_000_000)
+    await cluster.call(cluster.runs.FinishRun, request)
+    (listed,) = (await cluster.call(cluster.runs.ListRuns, runs_pb2.ListRunsRequest())).runs
+    events = await run.events("status", 3)
+    assert len(listed.message) == len(events[-1].message) == 1024
+
+
+async def test_the_coordinators_own_events_are_no_larger_than_others(cluster: Any) -> None:
+    run = await cluster.run()
+    event = RunEvent(kind="warning", key="k" * 128, message="\u20ac" * 100_000, labels={"worker": "w" * 128})
+    await cluster.coordinator.store.events.note(run.run_id, event)
+    (told,) = await run.events("warning", 1)
+    assert 31_000 < told.ByteSize() <= 32 << 10
 
 
 async def test_rollouts_with_many_stop_strings_are_assigned_in_messages_that_arrive(cluster: Any) -> None:

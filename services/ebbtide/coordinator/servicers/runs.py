@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import AsyncIterator
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -11,6 +11,7 @@ from ebbtide.coordinator.checks import check_cursor
 from ebbtide.coordinator.runs import RunService
 from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.convert import from_proto, to_proto
+from ebbtide.types.bounds import MAX_EVENT_BYTES, shortened
 from ebbtide.types.run import LeaseRef, Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import runs_pb2, runs_pb2_grpc
@@ -18,8 +19,6 @@ from ebbtide.v1 import runs_pb2, runs_pb2_grpc
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "ebbtide.v1.Runs"
-#: Bytes of one event: each is held for every watcher that has yet to read it.
-_MAX_EVENT: Final = 32 << 10
 
 
 class RunsServicer(runs_pb2_grpc.RunsServicer):
@@ -83,8 +82,8 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
 
     async def Report(self, request: runs_pb2.ReportRequest, context: Context) -> runs_pb2.Empty:
         for index, event in enumerate(request.events):
-            if event.ByteSize() > _MAX_EVENT:
-                raise InvalidRequest(f"more than {_MAX_EVENT} bytes", field=f"events[{index}]")
+            if event.ByteSize() > MAX_EVENT_BYTES:
+                raise InvalidRequest(f"more than {MAX_EVENT_BYTES} bytes", field=f"events[{index}]")
         events = [from_proto(event, RunEvent, field=f"events[{i}]") for i, event in enumerate(request.events)]
         await self._runs.report(from_proto(request.lease, LeaseRef, field="lease"), events)
         return runs_pb2.Empty()
@@ -92,4 +91,4 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
     async def FinishRun(self, request: runs_pb2.FinishRunRequest, context: Context) -> runs_pb2.Run:
         lease = from_proto(request.lease, LeaseRef, field="lease")
         status = request.status or RunStatus.FINISHED
-        return to_proto(await self._runs.finish(lease, status, request.message), runs_pb2.Run)
+        return to_proto(await self._runs.finish(lease, status, shortened(request.message)), runs_pb2.Run)
