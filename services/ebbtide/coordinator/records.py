@@ -18,6 +18,8 @@ _Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
 _Rate: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 #: Two clocks are not read at once.
 _SLACK_S: Final = 1.0
+#: What a worker says of itself; the rest is said of it.
+_SAID: Final = frozenset({WorkerState.READY, WorkerState.INSTALLING, WorkerState.DRAINING})
 
 
 class HeldAttempt(Struct, frozen=True, kw_only=True):
@@ -50,6 +52,8 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     quiet_s: _Seconds = 0.0
 
     def __post_init__(self) -> None:
+        if self.state not in _SAID:
+            raise ValueError(f"state is not a worker's to say ({self.state.name})")
         if self.busy_s > self.uptime_s + _SLACK_S:
             raise ValueError(f"busy_s is more than uptime_s ({self.busy_s:g} > {self.uptime_s:g})")
 

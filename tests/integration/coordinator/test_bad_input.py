@@ -67,6 +67,7 @@ async def test_a_worker_whose_words_would_fill_the_listing_is_refused_by_field(c
         ({"uptime_s": 1e10}, r"heartbeat\.uptime_s"),
         ({"tokens_generated": 1 << 63}, r"heartbeat\.tokens_generated"),
         ({"busy_s": 9.0, "uptime_s": 2.0}, "busy_s is more than uptime_s"),
+        ({"state": types_pb2.WORKER_STATE_LOST}, "state is not a worker's to say"),
     ],
 )
 async def test_a_heartbeat_that_cannot_be_ends_its_workers_stream_and_nobody_elses(
