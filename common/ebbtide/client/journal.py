@@ -1,8 +1,9 @@
 """What a lease was acknowledged and the store might still forget.
 
 Invariant: entries stand in the order in which they were acknowledged, which is an order in which they can be sent
-again; one leaves only when it is known to be durable. A call that would make the journal larger than `limit_bytes`
-waits. When the process dies the journal is lost: what the store forgets in that very moment is lost with it.
+again, and none before `_from` is owed; one leaves only when it is known to be durable. A call that would make the
+journal larger than `limit_bytes` waits. When the process dies the journal is lost: what the store forgets in that very
+moment is lost with it.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ class Journal:
         self._limit = limit_bytes
         self._entries: list[Entry] = []
         self._size = 0
+        self._from = 0  # so that all can be sent again without a look at all of them for each
         self._life = ""
         self._durable_after_s = 0.0
         self.room, self.idle = asyncio.Event(), asyncio.Event()
@@ -65,12 +67,17 @@ class Journal:
             durable = asked - self._durable_after_s
             self._entries = [entry for entry in self._entries if entry.owed or entry.at > durable]
             self._size = sum(entry.size for entry in self._entries)
+        self._from = 0
         self._life, self._durable_after_s = life, durable_after_s
         self._tell()
 
     def owed(self) -> Entry | None:
         """The first that is to be sent again."""
-        return next((entry for entry in self._entries if entry.owed), None)
+        while self._from < len(self._entries):
+            if (entry := self._entries[self._from]).owed:
+                return entry
+            self._from += 1
+        return None
 
     def sent(self, entry: Entry, now: float) -> None:
         """It was acknowledged again, or refused for good."""

@@ -1,8 +1,9 @@
 """What a lease sends again when the store came back: all that may be forgotten, in order, and no more."""
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-from ebbtide.client.journal import Journal
+from ebbtide.client.journal import Entry, Journal
 
 
 def call(name: str) -> Callable[[], Awaitable[str]]:
@@ -67,3 +68,26 @@ async def test_a_full_journal_has_no_room_until_something_is_durable() -> None:
     journal.renewed("A", 2.0, 3.6)
     assert journal.room.is_set()
     assert not journal
+
+
+async def test_what_is_owed_is_found_without_a_look_at_all_that_was_sent_again() -> None:
+    class Counted(Entry, eq=False):
+        """Counts how often anybody asks whether it is owed."""
+
+        looks: int = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "owed":
+                self.looks += 1
+            return super().__getattribute__(name)
+
+    journal = filled("")
+    entries = [Counted(call("a"), 1, 1.0) for _ in range(500)]
+    journal._entries.extend(entries)
+    journal.renewed("B", 2.0, 1.5)
+    assert len(await all_owed(journal, 1.6)) == 500
+    assert max(entry.looks for entry in entries) <= 3
+    journal.add(call("b"), 1, 1.7)
+    assert journal.owed() is None
+    journal.renewed("C", 2.0, 1.8)
+    assert (await all_owed(journal, 1.9))[-1] == "b"
