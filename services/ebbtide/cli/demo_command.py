@@ -10,6 +10,7 @@ from ebbtide.cli.interrupts import INTERRUPTED
 from ebbtide.cli.interrupts import run as run_interruptible
 from ebbtide.cli.picture import terminal_curve, write_picture
 from ebbtide.cli.summary import summary
+from ebbtide.cli.tables import cell
 from ebbtide.cli.timeline_command import write
 from ebbtide.errors import InvalidRequest
 
@@ -27,8 +28,8 @@ def run(options: DemoOptions) -> int:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         for name, text in summary(report, path):
-            table.add_row(name, text)
-        table.add_row("timeline", ", ".join(map(str, drawn)))
+            table.add_row(name, cell(text))
+        table.add_row("timeline", cell(", ".join(map(str, drawn))))
         console.print(table, highlight=False)
         return 0 if report.rollouts_accounted_for else 1
 

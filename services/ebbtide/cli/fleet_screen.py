@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ebbtide.cli.tables import GONE, clock
+from ebbtide.cli.tables import GONE, cell, clock, plain
 from ebbtide.types.fleet import Worker, WorkerState
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def fleet_table(workers: Sequence[Worker]) -> Table:
         if worker.state in GONE:
             numbers = ("",) * (len(_RIGHT) - 1) + numbers[-1:]
         style = "dim" if _went(worker) else _STYLES.get(worker.state, "")
-        table.add_row(worker.worker_id, worker.kind.name.lower(), state(worker), *numbers, style=style)
+        cells = (worker.worker_id, worker.kind.name.lower(), state(worker), *numbers)
+        table.add_row(*map(cell, cells), style=style)
     return table
 
 
@@ -93,7 +94,7 @@ def fleet_line(workers: Sequence[Worker]) -> str:
 
 def worker_line(worker: Worker) -> str:
     """One worker in a line, for output that is no terminal."""
-    told = f"{worker.worker_id} {state(worker)}"
+    told = plain(f"{worker.worker_id} {state(worker)}")
     if worker.state in GONE:
         return told
     return "; ".join((told, *(f"{name} {value}" for name, value in zip(_RIGHT, _numbers(worker), strict=True))))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct
 from rich.table import Table
 
-from ebbtide.cli.tables import clock
+from ebbtide.cli.tables import cell, clock
 from ebbtide.types.run import Run
 
 
@@ -46,7 +46,7 @@ def detail_table(run: Run) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     for name, text in _lines(run):
-        table.add_row(name, text)
+        table.add_row(cell(name), cell(text))
     return table
 
 

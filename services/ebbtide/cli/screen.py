@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbtide.cli.progress import Progress, follow
-from ebbtide.cli.tables import GONE, clock, worker_table
+from ebbtide.cli.tables import GONE, clock, plain, worker_table
 from ebbtide.types.run import RunStatus
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Screen:
         if self.progress is not None:
             self.progress.tell(text, time.monotonic() - self._attached_at)
         else:
-            self._console.print(text, highlight=False)
+            self._console.print(plain(text), highlight=False, markup=False)
 
     @asynccontextmanager
     async def shown(self) -> AsyncIterator[None]:
@@ -87,7 +87,7 @@ class Screen:
     # -- lines -----------------------------------------------------------------------------------------------------
 
     def _line(self, text: str) -> None:
-        print(f"{clock(time.monotonic() - self._began):>6}  {text}", flush=True)  # noqa: T201 - this is a command
+        print(f"{clock(time.monotonic() - self._began):>6}  {plain(text)}", flush=True)  # noqa: T201 - this is a command
 
     def _print_news(self) -> None:
         printed, now = self._printed, time.monotonic()
@@ -109,10 +109,10 @@ class Screen:
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [self._head()]
         if self._detail:
-            parts.append(Text(f"  {self._detail}", style="dim"))
+            parts.append(Text(f"  {plain(self._detail)}", style="dim"))
         if (progress := self.progress) is not None and progress.run is not None:
             parts += [Text(), _numbers(progress), Text(), worker_table(progress.workers, progress.rate), Text()]
-            parts += [Text(f"{clock(at):>6}  {text}", style="dim") for at, text in list(progress.news)[-_NEWS:]]
+            parts += [Text(f"{clock(at):>6}  {plain(text)}", style="dim") for at, text in list(progress.news)[-_NEWS:]]
         return Group(*parts)
 
     def _head(self) -> Text:

@@ -5,6 +5,7 @@ from typing import Final
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ebbtide.cli.progress import doing
 from ebbtide.types.fleet import Worker, WorkerState
@@ -23,7 +24,7 @@ def run_table(runs: Sequence[Run]) -> Table:
         version = str(run.newest.version) if run.newest else "-"
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(run.dropped.items()) if count) or "0"
         cells = (step, version, f"{trained}/{submitted}", dropped, clock(run.age_s), run.message)
-        table.add_row(run.run_id, run.status.name.lower(), *cells)
+        table.add_row(*map(cell, (run.run_id, run.status.name.lower(), *cells)))
     return table
 
 
@@ -34,7 +35,8 @@ def worker_table(workers: Sequence[Worker], rate: Callable[[Worker], float] = la
         lost = worker.state in GONE
         slots, speed = ("", "") if lost else (f"{worker.running}/{worker.slots}", f"{rate(worker):,.0f}")
         numbers = (slots, speed, f"{worker.tokens_generated:,}")
-        table.add_row(worker.worker_id, worker.kind.name.lower(), doing(worker), *numbers, style="red" if lost else "")
+        cells = (worker.worker_id, worker.kind.name.lower(), doing(worker), *numbers)
+        table.add_row(*map(cell, cells), style="red" if lost else "")
     return table
 
 
@@ -46,6 +48,16 @@ def print_table(table: Table) -> None:
         console.print(table)
     else:
         console.print("none", style="dim")
+
+
+def plain(text: str) -> str:
+    """The same without what a terminal might obey: reasons and messages come from anywhere."""
+    return "".join(one if one.isprintable() else " " for one in text)
+
+
+def cell(text: str) -> Text:
+    """A table's cell that shows the text as it is: a string would be read for markup, such as `[/path]`."""
+    return Text(plain(text))
 
 
 def clock(seconds: float) -> str:

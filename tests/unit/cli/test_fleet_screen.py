@@ -9,9 +9,14 @@ import pytest
 from rich.console import Console
 
 from ebbtide.cli.fleet_screen import fleet_line, fleet_table, watch_fleet, worker_line
+from ebbtide.cli.run_detail import detail_table
+from ebbtide.cli.tables import run_table, worker_table
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
+from ebbtide.types.run import EnvironmentSpec, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
+
+SPEC = RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e"))
 
 BUSY = Worker(
     worker_id="w1", kind=WorkerKind.SPOT, state=WorkerState.READY, slots=64, running=40, waiting=8, plateau=32,
@@ -31,6 +36,20 @@ def test_the_table_tells_load_speed_plateau_version_heartbeat_and_tokens() -> No
     cells = row.split()
     assert cells[:2] == ["w1", "spot"]
     assert cells[2:] == ["generates", "40/8/64", "32", "1,234", "12", "0.4", "s", "987,654"]
+
+
+@pytest.mark.parametrize("reason", ["[/models/x] cannot be read", "list[str] expected", "[bold]", "\x1b[2J\x07\r\nx"])
+def test_a_reason_is_shown_as_it_is_but_for_what_a_terminal_would_obey(reason: str) -> None:
+    worker = msgspec.structs.replace(BUSY, state=WorkerState.SUSPECTED, reason=reason)
+    printable = "".join(one if one.isprintable() else " " for one in reason)
+    run = Run(run_id="r", spec=SPEC, status=RunStatus.FAILED, counters={}, message=reason, holders={"trainer": reason})
+    tables = (fleet_table([worker]), worker_table([worker]), run_table([run]), detail_table(run))
+    for table in tables:
+        out = io.StringIO()
+        Console(file=out, width=200).print(table)
+        assert "\x1b" not in out.getvalue()
+        assert printable.strip() in out.getvalue() or table is tables[1]
+    assert printable in worker_line(worker)
 
 
 def test_what_is_not_known_yet_is_no_number() -> None:
