@@ -31,7 +31,8 @@ from rich.console import Console
 ROOT: Final = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
 
-from benchmarks.conditions import conditions  # noqa: E402 - after the path
+from benchmarks import arguments  # noqa: E402 - after the path
+from benchmarks.conditions import conditions  # noqa: E402
 from benchmarks.replay.report import LEGEND  # noqa: E402
 from benchmarks.replay.traces import CAP_HELP, CAP_TOKENS, read_lengths, read_spot  # noqa: E402
 from benchmarks.synthetic import CALM, CHURNY, write_lengths, write_trace  # noqa: E402
@@ -104,11 +105,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     files: dict[str, Any] = {"type": Path, "nargs": "+", "action": "extend", "default": []}
     parser.add_argument("--trace", help="spot traces; named alone, only level a runs", **files)
     parser.add_argument("--lengths", help="response lengths, likewise", **files)
-    parser.add_argument("--stretch", type=float, nargs="+", default=STRETCHES, help="factors on the lengths")
-    parser.add_argument("--cap", type=int, default=CAP_TOKENS, help=CAP_HELP)
+    parser.add_argument("--stretch", type=arguments.factor, nargs="+", default=STRETCHES, help="factors on the lengths")
+    parser.add_argument("--cap", type=arguments.count, default=CAP_TOKENS, help=CAP_HELP)
     parser.add_argument("--levels", default="", help="some of abc; default: all")
     parser.add_argument("--quick", action="store_true", help="the same on less data: 4 minutes on two cores")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=arguments.output, default=str(OUT))
     options = parser.parse_args(argv)
     options.levels = options.levels or ("a" if options.trace or options.lengths else "abc")
     if unknown := set(options.levels) - set(LEVELS):
@@ -117,7 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         for path in paths:
             try:
                 read(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError) as error:
                 parser.error(f"{flag}: {path} cannot be read ({error})")
     return options
 
@@ -266,7 +267,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures, missing = combine(found, options.levels)
     told = {"figures": figures, "missing": missing, "notes": NOTES, "failed": failed, "conditions": under}
     told |= {"levels": found}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(plain(told), indent=2, allow_nan=False) + "\n")
     print(f"\n{table(figures, missing)}")
     console.print(f"\n{seconds:.0f} s on {under['cores']} cores. All of it is in {options.out}")

@@ -4,10 +4,11 @@ import argparse
 import json
 from pathlib import Path
 
+from benchmarks import arguments
 from benchmarks.replay.report import table
 from benchmarks.replay.run import run_level
 from benchmarks.replay.setting import Setting
-from benchmarks.replay.traces import CAP_HELP, CAP_TOKENS
+from benchmarks.replay.traces import CAP_HELP, CAP_TOKENS, read_lengths, read_spot
 
 
 def main() -> None:
@@ -16,18 +17,33 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=Path, action="append", required=True, help="quantile,output_tokens or tokens,cdf"
     )
-    parser.add_argument("--stretch", type=float, nargs="+", default=[1.0, 4.0], help="factors on the lengths")
-    parser.add_argument("--cap", type=int, default=CAP_TOKENS, help=CAP_HELP)
-    parser.add_argument("--slots", type=int, nargs="+", default=[64, 8], help="rollouts that a worker runs at once")
-    parser.add_argument("--start-s", type=float, default=0.0, help="begin of a window of the trace")
-    parser.add_argument("--span-s", type=float, default=0.0, help="length of the window (0: the whole trace)")
-    parser.add_argument("--share", type=float, default=1.0, help="share of the trace's machines to keep")
-    parser.add_argument("--gap-s", type=float, default=0.0, help="time between steps, the same for all policies")
+    parser.add_argument(
+        "--stretch", type=arguments.factor, nargs="+", default=[1.0, 4.0], help="factors on the lengths"
+    )
+    parser.add_argument("--cap", type=arguments.count, default=CAP_TOKENS, help=CAP_HELP)
+    parser.add_argument(
+        "--slots", type=arguments.count, nargs="+", default=[64, 8], help="rollouts that a worker runs at once"
+    )
+    parser.add_argument("--start-s", type=arguments.seconds, default=0.0, help="begin of a window of the trace")
+    parser.add_argument(
+        "--span-s", type=arguments.seconds, default=0.0, help="length of the window (0: the whole trace)"
+    )
+    parser.add_argument("--share", type=arguments.share, default=1.0, help="share of the trace's machines to keep")
+    parser.add_argument(
+        "--gap-s", type=arguments.seconds, default=0.0, help="time between steps, the same for all policies"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="three hours of each trace")
     parser.add_argument("--no-ablation", action="store_true")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--json", type=arguments.output, help="write all figures there")
     args = parser.parse_args()
+    try:
+        for path in args.trace:
+            read_spot(path)
+        for path in args.lengths:
+            read_lengths(path, args.cap)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     report = run_level(
         args.trace,
         args.lengths,

@@ -1,8 +1,13 @@
-"""Spot traces and distributions of response lengths, as the files of the shared traces have them."""
+"""Spot traces and distributions of response lengths, as the files of the shared traces have them.
+
+What cannot be read raises `ValueError`, naming the file, the row and what there should be.
+"""
 
 import csv
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import inf, isfinite
 from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
@@ -17,6 +22,13 @@ CAP_HELP: Final = (
 )
 
 
+#: What a machine's events are called, and whether it joins.
+_JOINS: Final = {"add": True, "remove": False}
+#: More machines or tokens than any trace or response has.
+_MACHINES: Final = 1_000_000
+_TOKENS: Final = 1e9
+
+
 class FleetEvent(NamedTuple):
     """At `t_s` the machine `node` is there, or gone without a word."""
 
@@ -28,18 +40,19 @@ class FleetEvent(NamedTuple):
 def read_spot(path: Path, seed: int = 0) -> list[FleetEvent]:
     """The events of a trace, either of named nodes (`t_s,event,node`) or of how many there are (`t_s,count`).
 
-    Where nodes have no names, those that go are drawn. At one instant losses come before joins.
+    Where nodes have no names, those that go are drawn. At one instant losses come before joins. Raises `ValueError`.
     """
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    if not rows:
-        raise ValueError(f"{path} has no rows; a spot trace has columns t_s,event,node or t_s,count")
-    if "node" in rows[0]:
-        events = [FleetEvent(float(row["t_s"]), row["event"] == "add", row["node"]) for row in rows]
-    elif "count" in rows[0]:
-        events = _of_counts([(float(row["t_s"]), int(row["count"])) for row in rows], Random(seed))
+    rows = list(_rows(path))
+    columns = rows[0].keys
+    if "node" in columns:
+        events = [FleetEvent(row.number("t_s", 0), row.word("event", _JOINS), row.text("node")) for row in rows]
+    elif "count" in columns:
+        points = [(row.number("t_s", 0), row.whole("count", _MACHINES)) for row in rows]
+        events = _of_counts(points, Random(seed))
     else:
-        raise ValueError(f"{path} has columns {','.join(rows[0])}; a spot trace has t_s,event,node or t_s,count")
+        raise ValueError(f"{path} has columns {','.join(columns)}; a spot trace has t_s,event,node or t_s,count")
+    if not any(event.joins for event in events):
+        raise ValueError(f"{path}: no machine ever joins; there is nothing to replay")
     return sorted(events, key=lambda event: (event.t_s, event.joins))
 
 
@@ -111,20 +124,79 @@ def read_lengths(path: Path, cap: int = CAP_TOKENS) -> Distribution:
     """A distribution, given as `quantile,output_tokens` or as `tokens,cdf`.
 
     A cdf that ends below 1 goes on to the cap, log-uniformly: the share that is missing lies between its last point
-    and there (of RollPacker's figure 5 % above 4k tokens, up to the cap of 16k that is to be named for it).
+    and there (of RollPacker's figure 5 % above 4k tokens, up to the cap of 16k that is to be named for it). Raises
+    `ValueError`.
     """
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    if rows and "quantile" in rows[0]:
-        pairs = sorted((float(row["quantile"]), float(row["output_tokens"])) for row in rows)
-    elif rows and "cdf" in rows[0]:
-        pairs = sorted((float(row["cdf"]), float(row["tokens"])) for row in rows)
+    rows = list(_rows(path))
+    columns = rows[0].keys
+    if "quantile" in columns:
+        pairs = sorted((row.number("quantile", 0, 1), row.number("output_tokens", 1, _TOKENS)) for row in rows)
+    elif "cdf" in columns:
+        pairs = sorted((row.number("cdf", 0, 1), row.number("tokens", 1, _TOKENS)) for row in rows)
     else:
-        raise ValueError(f"{path}: columns must be quantile,output_tokens or tokens,cdf")
+        raise ValueError(f"{path} has columns {','.join(columns)}; lengths have quantile,output_tokens or tokens,cdf")
+    if any(tokens < before for (_, before), (_, tokens) in pairwise(pairs)):
+        raise ValueError(f"{path}: tokens must not fall as their share rises")
     last, longest = pairs[-1]
-    if last < 1.0 and "cdf" in rows[0]:
+    if last < 1.0 and "cdf" in columns:
         steps = 32
         growth = max(1.0, cap / longest) ** (1.0 / steps)
         pairs += [(last + (1.0 - last) * step / steps, longest * growth**step) for step in range(1, steps + 1)]
     distinct = dict(pairs)  # of equal quantiles the longest
+    if len(distinct) < 2:
+        raise ValueError(f"{path}: needs lengths at two different shares at least, to draw a line between them")
     return Distribution(tuple(distinct), tuple(distinct.values()))
+
+
+class _Row:
+    """A row of a table, whose cells are asked for by what they should be."""
+
+    def __init__(self, path: Path, line: int, cells: dict[str | None, str | None]) -> None:
+        self._where, self._cells = f"{path}, line {line}", cells
+
+    @property
+    def keys(self) -> list[str]:
+        return [name for name in self._cells if name is not None]
+
+    def text(self, name: str) -> str:
+        text = (self._cells.get(name) or "").strip()
+        if not text:
+            raise ValueError(f"{self._where}: {name} is missing")
+        return text
+
+    def word(self, name: str, known: dict[str, bool]) -> bool:
+        if (text := self.text(name)) not in known:
+            raise ValueError(f"{self._where}: {name} is {text!r}; it must be {' or '.join(known)}")
+        return known[text]
+
+    def number(self, name: str, least: float, most: float = inf) -> float:
+        text = self.text(name)
+        try:
+            value = float(text)
+        except ValueError:
+            value = inf
+        if not isfinite(value) or not least <= value <= most:
+            upto = f" up to {most:g}" if isfinite(most) else ""
+            raise ValueError(f"{self._where}: {name} is {text!r}; it must be a number from {least:g} on{upto}")
+        return value
+
+    def whole(self, name: str, most: int) -> int:
+        value = self.number(name, 0, most)
+        if value != int(value):
+            raise ValueError(f"{self._where}: {name} is {value:g}; it must be a whole number")
+        return int(value)
+
+
+def _rows(path: Path) -> Iterator[_Row]:
+    """Raises `ValueError` if there are none."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        try:
+            found = [(reader.line_num, cells) for cells in reader]
+        except csv.Error as error:
+            raise ValueError(
+                f"{path}, line {reader.line_num}: {error}; it must be a table of comma-separated values"
+            ) from None
+    if not found:
+        raise ValueError(f"{path} has no rows; it must be a table with a head and a row at least")
+    return (_Row(path, line, cells) for line, cells in found)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import migration
+from benchmarks.arguments import output
 from benchmarks.replay.traces import read_lengths, read_spot
 from benchmarks.synthetic import CALM, CHURNY, write_lengths, write_trace
 
@@ -143,6 +144,13 @@ def test_without_recorded_traces_synthetic_ones_are_made_and_said_to_be(
         (["--levels", "az"], "--levels: z is none of a, b, c"),
         (["--trace", "no/such.csv"], "--trace: no/such.csv cannot be read"),
         (["--lengths", __file__], "--lengths: "),
+        (["--cap", "0"], "--cap: '0' is no whole number"),
+        (["--cap", "-5"], "--cap: '-5' is no whole number"),
+        (["--stretch", "0"], "--stretch: '0' is no number above 0"),
+        (["--stretch", "nan"], "--stretch: 'nan' is no number above 0"),
+        (["--stretch", "1", "inf"], "--stretch: 'inf' is no number above 0"),
+        (["--out", f"{__file__}/x.json"], "--out: "),
+        (["--out", "/proc/x.json"], "cannot be written"),
     ],
 )
 def test_bad_input_is_refused_by_name(
@@ -152,6 +160,48 @@ def test_bad_input_is_refused_by_name(
         run(tmp_path, *words)
     assert said in capsys.readouterr().err
     assert ran == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "table", "said"),
+    [
+        ("--trace", "t_s,event,node\nnan,add,a\n", "line 2: t_s is 'nan'"),
+        ("--trace", "t_s,event,node\n0,add,a\n-3,remove,a\n", "line 3: t_s is '-3'"),
+        ("--trace", "t_s,event,node\n0,JOIN,a\n", "line 2: event is 'JOIN'; it must be add or remove"),
+        ("--trace", "t_s,event,node\n0,remove,a\n", "no machine ever joins"),
+        ("--trace", "t_s,event,node\n0,add\n", "line 2: node is missing"),
+        ("--trace", "t_s,count\n0,inf\n", "line 2: count is 'inf'"),
+        ("--trace", "t_s,count\n0,1.5\n", "must be a whole number"),
+        ("--trace", "t_s,count\n0,1e12\n", "must be a number from 0 on up to 1e+06"),
+        ("--trace", "t_s,count\n0,\0\n", "line "),
+        ("--trace", "t_s,size\n0,1\n", "columns t_s,size"),
+        ("--trace", "t_s,count\n", "no rows"),
+        ("--lengths", "quantile,output_tokens\n0.5,10\n", "two different shares"),
+        ("--lengths", "quantile,output_tokens\n0.5,10\n0.9,nan\n", "line 3: output_tokens is 'nan'"),
+        ("--lengths", "quantile,output_tokens\n50,10\n90,20\n", "quantile is '50'; it must be a number from 0 on up"),
+        ("--lengths", "tokens,cdf\n10,0.5\n-20,0.9\n", "line 3: tokens is '-20'"),
+        ("--lengths", "tokens,cdf\n10,0.5\n5,0.9\n", "must not fall"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused_by_row_before_anything_runs(
+    ran: Any, tmp_path: Path, flag: str, table: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(table)
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, flag, str(path))
+    told = " ".join(capsys.readouterr().err.split())
+    assert said in told
+    assert str(path) in told
+    assert ran == []
+
+
+def test_a_file_for_the_results_is_tried_before_the_run_and_left_as_it_is(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("{}")
+    assert output(str(kept)).read_text() == "{}"
+    assert not output(str(tmp_path / "new" / "x.json")).exists()
+    assert (tmp_path / "new").is_dir()
 
 
 @pytest.mark.parametrize("churn", [CALM, CHURNY])
