@@ -20,13 +20,17 @@ class Fleet:
         self._looks: Iterator[Worker | None] = iter(looks)
         self._last: Worker | None = None
         self.asked: list[tuple[str, float]] = []
+        self.listed = 0
 
     async def workers(self) -> list[Worker]:
+        self.listed += 1
         self._last = next(self._looks, self._last)
         return [self._last] if self._last else []
 
     async def drain_worker(self, worker_id: str, within_s: float) -> int:
         self.asked.append((worker_id, within_s))
+        if not self.listed:
+            self._last = next(self._looks, None)
         if self._last is None:
             raise NotFound(f"no worker {worker_id} is attached")
         return self._last.running
@@ -66,8 +70,17 @@ async def test_another_process_under_its_name_is_not_waited_for() -> None:
 
 
 async def test_without_waiting_it_says_what_is_to_come(capsys: pytest.CaptureFixture[str]) -> None:
-    await run(Fleet(WORKER), wait=False)
+    fleet = Fleet(WORKER)
+    await run(fleet, wait=False)
     assert capsys.readouterr().out == "w1 was told to leave within 30 s; 5 rollouts to hand over\n"
+    assert fleet.listed == 0  # however large the fleet
+
+
+async def test_an_idle_worker_that_fell_silent_has_not_left(capsys: pytest.CaptureFixture[str]) -> None:
+    frozen = msgspec.structs.replace(at(WorkerState.SUSPECTED, 0), reason="silent for 2.5 s")
+    with pytest.raises(EbbtideError, match=r"w1 was given up \(silent for 2.5 s\) and has not said that it left"):
+        await run(Fleet(WORKER, at(WorkerState.DRAINING, 0), frozen))
+    assert "has left" not in capsys.readouterr().out
 
 
 async def test_a_worker_that_is_lost_meanwhile_is_an_error_with_what_it_left_behind() -> None:
