@@ -66,7 +66,9 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     notices: Annotated[
         Literal["none", "aws", "gcp", "azure"], Meta(description="cloud whose notices of preemption to watch for")
     ] = "none"
-    metadata_url: Annotated[str, Meta(description="the cloud's metadata server")] = "http://169.254.169.254"
+    metadata_url: Annotated[
+        str, Meta(pattern="^https?://[^/]", description="the cloud's metadata server, as http://HOST")
+    ] = "http://169.254.169.254"
     pull_patience_s: Annotated[float, Meta(gt=0, description="how long the relay may be away during a pull")] = 30.0
     counter_file: Annotated[str, Meta(description="ledger of generated tokens (ebbtide.ledger); empty: none")] = ""
     vllm: VllmSettings = VllmSettings()

@@ -1,0 +1,23 @@
+"""What a worker's settings refuse before anything boots."""
+
+import pytest
+
+from ebbtide import settings
+from ebbtide.errors import InvalidRequest
+from ebbtide.rollout_worker.settings import Settings
+
+
+def read(url: str) -> Settings:
+    return settings.read(Settings, prog="ebbtide rollout-worker", argv=["--metadata-url", url], environ={})
+
+
+@pytest.mark.parametrize("url", ["ftp://169.254.169.254", "169.254.169.254", "file:///etc/passwd", "http://"])
+def test_a_metadata_server_that_cannot_be_asked_over_http_is_refused_by_name(url: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read(url)
+    assert refused.value.field == "--metadata-url"
+
+
+@pytest.mark.parametrize("url", ["http://169.254.169.254", "https://metadata.internal:8443/", "http://[fd00:ec2::254]"])
+def test_a_metadata_server_of_a_cloud_is_taken(url: str) -> None:
+    assert read(url).metadata_url == url
