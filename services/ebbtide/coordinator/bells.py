@@ -5,7 +5,8 @@ themselves from time to time.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, Protocol, TypeVar
 
@@ -17,19 +18,28 @@ _LOOK_AGAIN_S: Final = 2.0
 class Bells:
     def __init__(self) -> None:
         self._listeners: dict[Topic, set[asyncio.Event]] = {}
+        self._kinds: Counter[str] = Counter()  # how many listen to topics of each kind, which is what they begin with
 
     def ring(self, *topic: str) -> None:
         for event in self._listeners.get(topic, ()):
             event.set()
+
+    def ring_all(self, kind: str, run_id: str, members: Iterable[str]) -> None:
+        """Ring `(kind, run_id, member)` for each; cheap while nobody listens to any of the kind."""
+        if self._kinds[kind]:
+            for member in members:
+                self.ring(kind, run_id, member)
 
     @contextmanager
     def listening(self, *topic: str) -> Iterator[asyncio.Event]:
         """An event set by each ring, from now on."""
         event = asyncio.Event()
         self._listeners.setdefault(topic, set()).add(event)
+        self._kinds[topic[0]] += 1
         try:
             yield event
         finally:
+            self._kinds[topic[0]] -= 1
             self._listeners[topic].discard(event)
             if not self._listeners[topic]:
                 del self._listeners[topic]

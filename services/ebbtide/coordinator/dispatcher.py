@@ -42,6 +42,8 @@ _PLACE_AT_ONCE: Final = 128
 #: looked through for such.
 _LONGER_GRACE_S: Final = 30.0
 _MEASURE_EVERY_S: Final = 1.0
+#: How often the gauges are set; nobody looks at them more often.
+_OBSERVE_EVERY_S: Final = 1.0
 #: A run without workers says so after so long: one that is replaced is not missed.
 _LACKING_S: Final = 1.0
 
@@ -82,10 +84,13 @@ class Dispatcher:
 
     async def watch_for_ever(self) -> None:
         """Judge the workers, always on time: who is judged late is found late, or was our own sleep."""
+        observed = float("-inf")
         while True:
             await asyncio.sleep(self._fleet.judge_every_s)
-            self._fleet.judge(time.monotonic())
-            metrics.observe(self._state.runs.values(), self._fleet.workers())
+            self._fleet.judge(now := time.monotonic())
+            if now - observed >= _OBSERVE_EVERY_S:
+                observed = now
+                metrics.observe(self._state.runs.values(), self._fleet.workers())
 
     async def reap_for_ever(self) -> None:
         next_due: float | None = None

@@ -151,8 +151,7 @@ class Storing:
         finished = [
             attempt for ref in over if (attempt := run.finish(ref.rollout_id, ref.attempt_id, durable_after_s=lasts_s))
         ]
-        for ref in deltas.attempts:
-            self._bells.ring("tokens", run.run_id, ref.rollout_id)
+        self._bells.ring_all("tokens", run.run_id, (ref.rollout_id for ref in deltas.attempts))
         if finished:
             metrics.finished.inc(len(finished))
             for attempt in finished:
