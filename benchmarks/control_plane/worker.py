@@ -130,7 +130,6 @@ class Worker:
                 slots=self._slots,
                 engine=engine,
                 flush_tokens=32,
-                flush_interval_s=FLUSH_S,
             )
         )
 

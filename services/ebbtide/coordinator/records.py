@@ -38,7 +38,6 @@ class Attach(Struct, frozen=True, kw_only=True):
     held: tuple[HeldAttempt, ...] = ()
     installed: Annotated[tuple[PolicyVersion, ...], Meta(max_length=64)] = ()
     flush_tokens: int = 0
-    flush_interval_s: _Seconds = 0.0
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True):
@@ -47,7 +46,6 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     tokens_generated: _Tokens = 0
     busy_s: _Seconds = 0.0
     uptime_s: _Seconds = 0.0
-    waiting: int = 0
     held: bool = False
     quiet_s: _Seconds = 0.0
 

@@ -117,7 +117,6 @@ class Worker:
                 held=held,
                 installed=[to_proto(current.version, types_pb2.PolicyVersion)] if current else [],
                 flush_tokens=self.settings.flush_tokens,
-                flush_interval_s=self.settings.flush_interval_ms / 1000,
             )
         )
 
@@ -128,9 +127,8 @@ class Worker:
         if (elapsed := now - self._measured_at) >= _RATE_S:
             self._rate = (tokens - self._measured_tokens) / elapsed
             self._measured_at, self._measured_tokens = now, tokens
-        waiting = self.attempts.waiting + len(self._arriving)
         metrics.RUNNING.set(self.attempts.running)
-        metrics.WAITING.set(waiting)
+        metrics.WAITING.set(self.attempts.waiting + len(self._arriving))
         metrics.UNACKNOWLEDGED.set(self.outbox.unacknowledged)
         beat = fleet_pb2.Heartbeat(
             state=types_pb2.WorkerState.ValueType(self._state()),
@@ -138,7 +136,6 @@ class Worker:
             tokens_generated=tokens,
             busy_s=self.attempts.busy_s,
             uptime_s=now - self._started,
-            waiting=waiting,
             held=bool(self.attempts.holds),
             quiet_s=self.attempts.quiet_s,
         )

@@ -79,7 +79,7 @@ async def run_of(cluster: Any, **request: Any) -> Any:
 
 async def test_a_lost_worker_is_counted_with_what_it_cost(cluster: Any) -> None:
     run = await cluster.run()
-    first = await cluster.worker("w1", flush_tokens=32, flush_interval_s=0.25)
+    first = await cluster.worker("w1", flush_tokens=32)
     await run.submit("a")
     await first.has("a")
     await first.add("a", 0, 5)
