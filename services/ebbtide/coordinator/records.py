@@ -84,7 +84,7 @@ class Released(Struct, frozen=True, kw_only=True):
 
 
 class DrainNotice(Struct, frozen=True, kw_only=True):
-    deadline_s: _Seconds = 0.0
+    deadline_s: Annotated[float, Meta(ge=0)] = 0.0  # a cloud may give any notice, and nobody reckons with it
     reason: str = ""
 
     def __post_init__(self) -> None:

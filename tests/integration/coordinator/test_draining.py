@@ -59,3 +59,12 @@ async def test_the_run_is_told_why_a_worker_drains(cluster: Any) -> None:
     (event,) = [e for e in await run.events("worker", 2) if e.labels["state"] == "draining"]
     assert "spot interruption" in event.message
     assert event.values["deadline"] == 20.0
+
+
+async def test_a_worker_may_leave_at_a_time_in_eight_thousand_years(cluster: Any) -> None:
+    """As a cloud's notice may say."""
+    worker = await cluster.worker("w1")
+    await worker.say(draining=fleet_pb2.Draining(deadline_s=2.5e11, reason="reclaim"))
+    session = next(iter(cluster.coordinator.state.sessions.values()))
+    await wait_until(lambda: session.draining, what="it drains")
+    assert worker.ended is None
