@@ -46,7 +46,8 @@ def check_servable(settings: ServerSettings) -> None:
 class Server:
     """Authenticated, limited, with health and reflection. `services` as in [(add_X_to_server, servicer, "pkg.X")].
 
-    Raises `InvalidRequest` at once for settings that cannot be served: no token, or no TLS off the loopback.
+    `window_bytes`: see `server_options`. Raises `InvalidRequest` at once for settings that cannot be served: no token,
+    or no TLS off the loopback.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class Server:
         *,
         observe: Observer | None = None,
         keepalive_s: float = KEEPALIVE_S,
+        window_bytes: int = 0,
     ) -> None:
         self._listen = check_address(settings.listen, field="listen")
         self._credentials = settings.credentials()
         self._gate = gate = Gate(TokenCheck(settings.bearer()), max_unary_s=settings.max_unary_s, observe=observe)
-        options = server_options(keepalive_s, max_streams=settings.max_streams)
+        options = server_options(keepalive_s, max_streams=settings.max_streams, window_bytes=window_bytes)
         self._server = grpc.aio.server(interceptors=[gate], options=options)
         self._names = [name for _, _, name in services]
         for add, servicer, _ in services:

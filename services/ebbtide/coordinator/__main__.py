@@ -2,10 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 from ebbtide.coordinator.settings import Settings
 from ebbtide.runtime import Shutdown, race, run
 from ebbtide.settings import load
+
+#: Workers' messages have some kilobytes, the largest of drivers 4 MiB: a quarter of one on its way is enough anywhere.
+_WINDOW_BYTES: Final = 1 << 20
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,7 +30,7 @@ async def serve(settings: Settings, shutdown: Shutdown) -> None:
         opening = asyncio.create_task(coordinator.open())
         if await race(opening, shutdown.requested.wait()):
             return  # asked to end while it waited for the store
-        server = Server(settings.server, opening.result(), observe=rpc_observer())
+        server = Server(settings.server, opening.result(), observe=rpc_observer(), window_bytes=_WINDOW_BYTES)
         await server.start()
         for name, loop in coordinator.loops().items():
             shutdown.spawn(loop, name)

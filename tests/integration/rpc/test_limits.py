@@ -25,8 +25,9 @@ def get_run(size: int) -> bytes:
     return made
 
 
-async def test_a_message_may_have_4_mib_and_no_byte_more(cluster: Any) -> None:
-    server = await cluster.serve()
+@pytest.mark.parametrize("window_bytes", [0, 1 << 20], ids=["probed", "fixed window"])
+async def test_a_message_may_have_4_mib_and_no_byte_more(cluster: Any, window_bytes: int) -> None:
+    server = await cluster.serve(window_bytes=window_bytes)
     unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
     async with grpc.aio.insecure_channel(server.address, options=unlimited) as channel:
         send: Any = channel.unary_unary(GET_RUN)
