@@ -1,8 +1,8 @@
 """Policy versions and their manifests."""
 
-from typing import Final
+from typing import Annotated, Final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 #: Largest tile: well under gRPC's 4 MiB message limit, and large enough that digests cost little.
 TILE_BYTES: Final = 1 << 20
@@ -12,11 +12,11 @@ DIGEST_BYTES: Final = 32
 class PolicyVersion(Struct, frozen=True, kw_only=True):
     """One immutable weight set: `version` is never reused, `step` counts optimiser steps in its lineage."""
 
-    policy: str
+    policy: Annotated[str, Meta(max_length=128)]
     version: int
     parent: int = 0
     step: int = 0
-    root: bytes = b""
+    root: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
 
 
 class TensorEntry(Struct, frozen=True, kw_only=True):

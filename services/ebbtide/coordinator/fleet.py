@@ -25,14 +25,17 @@ from ebbtide.errors import NotFound, NotReady
 from ebbtide.scheduling.attempts import MOVED, blames
 from ebbtide.scheduling.flapping import Flapping
 from ebbtide.store.store import Store
+from ebbtide.types.bounds import shortened
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, Worker, WorkerState
 from ebbtide.types.ids import check_id, new_fence
 from ebbtide.types.run import RunEvent
 from ebbtide.v1 import fleet_pb2
 
 log = telemetry.get_logger(__name__)
-#: A lost worker stays in the listing for so long.
+#: A lost worker stays in the listing for so long, if so many were not lost since; so much of its model's name is kept.
 _LOST_KEPT_S: Final = 60.0
+_LOST_KEPT: Final = 256
+_NAME_BYTES: Final = 256
 #: How long what a lost worker had sent may take to be stored, before its attempts end.
 _DRAIN_S: Final = 0.1
 #: After a failed install, before the next try; and how many failures make an old version one that cannot be had.
@@ -107,8 +110,7 @@ class Fleet:
             self._flapping.lost(session.worker_id, now)
         state = WorkerState.SUSPECTED if suspect else WorkerState.LOST
         lost = self._orphan_all(session, reason, now, quiet_s, suspected=suspect is not None)
-        listed = msgspec.structs.replace(self._listed(session, state), running=lost, reason=reason)
-        self._lost[session.worker_id] = (now, listed)
+        self._keep_lost(msgspec.structs.replace(self._listed(session, state), running=lost, reason=reason), now)
         self._state.reap.set()
         self._state.wake.set()
         left = session.draining and not lost
@@ -116,6 +118,15 @@ class Fleet:
         log.warning(event, worker_id=session.worker_id, reason=reason, rollouts=lost)
         text = f"worker {session.worker_id} {event}" + ("" if left else f": {reason}; {lost} rollouts go elsewhere")
         self.news.of_worker(session, text, event, rollouts=lost)
+
+    def _keep_lost(self, worker: Worker, now: float) -> None:
+        """List it as lost for a while. However many come and go, the listing stays a message that arrives."""
+        if (engine := worker.engine) is not None:
+            engine = msgspec.structs.replace(engine, model=shortened(engine.model, _NAME_BYTES), eos_token_ids=())
+        self._lost.pop(worker.worker_id, None)  # the newest stand last
+        self._lost[worker.worker_id] = (now, msgspec.structs.replace(worker, engine=engine, installed=()))
+        if len(self._lost) > _LOST_KEPT:
+            del self._lost[next(iter(self._lost))]
 
     def _orphan_all(self, session: Session, reason: str, now: float, quiet_s: float, *, suspected: bool) -> int:
         """Orphan the attempts of a session that is over; returns how many. One that may still have sent tokens gets

@@ -1,8 +1,10 @@
 """What clients and workers send that cannot be: refused by field, and nobody else notices."""
 
+import asyncio
 import math
 from typing import Any
 
+import grpc
 import pytest
 
 from ebbtide.errors import InvalidRequest
@@ -10,6 +12,7 @@ from ebbtide.rpc.channel import write
 from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
+from ebbtide.types.fleet import PROTOCOL_VERSION
 from ebbtide.types.run import EnvironmentSpec, RunEvent, RunSpec, Sampling
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
@@ -45,15 +48,25 @@ async def test_an_event_too_large_to_be_held_for_slow_watchers_is_refused_by_fie
         await cluster.call(cluster.runs.Report, runs_pb2.ReportRequest(lease=run.lease, events=events))
 
 
-async def test_a_worker_whose_words_would_fill_the_listing_is_refused_by_field(cluster: Any) -> None:
+@pytest.mark.parametrize(
+    ("said", "field"),
+    [
+        ({"site": "s" * 1000}, "attach.site"),
+        ({"installed": [types_pb2.PolicyVersion(policy="p" * 1000)]}, r"attach.installed\[0\].policy"),
+        ({"installed": [types_pb2.PolicyVersion(policy="p", root=bytes(1000))]}, r"attach.installed\[0\].root"),
+    ],
+)
+async def test_a_worker_whose_words_would_fill_the_listing_is_refused_by_field(
+    cluster: Any, said: Any, field: str
+) -> None:
     attach = fleet_pb2.Attach(
-        worker_id="w1", kind=types_pb2.WORKER_KIND_SPOT, protocol_version=1, slots=1, site="s" * 1000,
-        engine=fleet_pb2.EngineInfo(model="m", vocab_size=9, max_model_len=9),
+        worker_id="w1", kind=types_pb2.WORKER_KIND_SPOT, protocol_version=PROTOCOL_VERSION, slots=1,
+        engine=fleet_pb2.EngineInfo(model="m", vocab_size=9, max_model_len=9), **said,
     )  # fmt: skip
     stub = FleetStub(cluster.channel)
     control: Any = stub.Control()
     await write(control, fleet_pb2.WorkerMessage(attach=attach))
-    with pytest.raises(InvalidRequest, match=r"attach.site"), translated("coordinator"):
+    with pytest.raises(InvalidRequest, match=field), translated("coordinator"):
         await control.read()
     assert not (await cluster.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())).workers
 
@@ -117,6 +130,39 @@ async def test_the_coordinators_own_events_are_no_larger_than_others(cluster: An
     await cluster.coordinator.store.events.note(run.run_id, event)
     (told,) = await run.events("warning", 1)
     assert 31_000 < told.ByteSize() <= 32 << 10
+
+
+async def test_the_listing_arrives_however_many_workers_came_and_went(cluster: Any) -> None:
+    engine = fleet_pb2.EngineInfo(
+        model="m" * 4096, vocab_size=9, max_model_len=9, eos_token_ids=range(1024), architecture="a" * 128
+    )
+    installed = [types_pb2.PolicyVersion(policy="p" * 128, version=one + 1, root=bytes(32)) for one in range(64)]
+    stub, channel = FleetStub(cluster.channel), cluster.new_channel()
+
+    async def come_and_go(number: int) -> None:
+        attach = fleet_pb2.Attach(
+            worker_id=f"spot{number}", kind=types_pb2.WORKER_KIND_SPOT, protocol_version=PROTOCOL_VERSION, slots=1,
+            engine=engine, installed=installed, site="s" * 128,
+        )  # fmt: skip
+        control: Any = FleetStub(channel).Control()
+        await write(control, fleet_pb2.WorkerMessage(attach=attach))
+        await control.read()
+        await control.done_writing()
+        while await control.read() is not grpc.aio.EOF:
+            pass
+
+    async def names() -> set[str]:
+        listed = await cluster.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())
+        return {worker.worker_id for worker in listed.workers}
+
+    for start in range(0, 400, 40):
+        await asyncio.gather(*(come_and_go(number) for number in range(start, start + 40)))
+    found = await names()
+    assert len(found) == 256
+    assert {f"spot{number}" for number in range(160, 400)} <= found
+    await come_and_go(300)
+    await asyncio.gather(*(come_and_go(number) for number in range(400, 600)))
+    assert "spot300" in await names()  # it was lost again lately
 
 
 async def test_rollouts_with_many_stop_strings_are_assigned_in_messages_that_arrive(cluster: Any) -> None:
