@@ -75,9 +75,9 @@ async def test_rollouts_whose_version_is_gone_become_dead_letters(cluster: Any, 
 
 async def test_several_runs_share_the_fleet(cluster: Any) -> None:
     one, two = await cluster.run("one"), await cluster.run("two")
-    workers = [await cluster.worker(name, slots=4) for name in ("w1", "w2")]
-    await one.submit("a1", "a2")
+    await one.submit("a1", "a2")  # both have work before anybody serves: a worker ends its rollouts before it goes over
     await two.submit("b1", "b2")
+    workers = [await cluster.worker(name, slots=4) for name in ("w1", "w2")]
     await wait_until(lambda: {r for worker in workers for r in worker.assigned} == {"a1", "a2", "b1", "b2"})
     for worker in workers:
         runs = {assignment.attempt.run_id for assignment in worker.assigned.values()}
