@@ -141,11 +141,8 @@ class Worker:
         await asyncio.sleep(random.uniform(0, interval_s))
         while True:
             if not self.silent:
-                waiting = sum(one.first for one in self.rollouts.values())
                 beat = fleet_pb2.Heartbeat(
-                    state=types_pb2.WORKER_STATE_READY,
-                    tokens_per_s=self._fleet.pace * len(self.rollouts),
-                    waiting=waiting,
+                    state=types_pb2.WORKER_STATE_READY, tokens_per_s=self._fleet.pace * len(self.rollouts)
                 )
                 self._say.put_nowait(fleet_pb2.WorkerMessage(heartbeat=beat))
             await asyncio.sleep(interval_s)
