@@ -64,8 +64,16 @@ class Promises:
         return proc.alive and not proc.stopped and proc.cost is None
 
     def _joined(self, one: Proc, other: Proc) -> bool:
+        """Whether `one` reaches `other`: not while it holds on to a connection that nothing comes through, be it to a
+        process that died: where no reset comes either, that takes as long to find out as with a living one.
+        """
         cut = self._network.is_cut(one, other) or self._network.is_cut(other, one)
-        return not cut and not any(wire.stalled or any(wire.vanishing) for wire in self._wires(one, other))
+        held = [
+            wire
+            for wire in self._network.wires
+            if wire.procs[0] is one and wire.procs[1].name == other.name and wire.open[0]
+        ]
+        return not cut and not any(wire.stalled or any(wire.vanishing) for wire in held)
 
     def _wires(self, client: Proc, server: Proc) -> list[Wire]:
         return [wire for wire in self._network.wires if wire.procs == (client, server) and any(wire.open)]
