@@ -60,6 +60,8 @@ class Monitor:
         self.forgot_at = -math.inf  # when the store last lost something
         self.durable: dict[str, int] = {}  # rollout -> tokens of it that a coordinator called durable
         self.ended: set[str] = set()  # rollouts whose end it called durable
+        self.letters: set[str] = set()  # rollouts that the store has, or had until they were settled, as dead letters
+        self.buried: set[str] = set()  # and those that it ever had so
         self._known: set[int] = set()  # versions
         self.generated: dict[str, int] = {}  # by attempt
         self.owner: dict[str, Proc] = {}  # attempt -> who generates
@@ -119,7 +121,7 @@ class Monitor:
 
     def _changed(self, name: str, one: Seen, state: str, attempt: str, stored: int, tokens: bytes) -> None:
         before = one.state
-        if state != before and (before, state) not in _MOVES:
+        if state != before and (before, state) not in _MOVES and not self._buried(name, before, state):
             self.fail(f"{name} went from {before or 'nothing'} to {state or 'nothing'}")
         if state == before == "running" and attempt != one.attempt and not self.forgetful:
             self.fail(f"{name} was given to {attempt} while {one.attempt} still had it")
@@ -146,6 +148,24 @@ class Monitor:
             one.attempts += 1
         elif state == "queued" and one.state == "running":
             self.on_loss(name, attempt, self.starts[attempt] + self.generated.get(attempt, 0) - stored)
+
+    def _buried(self, name: str, before: str, state: str) -> bool:
+        """Whether it is rightly a dead letter: a store that forgot has later versions than it takes, and none of those
+        that it takes. Its publisher says a forgotten one again; one that died with the store does not.
+        """
+        assert self.store is not None
+        if not self.forgetful or (before, state) != ("queued", "finished"):
+            return False
+        row, announced = self.store.data[self.rollouts[name].row].value._values, self.store.data.get(self._versions)
+        versions = {int(key) for key in announced.value._values} if announced is not None else set()
+        request = self._journal.requests[name]
+        above = 0 < request.max_version < max(versions, default=0)
+        within = any(request.min_version <= version <= request.max_version for version in versions)
+        if row.get(b"reason") != b"DEAD_LETTERED" or not above or within:
+            return False
+        self.letters.add(name)
+        self.buried.add(name)
+        return True
 
     def _over(self, name: str) -> bool:
         assert self.store is not None
@@ -212,6 +232,8 @@ class Monitor:
                 continue
             if one.stored < self.durable.get(name, 0):
                 self.fail(f"{name} has {one.stored} tokens left, {self.durable[name]} were called durable")
+            if one.state != "finished":
+                self.letters.discard(name)
             if name in self.ended and one.state != "finished":
                 self.fail(f"{name} is {one.state or 'gone'}, its end was called durable")
         self.store.touched.clear()

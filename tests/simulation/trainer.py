@@ -19,6 +19,7 @@ from ebbtide.runtime import race
 from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
+    FinishReason,
     RolloutRequest,
     SubmitOutcome,
     TokenChunk,
@@ -146,10 +147,10 @@ class Trainer:
 
     async def _settle(self, lease: Lease, group: list[FinishedRollout], fate: str) -> None:
         names = [one.rollout_id for one in group]
-        if fate == "committed":
+        if fate == "committed" and all(one.reason is not FinishReason.DEAD_LETTERED for one in group):
             await lease.complete_episodes(self._episode(one) for one in group)
         else:
-            await lease.acknowledge(names, "" if fate == "trained" else fate)
+            await lease.acknowledge(names, "" if fate in {"trained", "committed"} else fate)
         self._ended(names)
 
     def _episode(self, finish: FinishedRollout) -> Episode:
