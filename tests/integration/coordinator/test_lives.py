@@ -1,6 +1,7 @@
 """A store that comes back knowing less than it acknowledged: what it forgot comes again, and nobody is told off."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import Settings
 from ebbtide.errors import InvalidRequest, StoreUnavailable, Unavailable
-from ebbtide.store.keys import RUN_KEYS, run_prefix
+from ebbtide.store.keys import RUN_KEYS, run_key, run_prefix
 from ebbtide.store.store import _FSYNC_S
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.fleet import AppendStatus
@@ -120,6 +121,41 @@ async def test_what_was_numbered_in_a_forgotten_life_does_not_hide_what_comes_in
     assert (await worker.add("b", 0, 4, STOP)).finished
     (second,) = await run.finished(1, first.cursor)
     assert second.rollout_id == "b"
+
+
+async def test_what_a_clock_far_ahead_numbered_in_a_forgotten_life_does_not_hide_what_comes_next(rig: Rig) -> None:
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    await run.submit("a", "b")
+    await worker.has("a", "b")
+    rig.mark()
+    finished, ahead = run_key(run.run_id, "FINISHED"), f"{time.time_ns() // 1_000_000 + 86_400_000}-0"
+    rig.redis.command("XADD", finished, ahead, "x", "")  # as if its clock had been put forward
+    rig.redis.command("XDEL", finished, ahead)
+    assert (await worker.add("a", 0, 4, STOP)).finished
+    (first,) = await run.finished(1)
+    assert first.cursor.split("-")[0] == ahead.removesuffix("-0")
+    await rig.forget()
+    await rig.again(worker)
+    assert (await worker.add("b", 0, 4, STOP)).finished
+    (second,) = await run.finished(1, first.cursor)
+    assert second.rollout_id == "b"
+    await run.complete("e.b", "b")
+    (trajectory,) = await run.trajectories(1, first.cursor)
+    assert trajectory.episode_id == "e.b"
+
+
+async def test_a_cursor_behind_the_last_that_is_left_brings_nothing_again(rig: Rig) -> None:
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    await run.submit("a", "b", "c")
+    await worker.has("a", "b", "c")
+    for name in ("a", "b"):
+        assert (await worker.add(name, 0, 4, STOP)).finished
+    _, second = await run.finished(2)
+    await run.acknowledge("b")  # the stream ends before the cursor, but had numbered it
+    watched = asyncio.create_task(run.finished(1, second.cursor))
+    assert (await worker.add("c", 0, 4, STOP)).finished
+    (third,) = await watched
+    assert third.rollout_id == "c"
 
 
 async def test_a_forgotten_rollout_goes_on_where_it_is_once_it_is_submitted_again(rig: Rig) -> None:

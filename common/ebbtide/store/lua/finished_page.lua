@@ -1,6 +1,9 @@
--- ARGV: cursor, most entries, most bytes. Returns {cursor, req, attempts, reason, message, tokens} of finished rollouts after the cursor.
+-- ARGV: cursor, most entries, most bytes. Returns {cursor, req, attempts, reason, message, tokens} of finished rollouts after the cursor;
+-- of all, if the cursor was forgotten.
 local out, bytes = {}, 0
-for _, entry in ipairs(redis.call('XRANGE', FINISHED, '(' .. ARGV[1], '+', 'COUNT', ARGV[2])) do
+local entries = redis.call('XRANGE', FINISHED, '(' .. ARGV[1], '+', 'COUNT', ARGV[2])
+if not entries[1] and forgotten(FINISHED, ARGV[1]) then entries = redis.call('XRANGE', FINISHED, '-', '+', 'COUNT', ARGV[2]) end
+for _, entry in ipairs(entries) do
   local id = entry[2][2]
   local r = redis.call('HMGET', ROLLOUT .. id, 'req', 'attempts', 'reason', 'message')
   local tokens = redis.call('GET', TOKENS .. id) or ''

@@ -57,6 +57,24 @@ local function age()
   return age_ms
 end
 
+-- The last number that a stream gave to an entry, in its two parts.
+local function last_number(stream)
+  local about = redis.pcall('XINFO', 'STREAM', stream)
+  for i = 1, 31, 2 do  -- not #about: an empty stream has a nil in the middle
+    if about[i] == 'last-generated-id' then return string.match(about[i + 1], '(%d+)-(%d+)') end
+  end
+  return '0', '0'
+end
+
+-- Whether a reader's cursor is behind all that the stream ever numbered: the store forgot what bore it. Its clock may have been far
+-- ahead then, and what came since has lower numbers: nobody knows how much of it the reader has, so it reads from the beginning.
+local function forgotten(stream, cursor)
+  local ms, n = string.match(cursor, '(%d+)-(%d+)')
+  local last_ms, last_n = last_number(stream)
+  ms, n, last_ms, last_n = tonumber(ms), tonumber(n), tonumber(last_ms), tonumber(last_n)
+  return ms > last_ms or (ms == last_ms and n > last_n)
+end
+
 local function emit(kind, key, message, values, labels)
   if key ~= '' and redis.call('SADD', EVENT_KEYS, kind .. ':' .. key) == 0 then return end
   local id = redis.call('HINCRBY', RUN, 'events', 1) .. '-0'  -- one count for both streams: the order of all that was said

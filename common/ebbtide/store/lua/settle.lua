@@ -9,13 +9,8 @@ local AHEAD_MS = 60000  -- more than clocks of primary and replica differ, and m
 local ahead = AHEAD_MS + math.max(0, tonumber(age()))  -- its clock may have been put back
 redis.call('HINCRBY', RUN, 'events', 1000000 + ahead)
 for _, stream in ipairs({FINISHED, TRAJECTORIES, SPANS}) do
-  local about, ms = redis.pcall('XINFO', 'STREAM', stream), now_ms()
-  if not about['err'] then
-    for i = 1, 31, 2 do  -- not #about: an empty stream has a nil in the middle
-      if about[i] == 'last-generated-id' then ms = math.max(ms, tonumber(string.match(about[i + 1], '^%d+'))) end
-    end
-  end
-  local id = string.format('%.0f-0', ms + ahead)
+  local last = last_number(stream)
+  local id = string.format('%.0f-0', math.max(now_ms(), tonumber(last)) + ahead)
   redis.call('XADD', stream, id, 'x', '')
   redis.call('XDEL', stream, id)
 end
