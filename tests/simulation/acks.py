@@ -5,6 +5,7 @@ rightly once is not lost later.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from msgspec import Struct
@@ -39,12 +40,13 @@ class Acks:
         self._monitor = monitor
         self._streams: dict[tuple[Proc, int], Stream] = {}
         self.told = 0
+        self.on_beat: Callable[[Proc, fleet_pb2.Heartbeat], None] = lambda proc, beat: None
 
     def message(self, call: tuple[Proc, int], data: bytes, *, method: str, up: bool, current: bool) -> None:
         """One message of a worker's call; `up`: to the coordinator; `current`: from one that no other superseded."""
         if method.endswith("/Control"):
             if up:
-                self._control(fleet_pb2.WorkerMessage.FromString(data))
+                self._control(call[0], fleet_pb2.WorkerMessage.FromString(data))
             elif current:
                 self._attached(fleet_pb2.CoordinatorMessage.FromString(data).attached)
         elif up:
@@ -52,7 +54,9 @@ class Acks:
         elif call in self._streams:
             self._response(self._streams[call], fleet_pb2.AppendResponse.FromString(data))
 
-    def _control(self, message: fleet_pb2.WorkerMessage) -> None:
+    def _control(self, proc: Proc, message: fleet_pb2.WorkerMessage) -> None:
+        if message.HasField("heartbeat"):
+            self.on_beat(proc, message.heartbeat)
         for ref in message.released.attempts:
             self._monitor.released(ref.attempt_id)
 

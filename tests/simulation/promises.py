@@ -1,6 +1,7 @@
-"""How soon a silent worker must be noticed, and how little may be lost with one, in a world that is otherwise well.
+"""How soon a silent worker must be noticed, how little may be lost with one, and how long one may be held, in a world
+that is otherwise well.
 
-Both are promised only while coordinator and store are well, so it is watched for how long they have been.
+All is promised only while coordinator and store are well, so it is watched for how long they have been.
 """
 
 import asyncio
@@ -19,6 +20,8 @@ _MARGIN_S: Final = 0.5 + _LOOK_S
 _RECOVERED_S: Final = 12.0
 #: What was sent before a disturbance has come or is given up so long after it.
 _SETTLED_S: Final = 5.0
+#: Generation is held while the store has a backlog, or new weights are installed: all is well again much sooner.
+_HELD_S: Final = 15.0
 #: For so long the coordinator lets messages gather for one call to the store.
 _GATHERED_S: Final = 0.005
 
@@ -35,6 +38,7 @@ class Promises:
         self._core: tuple[Proc, ...] = ()
         self._unwell = 0.0  # when coordinator or store were last not well
         self._silent: dict[Proc, float] = {}  # since when
+        self._held: dict[Proc, float] = {}  # since when, as it says
         self._left: dict[Proc, tuple[float, bool]] = {}  # when a worker was killed or told to leave, and whether killed
         monitor.on_loss = self._lost
 
@@ -101,11 +105,21 @@ class Promises:
                     f"{proc} says nothing since {since:.2f} s, and {self._monitor.of[attempt]} is still its"
                 )
 
+    def beats(self, proc: Proc, *, held: bool) -> None:
+        """A worker says whether its generation is held."""
+        if not held:
+            self._held.pop(proc, None)
+            return
+        since, relay = self._held.setdefault(proc, self._loop.now), self._proc["relay"]
+        long = self._loop.now - since > _HELD_S
+        if long and self._at_peace(proc, _HELD_S) and self._well(relay) and not relay.struck:
+            self._monitor.fail(f"{proc} is held since {since:.2f} s, though all is well")
+
     # -- losses --------------------------------------------------------------------------------------------------
 
-    def _at_peace(self, proc: Proc) -> bool:
+    def _at_peace(self, proc: Proc, since_s: float = 0.0) -> bool:
         now = self._loop.now
-        quiet = now - max(self._unwell, self._network.disturbed) > _SETTLED_S
+        quiet = now - max(self._unwell, self._network.disturbed) > since_s + _SETTLED_S
         return quiet and not proc.struck and self._well(proc)
 
     def _lost(self, name: str, attempt_id: str, lost: int) -> None:

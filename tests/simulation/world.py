@@ -52,6 +52,7 @@ class World:
         self.acks = Acks(self.monitor)
         self.proc: dict[str, Proc] = {}
         self.promises = Promises(self.loop, self.network, self.monitor, self.plan, self.proc)
+        self.acks.on_beat = lambda proc, beat: self.promises.beats(proc, held=beat.held)
         self.exits: list[tuple[str, int]] = []
         self.restart_s: Callable[[str], float] = lambda _name: self.loop.random.uniform(0.2, 3.0)
         self.directory = Path(tempfile.mkdtemp(prefix="ebb-sim-", dir="/dev/shm"))
