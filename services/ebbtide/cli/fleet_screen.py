@@ -106,11 +106,20 @@ async def watch_fleet(client: "Client", every_s: float, console: Console | None 
     began = time.monotonic()
     if not console.is_terminal:
         while True:
-            for worker in await client.workers():
+            for worker in await _look(client):
                 print(f"{clock(time.monotonic() - began):>6}  {worker_line(worker)}", flush=True)  # noqa: T201
             await asyncio.sleep(every_s)
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            workers = await client.workers()
+            workers = await _look(client)
             live.update(Group(Text(fleet_line(workers), style="bold"), Text(), fleet_table(workers)), refresh=True)
             await asyncio.sleep(every_s)
+
+
+async def _look(client: "Client") -> list[Worker]:
+    """The workers. A cancellation that the call took for its own end, as gRPC may, ends the watching all the same."""
+    workers = await client.workers()
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+    return workers
