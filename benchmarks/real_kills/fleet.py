@@ -87,6 +87,15 @@ class Fleet:
         """Bring the fleet back to its size, all at once. Best while nothing is generated: a boot takes a whole core."""
         await asyncio.gather(*(self.join() for _ in range(WORKERS - len(self.living))))
 
+    async def serving(self, client: Client) -> None:
+        """Wait until all that live have the weights: one that has not gets no work, and may find none left."""
+
+        async def all_have() -> bool:
+            serving = {one.worker_id for one in await client.workers() if one.installed}
+            return serving.issuperset(self.living)
+
+        await wait_until(all_have, timeout=60, what="weights at every worker")
+
     async def kill(self, random: Random) -> None:
         """SIGKILL to one that lives, with all its processes, after so many tokens more of its own."""
         victim = random.choice(self.living)

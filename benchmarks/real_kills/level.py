@@ -66,17 +66,20 @@ async def _run(
                 await asked.one_of_each()
                 calm = (await client.run(RUN)).counters["attempts"]
                 notify(f"{prompts} undisturbed responses of {length} tokens in {calm} attempts")
-                await _disturb(fleet, asked, kills, Random(seed), notify)
+                await _disturb(fleet, client, asked, kills, Random(seed), notify)
                 figures = gather(fleet, asked, await _spans(client))
     finally:
         await cluster.close()
     return {**figures, "undisturbed_attempts": calm, "wall_s": time.monotonic() - began}
 
 
-async def _disturb(fleet: Fleet, asked: Rollouts, kills: int, random: Random, notify: Callable[[str], None]) -> None:
+async def _disturb(
+    fleet: Fleet, client: Client, asked: Rollouts, kills: int, random: Random, notify: Callable[[str], None]
+) -> None:
     """Wave after wave; in each all workers but one are killed at random moments, and replaced before the next."""
     while (missing := kills - len(fleet.kills)) > 0:
         await fleet.refill()
+        await fleet.serving(client)
         async with asyncio.TaskGroup() as group, asyncio.timeout(300):
             group.create_task(asked.one_of_each())
             for _ in range(min(missing, WORKERS - 1)):
