@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from msgspec import Struct
 
 from benchmarks.control_plane.responses import response
+from ebbtide.rollout_worker.outbox import JITTER
 from ebbtide.rpc.channel import open_channel, write
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.types.fleet import PROTOCOL_VERSION
@@ -22,8 +23,6 @@ from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 
 FLUSH_S: Final = 0.25
-#: Shares of it from one flush to the next, so that phases, random from the start, which meet part again.
-_JITTER: Final = (0.95, 1.0)
 _URGENT_S: Final = 0.02
 _PREFILL_S: Final = 0.03
 _IN_FLIGHT: Final = 8
@@ -212,7 +211,7 @@ class Worker:
         if self._due <= now:
             since = min(since, self._due)
             parts = list(self.rollouts.values())
-            self._due = now + FLUSH_S * random.uniform(*_JITTER)
+            self._due = now + FLUSH_S * random.uniform(*JITTER)
             for one in parts:
                 one.advance(now, pace)
                 if not one.ending and one.end - one.made < pace * FLUSH_S:

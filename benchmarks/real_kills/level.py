@@ -81,10 +81,15 @@ async def _disturb(
         await fleet.refill()
         await fleet.serving(client)
         async with asyncio.TaskGroup() as group, asyncio.timeout(300):
-            group.create_task(asked.one_of_each())
-            for _ in range(min(missing, WORKERS - 1)):
-                await fleet.kill(random)
+            killing = group.create_task(_kill(fleet, min(missing, WORKERS - 1), random))
+            while not killing.done():  # a survivor may outpace the next victim, which needs work to be killed at
+                await asked.one_of_each()
         notify(f"{len(fleet.kills)} workers killed")
+
+
+async def _kill(fleet: Fleet, count: int, random: Random) -> None:
+    for _ in range(count):
+        await fleet.kill(random)
 
 
 async def _spans(client: Client) -> list[Any]:

@@ -175,10 +175,10 @@ class Load:
         assert min(over.values()) >= 0, over
         return sum(over.values())
 
-    def check_losses(self, *, windows: int = 1) -> None:
-        """No more was generated twice than so many flush windows for each interruption."""
+    def check_losses(self) -> None:
+        """No more was generated twice than a flush window for each interruption."""
         twice, interruptions = self.generated_twice(), self.interruptions()
-        assert twice <= windows * FLUSH_TOKENS * interruptions, f"{twice} tokens in {interruptions} interruptions"
+        assert twice <= FLUSH_TOKENS * interruptions, f"{twice} tokens in {interruptions} interruptions"
 
     async def settle(self, timeout: float = 45) -> Run:
         """Wait for all rollouts, check each token, each attempt and each count, and end the run."""

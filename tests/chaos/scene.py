@@ -110,8 +110,7 @@ class Scene:
             await self.load.check_versions()
         run = await self.load.settle()
         if self.cell.fault in {"kill", "freeze", "slow", "clock"}:  # who is cut off goes on generating, for nobody
-            # With a flush held up on its way, the next window fills meanwhile.
-            self.load.check_losses(windows=2 if self.cell.phase == "flush" else 1)
+            self.load.check_losses()
         assert run.counters["attempts"] <= 2 * len(self.load.requests)
         return run
 

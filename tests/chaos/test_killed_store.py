@@ -91,16 +91,14 @@ async def test_ends_that_a_store_forgets_are_made_again(cluster: Cluster, begin:
 
 
 async def test_a_full_store_holds_generation_back_and_loses_nothing(cluster: Cluster, begin: Begin) -> None:
-    limit = 2_000
-    load = await begin(workers=0)
-    await asyncio.gather(*(cluster.worker(name, unacknowledged_tokens=limit) for name in ("w1", "w2")))
+    load = await begin()
     await load.submit(64)
     load.watch_tokens(8)
     await load.more_tokens(500)
     cluster.redis.command("CONFIG", "SET", "maxmemory", "100kb")
     await quiet(cluster, 1.5)
     held = cluster.generated() - (await load.run()).counters["tokens_stored"]
-    assert limit < held < 2 * limit + 64 * 3 * FLUSH_TOKENS
+    assert 0 < held <= 64 * FLUSH_TOKENS
     impatient = Client(cluster.process["coordinator"].address, token=TOKEN, patience_s=0.5)
     with pytest.raises(StoreUnavailable, match="is full"):
         await impatient.submit(SPEC, "another")

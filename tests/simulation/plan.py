@@ -42,7 +42,6 @@ class Plan:
         self.flush_tokens = chance.choice((3, 8, 32))
         self.flush_interval_ms = chance.choice((40, 120, 250))
         self.reattach_grace_s = chance.choice((0.0, 2.0))
-        self.unacknowledged = chance.choice((24, 100, 65536))
         self.script = ScriptedSettings(
             step_s=chance.choice((0.04, 0.08, 0.15)),
             first_token_s=chance.choice((0.0, 0.1, 0.6)),

@@ -154,7 +154,6 @@ class World:
             slots=plan.slots,
             flush_tokens=plan.flush_tokens,
             flush_interval_ms=plan.flush_interval_ms,
-            unacknowledged_tokens=plan.unacknowledged,
             pull_patience_s=20.0,
             scripted=plan.script,
         )

@@ -29,6 +29,8 @@ from ebbtide.v1.fleet_pb2_grpc import FleetStub
 log = telemetry.get_logger(__name__)
 #: Messages on their way at once: two seconds' worth at four flushes a second.
 _IN_FLIGHT: Final = 8
+#: What the newest acknowledgement adds to how long one usually takes.
+_NEWEST: Final = 0.1
 #: A stream that lasted so long was a good one: the next is opened soon.
 _LONG_S: Final = 10.0
 
@@ -39,7 +41,10 @@ class Flying(NamedTuple):
 
 
 class Stream:
-    """One append stream: what of it is unanswered, and which finishes are answered and not yet durable."""
+    """One append stream: what of it is unanswered, and which finishes are answered and not yet durable.
+
+    `lag`: seconds that an acknowledgement usually takes.
+    """
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -47,6 +52,7 @@ class Stream:
         self._flying: deque[Flying] = deque()
         self._finished: dict[int, list[Ack]] = {}
         self._answered = asyncio.Event()
+        self.lag = 0.0
 
     async def open(self, session: str) -> None:
         await write(self.call, fleet_pb2.AppendRequest(session=session))
@@ -65,7 +71,9 @@ class Stream:
         """What is news in an answer. Under `everysec` there are two: one at once, one when it has become durable."""
         if self._flying and response.sequence == self._flying[0].message.number:
             message, since = self._flying.popleft()
-            metrics.FLUSH_SECONDS.observe(time.monotonic() - since)
+            took = time.monotonic() - since
+            self.lag += _NEWEST * (took - self.lag)
+            metrics.FLUSH_SECONDS.observe(took)
             self._answered.set()
             found = acks(message.deltas, response)
             if not response.durable and (finished := [ack for ack in found if ack.finished]):
@@ -113,7 +121,9 @@ class Appender:
 
     async def _read(self, stream: Stream) -> None:
         async for response in stream.call:
-            if found := stream.answered(response):
+            found = stream.answered(response)
+            self._outbox.lag = stream.lag
+            if found:
                 self._attempts.settle(found, durable=response.durable)
                 self._attempts.due.set()  # what the store turned out not to have is due
         raise Unavailable("the coordinator ended the append stream")

@@ -64,7 +64,7 @@ class Attempts:
         self.empty = asyncio.Event()  # set while nothing is held
         self.empty.set()
         self.due = asyncio.Event()  # set when the next message is due earlier than it was
-        self.pressure = asyncio.Event()  # set when the outbox is full, and whenever it may have become less so
+        self.pressure = asyncio.Event()  # set when the outbox is behind, and whenever it may be no longer
         self.holds = Holds()
         self.holds.watch(self._owe)
         self.tokens = 0
@@ -228,7 +228,7 @@ class Attempts:
             self._outbox.finish(attempt_id, held.generation.finish, now)
         if self._outbox.due < due:
             self.due.set()
-        if self._outbox.full:
+        if self._outbox.behind:
             self.pressure.set()
 
     def _ended(self, held: Held, task: asyncio.Task[None]) -> None:

@@ -2,9 +2,10 @@
 
 Invariant: an attempt's whole response, partial included, stays here from its assignment until its finish is
 durable, or it is superseded, released or cancelled; so whatever the store forgets can be sent again. 0 <=
-stored <= length and 0 <= sent <= length always. No token waits unsent for longer than the interval, and no
-rollout has `flush_tokens` unsent ones, while messages are taken when they are due. When this process dies the outbox
-is gone: the rollout goes on elsewhere from what was stored.
+stored <= length and 0 <= sent <= length always. While messages are taken when they are due, no rollout has half a
+window of tokens unsent, and no token waits unsent for longer than the interval less `lag`: so what is unsent and what
+is on its way lie within one window together. When this process dies the outbox is gone: the rollout goes on elsewhere
+from what was stored.
 """
 
 import math
@@ -21,6 +22,8 @@ from ebbtide.types.tokens import TOKEN_BYTES
 MESSAGE_TOKENS: Final = 200_000
 #: Deltas in one message: the coordinator takes no more.
 MESSAGE_DELTAS: Final = MAX_DELTAS
+#: Shares of the interval at which workers flush, each time another, so that they do not all flush in the same instant.
+JITTER: Final = (0.9, 1.0)
 #: A finish, and an attempt's first token, waits this long for others, that they may share a message.
 _URGENT_S: Final = 0.02
 
@@ -82,18 +85,22 @@ class Outbox:
     """
 
     def __init__(
-        self, *, flush_tokens: int, flush_interval_s: float, limit: int, jitter: Callable[[], float] = lambda: 1.0
+        self, *, flush_tokens: int, flush_interval_s: float, jitter: Callable[[], float] = lambda: 1.0
     ) -> None:
-        """`limit`: unacknowledged tokens from which on the outbox is full. `jitter` gives a factor in (0, 1] for each
-        interval, so that workers do not flush in the same instant.
+        """The window: tokens of a rollout, and seconds, whichever is less. `jitter` gives a factor in (0, 1] for each
+        interval.
         """
-        self._limit = limit
+        self._window = flush_tokens
         self._outputs: dict[str, Output] = {}
-        self._flush_tokens, self._interval, self._jitter = flush_tokens, flush_interval_s, jitter
+        self._enough = -(-flush_tokens // 2)
+        self._interval, self._jitter = flush_interval_s, jitter
+        self.lag = 0.0  # seconds from a message to its acknowledgement, usually; written by who sends
         self._due = self._urgent_due = math.inf
         self._urgent: dict[str, None] = {}  # attempt ids, in the order in which they became so
         self._messages = 0
         self.unacknowledged = 0
+        #: Attempts with a whole window unacknowledged and more to come: generation should wait for the store.
+        self.behind: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -105,16 +112,6 @@ class Outbox:
     def due(self) -> float:
         """When the next message should go; infinity while there is nothing to send."""
         return min(self._due, self._urgent_due)
-
-    @property
-    def full(self) -> bool:
-        """Whether the store is so far behind that generation should wait for it."""
-        return self.unacknowledged > self._limit
-
-    @property
-    def roomy(self) -> bool:
-        """Whether it has caught up enough to go on."""
-        return self.unacknowledged <= self._limit // 2
 
     def held(self) -> list[tuple[AttemptRef, int]]:
         return [(output.ref, output.length) for output in self._outputs.values()]
@@ -132,15 +129,18 @@ class Outbox:
         first = output.length == output.begin
         output.tokens += tokens
         self.unacknowledged += len(tokens) // TOKEN_BYTES
-        if output.length - output.sent >= self._flush_tokens:
+        self._weigh(output)
+        if output.length - output.sent >= self._enough:
             self._due = min(self._due, now)
         elif self._due == math.inf:
-            self._due = now + self._interval * self._jitter()
+            spare = max(self._interval / 2, self._interval - self.lag)
+            self._due = now + min(spare, self._interval * self._jitter())
         if first:
             self._hurry(attempt_id, now)
 
     def finish(self, attempt_id: str, reason: FinishReason, now: float) -> None:
         self._outputs[attempt_id].finish = reason
+        self.behind.discard(attempt_id)
         self._hurry(attempt_id, now)
 
     def _hurry(self, attempt_id: str, now: float) -> None:
@@ -150,6 +150,7 @@ class Outbox:
     def drop(self, attempt_id: str) -> None:
         """Forget an attempt; one that is not held is none."""
         self._urgent.pop(attempt_id, None)
+        self.behind.discard(attempt_id)
         if output := self._outputs.pop(attempt_id, None):
             self.unacknowledged -= output.length - output.stored
 
@@ -210,6 +211,7 @@ class Outbox:
                 continue
             self.unacknowledged += output.stored - ack.stored
             output.stored = ack.stored
+            self._weigh(output)
             if ack.status is AppendStatus.GAP:
                 self._gap(output, ack, now)
                 continue
@@ -218,6 +220,12 @@ class Outbox:
                 done.finished.append(output.ref)
                 self.drop(ack.attempt_id)
         return done
+
+    def _weigh(self, output: Output) -> None:
+        if output.length - output.stored < self._window or output.finish is not None:
+            self.behind.discard(output.ref.attempt_id)
+        else:
+            self.behind.add(output.ref.attempt_id)
 
     def _gap(self, output: Output, ack: Ack, now: float) -> None:
         """Send again from where the store stands; once, although messages behind the refused one are refused too."""

@@ -15,7 +15,7 @@ from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.installer import Installer
-from ebbtide.rollout_worker.outbox import Outbox
+from ebbtide.rollout_worker.outbox import JITTER, Outbox
 from ebbtide.rollout_worker.session import Session
 from ebbtide.rollout_worker.settings import Settings
 from ebbtide.rollout_worker.weights import Puller
@@ -93,8 +93,7 @@ def _outbox(settings: Settings) -> Outbox:
     return Outbox(
         flush_tokens=settings.flush_tokens,
         flush_interval_s=settings.flush_interval_ms / 1000,
-        limit=settings.unacknowledged_tokens,
-        jitter=lambda: random.uniform(0.75, 1.0),
+        jitter=lambda: random.uniform(*JITTER),
     )
 
 

@@ -31,6 +31,8 @@ log = telemetry.get_logger(__name__)
 _MARGIN_S: Final = 2.0
 #: An engine that is busy may take so long to pause, but no more than a quarter of the time left.
 _PAUSE_S: Final = 2.0
+#: A hold for the store is spoken of when it has lasted so long: on a busy machine there are many short ones.
+_SLOW_S: Final = 0.25
 #: The rate of tokens is measured over at least this time, however often heartbeats go.
 _RATE_S: Final = 0.2
 
@@ -235,19 +237,28 @@ class Worker:
 
 
 async def throttle(engine: Engine, outbox: Outbox, attempts: Attempts) -> None:
-    """Hold the engine from when the outbox is full until it is roomy again, for ever."""
+    """Hold the engine while the outbox is behind, for ever: no more than its window may be lost with this process."""
     pressure = attempts.pressure
     while True:
         await pressure.wait()
         pressure.clear()
-        if not outbox.full:
+        if not outbox.behind:
             continue
         start = time.monotonic()
-        log.warning("the store is slow: generation is held", unacknowledged=outbox.unacknowledged)
-        with attempts.holds.during("store"):
+        saying = asyncio.get_running_loop().call_later(_SLOW_S, _say_held, attempts)
+        try:
             await engine.pause("store")
-            while not outbox.roomy:
+            while outbox.behind:
                 await pressure.wait()
                 pressure.clear()
             await engine.resume("store")
+        finally:
+            saying.cancel()
+            if "store" in attempts.holds:
+                attempts.holds.end("store")
         metrics.THROTTLED_SECONDS.inc(time.monotonic() - start)
+
+
+def _say_held(attempts: Attempts) -> None:
+    log.warning("the store is slow: generation is held")
+    attempts.holds.begin("store")

@@ -37,6 +37,7 @@ from ebbtide.weights import build_manifest, named_tensor, slice_tiles, split_man
 TOKEN = "a-token-of-tests"
 RUN, POLICY = "run-1", "policy"
 PROMPT = (40, 41, 42)
+FLUSH_TOKENS = 16
 
 
 class Coordinator(fleet_pb2_grpc.FleetServicer):
@@ -266,7 +267,7 @@ class House:
             client=ClientSecurity(token=TOKEN),
             worker_id="w1",
             engine="scripted",
-            flush_tokens=4,
+            flush_tokens=FLUSH_TOKENS,
             flush_interval_ms=20,
             pull_patience_s=5.0,
             drain_timeout_s=5.0,
@@ -288,8 +289,9 @@ class House:
     async def process(self, *flags: str) -> subprocess.Popen[bytes]:
         """An attached worker as a process of its own."""
         command = [sys.executable, "-m", "ebbtide.rollout_worker", "--engine", "scripted", "--worker-id", "w1"]
-        command += ["--coordinator", self._addresses[0], "--relay", self._addresses[1], "--flush-tokens", "4"]
-        command += ["--flush-interval-ms", "20", "--counter-file", str(self.counter_file), *flags]
+        command += ["--coordinator", self._addresses[0], "--relay", self._addresses[1]]
+        command += ["--flush-tokens", str(FLUSH_TOKENS), "--flush-interval-ms", "20"]
+        command += ["--counter-file", str(self.counter_file), *flags]
         process = subprocess.Popen(command, env={**os.environ, "EBBTIDE_TOKEN": TOKEN}, stdout=subprocess.DEVNULL)  # noqa: ASYNC220
         self._processes.append(process)
         await wait_until(lambda: self.coordinator.attaches or process.poll() is not None, timeout=30, what="an attach")

@@ -161,7 +161,7 @@ async def test_a_heartbeat_says_at_once_that_generation_is_held_for_an_install(h
 
 async def test_a_heartbeat_says_at_once_that_a_slow_store_holds_generation(house: House) -> None:
     house.coordinator.heartbeat_s = 60.0
-    await house.worker(unacknowledged_tokens=40)
+    await house.worker(flush_tokens=40)
     house.coordinator.assign("r1", Sampling(max_tokens=300))
     await house.hold_store("r1")
     await wait_until(lambda: house.coordinator.heard["heartbeat"][-1].held)

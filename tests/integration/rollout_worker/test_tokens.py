@@ -135,7 +135,7 @@ async def test_a_finish_is_kept_until_it_is_durable(house: House, expected: Expe
 
 
 async def test_a_slow_store_holds_the_engine_and_loses_nothing(house: House, expected: Expected) -> None:
-    await house.worker(unacknowledged_tokens=40, scripted={"step_s": 0.001})
+    await house.worker(flush_tokens=40, scripted={"step_s": 0.001})
     house.coordinator.assign("r1", Sampling(max_tokens=400))
     await wait_until(lambda: house.coordinator.length("r1") > 4)
     house.coordinator.store_up.clear()
@@ -151,7 +151,7 @@ async def test_a_slow_store_holds_the_engine_and_loses_nothing(house: House, exp
 async def test_a_worker_held_for_a_slow_store_goes_on_once_its_attempts_were_given_away(
     house: House, expected: Expected
 ) -> None:
-    await house.worker(unacknowledged_tokens=40, scripted={"step_s": 0.001})
+    await house.worker(flush_tokens=40, scripted={"step_s": 0.001})
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
     await house.hold_store("r1")
     beats = len(house.coordinator.heard["heartbeat"])

@@ -44,7 +44,7 @@ class Worker:
     """An outbox with one attempt, and its appender."""
 
     def __init__(self) -> None:
-        self.outbox = Outbox(flush_tokens=1, flush_interval_s=0.01, limit=1000)
+        self.outbox = Outbox(flush_tokens=1, flush_interval_s=0.01)
         self.outbox.open(REF, b"")
         self.due = asyncio.Event()
         self.calls: list[Call] = []

@@ -24,7 +24,7 @@ def tokens(count: int, first: int = 0) -> bytes:
 
 @pytest.fixture
 def outbox() -> Outbox:
-    made = Outbox(flush_tokens=8, flush_interval_s=0.1, limit=100)
+    made = Outbox(flush_tokens=8, flush_interval_s=0.1)
     made.open(ref("a"), b"")
     return made
 
@@ -52,14 +52,25 @@ def test_later_tokens_are_due_after_the_interval_and_enough_of_them_at_once(outb
     begun(outbox, "a")
     outbox.append("a", tokens(1), 5.0)
     assert outbox.due == pytest.approx(5.1)
-    outbox.append("a", tokens(6), 5.05)
+    outbox.append("a", tokens(2), 5.05)
     assert outbox.due == pytest.approx(5.1)
     outbox.append("a", tokens(1), 5.06)
-    assert outbox.due == 5.06
+    assert outbox.due == 5.06, "half a window is unsent"
+
+
+def test_what_an_acknowledgement_usually_takes_is_taken_off_the_interval_but_not_more_than_half(outbox: Outbox) -> None:
+    begun(outbox, "a")
+    outbox.lag = 0.03
+    outbox.append("a", tokens(1), 5.0)
+    assert outbox.due == pytest.approx(5.07)
+    outbox.take(5.07)
+    outbox.lag = 3.0
+    outbox.append("a", tokens(1), 6.0)
+    assert outbox.due == pytest.approx(6.05)
 
 
 def test_the_interval_counts_from_the_oldest_unsent_token_and_jitter_only_shortens_it() -> None:
-    outbox = Outbox(flush_tokens=99, flush_interval_s=0.2, limit=100, jitter=lambda: 0.75)
+    outbox = Outbox(flush_tokens=99, flush_interval_s=0.2, jitter=lambda: 0.75)
     for name in "ab":
         outbox.open(ref(name), b"")
     begun(outbox, "a", "b")
@@ -210,13 +221,30 @@ def test_acknowledgements_for_forgotten_attempts_mean_nothing(outbox: Outbox) ->
     assert outbox.unacknowledged == 0
 
 
-def test_it_is_full_above_its_limit_and_roomy_again_at_half(outbox: Outbox) -> None:
-    outbox.append("a", tokens(101), 1.0)
-    assert outbox.full
-    outbox.settle([Ack("a", STORED, 50, False)], durable=True, now=1.2)
-    assert (outbox.full, outbox.roomy) == (False, False)
-    outbox.settle([Ack("a", STORED, 51, False)], durable=True, now=1.2)
-    assert outbox.roomy
+def test_an_attempt_is_behind_from_a_whole_unacknowledged_window_until_less_is(outbox: Outbox) -> None:
+    outbox.open(ref("b"), tokens(50))
+    for name in "ab":
+        outbox.append(name, tokens(7), 1.0)
+    assert outbox.behind == set(), "what it was given as partial is stored"
+    outbox.append("a", tokens(1), 1.1)
+    assert outbox.behind == {"a"}
+    outbox.take(1.1)
+    outbox.settle([Ack("a", STORED, 1, False)], durable=True, now=1.2)
+    assert outbox.behind == set()
+    outbox.settle([Ack("a", AppendStatus.GAP, 0, False)], durable=True, now=1.3)
+    assert outbox.behind == {"a"}, "the store forgot"
+
+
+@pytest.mark.parametrize("end", ["finish", "drop", "superseded"])
+def test_an_attempt_of_which_no_more_comes_holds_nobody_back(outbox: Outbox, end: str) -> None:
+    outbox.append("a", tokens(20), 1.0)
+    if end == "finish":
+        outbox.finish("a", FinishReason.STOP, 1.0)
+    elif end == "drop":
+        outbox.drop("a")
+    else:
+        outbox.settle([Ack("a", AppendStatus.SUPERSEDED, 0, False)], durable=True, now=1.2)
+    assert outbox.behind == set()
 
 
 def test_no_message_is_larger_than_messages_may_be(outbox: Outbox) -> None:
@@ -266,7 +294,7 @@ class FlakyStore:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_gets_lost_the_store_ends_with_the_whole_response(seed: int) -> None:
-    outbox = Outbox(flush_tokens=8, flush_interval_s=0.1, limit=10_000)
+    outbox = Outbox(flush_tokens=8, flush_interval_s=0.1)
     outbox.open(ref("a"), tokens(5))
     store, made, now = FlakyStore(seed, tokens(5)), 5, 0.0
     while "a" in outbox:
@@ -350,7 +378,7 @@ class Pipeline:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_with_many_messages_in_flight_every_response_ends_whole_in_the_store(seed: int) -> None:
-    outbox = Outbox(flush_tokens=8, flush_interval_s=0.1, limit=10_000, jitter=lambda: 0.9)
+    outbox = Outbox(flush_tokens=8, flush_interval_s=0.1, jitter=lambda: 0.9)
     pipeline, now = Pipeline(seed), 0.0
     wanted = {f"n{number}": pipeline.draw.randrange(1, 120) for number in range(4)}
     made = dict.fromkeys(wanted, 0)
@@ -372,7 +400,7 @@ def test_with_many_messages_in_flight_every_response_ends_whole_in_the_store(see
 @pytest.mark.parametrize("seed", range(20))
 def test_no_token_waits_longer_than_the_window_while_messages_are_taken_when_due(seed: int) -> None:
     draw = random.Random(seed)
-    outbox = Outbox(flush_tokens=8, flush_interval_s=0.25, limit=10_000, jitter=lambda: draw.uniform(0.75, 1.0))
+    outbox = Outbox(flush_tokens=8, flush_interval_s=0.25, jitter=lambda: draw.uniform(0.75, 1.0))
     names = [f"n{number}" for number in range(6)]
     made = dict.fromkeys(names, 0)
     unsent: dict[str, list[float]] = {name: [] for name in names}
@@ -394,5 +422,5 @@ def test_no_token_waits_longer_than_the_window_while_messages_are_taken_when_due
             assert outbox.due <= now + 0.02 + 1e-9
         made[name] += 1
         unsent[name].append(now)
-        assert len(unsent[name]) <= 8
+        assert len(unsent[name]) <= 4
         assert all(now - waited[0] <= 0.25 + 1e-9 for waited in unsent.values() if waited)

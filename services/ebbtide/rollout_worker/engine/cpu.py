@@ -8,6 +8,9 @@ from ebbtide.errors import InvalidRequest
 
 #: vLLM's own default on CPUs is a share of all memory, which a machine with several processes does not have.
 _KV_CACHE_MIB: Final = 512
+#: How much nicer an engine's process is than its worker's: with no core to spare, tokens must not wait for the making
+#: of others before they are stored.
+_NICER: Final = 5
 #: One process less than vLLM's choice, which exists to bind OpenMP threads; `threads` says how many there are.
 _IN_ENGINE_CORE: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
@@ -26,6 +29,11 @@ def set_environment(threads: int) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def yield_to(worker: int) -> None:
+    """Let the process `worker` go before this one, and before the threads that this one will start."""
+    os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, worker) + _NICER))
 
 
 def engine_arguments(threads: int, tensor_parallel_size: int, kv_cache_mib: int) -> dict[str, Any]:

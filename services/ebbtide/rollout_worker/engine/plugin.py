@@ -1,13 +1,15 @@
 """vLLM's general plugin (entry point `vllm.general_plugins`): it runs in every process that vLLM starts.
 
 It does nothing but name our weight transfer, except below a rollout-worker, where it ties each engine process's
-life to its parent's: a worker that is killed takes its engine with it.
+life to its parent's: a worker that is killed takes its engine with it, and on CPUs goes before it.
 """
 
 import multiprocessing
 import os
 import signal
 from typing import Final
+
+from ebbtide.rollout_worker.engine import cpu
 
 BACKEND: Final = "ebbtide"
 #: Set by the rollout-worker that owns the engine processes below it.
@@ -29,6 +31,8 @@ def register() -> None:
         from ebbtide.runtime import die_with_parent
 
         die_with_parent(parent.pid)
+        if cpu.is_cpu_build():
+            cpu.yield_to(parent.pid)
 
 
 def own_engine_processes() -> None:
@@ -39,13 +43,15 @@ def own_engine_processes() -> None:
     from ebbtide.runtime import die_with_parent
 
     os.environ[_OWNER] = str(os.getpid())
-    parent = [0]
+    parent, on_cpu = [0], cpu.is_cpu_build()
 
     def before() -> None:
         parent[0] = os.getpid()
 
     def after_in_child() -> None:
         die_with_parent(parent[0])
+        if on_cpu:
+            cpu.yield_to(parent[0])
         # The event loop's wake-up pipe is shared with the parent, which would take the child's signals for its own.
         signal.set_wakeup_fd(-1)
 
