@@ -13,7 +13,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of the steady part")
     parser.add_argument("--rate", type=float, default=200_000.0, help="tokens/s of all together")
     parser.add_argument("--losses", type=int, default=12, help="workers lost of each kind; 0: none")
-    parser.add_argument("--search", action=argparse.BooleanOptionalAction, default=True, help="the highest rate")
+    parser.add_argument("--probes", type=int, default=8, help="rates tried for the highest; 0: none")
     parser.add_argument("--probe-s", type=float, default=5.0, help="seconds at each rate of the search")
     figures = run_level(tell=lambda line: print(line, flush=True), load=Load(**vars(parser.parse_args())))
     print(json.dumps(figures, indent=2))

@@ -26,15 +26,15 @@ _WINDOWS: Final = 5
 _SPARED_S, _ALONE_S = 7.0, 4.0
 #: Of the rate, while rollouts are placed: the few that are there first are not to make all the tokens.
 _SLOW: Final = 0.02
-#: The rate search: factor between rates, how many are tried at most, and the latency that ends it.
-_STEP, _PROBES, _GIVES_IN_MS = 1.25, 8, 100.0
+#: The rate search: factor between rates, and the latency that ends it.
+_STEP, _GIVES_IN_MS = 1.4, 100.0
 #: Answers are prompt again after a rush.
 _PROMPT_MS: Final = 50.0
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """`rate`: tokens/s in all; `seconds` of the steady part; `losses`: workers lost of each kind; `search`: whether
-    higher rates are tried, for `probe_s` each.
+    """`rate`: tokens/s in all; `seconds` of the steady part; `losses`: workers lost of each kind; `probes`: how many
+    higher rates are tried at most, for `probe_s` each.
     """
 
     workers: int = 100
@@ -42,13 +42,13 @@ class Load(Struct, frozen=True, kw_only=True):
     rate: float = 200_000.0
     seconds: float = 30.0
     losses: int = 12
-    search: bool = True
+    probes: int = 8
     probe_s: float = 5.0
 
 
 def run_level(*, quick: bool = False, tell: Tell = lambda _: None, load: Load | None = None) -> dict[str, Any]:
     """The figures by name. CPU seconds are per million tokens; latencies are measured at the workers."""
-    chosen = load or (Load(seconds=10.0, losses=3, probe_s=2.0) if quick else Load())
+    chosen = load or (Load(seconds=10.0, losses=3, probes=4, probe_s=2.0) if quick else Load())
     return uvloop.run(_Level(chosen, tell).run())
 
 
@@ -72,7 +72,7 @@ class _Level:
                 await self._fill()
                 await self._alone(raw["cpu_s_per_mtok"])
                 await self._steady(raw["cpu_s_per_mtok"])
-                if load.search:
+                if load.probes:
                     await self._search()
                 if load.losses:
                     await self._lose()
@@ -204,11 +204,11 @@ class _Level:
         self._tell(f"detection and resume: { {k: v for k, v in figures.items() if 'tect' in k or 'resume' in k} }")
 
     async def _search(self) -> None:
-        """The highest rate whose tokens are stored as they come, with a p99 that is not beyond the limit: from the
-        steady one up (or down) until one holds and the next does not, and once between them.
+        """The highest rate whose tokens are stored as they come, with a p99 that is not beyond the limit: from above
+        the steady one up (or down) until one holds and the next does not, and once between them.
         """
-        good, bad, rate = 0.0, math.inf, self._load.rate
-        for _ in range(_PROBES):
+        good, bad, rate = 0.0, math.inf, self._load.rate * _STEP
+        for _ in range(self._load.probes):
             if await self._holds(rate):
                 good = rate
             else:

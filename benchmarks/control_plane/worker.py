@@ -1,7 +1,8 @@
 """A worker that speaks both streams and makes tokens out of nothing, cheap enough that a hundred share a core.
 
-Tokens of all rollouts are made at each flush, at the pace that the fleet gives; a first token and a finish go by
-themselves within 20 ms, as a real worker sends them.
+Tokens of all rollouts are made at each flush, at the pace that the fleet gives. As with a real worker half a flush
+window of tokens is sent, or what there is in time for the interval, and a first token and a finish go by themselves
+within 20 ms.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from ebbtide.types.tokens import token_count
 from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 
+FLUSH_TOKENS: Final = 32
 FLUSH_S: Final = 0.25
 _URGENT_S: Final = 0.02
 _PREFILL_S: Final = 0.03
@@ -86,6 +88,7 @@ class Worker:
         self._timer: asyncio.TimerHandle | None = None
         self._due = self._when = time.monotonic() + random.uniform(0, FLUSH_S)
         self._calls: tuple[Any, ...] = ()
+        self._lag = 0.0  # what an acknowledgement usually takes
         self.silent = False
         self.ready = asyncio.Event()
 
@@ -128,7 +131,7 @@ class Worker:
                 capabilities=["resume", "engine:scripted"],
                 slots=self._slots,
                 engine=engine,
-                flush_tokens=32,
+                flush_tokens=FLUSH_TOKENS,
             )
         )
 
@@ -211,7 +214,8 @@ class Worker:
         if self._due <= now:
             since = min(since, self._due)
             parts = list(self.rollouts.values())
-            self._due = now + FLUSH_S * random.uniform(*JITTER)
+            spare = max(FLUSH_S / 2, FLUSH_S - self._lag)
+            self._due = now + min(spare, FLUSH_S * random.uniform(*JITTER), FLUSH_TOKENS / 2 / max(pace, 1e-9))
             for one in parts:
                 one.advance(now, pace)
                 if not one.ending and one.end - one.made < pace * FLUSH_S:
@@ -251,6 +255,7 @@ class Worker:
                 continue
             now, flight = time.monotonic(), self._flights.popleft()
             self._fleet.answered(flight.tokens, now - flight.since)
+            self._lag += 0.1 * (now - flight.since - self._lag)
             refused = {other.index: other for other in answer.others if other.status != 1}
             for index, one in enumerate(flight.parts):
                 if one.first:
