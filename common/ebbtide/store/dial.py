@@ -13,6 +13,8 @@ from redis.backoff import NoBackoff
 
 from ebbtide.errors import InvalidRequest
 
+#: A server that is connected and takes longer over the words before the first command is frozen, or cut off.
+_CONNECT_S: Final = 5.0
 #: A Sentinel that takes longer is passed by: another one, or the next try, has the answer.
 _SENTINEL_S: Final = 1.0
 _COMMON: Final[dict[str, Any]] = {"protocol": 2, "socket_timeout": None, "socket_connect_timeout": 5}
@@ -58,9 +60,7 @@ class Direct:
             raise _unusable(self.where, why) from None
 
     async def dial(self) -> AbstractConnection:
-        link = cast("AbstractConnection", self._pool.make_connection())  # type: ignore[no-untyped-call]
-        await link.connect()  # type: ignore[no-untyped-call]
-        return link
+        return await _connected(self._pool.make_connection())  # type: ignore[no-untyped-call]
 
     async def moved(self) -> bool:
         return False
@@ -117,7 +117,7 @@ class Sentinels:
         if not sound:
             raise redis.exceptions.ConnectionError(f"the primary of {self._service} is down; its failover is awaited")
         link = self._kind(host=address[0], port=address[1], **self._login, **_COMMON, retry=_once())
-        await link.connect()  # type: ignore[no-untyped-call]
+        await _connected(link)
         self._dialled = address
         return link
 
@@ -147,6 +147,17 @@ class Sentinels:
             return None
         _, address, sound = max(found)
         return address, sound
+
+
+async def _connected(link: AbstractConnection) -> AbstractConnection:
+    """The link, connected. Its own timeouts end before it reads, and a half-open connection never answers."""
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            await link.connect()  # type: ignore[no-untyped-call]
+    except BaseException:
+        await link.disconnect(nowait=True)
+        raise
+    return link
 
 
 def _once() -> Retry:

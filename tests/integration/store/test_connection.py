@@ -135,3 +135,21 @@ async def test_the_condition_of_a_store_is_told(link: Any) -> None:
     await link.call("CONFIG", "SET", "appendfsync", "everysec")
     condition = await Store(link, "term").condition()
     assert (condition.fsync, condition.evicts) == ("everysec", True)
+
+
+async def test_a_connection_that_is_cut_before_its_first_answer_is_given_up(
+    server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.store.dial._CONNECT_S", 0.2)
+    address, silent = tmp_path / "way.sock", []
+    listening = await asyncio.start_unix_server(lambda _, writer: silent.append(writer), address)
+    link = Connection(f"unix://{address}", patience_s=10)
+    opening = asyncio.create_task(link.open())
+    await wait_until(lambda: silent, what="a connection that gets no answer")
+    listening.close()
+    address.unlink(missing_ok=True)
+    address.symlink_to(server.socket)
+    await opening
+    await link.close()
+    assert len(silent) == 1
+    silent[0].close()
