@@ -11,8 +11,11 @@ from contextlib import contextmanager, suppress
 from typing import Final, Protocol, TypeVar
 
 Topic = tuple[str, ...]
-#: How long a watcher sleeps at most.
+#: How long a watcher sleeps at most: when there was nothing, and when what there was need not have been all.
 _LOOK_AGAIN_S: Final = 2.0
+_SOON_S: Final = 0.01
+#: So many records in a page, and there are more behind it.
+_MANY: Final = 16
 
 
 class Bells:
@@ -45,10 +48,10 @@ class Bells:
                 del self._listeners[topic]
 
 
-async def rung_or_late(rung: asyncio.Event) -> None:
+async def rung_or_late(rung: asyncio.Event, late_s: float = _LOOK_AGAIN_S) -> None:
     """Sleep until the next ring, or until it is time to look again without one."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(_LOOK_AGAIN_S):
+        async with asyncio.timeout(late_s):
             await rung.wait()
 
 
@@ -75,8 +78,7 @@ async def follow(
             for record in page:
                 yield record
                 cursor = record.cursor
-            if page:
-                continue
-            if over:
+            if over and not page:
                 return
-            await rung_or_late(rung)
+            if len(page) < _MANY:
+                await rung_or_late(rung, _SOON_S if page else _LOOK_AGAIN_S)

@@ -30,7 +30,7 @@ from ebbtide.v1 import fleet_pb2, types_pb2
 
 log = telemetry.get_logger(__name__)
 #: A decision is made this long after the first of several changes, so that a burst is decided at once.
-_GATHER_S: Final = 0.002
+_GATHER_S: Final = 0.005
 #: And at least this often, for what changes with time alone.
 _TICK_S: Final = 0.25
 #: Which run and version a worker has is looked at so often at most: it matters less than filling slots at once.

@@ -26,7 +26,7 @@ from ebbtide.scheduling.attempts import MOVED, blames
 from ebbtide.scheduling.flapping import Flapping
 from ebbtide.store.store import Store
 from ebbtide.types.bounds import shortened
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, Worker, WorkerState
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker, WorkerState
 from ebbtide.types.ids import check_id, new_fence
 from ebbtide.types.run import RunEvent
 from ebbtide.v1 import fleet_pb2
@@ -274,6 +274,10 @@ class Fleet:
         """All attached workers, and those lost lately."""
         listed = [self._listed(session, session.state) for session in self._state.sessions.values()]
         return sorted([*listed, *(worker for _, worker in self._lost.values())], key=lambda one: one.worker_id)
+
+    def engines(self) -> list[EngineInfo]:
+        """What attached workers generate with."""
+        return [session.hello.engine for session in self._state.sessions.values()]
 
     def _listed(self, session: Session, state: WorkerState) -> Worker:
         beat, shunned_s = session.beat, self.shunned_s(session)

@@ -35,8 +35,7 @@ class RolloutService:
     async def submit(self, lease: LeaseRef, requests: Sequence[RolloutRequest]) -> list[SubmitOutcome]:
         """Queue rollouts, all or none. Raises `InvalidRequest`, `AlreadyExists`, `NoCapacity`."""
         run = await self._recovery.live(check_lease(lease).run_id)
-        engines = [worker.engine for worker in self._fleet.workers() if worker.engine]
-        check_rollouts(requests, engines, run.spec)
+        check_rollouts(requests, self._fleet.engines(), run.spec)
         async with run.changing():
             accepted = await self._store.rollouts.submit(
                 lease, requests, quota_bytes=run.spec.quota_bytes, max_open=self._settings.max_open
