@@ -242,9 +242,10 @@ class Fleet:
         self.news.tell(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
         if message.architecture and not run.fitted:
             run.misfits[message.architecture] += 1
-        failures = run.failed_installs[version] = run.failed_installs.get(version, 0) + 1
-        if failures >= _INSTALL_FAILURES and version < max(run.versions, default=0):
-            run.versions.pop(version, None)
+        if not message.unreachable:  # else it can be had again once the relay is back
+            failures = run.failed_installs[version] = run.failed_installs.get(version, 0) + 1
+            if failures >= _INSTALL_FAILURES and version < max(run.versions, default=0):
+                run.versions.pop(version, None)
         self._state.wake.set()
 
     def _released(self, session: Session, message: Released) -> None:
@@ -276,8 +277,9 @@ class Fleet:
         return sorted([*listed, *(worker for _, worker in self._lost.values())], key=lambda one: one.worker_id)
 
     def engines(self) -> list[EngineInfo]:
-        """What attached workers generate with."""
-        return [session.hello.engine for session in self._state.sessions.values()]
+        """What attached workers generate with, and those lost lately, whose like may come again."""
+        lost = [worker.engine for _, worker in self._lost.values() if worker.engine]
+        return [session.hello.engine for session in self._state.sessions.values()] + lost
 
     def _listed(self, session: Session, state: WorkerState) -> Worker:
         beat, shunned_s = session.beat, self.shunned_s(session)

@@ -64,12 +64,15 @@ class Installed(Struct, frozen=True, kw_only=True):
 
 
 class InstallFailed(Struct, frozen=True, kw_only=True):
-    """`architecture`: of the version, where it is not the engine's."""
+    """`architecture`: of the version, where it is not the engine's. `unreachable`: the relay was away, and nothing is
+    known against the version.
+    """
 
     version: PolicyVersion
     run_id: str
     message: str = ""
     architecture: Annotated[str, Meta(max_length=128)] = ""
+    unreachable: bool = False
 
     def __post_init__(self) -> None:
         force_setattr(self, "message", shortened(self.message))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ebbtide import telemetry
-from ebbtide.errors import EbbtideError
+from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
@@ -127,7 +127,11 @@ class Installer:
         log.warning("version refused", **_names(wanted), reason=str(error))
         architecture = error.architecture if isinstance(error, OtherArchitecture) else ""
         failed = fleet_pb2.InstallFailed(
-            version=_message(wanted), run_id=wanted.run_id, message=str(error), architecture=architecture
+            version=_message(wanted),
+            run_id=wanted.run_id,
+            message=str(error),
+            architecture=architecture,
+            unreachable=isinstance(error, Unavailable),
         )
         self._report(fleet_pb2.WorkerMessage(install_failed=failed))
 

@@ -73,6 +73,23 @@ async def test_rollouts_whose_version_is_gone_become_dead_letters(cluster: Any, 
     assert "not kept" in (await run.events("warning", 1))[0].message
 
 
+async def test_a_version_is_not_given_up_because_the_relay_is_away(cluster: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.02)
+    run = await cluster.run()
+    worker = await cluster.worker("w1")
+    await run.announce(step=1)
+    await wait_until(lambda: 2 in worker.installed)
+    worker.installs = False
+    await run.submit("old", max_version=1)
+    version = types_pb2.PolicyVersion(policy="policy", version=1)
+    away = fleet_pb2.InstallFailed(version=version, run_id="r", message="relay away", unreachable=True)
+    for tries in range(1, 6):
+        await wait_until(lambda: worker.installed.count(1) >= tries)  # noqa: B023 - awaited at once
+        await worker.say(install_failed=away)
+    worker.installs = True
+    await worker.has("old")
+
+
 async def test_several_runs_share_the_fleet(cluster: Any) -> None:
     one, two = await cluster.run("one"), await cluster.run("two")
     await one.submit("a1", "a2")  # both have work before anybody serves: a worker ends its rollouts before it goes over

@@ -104,10 +104,19 @@ async def test_a_refused_version_leaves_the_old_one_serving(house: House) -> Non
 async def test_a_version_that_the_relay_lacks_or_that_is_not_the_announced_one_is_refused(house: House) -> None:
     await house.worker()
     house.coordinator.install(PolicyVersion(policy="policy", version=9, root=b"x" * 32))
-    assert "9" in (await house.coordinator.hear("install_failed")).message
+    failed = await house.coordinator.hear("install_failed")
+    assert "9" in failed.message
+    assert not failed.unreachable
     house.relay.publish(2)
     house.coordinator.install(PolicyVersion(policy="policy", version=2, parent=1, step=2, root=b"x" * 32))
     assert "announced" in (await house.coordinator.hear("install_failed", 2)).message
+
+
+async def test_a_relay_that_is_away_for_too_long_is_told_from_a_version_that_cannot_be_had(house: House) -> None:
+    await house.worker(pull_patience_s=0.2)
+    house.relay.broken = 1000
+    house.coordinator.install(house.relay.publish(2))
+    assert (await house.coordinator.hear("install_failed")).unreachable
 
 
 async def test_a_worker_reports_that_it_is_installing(house: House) -> None:
