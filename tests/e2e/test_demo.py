@@ -45,10 +45,10 @@ def test_the_killed_workers_rollouts_resume_elsewhere_behind_what_was_stored(
 def test_what_is_generated_twice_is_what_was_not_flushed_yet(demo: tuple[dict[str, Any], Path]) -> None:
     report, _ = demo
     assert report["mean_response_tokens"] >= 32
-    # One window fills while another is on its way. On a machine without other work the sum stays within one.
-    windows = 2 * report["flush_tokens"]
-    assert report["tokens_generated_twice"] <= windows * report["rollouts_interrupted"]
-    assert report["tokens_generated_twice_at_most_per_rollout"] <= 2 * windows
+    window = report["flush_tokens"]
+    assert report["tokens_generated_twice"] <= window * report["rollouts_interrupted"]
+    # What the engine made while its worker had no core to itself comes on top, for as long as that lasts.
+    assert report["tokens_generated_twice_at_most_per_rollout"] <= 2 * window
     assert report["tokens_generated"] - report["tokens_stored"] == report["tokens_generated_twice"]
 
 

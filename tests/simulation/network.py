@@ -111,6 +111,7 @@ class Wire:
     def flow(self) -> None:
         """What was stalled comes through, though this connection may have been given up long ago."""
         self.stalled = False
+        self.network.disturbed = self.network.loop.now
         self.judge()
 
     def judge(self) -> None:

@@ -154,8 +154,10 @@ async def _connected(link: AbstractConnection) -> AbstractConnection:
     try:
         async with asyncio.timeout(_CONNECT_S):
             await link.connect()  # type: ignore[no-untyped-call]
-    except BaseException:
+    except BaseException as error:
         await link.disconnect(nowait=True)
+        if type(error) is TimeoutError:
+            raise TimeoutError(f"it says nothing for {_CONNECT_S:g} s") from None
         raise
     return link
 

@@ -48,10 +48,10 @@ class Bells:
                 del self._listeners[topic]
 
 
-async def rung_or_late(rung: asyncio.Event, late_s: float = _LOOK_AGAIN_S) -> None:
+async def rung_or_late(rung: asyncio.Event, *, soon: bool = False) -> None:
     """Sleep until the next ring, or until it is time to look again without one."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(late_s):
+        async with asyncio.timeout(_SOON_S if soon else _LOOK_AGAIN_S):
             await rung.wait()
 
 
@@ -81,4 +81,4 @@ async def follow(
             if over and not page:
                 return
             if len(page) < _MANY:
-                await rung_or_late(rung, _SOON_S if page else _LOOK_AGAIN_S)
+                await rung_or_late(rung, soon=bool(page))

@@ -226,6 +226,7 @@ class Attempts:
         self._outbox.append(attempt_id, tokens, now)
         if held.generation.finish is not None:
             self._outbox.finish(attempt_id, held.generation.finish, now)
+            self.pressure.set()
         if self._outbox.due < due:
             self.due.set()
         if self._outbox.behind:

@@ -1,7 +1,8 @@
 """Why generation is held on purpose: an install, a slow store, a drain.
 
-Invariant: `reasons` has an entry exactly as long as whoever began the hold has not ended it. Whoever watches is told
-after each change, so that a heartbeat says at once whether tokens are to be expected. Gone with the process.
+Invariant: `reasons` has an entry exactly as long as whoever began the hold has not ended it; a store that is slow for a
+moment has none. Whoever watches is told after each change, so that a heartbeat says at once whether tokens are to be
+expected. Gone with the process.
 """
 
 from collections.abc import Callable, Iterator

@@ -3,9 +3,9 @@
 Invariant: an attempt's whole response, partial included, stays here from its assignment until its finish is
 durable, or it is superseded, released or cancelled; so whatever the store forgets can be sent again. 0 <=
 stored <= length and 0 <= sent <= length always. While messages are taken when they are due, no rollout has half a
-window of tokens unsent, and no token waits unsent for longer than the interval less `lag`: so what is unsent and what
-is on its way lie within one window together. When this process dies the outbox is gone: the rollout goes on elsewhere
-from what was stored.
+window of tokens unsent, and no token waits unsent for longer than the interval less `lag`, or half the interval where
+that is more: so with prompt acknowledgements what is unsent and what is on its way lie within one window together. When
+this process dies the outbox is gone: the rollout goes on elsewhere from what was stored.
 """
 
 import math
@@ -45,7 +45,8 @@ class Settled(NamedTuple):
 class Output:
     """One attempt's response.
 
-    `asked`: the store is to be asked what it has, be there something to send or not. `turned`: the last message taken
+    `asked`: the store is to be asked what it has, be there something to send or not. `doubted`: the store took nothing,
+    for it has forgotten the rollout, and nothing is sent until it knows it again. `turned`: the last message taken
     when it was last wound back; what is said of it up to that one is of no consequence any more.
     """
 
@@ -54,7 +55,7 @@ class Output:
         self.tokens = bytearray(partial)
         self.begin = self.sent = self.stored = self.length
         self.finish: FinishReason | None = None
-        self.finish_sent = self.asked = False
+        self.finish_sent = self.asked = self.doubted = False
         self.turned = 0
 
     @property
@@ -74,7 +75,7 @@ class Output:
 
     def wind_back(self, to: int, message: int) -> None:
         """Send again from token `to` on; messages up to `message` are out already."""
-        self.sent, self.finish_sent, self.turned = to, False, message
+        self.sent, self.finish_sent, self.doubted, self.turned = to, False, False, message
 
 
 class Outbox:
@@ -211,6 +212,7 @@ class Outbox:
                 continue
             self.unacknowledged += output.stored - ack.stored
             output.stored = ack.stored
+            output.doubted = ack.status is AppendStatus.STORED and ack.stored == 0 < output.sent
             self._weigh(output)
             if ack.status is AppendStatus.GAP:
                 self._gap(output, ack, now)
@@ -222,7 +224,8 @@ class Outbox:
         return done
 
     def _weigh(self, output: Output) -> None:
-        if output.length - output.stored < self._window or output.finish is not None:
+        prompt = output.length - output.stored < self._window
+        if prompt or output.doubted or output.finish is not None:
             self.behind.discard(output.ref.attempt_id)
         else:
             self.behind.add(output.ref.attempt_id)

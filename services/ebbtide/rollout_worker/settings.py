@@ -57,8 +57,8 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     engine: Annotated[Literal["vllm", "scripted"], Meta(description="what generates")] = "vllm"
     model: Annotated[str, Meta(description="checkpoint directory that the engine boots from")] = ""
     slots: Annotated[int, Meta(ge=1, description="rollouts held at most")] = 32
-    flush_tokens: Annotated[int, Meta(ge=1, description="tokens of one rollout that may be not yet stored")] = 32
-    flush_interval_ms: Annotated[int, Meta(ge=1, description="longest time that a token is not yet stored")] = 250
+    flush_tokens: Annotated[int, Meta(ge=1, description="unstored tokens of a rollout for which the engine waits")] = 32
+    flush_interval_ms: Annotated[int, Meta(ge=1, description="time in which a token is usually stored")] = 250
     drain_timeout_s: Annotated[float, Meta(gt=0, description="longest time to hand everything over at the end")] = 20.0
     notices: Annotated[
         Literal["none", "aws", "gcp", "azure"], Meta(description="cloud whose notices of preemption to watch for")

@@ -83,7 +83,7 @@ async def test_a_drain_cuts_a_slow_pull_short(house: House, expected: Expected) 
 
 
 async def test_a_drain_hands_over_during_an_install_that_outlasts_it(house: House, expected: Expected) -> None:
-    worker = await house.worker()
+    worker = await house.worker(flush_tokens=10_000)
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
     await wait_until(lambda: house.coordinator.length("r1") > 20)
     house.coordinator.store_up.clear()

@@ -69,7 +69,7 @@ async def test_a_rollout_moves_from_worker_to_worker_any_number_of_times(house: 
 
 
 async def test_one_that_has_finished_meanwhile_finishes_and_unknown_ones_are_ignored(house: House) -> None:
-    await house.worker()
+    await house.worker(flush_tokens=1000)
     house.coordinator.assign("done", Sampling(max_tokens=8))
     house.coordinator.assign("other", Sampling(max_tokens=4000))
     await wait_until(lambda: house.coordinator.length("other") > 8)
@@ -159,7 +159,7 @@ async def test_a_heartbeat_says_at_once_that_generation_is_held_for_an_install(h
     assert {WorkerState(beat.state) for beat in beats if beat.held} == {WorkerState.INSTALLING}
 
 
-async def test_a_heartbeat_says_at_once_that_a_slow_store_holds_generation(house: House) -> None:
+async def test_a_heartbeat_says_out_of_turn_that_a_slow_store_holds_generation(house: House) -> None:
     house.coordinator.heartbeat_s = 60.0
     await house.worker(flush_tokens=40)
     house.coordinator.assign("r1", Sampling(max_tokens=300))

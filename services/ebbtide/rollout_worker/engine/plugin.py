@@ -1,7 +1,7 @@
 """vLLM's general plugin (entry point `vllm.general_plugins`): it runs in every process that vLLM starts.
 
 It does nothing but name our weight transfer, except below a rollout-worker, where it ties each engine process's
-life to its parent's: a worker that is killed takes its engine with it, and on CPUs goes before it.
+life to its parent's: a worker that is killed takes its engine with it. On CPUs an engine runs at a lower priority.
 """
 
 import multiprocessing
