@@ -100,11 +100,15 @@ class Load:
             self.seen[name].append((time.time(), chunk.offset + len(chunk.tokens) // TOKEN_BYTES))
 
     async def keep_open(self, count: int) -> None:
-        """Submit more as others finish, and watch all of them, until cancelled."""
+        """Submit more as others finish, and watch all of them, until cancelled; not in the midst of a submission."""
         while True:
             if (missing := count - self.open) >= 4:
                 known = len(self.requests)
-                await self.submit(missing)
+                submission = asyncio.create_task(self.submit(missing))
+                try:
+                    await asyncio.shield(submission)
+                finally:
+                    await submission
                 self.watch_tokens(missing, first=known)
             await asyncio.sleep(0.05)
 
