@@ -91,7 +91,7 @@ class Outbox:
         """The window: tokens of a rollout, and seconds, whichever is less. `jitter` gives a factor in (0, 1] for each
         interval.
         """
-        self._window = flush_tokens
+        self._many = -(-3 * flush_tokens // 4)  # the rest of the window is for what comes until the engine stands still
         self._outputs: dict[str, Output] = {}
         self._enough = -(-flush_tokens // 2)
         self._interval, self._jitter = flush_interval_s, jitter
@@ -100,7 +100,7 @@ class Outbox:
         self._urgent: dict[str, None] = {}  # attempt ids, in the order in which they became so
         self._messages = 0
         self.unacknowledged = 0
-        #: Attempts with a whole window unacknowledged and more to come: generation should wait for the store.
+        #: Attempts with most of a window unacknowledged and more to come: generation should wait for the store.
         self.behind: set[str] = set()
 
     def __len__(self) -> int:
@@ -224,7 +224,7 @@ class Outbox:
         return done
 
     def _weigh(self, output: Output) -> None:
-        prompt = output.length - output.stored < self._window
+        prompt = output.length - output.stored < self._many
         if prompt or output.doubted or output.finish is not None:
             self.behind.discard(output.ref.attempt_id)
         else:

@@ -220,10 +220,10 @@ def test_acknowledgements_for_forgotten_attempts_mean_nothing(outbox: Outbox) ->
     assert outbox.unacknowledged == 0
 
 
-def test_an_attempt_is_behind_from_a_whole_unacknowledged_window_until_less_is(outbox: Outbox) -> None:
+def test_an_attempt_is_behind_while_three_quarters_of_a_window_are_unacknowledged(outbox: Outbox) -> None:
     outbox.open(ref("b"), tokens(50))
     for name in "ab":
-        outbox.append(name, tokens(7), 1.0)
+        outbox.append(name, tokens(5), 1.0)
     assert outbox.behind == set(), "what it was given as partial is stored"
     outbox.append("a", tokens(1), 1.1)
     assert outbox.behind == {"a"}
