@@ -91,23 +91,38 @@ class Training:
 
     async def _begin(self) -> tuple[Learning, Collector, list[RunEvent]]:
         """Load the run's model, or its newest checkpoint, and what then is to be said."""
-        found = await asyncio.to_thread(checkpoint.prepare, self._folder)
-        source, device = found or Path(self._spec.model), choose_device(self._settings.device)
-        learning = await asyncio.to_thread(Learning, self._spec, source=source, device=device)
+        learning, state = await self._load()
         await self._following.catch_up(self._lease)
-        staleness = self._spec.batch.max_staleness
-        if found is None:
-            self._check_lineage(None)
-            return learning, Collector(step=0, max_staleness=staleness), []
-        state, learner = await asyncio.to_thread(checkpoint.read_state, found, run_id=self._lease.run_id)
         self._check_lineage(state)
-        await asyncio.to_thread(learning.restore, learner)
+        staleness = self._spec.batch.max_staleness
+        if state is None:
+            return learning, Collector(step=0, max_staleness=staleness), []
         log.info("resumed", step=state.step, version=state.version)
         message = f"training resumed from the checkpoint of step {state.step}"
         resumed = RunEvent(kind="resumed", key=self._lineage, message=message, values={"step": float(state.step)})
         collector = Collector(step=state.step, max_staleness=staleness, consumed=state.consumed, cursor=state.cursor)
         # The checkpoint's writer may have died before it could report and commit what is in it.
         return learning, collector, [*state.reports, resumed]
+
+    async def _load(self) -> tuple[Learning, TrainingState | None]:
+        """The run's model, or its newest checkpoint with the state of training; again if a superseded trainer, not yet
+        aware of it, wrote a newer one meanwhile and removed this one.
+        """
+        device = choose_device(self._settings.device)
+        while True:
+            found = await asyncio.to_thread(checkpoint.prepare, self._folder)
+            source = found or Path(self._spec.model)
+            try:
+                learning = await asyncio.to_thread(Learning, self._spec, source=source, device=device)
+                if found is None:
+                    return learning, None
+                state, learner = await asyncio.to_thread(checkpoint.read_state, found, run_id=self._lease.run_id)
+                await asyncio.to_thread(learning.restore, learner)
+            except Exception:
+                if found is None or checkpoint.latest(self._folder) == found:
+                    raise
+            else:
+                return learning, state
 
     def _check_lineage(self, state: TrainingState | None) -> None:
         """Raises `CheckpointError` if what was found is not the run's, or not the newest that it had."""

@@ -12,6 +12,7 @@ import torch
 
 from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.testing import wait_until
+from ebbtide.trainer import checkpoint
 from ebbtide.trainer.checkpoint import CheckpointError, latest
 from ebbtide.trainer.service import train
 from ebbtide.trainer.settings import TrainerSettings
@@ -159,6 +160,30 @@ async def test_a_trainer_that_starts_again_at_any_deed_gives_bitwise_the_same_we
         assert [version.step for version in cluster.versions] == [0, 1, 2, 3, 4]
         last = {event.values["step"]: event.values["loss"] for event in cluster.named("step")}
         assert last == {event.values["step"]: event.values["loss"] for event in whole.named("step")}
+
+
+async def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_newer_one(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = make_cluster(make_spec(tiny_model, tmp_path), lambda request: None)
+    client, prepare, looked = make_client(cluster), checkpoint.prepare, list[Path]()
+
+    def overtaken(folder: Path) -> Path | None:
+        found = prepare(folder)
+        assert found is not None
+        looked.append(found if looked else found.with_name("step-000000"))
+        return looked[-1]
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(feed(cluster))
+        first = asyncio.create_task(train(client, cluster.lease("trainer"), SETTINGS))
+        await wait_until(lambda: cluster.named("checkpoint"), what="a checkpoint")
+        first.cancel()
+        await asyncio.wait({first})
+        monkeypatch.setattr(checkpoint, "prepare", overtaken)
+        await train(client, cluster.lease("trainer"), SETTINGS)
+    assert [version.step for version in cluster.versions] == [0, 1, 2, 3, 4]
+    assert len(looked) == 2
 
 
 async def test_a_run_that_brings_its_own_trainer_is_neither_trained_nor_failed(
