@@ -12,6 +12,7 @@ removes. Tensors are safetensors, all else is JSON; nothing is pickled.
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from ebbtide.runtime import fsync
 from ebbtide.trainer.collector import Consumed
 from ebbtide.trainer.failure import RunFailed
 from ebbtide.trainer.network import Network, Tokenizer, save_network
+from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
 
 #: Raised with the meaning of what is written, so that an old checkpoint is refused and not misread.
@@ -119,12 +121,20 @@ def prepare(folder: Path) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)
+            _remove(left)
         (probe := folder / f"{_UNFINISHED}probe").mkdir()
         probe.rmdir()
     except OSError as error:
         raise InvalidRequest(f"the trainer cannot write checkpoints there ({error})", field="output") from error
     return latest(folder)
+
+
+def _remove(unfinished: Path) -> None:
+    """At once or not at all, for its writer may live: half of it must not get the name of a whole checkpoint."""
+    aside = unfinished.with_name(f"{_UNFINISHED}{new_fence()}")
+    with suppress(OSError):
+        unfinished.rename(aside)
+        shutil.rmtree(aside)
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:

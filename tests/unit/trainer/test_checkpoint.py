@@ -103,3 +103,21 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
         checkpoint.prepare(tmp_path / "taken" / "checkpoints")
     assert caught.value.field == "output"
+
+
+def test_what_another_trainer_may_still_write_is_out_of_its_reach_before_any_of_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / ".unfinished-other"
+    written.mkdir()
+    (written / "config.json").touch()
+    remove, in_reach = shutil.rmtree, list[bool]()
+
+    def watched(path: Path) -> None:
+        in_reach.append(written.exists())
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    assert checkpoint.prepare(tmp_path) is None
+    assert in_reach == [False]
+    assert not list(tmp_path.iterdir())
