@@ -1,0 +1,213 @@
+"""One tile: encode its change, check a tile patch, apply it, and add up several."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import groupby
+from types import ModuleType
+from typing import Final
+
+import numpy as np
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.types.weights import TILE_BYTES
+from ebbtide.weights.patch.alphabet import Array, alphabet
+from ebbtide.weights.patch.frames import Frames
+from ebbtide.weights.patch.layout import (
+    MAX_PARTS,
+    SPARSE_HEAD,
+    Bytes,
+    Kind,
+    TilePatch,
+    read_series,
+    read_tile,
+    write_tile,
+)
+
+#: Where fewer than one unit in so many changes, XOR and dense can win only if the changes are regular.
+_CROWDED: Final = 16
+
+
+class TileCodec:
+    """Patches of tiles of up to `tile_bytes`, for one thread at a time; each thread has its own, and none waits.
+
+    Invariant: a tile patch is checked whole before its target is written, and nothing stays from one call to the next
+    but the memory of the scratch: 6 times `tile_bytes` at most (8 for units of one byte), and about 4 MiB of zstd's.
+    `compiled` False takes the kernels in plain numpy; by default numba's are taken where it is installed.
+    """
+
+    def __init__(self, width: int, tile_bytes: int = TILE_BYTES, *, compiled: bool | None = None) -> None:
+        if width not in {1, 2, 4} or not 1 <= tile_bytes <= TILE_BYTES:
+            raise InvalidRequest(f"units have 1, 2 or 4 bytes, and tiles at most {TILE_BYTES}", field="width")
+        self._kernels = _kernels(compiled)
+        self._letters = alphabet(width)
+        self._dtype = np.dtype(f"<u{width}")
+        self._frames = Frames()
+        self._units = units = tile_bytes // width
+        self._positions = np.empty(units, np.uint32)
+        self._differences = np.empty(units, self._dtype)
+        self._symbols = np.empty(units, np.uint8)
+        self._raw = np.empty(self._letters.raw_bytes(units) + 8, np.uint8)
+
+    def encode(self, base: Array, new: Array) -> bytes:
+        """The smallest tile patch from `base` to `new`: flat contiguous unsigned units, of one length."""
+        self._check_units(base, "base")
+        self._check_units(new, "new")
+        if len(base) != len(new):
+            raise InvalidRequest(f"has {len(new)} units where its base has {len(base)}", field="new")
+        changes, payload = self._sparse(base, new)
+        if not changes:
+            return self._write(Kind.SAME, len(new))
+        kind, size = Kind.SPARSE, sum(len(part) for part in payload)
+        # The frame of the symbols: under 2 bits a change, where chance alone would take more, tells of regular changes.
+        if changes * _CROWDED > len(new) or len(payload[1]) * 4 < changes:
+            for other, block in ((Kind.XOR, base ^ new), (Kind.PACKED, new)):
+                if (frame := self._frames.pack_block(block.view(np.uint8), size)) is not None:
+                    kind, payload, size = other, [frame], len(frame)
+        if size >= new.nbytes:
+            kind, payload = Kind.DENSE, [new.tobytes()]
+        return self._write(kind, len(new), *payload)
+
+    def check(self, patch: Bytes, units: int) -> None:
+        """Raise `InvalidRequest` unless `patch` is whole and made for a tile of `units` units.
+
+        Allocates at most 3 tiles; at once, whatever the patch says.
+        """
+        for part in self._parts(patch, units):
+            self._load(part, self._differences[:units])
+
+    def apply(self, patch: Bytes, into: Array) -> None:
+        """Turn the base in `into` (flat contiguous unsigned units) into the new tile, in place.
+
+        Raises `InvalidRequest`, and writes nothing then, unless the patch is whole and made for such a tile. Whether
+        `into` is the right base is for digests to tell. Allocates as `check` does.
+        """
+        self._check_units(into, "into")
+        if not into.flags.writeable:
+            raise InvalidRequest("cannot be written", field="into")
+        parts = self._parts(patch, len(into))
+        if len(parts) > 1:
+            self.check(patch, len(into))
+        for part in parts:
+            self._add(into, part)
+
+    def changes(self, patch: Bytes, units: int) -> tuple[Array, Array] | None:
+        """Positions (uint32, ascending) and differences (units; new - base modulo 2^bits) of a SPARSE tile patch.
+
+        Views of the scratch, good until the next call. None for other kinds. Raises `InvalidRequest` as `check` does.
+        """
+        part = read_tile(patch, self._dtype.itemsize, units)
+        if part.kind != Kind.SPARSE:
+            return None
+        count = len(self._load(part, self._differences[:units]))
+        return self._positions[:count], self._differences[:count]
+
+    def compose(self, patches: Sequence[Bytes], units: int) -> bytes:
+        """The tile patch that does what `patches` do one after another; what they undo vanishes.
+
+        Differences add up modulo 2^bits, XORs too in their way, and a dense tile hides all before it; where XOR and
+        SPARSE meet, they stay side by side in a series. Raises `InvalidRequest` as `check` does, and for a series of
+        more than 16 parts: take an anchor then.
+        """
+        for patch in patches:
+            self.check(patch, units)
+        parts = [part for patch in patches for part in self._parts(patch, units)]
+        last = max((index for index, part in enumerate(parts) if part.kind in {Kind.DENSE, Kind.PACKED}), default=None)
+        if last is not None:
+            return self._write_dense(self._total(parts[last:], units))
+        joined = [self._join(kind, list(group), units) for kind, group in groupby(parts, key=lambda part: part.kind)]
+        joined = [patch for patch in joined if read_tile(patch, self._dtype.itemsize, units).kind != Kind.SAME]
+        if len(joined) > MAX_PARTS:
+            raise InvalidRequest(f"would be a series of {len(joined)} parts: take an anchor", field="patches")
+        if len(joined) > 1:
+            return self._write(Kind.SERIES, units, *joined)
+        return joined[0] if joined else self._write(Kind.SAME, units)
+
+    def _join(self, kind: Kind, parts: Sequence[TilePatch], units: int) -> bytes:
+        if len(parts) == 1:
+            return self._write(kind, units, parts[0].payload)
+        total = self._total(parts, units)
+        if not total.any():
+            return self._write(Kind.SAME, units)
+        if kind == Kind.SPARSE:
+            return self._write(kind, units, *self._sparse(np.zeros_like(total), total)[1])
+        return self._write(kind, units, self._frames.pack(total.view(np.uint8)))
+
+    def _total(self, parts: Sequence[TilePatch], units: int) -> Array:
+        total = np.zeros(units, self._dtype)
+        for part in parts:
+            self._add(total, part)
+        return total
+
+    def _sparse(self, base: Array, new: Array) -> tuple[int, list[Bytes]]:
+        """The number of changes, and the payload of kind SPARSE: its head, its symbols' frame, its raw bits."""
+        count, bits = self._kernels.code(base, new, self._letters, self._symbols, self._raw)
+        frame = self._frames.pack_symbols(self._symbols[:count])
+        return count, [SPARSE_HEAD.pack(count, len(frame)), frame, self._raw[: (bits + 7) >> 3].data]
+
+    def _write_dense(self, new: Array) -> bytes:
+        frame = self._frames.pack_block(new.view(np.uint8), new.nbytes)
+        return self._write(Kind.DENSE if frame is None else Kind.PACKED, len(new), frame or new.tobytes())
+
+    def _write(self, kind: Kind, units: int, *payload: Bytes) -> bytes:
+        return write_tile(kind, self._dtype.itemsize, units, *payload)
+
+    def _parts(self, patch: Bytes, units: int) -> list[TilePatch]:
+        """The parts of a series, the patch itself if it is of another kind, nothing for SAME. Headers are checked."""
+        if units > self._units:
+            raise InvalidRequest(f"has {units} units, more than {self._units}", field="tile")
+        tile = read_tile(patch, self._dtype.itemsize, units)
+        if tile.kind == Kind.SAME and len(tile.payload):
+            raise InvalidRequest("says that nothing changes, and yet has a payload", field="patch")
+        if tile.kind == Kind.SERIES:
+            return read_series(tile)
+        return [] if tile.kind == Kind.SAME else [tile]
+
+    def _add(self, into: Array, part: TilePatch) -> None:
+        loaded = self._load(part, into)
+        if part.kind == Kind.SPARSE:
+            self._kernels.add(into, self._positions[: len(loaded)], loaded)
+        elif part.kind == Kind.XOR:
+            np.bitwise_xor(into, loaded, out=into)
+        else:
+            into[:] = loaded
+
+    def _load(self, part: TilePatch, target: Array) -> Array:
+        """Decode and check a part for `target`: differences, whose positions are then in the scratch, or a block."""
+        if part.kind == Kind.SPARSE:
+            return self._load_sparse(part, target)
+        size = part.units * part.width
+        if part.kind == Kind.DENSE and len(part.payload) != size:
+            raise InvalidRequest(f"has {len(part.payload)} bytes of {size}", field="patch")
+        block = part.payload if part.kind == Kind.DENSE else self._frames.unpack(part.payload, size)
+        return np.frombuffer(block, self._dtype)
+
+    def _load_sparse(self, part: TilePatch, target: Array) -> Array:
+        if len(part.payload) < SPARSE_HEAD.size:
+            raise InvalidRequest("ends within the head of its changes", field="patch")
+        count, size = SPARSE_HEAD.unpack_from(part.payload)
+        end = SPARSE_HEAD.size + size
+        length = len(part.payload) - end
+        if not 1 <= count <= part.units or not 0 <= length <= self._letters.raw_bytes(count):
+            raise InvalidRequest(f"{count} changes do not fit their bytes or their tile", field="patch")
+        symbols = np.frombuffer(self._frames.unpack(part.payload[SPARSE_HEAD.size : end], count), np.uint8)
+        raw = self._raw[: length + 8]
+        raw[:length] = np.frombuffer(part.payload[end:], np.uint8)
+        raw[length:] = 0
+        into = self._positions, self._differences
+        bits = self._kernels.decode(symbols, raw, 8 * length, self._letters, target, into)
+        if bits < 0 or (bits + 7) >> 3 != length or (bits & 7 and raw[length - 1] >> (bits & 7)):
+            raise InvalidRequest("has changes out of range, or not as many as it says", field="patch")
+        return self._differences[:count]
+
+    def _check_units(self, units: Array, field: str) -> None:
+        if units.dtype != self._dtype or units.ndim != 1 or not units.flags.c_contiguous or len(units) > self._units:
+            text = f"must be at most {self._units} units of {self._dtype.itemsize} bytes, flat and contiguous"
+            raise InvalidRequest(text, field=field)
+
+
+def _kernels(compiled: bool | None) -> ModuleType:
+    """numba's kernels or numpy's. Both give the same bytes; importing numba takes a second, and so is done late."""
+    if compiled is None:
+        compiled = find_spec("numba") is not None
+    return import_module(f"ebbtide.weights.patch.{'compiled' if compiled else 'plain'}")
