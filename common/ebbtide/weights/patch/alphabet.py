@@ -22,6 +22,8 @@ from msgspec import Struct
 from ebbtide.types.weights import TILE_BYTES
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+#: Positions (uint32) and differences (unsigned units) of changes, in arrays that may be longer.
+Changes: TypeAlias = tuple[Array, Array]
 
 #: A gap that no tile can hold: what the decoder reads for symbols that do not exist.
 NO_GAP: Final = (1 << 24) - 1
@@ -30,8 +32,8 @@ NO_GAP: Final = (1 << 24) - 1
 class Alphabet(Struct, frozen=True):
     """The tables for units of `width` bytes, all of int64.
 
-    `gaps` and `values`, 65 entries each: by bit length, the share in the symbol << 32 | number of raw bits.
-    `symbols`, 256 entries: least x << 40 | least gap << 16 | raw bits of x << 8 | raw bits of the gap.
+    `gaps` and `values`, 65 entries: by leading zeros of 64 bits, the share in the symbol << 32 | number of raw bits.
+    `symbols`, 256 entries: (least x + 1) << 40 | (least gap + 1) << 16 | raw bits of x << 8 | those of the gap.
     """
 
     width: int
@@ -59,14 +61,14 @@ def alphabet(width: int) -> Alphabet:
         rest = length > gap_lengths
         index = min(length, gap_lengths + 1)
         bits = gap_bits if rest else max(length - 1, 0)
-        gaps[length] = index * value_classes << 32 | bits
-        members[index] = (0 if rest else 1 << length >> 1) << 16 | bits
+        gaps[64 - length] = index * value_classes << 32 | bits
+        members[index] = (1 if rest else (1 << length >> 1) + 1) << 16 | bits
     for length in range(8 * width + 1):
         index = -(-length // group)
         bits = max(length - 1, 0) if group == 1 else index * group
-        values[length] = index << 32 | bits
+        values[64 - length] = index << 32 | bits
         least = 1 << length >> 1 if group == 1 else 0
         for gap, entry in members.items():
-            symbols[gap * value_classes + index] = least << 40 | bits << 8 | entry
+            symbols[gap * value_classes + index] = (least + 1) << 40 | bits << 8 | entry
     most = int((symbols & 255).max() + (symbols >> 8 & 255).max())
     return Alphabet(width, gaps, values, symbols, most)

@@ -1,5 +1,6 @@
 """zstd frames of known size: what they may take to decode is settled before they are decoded."""
 
+import struct
 from typing import Final
 
 import zstandard
@@ -10,11 +11,11 @@ from ebbtide.weights.patch.alphabet import Array
 from ebbtide.weights.patch.layout import Bytes
 
 _FORM: Final = zstandard.FORMAT_ZSTD1_MAGICLESS
-_BARE: Final = {"format": _FORM, "write_content_size": False, "write_checksum": False, "write_dict_id": False}
+_BARE: Final = {"format": _FORM, "write_content_size": True, "write_checksum": False, "write_dict_id": False}
+#: So large that every frame is a single segment, which needs no window when it is decoded.
+_WINDOW_LOG: Final = TILE_BYTES.bit_length() - 1
 #: Symbols repeat only by chance: search for repeats as little as zstd can, and let Huffman do the work.
-_LETTERS: Final = {"window_log": 17, "hash_log": 6, "min_match": 7, "target_length": 0, "strategy": 1}
-#: The window descriptor (RFC 8878, 3.1.1.1.2) of the largest window that we accept, a tile's.
-_LARGEST_WINDOW: Final = (TILE_BYTES.bit_length() - 1 - 10) << 3
+_LETTERS: Final = {"window_log": _WINDOW_LOG, "hash_log": 6, "min_match": 7, "target_length": 0, "strategy": 1}
 #: A sample of four slices tells whether a tile is worth compressing whole.
 _SLICE: Final = 16 << 10
 
@@ -24,7 +25,7 @@ class Frames:
 
     def __init__(self) -> None:
         letters = zstandard.ZstdCompressionParameters(**_BARE, **_LETTERS)
-        blocks = zstandard.ZstdCompressionParameters.from_level(3, window_log=20, **_BARE)
+        blocks = zstandard.ZstdCompressionParameters.from_level(3, window_log=_WINDOW_LOG, **_BARE)
         self._letters = zstandard.ZstdCompressor(compression_params=letters)
         self._blocks = zstandard.ZstdCompressor(compression_params=blocks)
         self._reader = zstandard.ZstdDecompressor(max_window_size=TILE_BYTES, format=_FORM)
@@ -47,13 +48,13 @@ class Frames:
         return self._blocks.compress(block.data)
 
     def unpack(self, frame: Bytes, size: int) -> bytes:
-        """The `size` bytes, at most a tile, of a frame. Allocates them and, inside zstd, one window of at most a tile.
+        """The `size` bytes, at most a tile, of a frame; they are all that is allocated.
 
-        Raises `InvalidRequest` for frames with another size, a larger window, options that we never write, or more
-        behind them.
+        Raises `InvalidRequest` for frames of another size, with options that we never write, or with more behind them.
         """
-        if len(frame) < 2 or frame[0] != 0 or frame[1] > _LARGEST_WINDOW:
-            raise InvalidRequest("has a frame of a form that is never written", field="patch")
+        header = _header(size)
+        if frame[: len(header)] != header:  # zstd would allocate what the frame says, not what we say
+            raise InvalidRequest(f"has a frame that is not of {size} bytes", field="patch")
         try:
             found = self._reader.decompress(frame, max_output_size=size, allow_extra_data=False)
         except zstandard.ZstdError as error:
@@ -61,3 +62,10 @@ class Frames:
         if len(found) != size:
             raise InvalidRequest(f"has a frame of {len(found)} bytes, not {size}", field="patch")
         return found
+
+
+def _header(size: int) -> bytes:
+    """The only header that we write for a frame of `size` bytes: a single segment (RFC 8878, 3.1.1.1)."""
+    if size < 256:
+        return struct.pack("<BB", 0x20, size)
+    return struct.pack("<BH", 0x60, size - 256) if size < 65536 + 256 else struct.pack("<BI", 0xA0, size)

@@ -17,7 +17,7 @@ A unit is the unsigned integer that carries an element's bits; types of 8 bytes 
     PACKED  a frame of the new tile
     SERIES  2 to 16 tile patches of the kinds SPARSE and XOR, to be applied in this order
 
-A *frame* is a zstd frame (RFC 8878) without magic number, content size, checksum and dictionary.
+A *frame* is a zstd frame (RFC 8878) of a single segment, with its content size, without magic number and checksum.
 """
 
 import enum
@@ -31,7 +31,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import TILE_BYTES
 from ebbtide.weights.dtypes import carrier
 
-Bytes: TypeAlias = bytes | memoryview
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC: Final = b"EbPt"
 FORMAT: Final = 1
@@ -49,6 +49,9 @@ class Kind(enum.IntEnum):
     DENSE = 3
     PACKED = 4
     SERIES = 5
+
+
+_KINDS: Final = {int(kind): kind for kind in Kind}
 
 
 class TilePatch(Struct, frozen=True):
@@ -97,7 +100,7 @@ def _take_tile(data: memoryview, width: int, units: int) -> tuple[TilePatch, mem
     if len(data) < TILE_HEAD.size:
         raise InvalidRequest("ends within the header of a tile", field="patch")
     form, kind, found_width, zero, found_units, size = TILE_HEAD.unpack_from(data)
-    if form != FORMAT or zero or kind > max(Kind):
+    if form != FORMAT or zero or kind not in _KINDS:
         raise InvalidRequest(f"format {form}, kind {kind} of a tile is unknown here", field="patch")
     if (found_width, found_units) != (width, units) or units * width > TILE_BYTES:
         text = f"a tile of {found_units} units of {found_width} bytes is not one of {units} of {width}"
@@ -105,7 +108,7 @@ def _take_tile(data: memoryview, width: int, units: int) -> tuple[TilePatch, mem
     end = TILE_HEAD.size + size
     if end > len(data):
         raise InvalidRequest("ends within the payload of a tile", field="patch")
-    return TilePatch(Kind(kind), width, units, data[TILE_HEAD.size : end]), data[end:]
+    return TilePatch(_KINDS[kind], width, units, data[TILE_HEAD.size : end]), data[end:]
 
 
 class PatchHead(Struct, frozen=True):

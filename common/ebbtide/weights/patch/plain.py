@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ebbtide.weights.patch.alphabet import Alphabet, Array
+from ebbtide.weights.patch.alphabet import Alphabet, Array, Changes
 
 
 def code(base: Array, new: Array, letters: Alphabet, symbols: Array, raw: Array) -> tuple[int, int]:
@@ -15,45 +15,48 @@ def code(base: Array, new: Array, letters: Alphabet, symbols: Array, raw: Array)
     signed = np.dtype(f"<i{letters.width}")
     differences = (new[positions] - base[positions]).view(signed).astype(np.int64)
     folded = (differences << 1 ^ differences >> 63) - 1
-    of_gap, of_value = letters.gaps[_bit_lengths(gaps)], letters.values[_bit_lengths(folded)]
+    of_gap, of_value = letters.gaps[_leading_zeros(gaps)], letters.values[_leading_zeros(folded)]
     symbols[: len(positions)] = (of_gap >> 32) + (of_value >> 32)
     gap_bits, value_bits = of_gap & 255, of_value & 255
     fields = gaps & (1 << gap_bits) - 1 | (folded & (1 << value_bits) - 1) << gap_bits
     return len(positions), _pack(fields.astype(np.uint64), gap_bits + value_bits, raw)
 
 
-def decode(symbols: Array, raw: Array, limit: int, letters: Alphabet, target: Array, into: tuple[Array, Array]) -> int:
-    """Write positions (uint32) and differences (unsigned units) of all symbols, at least one, to `into`.
+def decode(symbols: Array, raw: Array, limit: int, letters: Alphabet, target: Array, into: Changes) -> bool:
+    """Write the changes that at least one symbol and `limit` raw bits, whole bytes of `raw`, stand for.
 
-    Gives the number of raw bits used; or -1, whatever was written, if that would be more than `limit`, a position lies
-    beyond `target`, or a difference is out of range. `target` is neither read nor written. `raw` has 8 bytes
-    more than `limit` bits.
+    Tells whether all positions lie in `target`, which is not touched, all differences are in range, and the symbols use
+    all bits but fewer than 8, which are zero. If not, what was written is worthless. `raw` must have room for the bits
+    of as many symbols of any kind, and 8 bytes more; what it holds beyond the limit does not matter.
     """
     entries = letters.symbols[symbols]
     gap_bits, value_bits = entries & 255, entries >> 8 & 255
     widths = gap_bits + value_bits
     used = int(widths.sum())
-    if used > limit:
-        return -1
-    fields = _unpack(raw, widths).astype(np.int64)
-    gaps = (entries >> 16 & 0xFFFFFF) + (fields & (1 << gap_bits) - 1)
-    folded = (entries >> 40) + (fields >> gap_bits & (1 << value_bits) - 1) + 1
-    positions = np.cumsum(gaps + 1) - 1
+    if not used <= limit < used + 8 or (used & 7 and raw[used >> 3] >> (used & 7)):
+        return False
+    fields = _unpack(raw[: limit >> 3], widths).astype(np.int64)
+    strides = (entries >> 16 & 0xFFFFFF) + (fields & (1 << gap_bits) - 1)
+    folded = (entries >> 40) + (fields >> gap_bits & (1 << value_bits) - 1)
+    positions = np.cumsum(strides) - 1
     if positions[-1] >= len(target) or int(folded.max()) >> 8 * letters.width:
-        return -1
+        return False
     into[0][: len(symbols)] = positions
     into[1][: len(symbols)] = folded >> 1 ^ -(folded & 1)
-    return used
+    return True
 
 
-def add(into: Array, positions: Array, differences: Array) -> None:
-    """Add the differences to the units at `positions`, which are distinct and in range, modulo 2^bits."""
-    into[positions] += differences
+def apply(symbols: Array, raw: Array, limit: int, letters: Alphabet, target: Array, into: Changes) -> bool:
+    """`decode`, and if all is well, add the differences to the units of `target`, modulo 2^bits."""
+    if not decode(symbols, raw, limit, letters, target, into):
+        return False
+    target[into[0][: len(symbols)]] += into[1][: len(symbols)]
+    return True
 
 
-def _bit_lengths(numbers: Array) -> Array:
+def _leading_zeros(numbers: Array) -> Array:
     lengths: Array = np.frexp(numbers.astype(np.float64))[1]  # exact below 2^53
-    return lengths
+    return 64 - lengths
 
 
 def _pack(fields: Array, widths: Array, raw: Array) -> int:

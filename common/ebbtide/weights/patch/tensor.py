@@ -63,10 +63,13 @@ def check_result(
 ) -> None:
     """Apply the patch to copies of the tiles of `base`, and compare digests: `before` and `after`, one for each tile.
 
-    Raises `ChunkCorrupt` where a tile of the base or of the result has another digest, else as `check_patch` does.
+    Raises `ChunkCorrupt` where a tile of the base or of the result has another digest, `InvalidRequest` if digests are
+    missing, else as `check_patch` does.
     """
     codec = codec or patch.codec()
     units = _target(patch, base)
+    if not len(before) == len(after) == len(patch.tiles):
+        raise InvalidRequest(f"{len(before)} and {len(after)} are not {len(patch.tiles)} each", field="digests")
     for tile, part, old, new in zip(patch.tiles, patch.head.slices(), before, after, strict=True):
         check_tile(old, units[part].view(np.uint8).data)
         copy = units[part].copy()
@@ -107,11 +110,11 @@ def compose_patches(patches: Sequence[Patch], codec: TileCodec | None = None) ->
         yield codec.compose(tiles, part.stop - part.start)
 
 
-def _target(patch: Patch, data: bytearray | Bytes) -> Array:
+def _target(patch: Patch, data: Bytes) -> Array:
     if len(data) != patch.head.size:
         raise InvalidRequest(f"has {len(data)} bytes, not the {patch.head.size} of the patch", field="into")
     return _units(data, patch.head.width)
 
 
-def _units(data: bytearray | Bytes, width: int) -> Array:
+def _units(data: Bytes, width: int) -> Array:
     return np.frombuffer(data, f"<u{width}")

@@ -1,6 +1,6 @@
 """One tile: encode its change, check a tile patch, apply it, and add up several."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import groupby
@@ -32,8 +32,9 @@ class TileCodec:
     """Patches of tiles of up to `tile_bytes`, for one thread at a time; each thread has its own, and none waits.
 
     Invariant: a tile patch is checked whole before its target is written, and nothing stays from one call to the next
-    but the memory of the scratch: 6 times `tile_bytes` at most (8 for units of one byte), and about 4 MiB of zstd's.
-    `compiled` False takes the kernels in plain numpy; by default numba's are taken where it is installed.
+    but the memory of the scratch: 6 times `tile_bytes` at most (10 for units of one byte), and about 2 MiB of zstd's.
+    No call allocates more than 3 times `tile_bytes` besides, whatever a patch says; but numpy's kernels, which
+    `compiled` False takes in place of numba's, want 144 bytes for every unit that changes.
     """
 
     def __init__(self, width: int, tile_bytes: int = TILE_BYTES, *, compiled: bool | None = None) -> None:
@@ -69,18 +70,15 @@ class TileCodec:
         return self._write(kind, len(new), *payload)
 
     def check(self, patch: Bytes, units: int) -> None:
-        """Raise `InvalidRequest` unless `patch` is whole and made for a tile of `units` units.
-
-        Allocates at most 3 tiles; at once, whatever the patch says.
-        """
+        """Raise `InvalidRequest` unless `patch` is whole and made for a tile of `units` units."""
         for part in self._parts(patch, units):
-            self._load(part, self._differences[:units])
+            self._check(part)
 
     def apply(self, patch: Bytes, into: Array) -> None:
         """Turn the base in `into` (flat contiguous unsigned units) into the new tile, in place.
 
         Raises `InvalidRequest`, and writes nothing then, unless the patch is whole and made for such a tile. Whether
-        `into` is the right base is for digests to tell. Allocates as `check` does.
+        `into` is the right base is for digests to tell.
         """
         self._check_units(into, "into")
         if not into.flags.writeable:
@@ -99,7 +97,7 @@ class TileCodec:
         part = read_tile(patch, self._dtype.itemsize, units)
         if part.kind != Kind.SPARSE:
             return None
-        count = len(self._load(part, self._differences[:units]))
+        count = self._read_sparse(part, self._differences[:units], self._kernels.decode)
         return self._positions[:count], self._differences[:count]
 
     def compose(self, patches: Sequence[Bytes], units: int) -> bytes:
@@ -164,41 +162,41 @@ class TileCodec:
         return [] if tile.kind == Kind.SAME else [tile]
 
     def _add(self, into: Array, part: TilePatch) -> None:
-        loaded = self._load(part, into)
         if part.kind == Kind.SPARSE:
-            self._kernels.add(into, self._positions[: len(loaded)], loaded)
+            self._read_sparse(part, into, self._kernels.apply)
         elif part.kind == Kind.XOR:
-            np.bitwise_xor(into, loaded, out=into)
+            np.bitwise_xor(into, self._block(part), out=into)
         else:
-            into[:] = loaded
+            into[:] = self._block(part)
 
-    def _load(self, part: TilePatch, target: Array) -> Array:
-        """Decode and check a part for `target`: differences, whose positions are then in the scratch, or a block."""
+    def _check(self, part: TilePatch) -> None:
         if part.kind == Kind.SPARSE:
-            return self._load_sparse(part, target)
+            self._read_sparse(part, self._differences[: part.units], self._kernels.decode)
+        else:
+            self._block(part)
+
+    def _block(self, part: TilePatch) -> Array:
         size = part.units * part.width
         if part.kind == Kind.DENSE and len(part.payload) != size:
             raise InvalidRequest(f"has {len(part.payload)} bytes of {size}", field="patch")
         block = part.payload if part.kind == Kind.DENSE else self._frames.unpack(part.payload, size)
         return np.frombuffer(block, self._dtype)
 
-    def _load_sparse(self, part: TilePatch, target: Array) -> Array:
-        if len(part.payload) < SPARSE_HEAD.size:
+    def _read_sparse(self, part: TilePatch, target: Array, kernel: Callable[..., bool]) -> int:
+        """Let a kernel read the changes into the scratch; give their number."""
+        payload, head = part.payload, SPARSE_HEAD.size
+        if len(payload) < head:
             raise InvalidRequest("ends within the head of its changes", field="patch")
-        count, size = SPARSE_HEAD.unpack_from(part.payload)
-        end = SPARSE_HEAD.size + size
-        length = len(part.payload) - end
+        count, size = SPARSE_HEAD.unpack_from(payload)
+        length = len(payload) - head - size
         if not 1 <= count <= part.units or not 0 <= length <= self._letters.raw_bytes(count):
             raise InvalidRequest(f"{count} changes do not fit their bytes or their tile", field="patch")
-        symbols = np.frombuffer(self._frames.unpack(part.payload[SPARSE_HEAD.size : end], count), np.uint8)
-        raw = self._raw[: length + 8]
-        raw[:length] = np.frombuffer(part.payload[end:], np.uint8)
-        raw[length:] = 0
-        into = self._positions, self._differences
-        bits = self._kernels.decode(symbols, raw, 8 * length, self._letters, target, into)
-        if bits < 0 or (bits + 7) >> 3 != length or (bits & 7 and raw[length - 1] >> (bits & 7)):
+        symbols = np.frombuffer(self._frames.unpack(payload[head : head + size], count), np.uint8)
+        self._raw.data[:length] = payload[head + size :]
+        changes = self._positions, self._differences
+        if not kernel(symbols, self._raw, 8 * length, self._letters, target, changes):
             raise InvalidRequest("has changes out of range, or not as many as it says", field="patch")
-        return self._differences[:count]
+        return int(count)
 
     def _check_units(self, units: Array, field: str) -> None:
         if units.dtype != self._dtype or units.ndim != 1 or not units.flags.c_contiguous or len(units) > self._units:
