@@ -33,8 +33,6 @@ from ebbtide.weights.patch.tile import TileCodec
 
 SPREADS = (0.01, 0.02, 0.04, 0.08)
 DENSITIES = (0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 0.95)
-#: The density at which speeds are measured.
-SPEED_DENSITY = 0.03
 #: Elements that are made at once, so that making them takes little memory.
 CHUNK = 1 << 20
 
@@ -117,9 +115,9 @@ def halves(length: int, parts: int, tile: int) -> Iterator[slice]:
         yield slice(start, min(start + stride, length))
 
 
-def speeds(elements: int, rounds: int, threads: int, compiled: bool | None) -> dict[str, Any]:
+def speeds(elements: int, density: float, rounds: int, threads: int, compiled: bool | None) -> dict[str, Any]:
     """Median seconds of each operation. Each round does them all, so that they share the machine's moods."""
-    pair = step(elements, 0.02, rate_for(SPEED_DENSITY, [0.02]), 9)
+    pair = step(elements, 0.02, rate_for(density, [0.02]), 9)
     base, new = (array.view(np.uint8).data for array in pair)
     target = np.empty(len(base), np.uint8).data
     codecs = [TileCodec(2, compiled=compiled) for _ in range(threads)]
@@ -186,9 +184,10 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=count, default=100_000_000, help="elements for speeds")
-    parser.add_argument("--size-elements", type=count, default=8_000_000, help="elements for each row of sizes")
+    parser.add_argument("--elements", type=count, default=100_000_000, help="for speeds")
+    parser.add_argument("--size-elements", type=count, default=8_000_000, help="for each row of sizes")
     parser.add_argument("--densities", type=share, nargs="*", default=DENSITIES)
+    parser.add_argument("--speed-densities", type=share, nargs="*", default=[0.03])
     parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument("--threads", type=count, nargs="*", default=[1, 2])
     parser.add_argument("--plain", action="store_true", help="numpy's kernels in place of numba's")
@@ -198,7 +197,11 @@ def main() -> int:
     found = {
         "conditions": conditions(),
         "sizes": [sizes(options.size_elements, density, compiled) for density in options.densities],
-        "speeds": [speeds(options.elements, options.rounds, threads, compiled) for threads in options.threads],
+        "speeds": [
+            speeds(options.elements, density, options.rounds, threads, compiled)
+            for density in options.speed_densities
+            for threads in options.threads
+        ],
     }
     show(found)
     if options.json:

@@ -1,8 +1,10 @@
 """zstd frames of known size: what they may take to decode is settled before they are decoded."""
 
 import struct
+from collections.abc import Callable
 from typing import Final
 
+import numpy as np
 import zstandard
 
 from ebbtide.errors import InvalidRequest
@@ -16,8 +18,8 @@ _BARE: Final = {"format": _FORM, "write_content_size": True, "write_checksum": F
 _WINDOW_LOG: Final = TILE_BYTES.bit_length() - 1
 #: Symbols repeat only by chance: search for repeats as little as zstd can, and let Huffman do the work.
 _LETTERS: Final = {"window_log": _WINDOW_LOG, "hash_log": 6, "min_match": 7, "target_length": 0, "strategy": 1}
-#: A sample of four slices tells whether a tile is worth compressing whole.
-_SLICE: Final = 16 << 10
+#: Units of each of the four slices whose frame tells whether a tile is worth compressing whole.
+_SLICE: Final = 4096
 
 
 class Frames:
@@ -26,26 +28,27 @@ class Frames:
     def __init__(self) -> None:
         letters = zstandard.ZstdCompressionParameters(**_BARE, **_LETTERS)
         blocks = zstandard.ZstdCompressionParameters.from_level(3, window_log=_WINDOW_LOG, **_BARE)
+        samples = zstandard.ZstdCompressionParameters.from_level(1, window_log=_WINDOW_LOG, **_BARE)
         self._letters = zstandard.ZstdCompressor(compression_params=letters)
+        self._samples = zstandard.ZstdCompressor(compression_params=samples)
         self._blocks = zstandard.ZstdCompressor(compression_params=blocks)
         self._reader = zstandard.ZstdDecompressor(max_window_size=TILE_BYTES, format=_FORM)
 
     def pack_symbols(self, symbols: Array) -> bytes:
         return self._letters.compress(symbols.data)
 
-    def pack_block(self, block: Array, below: int) -> bytes | None:
-        """The frame of a block of bytes if it has fewer than `below` bytes, else None; often told from a sample."""
-        if len(block) > 8 * _SLICE:
-            starts = range(0, len(block) - _SLICE + 1, (len(block) - _SLICE) // 3)
-            sample = b"".join(block[start : start + _SLICE].tobytes() for start in starts)
-            share = len(self._blocks.compress(sample)) / len(sample)
-            if share * len(block) > below * 1.2:
+    def pack_below(self, block: Callable[[slice], Array], units: int, below: int) -> bytes | None:
+        """The frame of a block of units if it has fewer than `below` bytes, else None; mostly told from a sample."""
+        if units > 8 * _SLICE:
+            starts = range(0, units - _SLICE + 1, (units - _SLICE) // 3)
+            sample = np.concatenate([block(slice(start, start + _SLICE)) for start in starts])
+            if len(self._samples.compress(sample.view(np.uint8).data)) * units > 1.2 * below * len(sample):
                 return None
-        frame = self.pack(block)
+        frame = self.pack(block(slice(None)))
         return frame if len(frame) < below else None
 
     def pack(self, block: Array) -> bytes:
-        return self._blocks.compress(block.data)
+        return self._blocks.compress(block.view(np.uint8).data)
 
     def unpack(self, frame: Bytes, size: int) -> bytes:
         """The `size` bytes, at most a tile, of a frame; they are all that is allocated.

@@ -32,12 +32,13 @@ def encode_patch(
 
     Raises `InvalidRequest` if they are not the same whole number of elements. Holds one tile patch at a time.
     """
-    width = unit_width(dtype)
-    if len(base) != len(new) or len(new) % carrier(dtype).itemsize:
-        raise InvalidRequest(f"{len(new)} bytes are not the elements of {dtype} that {len(base)} hold", field="new")
-    head = checked_head(dtype, len(new) // carrier(dtype).itemsize, tile_bytes)
+    width, itemsize = unit_width(dtype), carrier(dtype).itemsize
+    size, given = memoryview(base).nbytes, memoryview(new).nbytes
+    if size != given or size % itemsize:
+        raise InvalidRequest(f"{given} bytes are not the elements of {dtype} that {size} hold", field="new")
+    head = checked_head(dtype, size // itemsize, tile_bytes)
     codec = codec or TileCodec(width, tile_bytes)
-    old, young = _units(base, width), _units(new, width)
+    old, young = _units(base, width, "base"), _units(new, width, "new")
     yield head.to_bytes()
     for part in head.slices():
         yield codec.encode(old[part], young[part])
@@ -111,10 +112,12 @@ def compose_patches(patches: Sequence[Patch], codec: TileCodec | None = None) ->
 
 
 def _target(patch: Patch, data: Bytes) -> Array:
-    if len(data) != patch.head.size:
-        raise InvalidRequest(f"has {len(data)} bytes, not the {patch.head.size} of the patch", field="into")
-    return _units(data, patch.head.width)
+    if (size := memoryview(data).nbytes) != patch.head.size:
+        raise InvalidRequest(f"has {size} bytes, not the {patch.head.size} of the patch", field="into")
+    return _units(data, patch.head.width, "into")
 
 
-def _units(data: Bytes, width: int) -> Array:
+def _units(data: Bytes, width: int, field: str) -> Array:
+    if not memoryview(data).c_contiguous:
+        raise InvalidRequest("must lie in memory without gaps", field=field)
     return np.frombuffer(data, f"<u{width}")

@@ -62,8 +62,9 @@ class TileCodec:
         kind, size = Kind.SPARSE, sum(len(part) for part in payload)
         # The frame of the symbols: under 2 bits a change, where chance alone would take more, tells of regular changes.
         if changes * _CROWDED > len(new) or len(payload[1]) * 4 < changes:
-            for other, block in ((Kind.XOR, base ^ new), (Kind.PACKED, new)):
-                if (frame := self._frames.pack_block(block.view(np.uint8), size)) is not None:
+            blocks = ((Kind.XOR, lambda part: base[part] ^ new[part]), (Kind.PACKED, lambda part: new[part]))
+            for other, block in blocks:
+                if (frame := self._frames.pack_below(block, len(new), size)) is not None:
                     kind, payload, size = other, [frame], len(frame)
         if size >= new.nbytes:
             kind, payload = Kind.DENSE, [new.tobytes()]
@@ -100,6 +101,21 @@ class TileCodec:
         count = self._read_sparse(part, self._differences[:units], self._kernels.decode)
         return self._positions[:count], self._differences[:count]
 
+    def encode_changes(self, positions: Array, differences: Array, units: int) -> bytes:
+        """The SPARSE (or SAME) tile patch of changes found elsewhere, on a GPU say, whatever its size.
+
+        `positions` are ascending integers, `differences` units: new - base modulo 2^bits, with or without those of 0.
+        Where the patch has more bytes than the dense tile, the caller had better encode that.
+        """
+        self._check_units(differences, "differences")
+        bounds = len(positions) and (positions[0] < 0 or positions[-1] >= units or np.any(np.diff(positions) <= 0))
+        if positions.shape != differences.shape or units > self._units or bounds:
+            raise InvalidRequest(f"must ascend within {units} units, one for each difference", field="positions")
+        total = np.zeros(units, self._dtype)
+        total[positions] = differences
+        changes, payload = self._sparse(np.zeros_like(total), total)
+        return self._write(Kind.SPARSE, units, *payload) if changes else self._write(Kind.SAME, units)
+
     def compose(self, patches: Sequence[Bytes], units: int) -> bytes:
         """The tile patch that does what `patches` do one after another; what they undo vanishes.
 
@@ -129,7 +145,7 @@ class TileCodec:
             return self._write(Kind.SAME, units)
         if kind == Kind.SPARSE:
             return self._write(kind, units, *self._sparse(np.zeros_like(total), total)[1])
-        return self._write(kind, units, self._frames.pack(total.view(np.uint8)))
+        return self._write(kind, units, self._frames.pack(total))
 
     def _total(self, parts: Sequence[TilePatch], units: int) -> Array:
         total = np.zeros(units, self._dtype)
@@ -144,7 +160,7 @@ class TileCodec:
         return count, [SPARSE_HEAD.pack(count, len(frame)), frame, self._raw[: (bits + 7) >> 3].data]
 
     def _write_dense(self, new: Array) -> bytes:
-        frame = self._frames.pack_block(new.view(np.uint8), new.nbytes)
+        frame = self._frames.pack_below(lambda part: new[part], len(new), new.nbytes)
         return self._write(Kind.DENSE if frame is None else Kind.PACKED, len(new), frame or new.tobytes())
 
     def _write(self, kind: Kind, units: int, *payload: Bytes) -> bytes:

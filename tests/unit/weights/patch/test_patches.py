@@ -109,6 +109,16 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
         apply_patch(read_patch(patch_of("BF16", base, bytes(2000)), "BF16", 1000), memoryview(base))
 
 
+def test_memory_is_counted_in_bytes_whatever_its_view() -> None:
+    base, new = units(2, 5000), changed(units(2, 5000), 0.05)
+    data = b"".join(encode_patch("BF16", base.data, new.data, 4096))
+    assert data == patch_of("BF16", base.tobytes(), new.tobytes())
+    apply_patch(read_patch(data, "BF16", 5000), base.data)
+    assert np.array_equal(base, new)
+    with pytest.raises(InvalidRequest, match="gaps"):
+        list(encode_patch("BF16", base.data[::2], new.data[::2]))
+
+
 def test_encoding_composing_and_applying_hold_a_few_tiles_and_not_the_tensor() -> None:
     base, new = units(2, 8 << 20), changed(units(2, 8 << 20), 0.001)
     old, young = base.data.cast("B"), new.data.cast("B")

@@ -61,6 +61,18 @@ def test_changes_tell_positions_and_differences_for_an_install_elsewhere(codec_o
     assert codec.changes(codec.encode(base, units(2, 5000, 3)), len(base)) is None
 
 
+def test_changes_found_elsewhere_make_the_patch_of_the_whole_tile(codec_of: Codecs) -> None:
+    codec, base = codec_of(2), units(2, 5000)
+    new = changed(base, 0.03)
+    positions = np.flatnonzero(base != new)
+    differences = (new - base)[positions]
+    assert codec.encode_changes(positions, differences, 5000) == codec.encode(base, new)
+    assert codec.encode_changes(positions[:0], differences[:0], 5000) == codec.encode(base, base)
+    for wrong in (positions[::-1], positions + 5000, positions - 5000, positions[1:], positions * 0):
+        with pytest.raises(InvalidRequest, match="positions"):
+            codec.encode_changes(wrong, differences, 5000)
+
+
 def test_unaligned_and_read_only_memory_is_read(codec_of: Codecs) -> None:
     base, new = units(4, 300), changed(units(4, 300), 0.1)
     shifted = np.frombuffer(b"x" + base.tobytes(), "u1")[1:].view("<u4")
@@ -128,6 +140,11 @@ def test_no_patch_is_larger_than_the_best_of_the_others() -> None:
         rest = min(new.nbytes, xor_and_zstd(base, new.astype(base.dtype)))
         size = len(codec.encode(base, new.astype(base.dtype)))
         assert size - TILE_HEAD.size <= 1.01 * rest + 16, (name, size, rest)
+
+
+def test_without_numba_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.weights.patch.tile.find_spec", lambda name: None)
+    assert TileCodec(2)._kernels.__name__ == "ebbtide.weights.patch.plain"
 
 
 def test_numba_is_imported_for_the_first_codec_and_not_before() -> None:
