@@ -55,7 +55,8 @@ async def test_one_worker_goes_back_for_rollouts_with_a_ceiling(cluster: Any) ->
     await wait_until(lambda: keeper.installed[-1] == 2)
 
 
-async def test_rollouts_whose_version_is_gone_become_dead_letters(cluster: Any, monkeypatch: Any) -> None:
+async def wants_an_older_version(cluster: Any, monkeypatch: Any) -> tuple[Any, Any]:
+    """A run whose rollout "old" needs version 1, and its worker, which has version 2 and installs nothing any more."""
     monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.02)
     run = await cluster.run()
     worker = await cluster.worker("w1")
@@ -63,6 +64,11 @@ async def test_rollouts_whose_version_is_gone_become_dead_letters(cluster: Any, 
     await wait_until(lambda: 2 in worker.installed)
     worker.installs = False
     await run.submit("old", max_version=1)
+    return run, worker
+
+
+async def test_rollouts_whose_version_is_gone_become_dead_letters(cluster: Any, monkeypatch: Any) -> None:
+    run, worker = await wants_an_older_version(cluster, monkeypatch)
     for tries in range(1, 4):
         await wait_until(lambda: worker.installed.count(1) >= tries)  # noqa: B023 - awaited at once
         version = types_pb2.PolicyVersion(policy="policy", version=1)
@@ -74,13 +80,7 @@ async def test_rollouts_whose_version_is_gone_become_dead_letters(cluster: Any, 
 
 
 async def test_a_version_is_not_given_up_because_the_relay_is_away(cluster: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.02)
-    run = await cluster.run()
-    worker = await cluster.worker("w1")
-    await run.announce(step=1)
-    await wait_until(lambda: 2 in worker.installed)
-    worker.installs = False
-    await run.submit("old", max_version=1)
+    _, worker = await wants_an_older_version(cluster, monkeypatch)
     version = types_pb2.PolicyVersion(policy="policy", version=1)
     away = fleet_pb2.InstallFailed(version=version, run_id="r", message="relay away", unreachable=True)
     for tries in range(1, 6):
@@ -88,6 +88,7 @@ async def test_a_version_is_not_given_up_because_the_relay_is_away(cluster: Any,
         await worker.say(install_failed=away)
     worker.installs = True
     await worker.has("old")
+    assert worker.installed[-1] == 1
 
 
 async def test_several_runs_share_the_fleet(cluster: Any) -> None:
