@@ -1,12 +1,18 @@
 """Policy versions and their manifests."""
 
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta, Struct
 
 #: Largest tile: well under gRPC's 4 MiB message limit, and large enough that digests cost little.
 TILE_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
+#: Ed25519 (RFC 8032): public keys and signatures.
+KEY_BYTES: Final = 32
+SIGNATURE_BYTES: Final = 64
+
+#: A slice of a tensor: first index and end of each dimension.
+Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class PolicyVersion(Struct, frozen=True, kw_only=True):
@@ -20,22 +26,84 @@ class PolicyVersion(Struct, frozen=True, kw_only=True):
 
 
 class TensorEntry(Struct, frozen=True, kw_only=True):
-    """One tensor: `dtype` in safetensors' names, `size` in bytes, `digests` of its tiles in order."""
+    """One tensor, or one piece of a sharded tensor, as its publisher holds it.
+
+    `dtype` in safetensors' names, `size` in bytes, `digests` of its tiles in order. A piece of `shape` lies at `start`
+    in the tensor of shape `full`; both are empty for a whole tensor. The pieces of a tensor stand one after another,
+    overlap nowhere and leave nothing out.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
     digests: tuple[bytes, ...]
+    start: tuple[int, ...] = ()
+    full: tuple[int, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        return not self.full
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that this is, or is a piece of."""
+        return self.full or self.shape
+
+    @property
+    def box(self) -> Box:
+        """Where the piece lies in its tensor."""
+        start = self.start or (0,) * len(self.shape)
+        return tuple((first, first + length) for first, length in zip(start, self.shape, strict=True))
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """All tensors of one version, in the publisher's order."""
+    """All tensors of one version, in the publisher's order.
+
+    `signature` (Ed25519, 64 bytes) of `version.root` by the run's publisher, whose public key is `publisher` (32
+    bytes); neither is covered by the root, and both are empty for a manifest that nobody signed.
+    """
 
     run_id: str
     version: PolicyVersion
     tile_bytes: int
     tensors: tuple[TensorEntry, ...]
+    publisher: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
+
+
+class TensorPatch(Struct, frozen=True, kw_only=True):
+    """What changes in one `TensorEntry`, tile by tile: `sizes` in bytes, and `digests` of the non-empty ones in order.
+
+    A size of 0: the tile is the base's. The size of the tile itself: the dense tile of the new version, by its own
+    digest. Less: a tile patch (`ebbtide.weights.patch.layout`).
+    """
+
+    sizes: tuple[int, ...]
+    digests: tuple[bytes, ...]
+
+
+class Patch(Struct, frozen=True, kw_only=True):
+    """The exact change from version `base` to `version` of one policy, both with their roots.
+
+    `tensors` has one entry for each of the manifests' tensors, which agree in all but digests. `root` binds all of it;
+    `signature` is the publisher's, and empty for a patch that a relay composed: what a patch makes is checked against
+    the manifest in any case. `changed` counts changed elements of `elements` in all.
+    """
+
+    run_id: str
+    base: PolicyVersion
+    version: PolicyVersion
+    tensors: tuple[TensorPatch, ...]
+    changed: int = 0
+    elements: int = 0
+    root: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
+
+    @property
+    def size(self) -> int:
+        """Bytes of everything but the tiles that stay."""
+        return sum(sum(tensor.sizes) for tensor in self.tensors)
 
 
 class VersionInfo(Struct, frozen=True, kw_only=True):
@@ -43,3 +111,37 @@ class VersionInfo(Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     size: int = 0
     tensors: int = 0
+
+
+class Holder(Struct, frozen=True, kw_only=True):
+    """Somebody who fetches versions, and may serve on what it has verified.
+
+    `name` is unique. Processes with the same `host` share memory. `address`: where it serves blobs; empty: it serves
+    none. `lasting`: not on a spot machine, so that it counts as a copy. `readers`: streams that it is serving now.
+    """
+
+    name: Annotated[str, Meta(max_length=256)]
+    site: Annotated[str, Meta(max_length=128)] = ""
+    host: Annotated[str, Meta(max_length=256)] = ""
+    address: Annotated[str, Meta(max_length=512)] = ""
+    lasting: bool = False
+    readers: int = 0
+
+
+class BlobSource(Struct, frozen=True, kw_only=True):
+    """Where blobs may be had: `address` of a Weights service, or http:// or https:// of a static copy."""
+
+    name: str
+    address: str
+    site: str = ""
+    host: str = ""
+
+
+class FoundWay(Struct, frozen=True, kw_only=True):
+    """A way by its versions: from `start`, whose dense tiles may be had if it is an `anchor`, through `via`, of which
+    the last is the wanted one (empty: `start` is it). `size`: bytes to be fetched."""
+
+    start: int
+    anchor: bool
+    via: tuple[int, ...] = ()
+    size: int = 0

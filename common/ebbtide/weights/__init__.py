@@ -4,27 +4,50 @@ Pure functions over numpy arrays and bytes: nothing here waits, reads a clock or
 """
 
 from ebbtide.weights.assemble import Assembly
+from ebbtide.weights.layout import Layout
 from ebbtide.weights.manifest import Limits, build_manifest, check_manifest, root_digest, seal_manifest
-from ebbtide.weights.parts import ManifestJoiner, ManifestPart, split_manifest
+from ebbtide.weights.parts import ManifestJoiner, ManifestPart, PatchJoiner, PatchPart, split_manifest, split_patch
+from ebbtide.weights.patches import blob_sizes, check_patch, patch_root, patched_tiles, same_geometry, seal_patch
+from ebbtide.weights.plan import Place, Planner, TileTask, Way, places
+from ebbtide.weights.signing import Signer, check_patch_signature, check_signature
 from ebbtide.weights.tensors import NamedTensor, as_array, named_tensor
-from ebbtide.weights.tiles import check_tile, describe, slice_tiles, tile_digest, tile_sizes
+from ebbtide.weights.tiles import check_tile, describe, slice_tiles, tile_digest, tile_size, tile_sizes
 
 __all__ = [
     "Assembly",
+    "Layout",
     "Limits",
     "ManifestJoiner",
     "ManifestPart",
     "NamedTensor",
+    "PatchJoiner",
+    "PatchPart",
+    "Place",
+    "Planner",
+    "Signer",
+    "TileTask",
+    "Way",
     "as_array",
+    "blob_sizes",
     "build_manifest",
     "check_manifest",
+    "check_patch",
+    "check_patch_signature",
+    "check_signature",
     "check_tile",
     "describe",
     "named_tensor",
+    "patch_root",
+    "patched_tiles",
+    "places",
     "root_digest",
+    "same_geometry",
     "seal_manifest",
+    "seal_patch",
     "slice_tiles",
     "split_manifest",
+    "split_patch",
     "tile_digest",
+    "tile_size",
     "tile_sizes",
 ]

@@ -1,26 +1,28 @@
 """Manifests: the tensors of one policy version and the digests of their tiles, bound together by a root digest.
 
-The root is BLAKE2b-256, personalised, over a canonical encoding of run, version, parent, step and all tensors in
-order: every field is fixed-width little-endian or preceded by its length, so no two manifests share an encoding.
+The root is BLAKE3 (256 bits, in its mode of key derivation, by a context of our own) over a canonical encoding of
+run, version, parent, step and all tensors in order: every field is fixed-width little-endian or preceded by its length,
+so no two manifests share an encoding.
 """
 
-import hashlib
+import math
 import re
 import struct
 from collections.abc import Iterable
 from typing import Annotated, Final
 
 import msgspec
+from blake3 import blake3
 from msgspec import Meta, Struct
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.types.ids import check_id
-from ebbtide.types.weights import DIGEST_BYTES, TILE_BYTES, Manifest, PolicyVersion, TensorEntry
+from ebbtide.types.weights import DIGEST_BYTES, TILE_BYTES, Box, Manifest, PolicyVersion, TensorEntry
 from ebbtide.weights.dtypes import carrier
 from ebbtide.weights.tensors import NamedTensor
 from ebbtide.weights.tiles import describe, tile_count, tile_size
 
-_PERSON: Final = b"ebbtide manifest"
+_CONTEXT: Final = "ebbtide 2026-11 manifest"
 # Letters first, so that no name can climb out of a folder or hide; dots inside, as parameters are named.
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,511}")
 
@@ -32,6 +34,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     tensors: Annotated[int, Meta(ge=1)] = 1 << 20
     tiles: Annotated[int, Meta(ge=1)] = 4 << 20  # their digests take 128 MiB
     rank: Annotated[int, Meta(ge=0)] = 16
+    pieces: Annotated[int, Meta(ge=1)] = 4096  # of one tensor: each is compared with the others
 
 
 def build_manifest(
@@ -54,7 +57,7 @@ def seal_manifest(
 
 def root_digest(manifest: Manifest) -> bytes:
     """The digest, 32 bytes, that stands for the whole version. Ignores `manifest.version.root` itself."""
-    root = hashlib.blake2b(digest_size=DIGEST_BYTES, person=_PERSON)
+    root = blake3(derive_key_context=_CONTEXT)
     version = manifest.version
     for text in (manifest.run_id, version.policy):
         _add_text(root, text)
@@ -63,13 +66,14 @@ def root_digest(manifest: Manifest) -> bytes:
     for entry in manifest.tensors:
         _add_text(root, entry.name)
         _add_text(root, entry.dtype)
-        root.update(struct.pack(f"<Q{len(entry.shape)}Q", len(entry.shape), *entry.shape))
+        for lengths in (entry.shape, entry.start, entry.full):
+            root.update(struct.pack(f"<Q{len(lengths)}Q", len(lengths), *lengths))
         root.update(struct.pack("<QQ", entry.size, len(entry.digests)))
         root.update(b"".join(entry.digests))
     return root.digest()
 
 
-def _add_text(root: hashlib.blake2b, text: str) -> None:
+def _add_text(root: blake3, text: str) -> None:
     encoded = text.encode()
     root.update(struct.pack("<Q", len(encoded)))
     root.update(encoded)
@@ -92,31 +96,63 @@ def check_manifest(manifest: Manifest, limits: Limits = Limits()) -> None:  # no
             size = tile_size(entry, index, manifest.tile_bytes)
             if sizes.setdefault(digest, size) != size:
                 raise InvalidRequest("gives one tile two sizes", field=entry.name)
+    tally.close()
     if root_digest(manifest) != manifest.version.root:
         raise ChunkCorrupt("the manifest does not match its root digest: fetch or send it again")
 
 
 class Tally:
-    """Counts entries against the limits while they arrive. `add` raises `InvalidRequest` at the first one too many."""
+    """Counts entries against the limits while they arrive, and sees that pieces make up whole tensors.
+
+    `add` raises `InvalidRequest` at the first entry that is one too many; call `close` behind the last.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._names: set[str] = set()
-        self._bytes = self._tiles = 0
+        self._pieces: list[TensorEntry] = []  # of the tensor that the last entry is a piece of
+        self._entries = self._bytes = self._tiles = 0
 
     def add(self, entry: TensorEntry) -> None:
-        if entry.name in self._names:
-            raise InvalidRequest("stands in the manifest twice", field=entry.name)
-        self._names.add(entry.name)
+        if self._pieces and self._pieces[0].name == entry.name:
+            self._add_piece(entry)
+        else:
+            self.close()
+            if entry.name in self._names:
+                raise InvalidRequest("stands in the manifest twice", field=entry.name)
+            self._names.add(entry.name)
+            self._pieces = [] if entry.whole else [entry]
+        self._entries += 1
         self._bytes += entry.size
         self._tiles += len(entry.digests)
         for count, most, what in (
-            (len(self._names), self._limits.tensors, "tensors"),
+            (self._entries, self._limits.tensors, "tensors"),
             (self._tiles, self._limits.tiles, "tiles"),
             (self._bytes, self._limits.bytes, "bytes"),
         ):
             if count > most:
                 raise InvalidRequest(f"more than {most} {what} in all", field="tensors")
+
+    def close(self) -> None:
+        """The tensor before is over. Raises `InvalidRequest` if its pieces leave something out."""
+        if self._pieces:
+            first, self._pieces, pieces = self._pieces[0], [], self._pieces
+            if sum(math.prod(piece.shape) for piece in pieces) != math.prod(first.full):
+                raise InvalidRequest(f"is not all of {list(first.full)} in its pieces", field=first.name)
+
+    def _add_piece(self, entry: TensorEntry) -> None:
+        first = self._pieces[0]
+        if (entry.dtype, entry.full) != (first.dtype, first.full):
+            raise InvalidRequest("has pieces of different tensors", field=entry.name)
+        if len(self._pieces) == self._limits.pieces:
+            raise InvalidRequest(f"more than {self._limits.pieces} pieces", field=entry.name)
+        if any(_overlap(entry.box, piece.box) for piece in self._pieces):
+            raise InvalidRequest("has pieces that overlap", field=entry.name)
+        self._pieces.append(entry)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def check_head(run_id: str, version: PolicyVersion, tile_bytes: int) -> None:
@@ -147,6 +183,8 @@ def check_entry(entry: TensorEntry, tile_bytes: int, limits: Limits) -> None:
         if not 0 <= length < 1 << 63:
             raise InvalidRequest("has a dimension out of range", field=entry.name)
         size *= length
+    if entry.start or entry.full:
+        _check_piece(entry, limits)
     if size > limits.bytes:
         raise InvalidRequest(f"has more than {limits.bytes} bytes", field=entry.name)
     if size != entry.size:
@@ -155,3 +193,13 @@ def check_entry(entry: TensorEntry, tile_bytes: int, limits: Limits) -> None:
         raise InvalidRequest(f"{size} bytes are not {len(entry.digests)} tiles of {tile_bytes}", field=entry.name)
     if any(len(digest) != DIGEST_BYTES for digest in entry.digests):
         raise InvalidRequest(f"has a digest that is not {DIGEST_BYTES} bytes", field=entry.name)
+
+
+def _check_piece(entry: TensorEntry, limits: Limits) -> None:
+    if not len(entry.start) == len(entry.full) == len(entry.shape):
+        raise InvalidRequest("is a piece whose start, shape and tensor have different dimensions", field=entry.name)
+    for start, length, full in zip(entry.start, entry.shape, entry.full, strict=True):
+        if not (length > 0 and 0 <= start <= full - length and full < 1 << 63):
+            raise InvalidRequest("is a piece that does not lie within its tensor", field=entry.name)
+    if math.prod(entry.full) > limits.bytes:
+        raise InvalidRequest(f"is a piece of more than {limits.bytes} bytes", field=entry.name)

@@ -11,12 +11,17 @@ from ebbtide.weights.dtypes import carrier, dtype_name
 
 
 class NamedTensor(Struct, frozen=True, kw_only=True):
-    """`data` holds the elements of `shape` in C order, little-endian, as flat bytes; maybe a view of live memory."""
+    """`data` holds the elements of `shape` in C order, little-endian, as flat bytes; maybe a view of live memory.
+
+    A piece of a sharded tensor says where it lies: at `start` in the tensor of shape `full`.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+    start: tuple[int, ...] = ()
+    full: tuple[int, ...] = ()
 
 
 def named_tensor(name: str, value: Any, *, dtype: str | None = None) -> NamedTensor:

@@ -1,17 +1,18 @@
-"""Tiles: slices of at most a MiB of a tensor's bytes, each named by its digest (BLAKE2b-256, RFC 7693)."""
+"""Tiles: slices of at most a MiB of a tensor's bytes, each named by its digest (BLAKE3, 256 bits)."""
 
-import hashlib
 from collections.abc import Iterator
 
+from blake3 import blake3
+
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
-from ebbtide.types.weights import DIGEST_BYTES, TILE_BYTES, Manifest, TensorEntry
+from ebbtide.types.weights import TILE_BYTES, Manifest, TensorEntry
 from ebbtide.weights.dtypes import carrier
 from ebbtide.weights.tensors import NamedTensor
 
 
 def tile_digest(data: bytes | memoryview) -> bytes:
     """The name of a tile: 32 bytes."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+    return blake3(data).digest()
 
 
 def tile_count(size: int, tile_bytes: int) -> int:
@@ -39,7 +40,15 @@ def describe(tensor: NamedTensor, tile_bytes: int = TILE_BYTES) -> TensorEntry:
         text = f"{tensor.data.nbytes} bytes do not fill {tensor.dtype}{list(tensor.shape)}"
         raise InvalidRequest(text, field=tensor.name)
     digests = tuple(tile_digest(tile) for tile in slice_tiles(tensor, tile_bytes))
-    return TensorEntry(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, size=size, digests=digests)
+    return TensorEntry(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        size=size,
+        digests=digests,
+        start=tensor.start,
+        full=tensor.full,
+    )
 
 
 def check_tile(digest: bytes, data: bytes | memoryview, size: int | None = None) -> None:
