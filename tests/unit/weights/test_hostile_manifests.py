@@ -50,6 +50,17 @@ HOSTILE = {
     "a long name": sealed(entry(name="x" * 513)),
     "an unknown dtype": sealed(entry(dtype="F128")),
     "no tensors": sealed(),
+    "a piece beyond its tensor": sealed(entry(start=(1,), full=(4,))),
+    "a piece of another rank": sealed(entry(start=(0, 0), full=(4, 1))),
+    "a piece without its tensor": sealed(entry(start=(0,))),
+    "an empty piece": sealed(entry(shape=(0,), size=0, digests=(), start=(0,), full=(4,))),
+    "a piece of a bomb": sealed(entry(start=(0,), full=(5 * TIB,))),
+    "pieces with a gap": sealed(entry(start=(0,), full=(9,)), entry(start=(5,), full=(9,))),
+    "pieces that overlap": sealed(entry(start=(0,), full=(8,)), entry(start=(3,), full=(8,))),
+    "pieces of two tensors": sealed(entry(start=(0,), full=(8,)), entry(start=(4,), full=(9,))),
+    "pieces of two dtypes": sealed(entry(start=(0,), full=(8,)), entry(dtype="I8", start=(4,), full=(8,))),
+    "a piece beside the whole": sealed(entry(), entry(start=(0,), full=(4,))),
+    "pieces apart": sealed(entry(start=(0,), full=(8,)), entry(name="v"), entry(start=(4,), full=(8,))),
     "tiles of no bytes": sealed(entry(), tile_bytes=0),
     "tiles beyond a message": sealed(entry(), tile_bytes=(1 << 20) + 1),
     "a run that climbs": sealed(entry(), run_id=".."),
@@ -74,6 +85,7 @@ def test_hostile_manifests_are_refused_before_allocation(manifest: Manifest) -> 
 
 def test_the_sound_form_of_these_is_accepted() -> None:
     check_manifest(sealed(entry(), entry(name="v", shape=(2, 2))))
+    check_manifest(sealed(entry(start=(4,), full=(8,)), entry(start=(0,), full=(8,)), entry(name="v")))
 
 
 def test_limits_are_kept_while_parts_arrive() -> None:
