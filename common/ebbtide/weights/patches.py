@@ -10,6 +10,7 @@ from blake3 import blake3
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.types.weights import DIGEST_BYTES, Manifest, Patch, TensorEntry, TensorPatch
 from ebbtide.weights.manifest import check_head
+from ebbtide.weights.signing import check_patch_signature
 from ebbtide.weights.tiles import tile_size
 
 _CONTEXT: Final = "ebbtide 2026-11 patch"
@@ -26,8 +27,8 @@ def patch_root(patch: Patch) -> bytes:
     for text in (patch.run_id, patch.version.policy):
         encoded = text.encode()
         root.update(struct.pack("<Q", len(encoded)) + encoded)
-    root.update(struct.pack("<QQ", patch.base.version, patch.version.version))
-    root.update(patch.base.root + patch.version.root)
+    for version in (patch.base, patch.version):
+        root.update(struct.pack("<QQQ", version.version, version.parent, version.step) + version.root)
     root.update(struct.pack("<QQQ", patch.changed, patch.elements, len(patch.tensors)))
     for tensor in patch.tensors:
         root.update(struct.pack(f"<QQ{len(tensor.sizes)}Q", len(tensor.digests), len(tensor.sizes), *tensor.sizes))
@@ -48,7 +49,8 @@ def same_geometry(one: Manifest, other: Manifest) -> bool:
 def check_patch(patch: Patch, target: Manifest) -> None:
     """Refuse a patch that is malformed, not one to `target` (a checked manifest), or not what its root says.
 
-    Raises `InvalidRequest` naming the field, and `ChunkCorrupt` when only the root digest is wrong.
+    Raises `InvalidRequest` naming the field, `ChunkCorrupt` when only the root digest is wrong, and `PermissionDenied`
+    when it is signed, but not by the target's publisher. One that is not signed was composed by a relay.
     """
     check_head(patch.run_id, patch.base, target.tile_bytes)
     if (patch.run_id, patch.version) != (target.run_id, target.version):
@@ -67,6 +69,8 @@ def check_patch(patch: Patch, target: Manifest) -> None:
                 raise InvalidRequest("gives one tile patch two sizes", field=entry.name)
     if patch_root(patch) != patch.root:
         raise ChunkCorrupt("the patch does not match its root digest: fetch or send it again")
+    if patch.signature:
+        check_patch_signature(patch, target.publisher)
 
 
 def _check_tensor(entry: TensorEntry, tensor: TensorPatch, tile_bytes: int) -> None:
