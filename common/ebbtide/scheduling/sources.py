@@ -1,0 +1,116 @@
+"""From whom a requester fetches a version: the nearest that has it or is fetching it, the relay that is asked last.
+
+Readers form a tree per site whose root, the site's *seed*, alone reads from the origin: the relay that answers. A copy
+that is still arriving is read from only by requesters that were registered behind it, and one that is done reads from
+nobody; so however holders come, go and fail, nobody waits in a circle, and a slow link between the origin and a site is
+crossed once while the site's seed lives. The index over replicas, one seed per site and reading behind a copy that is
+still arriving follow TensorHub (arXiv 2604.09107); there the rule that scores sources is not told, this one is ours.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.types.weights import Holder
+
+#: Stands for the origin among sources.
+ORIGIN: Final = ""
+#: Readers of one peer before others are preferred: two double a tree's rows, a third covers for one that is slow.
+FEW: Final = 3
+
+_HOST, _SITE, _FAR = range(3)
+
+
+class Copy(Struct, kw_only=True):
+    """A holder's copy of one version, whole (`done`) or arriving.
+
+    `order` counts the holders of the version as they came. `source` was named first to it lately (ORIGIN: the origin;
+    None: nobody yet), and `depth` counts the copies between it and the origin, itself included.
+    """
+
+    holder: Holder
+    order: int
+    seen: float
+    done: bool = False
+    source: str | None = None
+    depth: int = 0
+    install_s: float = 0.0
+
+
+class Origin(Struct, frozen=True, kw_only=True):
+    """The relay that answers. `trainers`: it has no upstream, so that what it sends burdens the trainer's link."""
+
+    site: str
+    trainers: bool
+
+
+def choose_sources(requester: Copy, copies: Collection[Copy], origin: Origin, shunned: Collection[str]) -> list[str]:
+    """The names of the holders to read from, best first, with `ORIGIN` among them; at least that.
+
+    `copies` are those of the wanted version that were heard of lately; addresses in `shunned` are passed over. The
+    requester's `source` and `depth` are set to what is chosen.
+    """
+    usable = [copy for copy in copies if _may_serve(copy, requester) and copy.holder.address not in shunned]
+    near = [copy for copy in usable if _distance(copy, requester) != _FAR]
+    readers = Counter(copy.source for copy in copies if not copy.done and copy.holder.name != requester.holder.name)
+    if near:
+        names = _ranked(requester, near, readers)
+        names.insert(_place_of_origin(requester, near, names, readers, origin), ORIGIN)
+    else:
+        far = _ranked(requester, usable, readers)
+        names = [*far, ORIGIN] if origin.trainers else [ORIGIN, *far]
+    requester.source = names[0]
+    depths = {copy.holder.name: 0 if copy.done else copy.depth for copy in near or usable}
+    requester.depth = 1 + depths.get(names[0], 0)
+    return names
+
+
+def lasting_copies(copies: Iterable[Copy]) -> int:
+    """Whole copies that may count as safe: those on spot machines serve, but are gone at any moment."""
+    return sum(1 for copy in copies if copy.done and copy.holder.lasting)
+
+
+def _may_serve(copy: Copy, requester: Copy) -> bool:
+    holder = copy.holder
+    if not holder.address or requester.holder.name == holder.name or requester.holder.address == holder.address:
+        return False
+    if copy.done:
+        return True
+    return copy.order < requester.order and _distance(copy, requester) != _FAR
+
+
+def _distance(copy: Copy, requester: Copy) -> int:
+    one, other = copy.holder, requester.holder
+    if one.host and one.host == other.host:
+        return _HOST
+    return _SITE if one.site == other.site else _FAR
+
+
+def _ranked(requester: Copy, copies: Iterable[Copy], readers: Counter[str | None]) -> list[str]:
+    def cost(copy: Copy) -> tuple[float, ...]:
+        load = readers[copy.holder.name]
+        # Who is read from stays, unless somebody nearer came: what is on its way would be asked for again.
+        stays = 0 if copy.holder.name == requester.source else 1
+        depth = 0 if copy.done else copy.depth
+        return _distance(copy, requester), stays, load >= FEW, load + depth, copy.holder.readers, copy.order
+
+    return [copy.holder.name for copy in sorted(copies, key=cost)]
+
+
+def _place_of_origin(
+    requester: Copy, near: list[Copy], names: list[str], readers: Counter[str | None], origin: Origin
+) -> int:
+    """Behind all peers, unless it is a relay of the site itself, which may serve a few of them."""
+    if origin.trainers or origin.site != requester.holder.site:
+        return len(names)
+    on_host = sum(1 for copy in near if _distance(copy, requester) == _HOST)
+    if on_host:
+        return on_host
+    if requester.source == ORIGIN:
+        return 0
+    best = next(copy for copy in near if copy.holder.name == names[0])
+    load = readers[best.holder.name] + (0 if best.done else best.depth)
+    stays = best.holder.name == requester.source
+    return 1 if stays or readers[ORIGIN] >= FEW or readers[ORIGIN] > load else 0

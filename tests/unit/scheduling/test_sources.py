@@ -1,0 +1,150 @@
+"""Who reads from whom: near before far, once over each slow link, never in a circle."""
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from ebbtide.scheduling.sources import FEW, ORIGIN, Copy, Origin, choose_sources, lasting_copies
+from ebbtide.types.weights import Holder
+
+TRAINERS = Origin(site="home", trainers=True)
+SITES_OWN = Origin(site="a", trainers=False)
+
+
+def copy(name: str, order: int, site: str = "a", *, host: str = "", done: bool = False, lasting: bool = True) -> Copy:
+    holder = Holder(name=name, site=site, host=host, address=f"{name}:1", lasting=lasting)
+    return Copy(holder=holder, order=order, seen=0.0, done=done)
+
+
+def joined(copies: Iterable[Copy], origin: Origin = TRAINERS) -> list[Copy]:
+    """Each asks once, in order."""
+    copies = list(copies)
+    for number, one in enumerate(copies):
+        choose_sources(one, copies[: number + 1], origin, ())
+    return copies
+
+
+def test_same_host_comes_before_same_site_before_the_origin() -> None:
+    asked = copy("asked", 9, host="h")
+    others = [copy("site", 0), copy("host", 1, host="h"), copy("far", 2, "b", done=True)]
+    assert choose_sources(asked, [*others, asked], TRAINERS, ()) == ["host", "site", ORIGIN]
+
+
+def test_a_sites_first_goes_to_whole_copies_of_other_sites_and_to_the_trainers_relay_last() -> None:
+    others = [copy("whole", 0, "b", done=True), copy("arriving", 1, "b")]
+    assert choose_sources(copy("asked", 2), others, TRAINERS, ()) == ["whole", ORIGIN]
+    assert choose_sources(copy("asked", 2), others, Origin(site="b", trainers=False), ()) == [ORIGIN, "whole"]
+
+
+def test_only_those_who_came_before_or_are_whole_may_be_read_from() -> None:
+    others = [copy("before", 0), copy("behind", 2), copy("behind-but-whole", 3, done=True)]
+    assert set(choose_sources(copy("asked", 1), others, TRAINERS, ())) == {"before", "behind-but-whole", ORIGIN}
+
+
+def test_who_serves_nothing_or_is_shunned_is_not_named() -> None:
+    mute = Copy(holder=Holder(name="mute", site="a"), order=0, seen=0.0, done=True)
+    others = [mute, copy("broken", 1), copy("good", 2)]
+    assert choose_sources(copy("asked", 3), others, TRAINERS, {"broken:1"}) == ["good", ORIGIN]
+
+
+def test_readers_of_one_site_form_a_tree_with_few_readers_each_and_one_at_the_origin() -> None:
+    copies = joined(copy(f"w{i}", i) for i in range(16))
+    sources = [one.source for one in copies]
+    assert sources.count(ORIGIN) == 1
+    assert max(sources.count(one.holder.name) for one in copies) <= FEW
+    assert max(one.depth for one in copies) <= 5
+
+
+def test_whole_copies_share_their_readers_evenly() -> None:
+    copies = joined([*(copy(f"d{i}", i, done=True) for i in range(3)), *(copy(f"w{i}", 9 + i) for i in range(6))])
+    sources = [one.source for one in copies[3:]]
+    assert max(sources.count(f"d{i}") for i in range(3)) <= 2
+
+
+def test_a_relay_of_the_site_serves_a_few_itself() -> None:
+    copies = joined((copy(f"w{i}", i) for i in range(8)), SITES_OWN)
+    assert 2 <= sum(one.source == ORIGIN for one in copies) <= FEW
+
+
+def test_a_reader_stays_with_its_source_until_it_is_shunned() -> None:
+    copies = joined(copy(f"w{i}", i) for i in range(8))
+    last = copies[-1]
+    first = last.source
+    copies[-2].source = first  # one more reader there
+    assert choose_sources(last, copies, TRAINERS, ())[0] == first
+    assert choose_sources(last, copies, TRAINERS, {f"{first}:1"})[0] != first
+
+
+def test_copies_on_spot_machines_are_not_counted_as_safe() -> None:
+    copies = [copy("spot", 0, done=True, lasting=False), copy("kept", 1, done=True), copy("arriving", 2)]
+    assert lasting_copies(copies) == 1
+
+
+class World:
+    """Holders that come, ask, die and finish in any order. A reader is told at once when its source dies."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.origin = self.rng.choice([TRAINERS, SITES_OWN])
+        self.copies: dict[str, Copy] = {}
+        self.reads: dict[str, list[str]] = {}
+        self.order = 0
+
+    def step(self) -> None:
+        move = self.rng.choice(["join", "join", "ask", "ask", "die", "finish"])
+        if move == "join":
+            name = f"w{self.rng.randrange(12)}"  # one that died may come back under its old name
+            if name not in self.copies:
+                site, host = self.rng.choice(["a", "a", "b", "home"]), self.rng.choice(["", "h1", "h2"])
+                self.copies[name] = copy(name, self.order, site, host=host and f"{site}-{host}")
+                self.order += 1
+                self.ask(name)
+        elif self.copies:
+            name = self.rng.choice(list(self.copies))
+            {"ask": self.ask, "die": self.die, "finish": self.finish}[move](name)
+
+    def ask(self, name: str) -> None:
+        if not self.copies[name].done:
+            self.reads[name] = choose_sources(self.copies[name], list(self.copies.values()), self.origin, ())
+
+    def die(self, name: str) -> None:
+        del self.copies[name]
+        self.reads.pop(name, None)
+        for reader in [reader for reader, sources in self.reads.items() if name in sources]:
+            self.ask(reader)
+
+    def finish(self, name: str) -> None:
+        self.copies[name].done = True
+        self.reads.pop(name, None)
+
+    def check(self) -> None:
+        assert all(ORIGIN in sources for sources in self.reads.values())
+        self.check_no_circle()
+        for site in ("a", "b", "home"):
+            arriving = [c for c in self.copies.values() if c.holder.site == site and not c.done]
+            bringing = [c for c in arriving if self.crosses(c)]
+            if self.origin.trainers or self.origin.site != site:
+                assert len(bringing) <= 1, f"{len(bringing)} bring it to {site}"
+            whole = any(c.done and c.holder.site == site for c in self.copies.values())
+            assert whole or not arriving or bringing, f"nobody brings it to {site}"
+
+    def crosses(self, reader: Copy) -> bool:
+        source = self.copies.get(reader.source or "")
+        return source is None or source.holder.site != reader.holder.site
+
+    def check_no_circle(self) -> None:
+        left = {name: {s for s in sources if s in self.reads} for name, sources in self.reads.items()}
+        while left:
+            free = [name for name, sources in left.items() if not sources & left.keys()]
+            assert free, f"in a circle: {left}"
+            for name in free:
+                del left[name]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_however_holders_come_and_go_none_wait_in_a_circle_and_each_link_is_crossed_once(seed: int) -> None:
+    world = World(seed)
+    for _ in range(300):
+        world.step()
+        world.check()
