@@ -114,6 +114,7 @@ def patched(
         (time, "time", lambda: EPOCH + loop.now + current.get(loop.outside).clock),
         (os, "_exit", end_at_once),
         (secrets, "token_hex", lambda n=32: f"{chance.getrandbits(8 * n):0{2 * n}x}"),
+        (secrets, "token_bytes", chance.randbytes),
         (random, "uniform", chance.uniform),
         (random, "random", chance.random),
         (asyncio.Event, "__hash__", _hash(events)),

@@ -12,6 +12,9 @@ from typing import Final
 TERM: Final = "ebbtide:{fleet}:term"
 #: string: the life of the store in which all runs were settled last; see `Runs.settle`. Never ends.
 LIFE: Final = "ebbtide:{fleet}:life"
+#: string: 32 bytes that the publishers' keys of all runs are derived from. Made by the first coordinator; never changes
+#: and never ends.
+PUBLISHERS: Final = "ebbtide:{fleet}:publishers"
 #: zset run id -> order of submission. Added to before the run is made, taken from when the run's record has expired.
 INDEX: Final = "ebbtide:{fleet}:runs"
 

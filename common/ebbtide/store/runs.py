@@ -7,7 +7,7 @@ import msgspec
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
 from ebbtide.store.codec import pack, unpack
 from ebbtide.store.faults import Refused, TermSuperseded
-from ebbtide.store.keys import INDEX, LIFE, TERM, run_key
+from ebbtide.store.keys import INDEX, LIFE, PUBLISHERS, TERM, run_key
 from ebbtide.store.topic import Topic, no_run
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
@@ -39,6 +39,13 @@ class Runs(Topic):
     async def keep_life(self, life: str) -> None:
         await self._link.call("SET", LIFE, life)
 
+    async def secret(self, ours: bytes) -> bytes:
+        """The fleet's secret: the store's, or `ours` from now on if it has none."""
+        life = self._link.life
+        await self._link.call("SET", PUBLISHERS, ours, "NX", life=life)
+        found: bytes = await self._link.call("GET", PUBLISHERS, life=life)
+        return found
+
     async def settle(self, run_id: str, ttl_s: float) -> bool:
         """Make a run that its store may have forgotten a part of safe to go on with: what its watchers have seen is not
         given another meaning, and leases that could not be renewed last for `ttl_s` again. False if it is over or gone.
@@ -51,7 +58,7 @@ class Runs(Topic):
 
     async def submit(self, run_id: str, spec: RunSpec) -> bool:
         """Make the run; False if the same one is there. Raises `AlreadyExists` for another spec under this id."""
-        if await self._link.call("GET", TERM) != self._term.encode():
+        if not await self.term_stands():
             self._link.superseded.set()
             raise TermSuperseded
         await self._link.call("ZADD", INDEX, "NX", await self._next_place(), run_id)

@@ -17,6 +17,7 @@ from ebbtide.coordinator import metrics
 from ebbtide.coordinator.attempts import Attempts
 from ebbtide.coordinator.fleet import Fleet
 from ebbtide.coordinator.moves import Moves
+from ebbtide.coordinator.publishers import Publishers
 from ebbtide.coordinator.recovery import Recovery
 from ebbtide.coordinator.state import RunState, Session, State
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
@@ -57,11 +58,13 @@ class Dispatcher:
         fleet: Fleet,
         attempts: Attempts,
         recovery: Recovery,
+        publishers: Publishers,
         *,
         slice_s: float,
         balance: bool = True,
     ) -> None:
         self._state, self._fleet, self._attempts, self._recovery = state, fleet, attempts, recovery
+        self._publishers = publishers
         self._moves = Moves(state, on=balance)
         self._slice_s = slice_s
         self._arranged = self._measured = float("-inf")
@@ -230,6 +233,7 @@ class Dispatcher:
                 version=to_proto(run.versions[version], types_pb2.PolicyVersion),
                 run_id=run.run_id,
                 model=run.spec.model,
+                publisher=self._publishers.public(run.run_id),
             )
             session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(install=message))
 

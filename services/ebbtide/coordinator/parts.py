@@ -5,6 +5,7 @@ from typing import NamedTuple
 from ebbtide.coordinator.attempts import Attempts
 from ebbtide.coordinator.bells import Bells
 from ebbtide.coordinator.fleet import Fleet
+from ebbtide.coordinator.publishers import Publishers
 from ebbtide.coordinator.recovery import Recovery
 from ebbtide.coordinator.settings import Settings
 from ebbtide.coordinator.state import State
@@ -19,3 +20,4 @@ class Parts(NamedTuple):
     fleet: Fleet
     attempts: Attempts
     recovery: Recovery
+    publishers: Publishers

@@ -25,7 +25,8 @@ class RunService:
     """Holds nothing of its own. All methods raise `StoreUnavailable`, and `NotFound` for a run that is not there."""
 
     def __init__(self, parts: Parts) -> None:
-        self._settings, self._state, self._store, self._bells, self._fleet, self._attempts, self._recovery = parts
+        self._settings, self._state, self._store, self._bells, self._fleet, self._attempts, self._recovery = parts[:7]
+        self._publishers = parts.publishers
 
     @property
     def store_life(self) -> StoreLife:
@@ -35,6 +36,7 @@ class RunService:
         """Make a run, once per id."""
         check_id(run_id, field="run_id")
         check_spec(spec)
+        await self._publishers.keep()
         made = await self._store.runs.submit(run_id, spec)
         run = await self._store.runs.read(run_id)
         if not run.status.ended:
@@ -152,8 +154,10 @@ class RunService:
         except LeaseSuperseded:  # the run has ended: there is nothing to release
             return
 
-    async def reserve_version(self, lease: LeaseRef) -> int:
-        return await self._store.runs.reserve_version(check_lease(lease, role="trainer"))
+    async def reserve_version(self, lease: LeaseRef) -> tuple[int, bytes]:
+        """A number for the next version, and the seed of the key to sign it with."""
+        seed = await self._publishers.seed(check_lease(lease, role="trainer").run_id)
+        return await self._store.runs.reserve_version(lease), seed
 
     async def announce(self, lease: LeaseRef, version: PolicyVersion) -> None:
         """Make a version the newest: workers are told to install it."""

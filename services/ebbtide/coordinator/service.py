@@ -13,6 +13,7 @@ from ebbtide.coordinator.dispatcher import Dispatcher
 from ebbtide.coordinator.fleet import Fleet
 from ebbtide.coordinator.lives import Lives
 from ebbtide.coordinator.parts import Parts
+from ebbtide.coordinator.publishers import Publishers
 from ebbtide.coordinator.recovery import Recovery
 from ebbtide.coordinator.rollouts import RolloutService
 from ebbtide.coordinator.runs import RunService
@@ -67,11 +68,19 @@ class Coordinator:
         lives = Lives(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
         recovery = Recovery(self.state, self.store, lives, self._attempts.run_over, grace_s=settings.recover_grace_s)
         await recovery.take_over()
+        publishers = Publishers(self.store)
+        await publishers.keep()
         self.link.on_link = lives.came
         self.dispatcher = Dispatcher(
-            self.state, self.fleet, self._attempts, recovery, slice_s=settings.slice_s, balance=settings.rebalance
+            self.state,
+            self.fleet,
+            self._attempts,
+            recovery,
+            publishers,
+            slice_s=settings.slice_s,
+            balance=settings.rebalance,
         )
-        parts = Parts(settings, self.state, self.store, self._bells, self.fleet, self._attempts, recovery)
+        parts = Parts(settings, self.state, self.store, self._bells, self.fleet, self._attempts, recovery, publishers)
         runs, rollouts = RunService(parts), RolloutService(parts)
         appending = Appending(self.state, self.store, self.fleet, self._bells)
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)

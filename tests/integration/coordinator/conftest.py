@@ -44,6 +44,7 @@ class ScriptedWorker:
         self.assigned: dict[str, fleet_pb2.Assignment] = {}
         self.cancelled: list[str] = []
         self.installed: list[int] = []
+        self.publishers: list[bytes] = []  # the keys that came with them
         self.drains: list[float] = []
         self.asked: list[str] = []  # rollouts that it is to hand back
         self._loops: list[asyncio.Task[None]] = []
@@ -96,6 +97,7 @@ class ScriptedWorker:
             self.drains.append(message.drain.deadline_s)
         if message.HasField("install"):
             self.installed.append(message.install.version.version)
+            self.publishers.append(message.install.publisher)
             if self.installs:
                 await self.say(
                     installed=fleet_pb2.Installed(version=message.install.version, run_id=message.install.run_id)

@@ -72,8 +72,8 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         return runs_pb2.Empty()
 
     async def ReserveVersion(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.ReserveVersionResponse:
-        version = await self._runs.reserve_version(from_proto(request, LeaseRef))
-        return runs_pb2.ReserveVersionResponse(version=version)
+        version, seed = await self._runs.reserve_version(from_proto(request, LeaseRef))
+        return runs_pb2.ReserveVersionResponse(version=version, publisher_seed=seed)
 
     async def AnnounceVersion(self, request: runs_pb2.AnnounceVersionRequest, context: Context) -> runs_pb2.Empty:
         lease = from_proto(request.lease, LeaseRef, field="lease")
