@@ -22,7 +22,7 @@ from ebbtide.types.ids import new_run_id
 from ebbtide.types.parse import parse
 from ebbtide.types.rollout import TokenChunk
 from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, check_spec
-from ebbtide.types.weights import Manifest, VersionInfo
+from ebbtide.types.weights import Manifest, VersionInfo, WeightsState
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
@@ -164,6 +164,19 @@ class Client:
         """The versions of a policy that the relay holds, then each new one as it is committed."""
         async for info in self._weights().versions(run_id, policy):
             yield info
+
+    async def describe_weights(self, run_id: str) -> WeightsState:
+        """The versions of a run that the relay holds, who has which, and what went over which link.
+
+        Raises `NotFound` for a run of which the relay knows nothing.
+        """
+        state = await self._weights().describe(run_id)
+        if not state.versions and not state.holders:
+            raise NotFound(
+                f"the weight-relay at {self._relay_address} knows no version of run {run_id}: none was published to it "
+                "yet, or the run has another id or relay"
+            )
+        return state
 
     async def fetch_weights(
         self, run_id: str, policy: str = "policy", version: int = 0

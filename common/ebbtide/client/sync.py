@@ -22,7 +22,7 @@ from ebbtide.types.rollout import (
     TrajectoryOutcome,
 )
 from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, RunStatus
-from ebbtide.types.weights import Manifest, PolicyVersion, VersionInfo
+from ebbtide.types.weights import Manifest, PolicyVersion, VersionInfo, WeightsState
 
 if TYPE_CHECKING:
     from ebbtide.client.weights import Tensors
@@ -127,6 +127,9 @@ class SyncClient:
 
     def stream_tokens(self, run_id: str, rollout_id: str, offset: int = 0) -> Iterator[TokenChunk]:
         return self._loop.iterate(self._client.stream_tokens(run_id, rollout_id, offset))
+
+    def describe_weights(self, run_id: str) -> WeightsState:
+        return self._loop.call(self._client.describe_weights(run_id))
 
     def versions(self, run_id: str, policy: str = "policy") -> Iterator[VersionInfo]:
         return self._loop.iterate(self._client.versions(run_id, policy))

@@ -145,3 +145,52 @@ class FoundWay(Struct, frozen=True, kw_only=True):
     anchor: bool
     via: tuple[int, ...] = ()
     size: int = 0
+
+
+class PatchState(Struct, frozen=True, kw_only=True):
+    """A patch at a relay: `size` in bytes, `density` the share of elements that it changes."""
+
+    base: int
+    size: int = 0
+    density: float = 0.0
+    composed: bool = False
+
+
+class VersionState(Struct, frozen=True, kw_only=True):
+    """A version at a relay, and the patches that lead to it. `anchor`: its dense tiles are there."""
+
+    info: VersionInfo
+    anchor: bool = False
+    patches: tuple[PatchState, ...] = ()
+    age_s: float = 0.0
+
+
+class HolderState(Struct, frozen=True, kw_only=True):
+    """A version that somebody fetches, or has whole (`done`).
+
+    `install_s`: seconds for which generation stood still for it; 0: none known. `seen_s`: since it was heard of.
+    """
+
+    holder: Holder
+    policy: str
+    version: int
+    done: bool = False
+    install_s: float = 0.0
+    seen_s: float = 0.0
+
+
+class LinkState(Struct, frozen=True, kw_only=True):
+    """What a relay sent to the readers of a site since its start, and at what rate lately; `limit` 0: none."""
+
+    site: str = ""
+    bytes: int = 0
+    bytes_per_s: float = 0.0
+    limit: float = 0.0
+
+
+class WeightsState(Struct, frozen=True, kw_only=True):
+    """What a relay knows of a run's versions, oldest first."""
+
+    versions: tuple[VersionState, ...] = ()
+    holders: tuple[HolderState, ...] = ()
+    links: tuple[LinkState, ...] = ()
