@@ -31,14 +31,20 @@ def slice_tiles(tensor: NamedTensor, tile_bytes: int = TILE_BYTES) -> Iterator[m
         yield tensor.data[start : start + tile_bytes]
 
 
-def describe(tensor: NamedTensor, tile_bytes: int = TILE_BYTES) -> TensorEntry:
-    """The tensor's manifest entry. Reads all its bytes once; raises `InvalidRequest` if they do not fill its shape."""
+def tensor_size(tensor: NamedTensor) -> int:
+    """The tensor's bytes. Raises `InvalidRequest` naming it if they do not fill its shape."""
     size = carrier(tensor.dtype, field=tensor.name).itemsize
     for length in tensor.shape:
         size *= length
     if size != tensor.data.nbytes:
         text = f"{tensor.data.nbytes} bytes do not fill {tensor.dtype}{list(tensor.shape)}"
         raise InvalidRequest(text, field=tensor.name)
+    return size
+
+
+def describe(tensor: NamedTensor, tile_bytes: int = TILE_BYTES) -> TensorEntry:
+    """The tensor's manifest entry. Reads all its bytes once; raises `InvalidRequest` if they do not fill its shape."""
+    size = tensor_size(tensor)
     digests = tuple(tile_digest(tile) for tile in slice_tiles(tensor, tile_bytes))
     return TensorEntry(
         name=tensor.name,
