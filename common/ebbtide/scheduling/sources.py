@@ -20,6 +20,12 @@ ORIGIN: Final = ""
 #: Readers of one peer before others are preferred: two double a tree's rows, a third covers for one that is slow.
 FEW: Final = 3
 
+#: Sources named to a requester besides the origin: one to read from, and two for when it breaks.
+MOST: Final = 3
+#: How long one that complained is not sent to an address again, and how many must complain for nobody to be.
+SHUN_S: Final = 30.0
+SEVERAL: Final = 3
+
 _HOST, _SITE, _FAR = range(3)
 
 
@@ -58,13 +64,33 @@ def choose_sources(requester: Copy, copies: Collection[Copy], origin: Origin, sh
     if near:
         names = _ranked(requester, near, readers)
         names.insert(_place_of_origin(requester, near, names, readers, origin), ORIGIN)
+        names = [name for number, name in enumerate(names) if number < MOST or name == ORIGIN]
     else:
-        far = _ranked(requester, usable, readers)
+        far = _ranked(requester, usable, readers)[:MOST]
         names = [*far, ORIGIN] if origin.trainers else [ORIGIN, *far]
     requester.source = names[0]
     depths = {copy.holder.name: 0 if copy.done else copy.depth for copy in near or usable}
     requester.depth = 1 + depths.get(names[0], 0)
     return names
+
+
+class Complaints:
+    """Addresses that failed somebody lately. Kept in memory alone: who is failed again complains again."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, dict[str, float]] = {}  # address -> who complained -> until when that counts
+
+    def add(self, requester: str, addresses: Iterable[str], now: float) -> None:
+        for address in addresses:
+            self._until.setdefault(address, {})[requester] = now + SHUN_S
+
+    def shunned(self, requester: str, now: float) -> set[str]:
+        """The addresses that `requester` is not to be sent to."""
+        for address, until in list(self._until.items()):
+            self._until[address] = live = {name: end for name, end in until.items() if end > now}
+            if not live:
+                del self._until[address]
+        return {address for address, until in self._until.items() if requester in until or len(until) >= SEVERAL}
 
 
 def lasting_copies(copies: Iterable[Copy]) -> int:

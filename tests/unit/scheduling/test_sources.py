@@ -5,7 +5,17 @@ from collections.abc import Iterable
 
 import pytest
 
-from ebbtide.scheduling.sources import FEW, ORIGIN, Copy, Origin, choose_sources, lasting_copies
+from ebbtide.scheduling.sources import (
+    FEW,
+    ORIGIN,
+    SEVERAL,
+    SHUN_S,
+    Complaints,
+    Copy,
+    Origin,
+    choose_sources,
+    lasting_copies,
+)
 from ebbtide.types.weights import Holder
 
 TRAINERS = Origin(site="home", trainers=True)
@@ -79,6 +89,19 @@ def test_a_reader_stays_with_its_source_until_it_is_shunned() -> None:
 def test_copies_on_spot_machines_are_not_counted_as_safe() -> None:
     copies = [copy("spot", 0, done=True, lasting=False), copy("kept", 1, done=True), copy("arriving", 2)]
     assert lasting_copies(copies) == 1
+
+
+def test_a_source_that_failed_one_is_shunned_for_it_alone_and_after_several_for_all() -> None:
+    complaints = Complaints()
+    complaints.add("w0", ["bad:1"], 0.0)
+    assert complaints.shunned("w0", 1.0) == {"bad:1"}
+    assert complaints.shunned("other", 1.0) == set()
+    for number in range(1, SEVERAL):
+        complaints.add(f"w{number}", ["bad:1"], 2.0)
+    assert complaints.shunned("other", 3.0) == {"bad:1"}
+    assert complaints.shunned("other", 1.0 + SHUN_S) == set()  # the first one's counts no longer
+    assert complaints.shunned("w1", 1.0 + SHUN_S) == {"bad:1"}
+    assert complaints.shunned("w1", 2.0 + SHUN_S) == set()
 
 
 class World:

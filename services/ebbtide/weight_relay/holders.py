@@ -1,0 +1,151 @@
+"""Who holds or fetches what, as they tell in FindWay, and whom a requester is sent to.
+
+Soft state: each entry lives for `LOST_S` behind its holder's last word, and a restarted relay hears of all of them
+again within `AGAIN_S`. Only the servicer's FindWay writes here, without waiting in between.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+
+from ebbtide.errors import NoCapacity
+from ebbtide.scheduling.sources import ORIGIN, Complaints, Copy, Origin, choose_sources, lasting_copies
+from ebbtide.types.weights import BlobSource, Holder, HolderState
+from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.index import Stream
+
+#: How often holders are to ask again while they fetch or serve, and behind which silence they count as gone.
+AGAIN_S: Final = 5.0
+LOST_S: Final = 3 * AGAIN_S
+#: Copies known at once; a fleet far beyond what one relay can answer.
+MAX_COPIES: Final = 1 << 16
+_VERSIONS = Annotated[tuple[int, ...], Meta(max_length=1024)]
+_ADDRESSES = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=64)]
+
+Place = tuple[Stream, int]
+
+
+class WayRequest(Struct, frozen=True, kw_only=True):
+    """FindWay's request, as `weights.proto` says."""
+
+    run_id: str
+    policy: str
+    holder: Holder
+    version: int = 0
+    have: _VERSIONS = ()
+    bytes_per_s: float = 0.0
+    failed: _ADDRESSES = ()
+    done: bool = False
+    install_s: float = 0.0
+    scratch: bool = False
+
+    @property
+    def stream(self) -> Stream:
+        return self.run_id, self.policy
+
+
+class Holders:
+    def __init__(self, origin: Origin, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._origin, self._clock = origin, clock
+        self._copies: dict[Place, dict[str, Copy]] = {}
+        self._have: dict[tuple[Stream, str], tuple[tuple[int, ...], float]] = {}
+        self._complaints = Complaints()
+        self._order = 0
+        self._looked_at = -LOST_S
+
+    def told(self, request: WayRequest, version: int) -> list[BlobSource]:
+        """Note what a holder says of `version`, which it wants or has, and name sources for it, best first.
+
+        This relay is the source without an address. Raises `NoCapacity` beyond `MAX_COPIES`.
+        """
+        now = self._clock()
+        name = request.holder.name
+        self._complaints.add(name, request.failed, now)
+        self._forget_lost(now)
+        copy = self._copy(request, (request.stream, version), now)
+        self._have[request.stream, name] = request.have, now
+        if copy.done:
+            return []
+        copies = {one.holder.name: one for one in self._live((request.stream, version))}
+        names = choose_sources(copy, copies.values(), self._origin, self._complaints.shunned(name, now))
+        if len(names) > 1 and names[-1] == ORIGIN:
+            names.pop()  # the last resort needs no name: the requester knows whom it asks
+        return [_source(copies[name].holder) if name != ORIGIN else self._itself() for name in names]
+
+    def fetching(self, stream: Stream, version: int) -> int:
+        """Holders that are fetching the version now."""
+        return sum(1 for copy in self._live((stream, version)) if not copy.done)
+
+    def lasting(self, stream: Stream, version: int) -> int:
+        """Whole copies that count as safe, besides this relay's own."""
+        return lasting_copies(self._live((stream, version)))
+
+    def needed(self) -> set[Place]:
+        """Versions that somebody holds or fetches: ways from and to these are asked for."""
+        now = self._clock()
+        have = {
+            (stream, version)
+            for (stream, _), (versions, seen) in self._have.items()
+            if now - seen < LOST_S
+            for version in versions
+        }
+        return have | {place for place in self._copies if any(True for _ in self._live(place))}
+
+    def states(self, run_id: str) -> list[HolderState]:
+        """All copies of a run's versions, in the order of policy, version and name."""
+        now = self._clock()
+        return [
+            HolderState(
+                holder=copy.holder,
+                policy=policy,
+                version=version,
+                done=copy.done,
+                install_s=copy.install_s,
+                seen_s=now - copy.seen,
+            )
+            for ((run, policy), version), copies in sorted(self._copies.items())
+            for _, copy in sorted(copies.items())
+            if run == run_id and now - copy.seen < LOST_S
+        ]
+
+    def _copy(self, request: WayRequest, place: Place, now: float) -> Copy:
+        copies = self._copies.setdefault(place, {})
+        copy = copies.get(request.holder.name)
+        if copy is None or (copy.done and not request.done):
+            # One that has lost what it held stands behind all that may read from it.
+            self._order += 1
+            copy = copies[request.holder.name] = Copy(holder=request.holder, order=self._order, seen=now)
+        copy.holder, copy.seen, copy.done = request.holder, now, request.done
+        if request.install_s and request.install_s != copy.install_s:
+            copy.install_s = request.install_s
+            metrics.INSTALL_SECONDS.observe(request.install_s)
+        return copy
+
+    def _live(self, place: Place) -> Iterable[Copy]:
+        oldest = self._clock() - LOST_S
+        return (copy for copy in self._copies.get(place, {}).values() if copy.seen > oldest)
+
+    def _forget_lost(self, now: float) -> None:
+        if now - self._looked_at < 1.0:
+            return
+        self._looked_at = now
+        for place, copies in list(self._copies.items()):
+            for name in [name for name, copy in copies.items() if now - copy.seen >= LOST_S]:
+                del copies[name]
+            if not copies:
+                del self._copies[place]
+        for key in [key for key, (_, seen) in self._have.items() if now - seen >= LOST_S]:
+            del self._have[key]
+        held = sum(map(len, self._copies.values()))
+        metrics.HOLDERS.set(held)
+        if held >= MAX_COPIES:
+            raise NoCapacity(f"{MAX_COPIES} copies are known to this relay; add relays", retry_after_s=AGAIN_S)
+
+    def _itself(self) -> BlobSource:
+        return BlobSource(name=ORIGIN, address="", site=self._origin.site)
+
+
+def _source(holder: Holder) -> BlobSource:
+    return BlobSource(name=holder.name, address=holder.address, site=holder.site, host=holder.host)
