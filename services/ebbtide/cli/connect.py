@@ -20,6 +20,10 @@ Coordinator = Annotated[
     str | None,
     typer.Option(envvar="EBBTIDE_COORDINATOR", help="Address of the coordinator.", show_default="127.0.0.1:7600"),
 ]
+Relay = Annotated[
+    str | None,
+    typer.Option(envvar="EBBTIDE_RELAY", help="Address of the weight-relay.", show_default="127.0.0.1:7610"),
+]
 TokenFile = Annotated[
     Path | None,
     typer.Option(envvar="EBBTIDE_TOKEN_FILE", help="File that holds the cluster's token; or set EBBTIDE_TOKEN."),
@@ -32,18 +36,18 @@ def with_client(
     coordinator: str | None,
     token_file: Path | None,
     patience_s: float = _PATIENCE_S,
+    relay: str | None = None,
 ) -> T:
     """What `ask` returns. Raises its errors, and `InvalidRequest` for a token file that cannot be read."""
-    return asyncio.run(_ask(ask, coordinator, _token(token_file), patience_s))
+    token = _token(token_file)
 
+    async def ask_it() -> T:
+        from ebbtide.client import Client
 
-async def _ask(
-    ask: "Callable[[Client], Awaitable[T]]", coordinator: str | None, token: str | None, patience_s: float
-) -> T:
-    from ebbtide.client import Client
+        async with Client(coordinator, relay, token=token, patience_s=patience_s) as client:
+            return await ask(client)
 
-    async with Client(coordinator, token=token, patience_s=patience_s) as client:
-        return await ask(client)
+    return asyncio.run(ask_it())
 
 
 def _token(file: Path | None) -> str | None:

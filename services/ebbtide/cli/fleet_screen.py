@@ -3,17 +3,15 @@
 Invariant: it only reads what the coordinator lists, and leaves nothing behind.
 """
 
-import asyncio
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ebbtide.cli.tables import GONE, cell, clock, plain
+from ebbtide.cli.tables import GONE, cell, plain
+from ebbtide.cli.watching import watch
 from ebbtide.types.fleet import Worker, WorkerState
 
 if TYPE_CHECKING:
@@ -100,26 +98,10 @@ def worker_line(worker: Worker) -> str:
     return "; ".join((told, *(f"{name} {value}" for name, value in zip(_RIGHT, _numbers(worker), strict=True))))
 
 
+def fleet_picture(workers: Sequence[Worker]) -> Group:
+    return Group(Text(fleet_line(workers), style="bold"), Text(), fleet_table(workers))
+
+
 async def watch_fleet(client: "Client", every_s: float, console: Console | None = None) -> None:
     """Show the fleet until cancelled. Raises `Unavailable` when the coordinator stays away."""
-    console = console or Console()
-    began = time.monotonic()
-    if not console.is_terminal:
-        while True:
-            for worker in await _look(client):
-                print(f"{clock(time.monotonic() - began):>6}  {worker_line(worker)}", flush=True)  # noqa: T201
-            await asyncio.sleep(every_s)
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            workers = await _look(client)
-            live.update(Group(Text(fleet_line(workers), style="bold"), Text(), fleet_table(workers)), refresh=True)
-            await asyncio.sleep(every_s)
-
-
-async def _look(client: "Client") -> list[Worker]:
-    """The workers. A cancellation that the call took for its own end, as gRPC may, ends the watching all the same."""
-    workers = await client.workers()
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
-    return workers
+    await watch(client.workers, fleet_picture, lambda workers: map(worker_line, workers), every_s, console)

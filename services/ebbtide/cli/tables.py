@@ -40,10 +40,16 @@ def worker_table(workers: Sequence[Worker], rate: Callable[[Worker], float] = la
     return table
 
 
-def print_table(table: Table) -> None:
+def wide_console() -> Console:
+    """One for tables: where another program reads them, a line is a row."""
     console = Console()
-    if not console.is_terminal:  # another program reads it: a line is a row
+    if not console.is_terminal:
         console.width = _WIDE
+    return console
+
+
+def print_table(table: Table) -> None:
+    console = wide_console()
     if table.row_count:
         console.print(table)
     else:
@@ -68,6 +74,15 @@ def clock(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
     return f"{whole // 60}:{whole % 60:02}"
+
+
+def amount(size: float) -> str:
+    """Bytes, to three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
 
 
 def _table(*columns: str) -> Table:

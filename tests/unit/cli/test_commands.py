@@ -35,7 +35,8 @@ def test_help_names_every_command_and_is_quick() -> None:
     # Against what cannot be left out, so that a busy machine is no excuse and no obstacle; 0.25 s on an idle one.
     assert time.monotonic() - began < 3 * imports + 0.3
     assert done.returncode == 0
-    people = ["demo", "up", "base-model", "submit", "runs", "watch", "timeline", "cancel", "workers", "drain"]
+    runs = ["submit", "runs", "watch", "timeline", "cancel", "weights"]
+    people = ["demo", "up", "base-model", *runs, "workers", "drain"]
     assert [name for name in (*people, *SERVICES) if f" {name} " not in done.stdout] == []
 
 
