@@ -78,13 +78,13 @@ def store_64(_: Any, raw: Any, offset: Any, word: Any) -> Any:  # noqa: ARG001 -
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(_: Any, array: Any, index: Any) -> Any:  # noqa: ARG001 - numba goes by names
-    """Ask for the cache line of array[index] into the second level; an address that does not exist does no harm."""
+    """Ask for the cache line of array[index] into the nearest cache; an address that does not exist does no harm."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address = _address(context, builder, signature.args[0], args[0], args[1], _I8)
         kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
         hint = builder.module.declare_intrinsic("llvm.prefetch", (_I8.as_pointer(),), kind)
-        builder.call(hint, [address, *(ir.Constant(_I32, number) for number in (0, 2, 1))])
+        builder.call(hint, [address, *(ir.Constant(_I32, number) for number in (0, 3, 1))])
         return context.get_dummy_value()
 
     return types.void(array, types.uint64), generate

@@ -22,12 +22,12 @@ def code(base: Array, new: Array, letters: Alphabet, symbols: Array, raw: Array)
     return len(positions), _pack(fields.astype(np.uint64), gap_bits + value_bits, raw)
 
 
-def decode(symbols: Array, raw: Array, limit: int, letters: Alphabet, target: Array, into: Changes) -> bool:
+def decode(symbols: Array, raw: Array, limit: int, letters: Alphabet, length: int, into: Changes) -> bool:
     """Write the changes that at least one symbol and `limit` raw bits, whole bytes of `raw`, stand for.
 
-    Tells whether all positions lie in `target`, which is not touched, all differences are in range, and the symbols use
-    all bits but fewer than 8, which are zero. If not, what was written is worthless. `raw` must have room for the bits
-    of as many symbols of any kind, and 8 bytes more; what it holds beyond the limit does not matter.
+    Tells whether all positions are below `length`, all differences are in range, and the symbols use all bits but fewer
+    than 8, which are zero. If not, what was written is worthless. `raw` must have room for the bits of as many symbols
+    of any kind, and 8 bytes more; what it holds beyond the limit does not matter.
     """
     entries = letters.symbols[symbols]
     gap_bits, value_bits = entries & 255, entries >> 8 & 255
@@ -39,18 +39,20 @@ def decode(symbols: Array, raw: Array, limit: int, letters: Alphabet, target: Ar
     strides = (entries >> 16 & 0xFFFFFF) + (fields & (1 << gap_bits) - 1)
     folded = (entries >> 40) + (fields >> gap_bits & (1 << value_bits) - 1)
     positions = np.cumsum(strides) - 1
-    if positions[-1] >= len(target) or int(folded.max()) >> 8 * letters.width:
+    if positions[-1] >= length or int(folded.max()) >> 8 * letters.width:
         return False
     into[0][: len(symbols)] = positions
     into[1][: len(symbols)] = folded >> 1 ^ -(folded & 1)
     return True
 
 
-def apply(symbols: Array, raw: Array, limit: int, letters: Alphabet, target: Array, into: Changes) -> bool:
-    """`decode`, and if all is well, add the differences to the units of `target`, modulo 2^bits."""
-    if not decode(symbols, raw, limit, letters, target, into):
+def apply(symbols: Array, raw: Array, limit: int, letters: Alphabet, target: Array) -> bool:
+    """Add the differences to the units of `target`, modulo 2^bits; tells, and leaves it as it was, if `decode` would
+    refuse them."""
+    into = np.empty(len(symbols), np.uint32), np.empty(len(symbols), target.dtype)
+    if not decode(symbols, raw, limit, letters, len(target), into):
         return False
-    target[into[0][: len(symbols)]] += into[1][: len(symbols)]
+    target[into[0]] += into[1]
     return True
 
 

@@ -1,6 +1,6 @@
 """One tile: encode its change, check a tile patch, apply it, and add up several."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import groupby
@@ -31,8 +31,8 @@ _CROWDED: Final = 16
 class TileCodec:
     """Patches of tiles of up to `tile_bytes`, for one thread at a time; each thread has its own, and none waits.
 
-    Invariant: a tile patch is checked whole before its target is written, and nothing stays from one call to the next
-    but the memory of the scratch: 6 times `tile_bytes` at most (10 for units of one byte), and about 2 MiB of zstd's.
+    Invariant: a target is left with all of a tile patch or as it was, and nothing stays from one call to the next but
+    the memory of the scratch: 6 times `tile_bytes` at most (10 for units of one byte), and about 2 MiB of zstd's.
     No call allocates more than 3 times `tile_bytes` besides, whatever a patch says; but numpy's kernels, which
     `compiled` False takes in place of numba's, want 144 bytes for every unit that changes.
     """
@@ -49,6 +49,7 @@ class TileCodec:
         self._differences = np.empty(units, self._dtype)
         self._symbols = np.empty(units, np.uint8)
         self._raw = np.empty(self._letters.raw_bytes(units) + 8, np.uint8)
+        self._raw_view = self._raw.data  # made once: a tile costs microseconds
 
     def encode(self, base: Array, new: Array) -> bytes:
         """The smallest tile patch from `base` to `new`: flat contiguous unsigned units, of one length."""
@@ -78,8 +79,9 @@ class TileCodec:
     def apply(self, patch: Bytes, into: Array) -> None:
         """Turn the base in `into` (flat contiguous unsigned units) into the new tile, in place.
 
-        Raises `InvalidRequest`, and writes nothing then, unless the patch is whole and made for such a tile. Whether
-        `into` is the right base is for digests to tell.
+        Raises `InvalidRequest`, and leaves `into` as it was then, unless the patch is whole and made for such a tile
+        (what was added before the fault was found is taken back). Whether `into` is the right base is for digests to
+        tell.
         """
         self._check_units(into, "into")
         if not into.flags.writeable:
@@ -98,7 +100,7 @@ class TileCodec:
         part = read_tile(patch, self._dtype.itemsize, units)
         if part.kind != Kind.SPARSE:
             return None
-        count = self._read_sparse(part, self._differences[:units], self._kernels.decode)
+        count = self._decode(part)
         return self._positions[:count], self._differences[:count]
 
     def encode_changes(self, positions: Array, differences: Array, units: int) -> bytes:
@@ -157,7 +159,7 @@ class TileCodec:
         """The number of changes, and the payload of kind SPARSE: its head, its symbols' frame, its raw bits."""
         count, bits = self._kernels.code(base, new, self._letters, self._symbols, self._raw)
         frame = self._frames.pack_symbols(self._symbols[:count])
-        return count, [SPARSE_HEAD.pack(count, len(frame)), frame, self._raw[: (bits + 7) >> 3].data]
+        return count, [SPARSE_HEAD.pack(count, len(frame)), frame, self._raw_view[: (bits + 7) >> 3]]
 
     def _write_dense(self, new: Array) -> bytes:
         frame = self._frames.pack_below(lambda part: new[part], len(new), new.nbytes)
@@ -179,7 +181,8 @@ class TileCodec:
 
     def _add(self, into: Array, part: TilePatch) -> None:
         if part.kind == Kind.SPARSE:
-            self._read_sparse(part, into, self._kernels.apply)
+            if not self._kernels.apply(*self._read_sparse(part), self._letters, into):
+                raise _broken()
         elif part.kind == Kind.XOR:
             np.bitwise_xor(into, self._block(part), out=into)
         else:
@@ -187,7 +190,7 @@ class TileCodec:
 
     def _check(self, part: TilePatch) -> None:
         if part.kind == Kind.SPARSE:
-            self._read_sparse(part, self._differences[: part.units], self._kernels.decode)
+            self._decode(part)
         else:
             self._block(part)
 
@@ -198,8 +201,16 @@ class TileCodec:
         block = part.payload if part.kind == Kind.DENSE else self._frames.unpack(part.payload, size)
         return np.frombuffer(block, self._dtype)
 
-    def _read_sparse(self, part: TilePatch, target: Array, kernel: Callable[..., bool]) -> int:
-        """Let a kernel read the changes into the scratch; give their number."""
+    def _decode(self, part: TilePatch) -> int:
+        """Read the changes into the scratch; give their number."""
+        symbols, raw, limit = self._read_sparse(part)
+        changes = self._positions, self._differences
+        if not self._kernels.decode(symbols, raw, limit, self._letters, part.units, changes):
+            raise _broken()
+        return len(symbols)
+
+    def _read_sparse(self, part: TilePatch) -> tuple[Array, Array, int]:
+        """The symbols, the raw bits (in the scratch, which has room for any symbols' bits), and how many bits."""
         payload, head = part.payload, SPARSE_HEAD.size
         if len(payload) < head:
             raise InvalidRequest("ends within the head of its changes", field="patch")
@@ -208,16 +219,17 @@ class TileCodec:
         if not 1 <= count <= part.units or not 0 <= length <= self._letters.raw_bytes(count):
             raise InvalidRequest(f"{count} changes do not fit their bytes or their tile", field="patch")
         symbols = np.frombuffer(self._frames.unpack(payload[head : head + size], count), np.uint8)
-        self._raw.data[:length] = payload[head + size :]
-        changes = self._positions, self._differences
-        if not kernel(symbols, self._raw, 8 * length, self._letters, target, changes):
-            raise InvalidRequest("has changes out of range, or not as many as it says", field="patch")
-        return int(count)
+        self._raw_view[:length] = payload[head + size :]
+        return symbols, self._raw, 8 * length
 
     def _check_units(self, units: Array, field: str) -> None:
         if units.dtype != self._dtype or units.ndim != 1 or not units.flags.c_contiguous or len(units) > self._units:
             text = f"must be at most {self._units} units of {self._dtype.itemsize} bytes, flat and contiguous"
             raise InvalidRequest(text, field=field)
+
+
+def _broken() -> InvalidRequest:
+    return InvalidRequest("has changes out of range, or not as many as it says", field="patch")
 
 
 def _kernels(compiled: bool | None) -> ModuleType:
