@@ -1,0 +1,108 @@
+"""What holders tell is kept while it is fresh, and who failed is passed over."""
+
+import pytest
+
+from ebbtide.errors import NoCapacity
+from ebbtide.scheduling.sources import SEVERAL, Origin
+from ebbtide.types.weights import Holder
+from ebbtide.weight_relay import holders as module
+from ebbtide.weight_relay.holders import AGAIN_S, LOST_S, Holders, WayRequest
+
+STREAM = ("run", "policy")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def holders(clock: Clock) -> Holders:
+    return Holders(Origin(site="home", trainers=True), clock=clock)
+
+
+def ask(name: str, *, site: str = "a", done: bool = False, lasting: bool = False, **more: object) -> WayRequest:
+    holder = Holder(name=name, site=site, address=f"{name}:1", lasting=lasting)
+    return WayRequest(run_id="run", policy="policy", holder=holder, done=done, **more)  # type: ignore[arg-type]
+
+
+def addresses(holders: Holders, request: WayRequest) -> list[str]:
+    return [source.address for source in holders.told(request, 5)]
+
+
+def test_the_first_of_a_site_reads_here_and_the_next_reads_from_the_first(holders: Holders) -> None:
+    assert addresses(holders, ask("w0")) == [""]
+    assert addresses(holders, ask("w1")) == ["w0:1"]
+    assert addresses(holders, ask("other", site="b")) == [""]
+    assert addresses(holders, ask("w0")) == [""]
+
+
+def test_a_dead_seed_is_replaced_at_once_for_those_it_failed_and_for_all_when_it_is_silent(
+    holders: Holders, clock: Clock
+) -> None:
+    for name in ("w0", "w1", "w2"):
+        holders.told(ask(name), 5)
+    assert addresses(holders, ask("w1", failed=("w0:1",))) == [""]
+    clock.now += LOST_S - 1
+    assert addresses(holders, ask("w1")) == [""]
+    assert addresses(holders, ask("w2")) == ["w0:1", "w1:1"]
+    clock.now += AGAIN_S
+    assert addresses(holders, ask("w1")) == [""]
+    assert addresses(holders, ask("w2")) == ["w1:1"]
+
+
+def test_an_address_that_failed_several_is_named_to_nobody(holders: Holders) -> None:
+    holders.told(ask("bad", done=True), 5)
+    for number in range(SEVERAL):
+        assert addresses(holders, ask(f"w{number}", failed=("bad:1",)))[0] != "bad:1"
+    assert "bad:1" not in addresses(holders, ask("new"))
+
+
+def test_one_that_lost_what_it_held_stands_behind_its_readers(holders: Holders) -> None:
+    holders.told(ask("w0", done=True), 5)
+    assert addresses(holders, ask("w1")) == ["w0:1"]
+    assert addresses(holders, ask("w0")) == ["w1:1"]
+    assert addresses(holders, ask("w1")) == [""]
+
+
+def test_who_is_done_needs_no_sources_and_counts_as_a_copy_if_it_lasts(holders: Holders) -> None:
+    assert holders.told(ask("kept", done=True, lasting=True), 5) == []
+    assert holders.told(ask("spot", done=True), 5) == []
+    holders.told(ask("slow"), 5)
+    assert (holders.lasting(STREAM, 5), holders.fetching(STREAM, 5)) == (1, 1)
+
+
+def test_versions_that_live_holders_have_or_fetch_are_needed(holders: Holders, clock: Clock) -> None:
+    holders.told(ask("w0", have=(2, 3)), 5)
+    assert holders.needed() == {(STREAM, 2), (STREAM, 3), (STREAM, 5)}
+    clock.now += LOST_S
+    assert holders.needed() == set()
+
+
+def test_what_is_shown_of_a_holder_is_what_it_told_last(holders: Holders, clock: Clock) -> None:
+    holders.told(ask("w0", done=True), 5)
+    clock.now += 2.0
+    holders.told(ask("w1"), 5)
+    holders.told(ask("w1", done=True, install_s=0.25), 5)
+    shown = [(s.holder.name, s.version, s.done, s.install_s, s.seen_s) for s in holders.states("run")]
+    assert shown == [("w0", 5, True, 0.0, 2.0), ("w1", 5, True, 0.25, 0.0)]
+    assert holders.states("another") == []
+
+
+def test_holders_are_bounded(holders: Holders, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_COPIES", 3)
+    for name in ("w0", "w1", "w2"):
+        holders.told(ask(name), 5)
+    clock.now += 1.0
+    with pytest.raises(NoCapacity):
+        holders.told(ask("w3"), 5)
+    clock.now += LOST_S
+    holders.told(ask("w3"), 5)
