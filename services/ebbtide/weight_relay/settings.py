@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ebbtide.rpc.security import ServerSettings
+from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.runtime import ProcessSettings
 
 
@@ -21,3 +21,18 @@ class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     abandoned_s: Annotated[
         float, Meta(gt=0, description="seconds unread after which a policy's newest version may make room for others")
     ] = 3600.0
+    name: Annotated[str, Meta(description="unique name among relays and workers; empty: host and port")] = ""
+    site: Annotated[str, Meta(description="cluster or region that it belongs to")] = ""
+    advertise: Annotated[
+        str, Meta(description="address at which readers of the upstream may fetch here; empty: none")
+    ] = ""
+    upstream: Annotated[
+        str, Meta(description="address of the weight-relay whose versions it brings here; empty: none")
+    ] = ""
+    upstream_security: ClientSecurity = ClientSecurity()
+    upstream_runs: Annotated[tuple[str, ...], Meta(description="runs that it follows upstream; none: all")] = ()
+    link_limits: Annotated[
+        tuple[str, ...],
+        Meta(description="SITE=BYTES_PER_S of what it sends to readers of a site; *: of any other site"),
+    ] = ()
+    egress_limit: Annotated[float, Meta(ge=0, description="bytes per second of all that it sends; 0: no limit")] = 0.0
