@@ -29,6 +29,8 @@ from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 
 if TYPE_CHECKING:
+    from ebbtide.client.exchange import Exchange
+    from ebbtide.client.publishing import Publisher
     from ebbtide.client.weights import Relay
     from ebbtide.weights import NamedTensor
 
@@ -186,6 +188,10 @@ class Client:
         Raises `VersionUnavailable` if the relay does not hold it.
         """
         return await self._weights().fetch(run_id, policy, version)
+
+    def publisher(self, run_id: str, exchange: "Exchange", policy: str = "policy") -> "Publisher":
+        """What publishes a rank's own shards, on each rank but 0, whose is `Lease.publisher`. All publish together."""
+        return self._weights().publisher(run_id, policy, authority=None, exchange=exchange)
 
     # -- leases --------------------------------------------------------------------------------------------------
 

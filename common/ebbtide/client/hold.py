@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 _RENEW_S: Final = 5.0
 #: Between renewals that something waits for.
 _HURRY_S: Final = 0.25
-#: What a leaving holder waits at most for its last calls to be durable.
-_LEAVE_S: Final = 10.0
+#: What a leaving holder waits at most for its last calls to be durable, and for a version on its way.
+LEAVE_S: Final = 10.0
 
 
 class Hold:
@@ -66,7 +66,7 @@ class Hold:
         under the lease is durable; not waited for much longer than that should take.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LEAVE_S):
+            async with asyncio.timeout(LEAVE_S):
                 await self._durable()
         self._renewals.cancel()
         await asyncio.gather(self._renewals, return_exceptions=True)

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ebbtide.client.batches import batches
-from ebbtide.client.hold import Hold
+from ebbtide.client.hold import LEAVE_S, Hold
 from ebbtide.client.retry import Peer
 from ebbtide.errors import NoCapacity
 from ebbtide.rpc.convert import from_proto, to_proto
@@ -24,7 +24,9 @@ from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 
 if TYPE_CHECKING:
-    from ebbtide.client.weights import Relay, Tensors
+    from ebbtide.client.exchange import Exchange
+    from ebbtide.client.publishing import Publisher, Publishing, Tensors
+    from ebbtide.client.weights import Relay
 
 
 class Lease(Hold):
@@ -40,6 +42,7 @@ class Lease(Hold):
         self._runs = RunsStub(peer.channel)
         self._rollouts = RolloutsStub(peer.channel)
         self._relay = relay
+        self._publisher: Publisher | None = None
 
     # -- rollouts ------------------------------------------------------------------------------------------------
 
@@ -114,17 +117,46 @@ class Lease(Hold):
     async def publish(self, tensors: "Tensors", *, step: int, parent: int = 0) -> PolicyVersion:
         """Publish weights as the policy's next version and make it the newest, once the relay holds all of it.
 
-        `tensors` is a mapping or an iterable of `NamedTensor` or (name, tensor) pairs; numpy and torch tensors are read
-        in place, twice, so leave them alone meanwhile. A one-shot iterator is kept in memory. Tiles that the relay has
-        are not sent again. Raises `InvalidRequest` naming a tensor, `NoCapacity` if the relay cannot hold the version,
+        `tensors` is a mapping or an iterable of `NamedTensor` or (name, tensor) pairs, of numpy or of torch on any
+        device; it is read once, one tensor at a time. A copy stays in memory: of the next version only what changed
+        is sent. Raises `InvalidRequest` naming a tensor, `NoCapacity` if the relay cannot hold the version,
         and `Unavailable` naming the service that is down.
         """
-        number = (await self._call(self._runs.ReserveVersion, self._fence)).version
-        version = PolicyVersion(policy=self.run.spec.policy, version=number, parent=parent, step=step)
-        version = await self._relay().publish(self.run_id, version, tensors)
+        return await (await self.publishing(tensors, step=step, parent=parent))
+
+    async def publishing(self, tensors: "Tensors", *, step: int, parent: int = 0) -> "Publishing":
+        """`publish` that returns when `tensors` are copied, and may change again; await what it returns for the rest.
+
+        One version is on its way at a time: the next one waits for it here. A lease that is left waits for it some
+        seconds, then gives it up.
+        """
+        return await self.publisher().publish(tensors, step=step, parent=parent)
+
+    def publisher(self, exchange: "Exchange | None" = None) -> "Publisher":
+        """What publishes under this lease, made by the first call. With an `exchange`, it is rank 0's among several
+        that publish together; the others have theirs of `Client.publisher`.
+        """
+        if self._publisher is None:
+            from ebbtide.client.publishing import Authority
+
+            authority = Authority(self._reserve_version, self._announce_version)
+            self._publisher = self._relay().publisher(
+                self.run_id, self.run.spec.policy, authority=authority, exchange=exchange
+            )
+        return self._publisher
+
+    async def release(self) -> None:
+        if self._publisher is not None:
+            await self._publisher.settle(0.0 if self.lost.is_set() else LEAVE_S)
+        await super().release()
+
+    async def _reserve_version(self) -> tuple[int, bytes]:
+        reserved = await self._call(self._runs.ReserveVersion, self._fence)
+        return reserved.version, reserved.publisher_seed
+
+    async def _announce_version(self, version: PolicyVersion) -> None:
         request = runs_pb2.AnnounceVersionRequest(lease=self._fence, version=to_proto(version, types_pb2.PolicyVersion))
         await self._kept(self._runs.AnnounceVersion, request)
-        return version
 
     async def report(self, events: Sequence[RunEvent]) -> None:
         """Append events to the run, once per kind and key."""

@@ -1,125 +1,186 @@
-"""Publishing policy versions at a weight-relay, holding one tile at a time beside the tensors."""
+"""Publishing policy versions at a weight-relay: a short copy of the tensors, and the rest while the trainer goes on.
+
+What changed since the version before is found by comparing bits, and only that is sent, wherever the relay still has
+that version; else all of it.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
-from typing import Any, Final, TypeVar
+import os
+import time
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import grpc
+from msgspec import Struct
 
+from ebbtide.client.exchange import Alone, Exchange, Failure, Start
+from ebbtide.client.head import Head
+from ebbtide.client.making import Base, Made, Making
 from ebbtide.client.retry import Peer
-from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, NotReady, Unavailable
-from ebbtide.rpc.convert import from_proto, to_proto
-from ebbtide.types.weights import Manifest, PolicyVersion
-from ebbtide.v1 import types_pb2
-from ebbtide.v1 import weights_pb2 as pb
-from ebbtide.v1.weights_pb2_grpc import WeightsStub
-from ebbtide.weights import NamedTensor, build_manifest, named_tensor, slice_tiles, split_manifest
+from ebbtide.client.snapshots import Snapshot, Tensors
+from ebbtide.client.staging import Staging
+from ebbtide.errors import NotReady
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.weights.encode import Described
 
-M = TypeVar("M")
-R = TypeVar("R")
-#: Tensors by name, or pairs of name and tensor. Anything that can be iterated twice is read one tensor at a time.
-Tensors = Mapping[str, Any] | Iterable[NamedTensor | tuple[str, Any]]
+__all__ = ["Authority", "PublishReport", "Publisher", "Publishing", "Tensors"]
 
-#: How often a publish begins again when the relay forgot its stage, or refused a tile, before giving up.
-_ROUNDS: Final = 3
+
+@dataclass(frozen=True)
+class Authority:
+    """The right to give a policy its next version, as a lease has it.
+
+    `reserve` gives a number and the seed of the run's key (empty: it has none); `announce` makes a version that the
+    relay holds the newest.
+    """
+
+    reserve: Callable[[], Awaitable[tuple[int, bytes]]]
+    announce: Callable[[PolicyVersion], Awaitable[None]]
+
+
+class PublishReport(Struct, frozen=True, kw_only=True):
+    """How a version was published. Bytes and `density` (the share of elements that changed; 1 where there was nothing
+    to compare with) are of all ranks, seconds of this one: `pause_s` for the snapshot, while which tensors must not
+    change, then `encode_s` and `upload_s`, to the version's announcement. `base`: of the patch; 0 for an anchor."""
+
+    version: PolicyVersion
+    kind: Literal["patch", "anchor"]
+    base: int
+    bytes_sent: int
+    dense_bytes: int
+    density: float
+    pause_s: float
+    encode_s: float
+    upload_s: float
+
+
+class Publishing:
+    """A version on its way; its tensors may change again. Awaited, it gives the version once that is announced, or
+    raises why it is not; cancelling who waits cancels it.
+
+    `number` is the version's (0: rank 0 knows it).
+    """
+
+    def __init__(self, task: asyncio.Task[PublishReport], number: int, pause_s: float) -> None:
+        self._task, self.number, self.pause_s = task, number, pause_s
+
+    def __await__(self) -> Generator[Any, None, PolicyVersion]:
+        return (yield from self._task.__await__()).version
+
+    @property
+    def done(self) -> bool:
+        return self._task.done()
+
+    @property
+    def report(self) -> PublishReport:
+        """Raises `NotReady` before the version is announced, and what went wrong if it never will be."""
+        if not self._task.done():
+            raise NotReady(f"version {self.number} is still on its way; await it first")
+        return self._task.result()
 
 
 class Publisher:
-    """The weight-relay's calls for who publishes."""
+    """Publishes one policy of a run, one version after another.
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._stub = WeightsStub(peer.channel)
-
-    async def publish(self, run_id: str, version: PolicyVersion, tensors: Tensors) -> PolicyVersion:
-        """Make `tensors` a committed version; sends only tiles that the relay lacks. Returns it with its root digest.
-
-        Raises `InvalidRequest` naming a tensor that cannot be published or that changed meanwhile, `AlreadyExists` for
-        a number in use, `NoCapacity` and `Unavailable` once the patience is used up.
-        """
-        source = Source(tensors)
-        manifest = await asyncio.to_thread(build_manifest, run_id, version, source.read())
-
-        async def work() -> PolicyVersion:
-            return await self._publish_once(manifest, source)
-
-        return await self._peer.attempt(work, on=(Unavailable, NoCapacity))
-
-    async def _publish_once(self, manifest: Manifest, source: "Source") -> PolicyVersion:
-        for left in reversed(range(_ROUNDS)):
-            try:
-                with self._peer.translated():
-                    return await self._round(manifest, source)
-            except (NotReady, InvalidRequest) as error:
-                # A relay that restarted in between forgot the stage: begin again.
-                if not left or (isinstance(error, InvalidRequest) and error.field != "digest"):
-                    raise
-            except ChunkCorrupt as error:
-                if not left:
-                    raise InvalidRequest(f"changed while it was published ({error})", field="tensors") from None
-        raise NotReady("not committed")
-
-    async def _round(self, manifest: Manifest, source: "Source") -> PolicyVersion:
-        while missing := await self._begin(manifest):
-            await self._put(manifest, source, set(missing))
-        version = to_proto(manifest.version, types_pb2.PolicyVersion)
-        request = pb.CommitPublishRequest(run_id=manifest.run_id, version=version)
-        return from_proto((await self._stub.CommitPublish(request)).version, PolicyVersion)
-
-    async def _begin(self, manifest: Manifest) -> list[bytes]:
-        call = self._stub.BeginPublish()
-        parts = (to_proto(part, pb.ManifestPart) for part in split_manifest(manifest))
-        answer: pb.BeginPublishResponse = await _send(call, _each(parts))
-        return list(answer.missing)
-
-    async def _put(self, manifest: Manifest, source: "Source", missing: set[bytes]) -> None:
-        await _send(self._stub.PutTiles(), source.tiles(manifest, missing))
-
-
-class Source:
-    """The publisher's tensors, to be read twice: for their digests, and for the tiles that the relay lacks.
-
-    A one-shot iterator is kept as a list; a mapping, a list or an object with `__iter__` is read anew each time.
+    Invariant: `_base` is the last version that the relay confirmed, and `_shadow` holds its bits; `_spare` is the
+    memory for the next one, and belongs to nobody else. A version that fails leaves `_base` as it was. When the
+    process dies, the next publisher has no base, and begins with an anchor.
     """
 
-    def __init__(self, tensors: Tensors) -> None:
-        if isinstance(tensors, Mapping):
-            tensors = tensors.items()
-        self._items = list(tensors) if isinstance(tensors, Iterator) else tensors
+    def __init__(
+        self,
+        peer: Peer,
+        run_id: str,
+        policy: str,
+        *,
+        authority: Authority | None,
+        exchange: Exchange | None = None,
+        threads: int = 0,
+    ) -> None:
+        """`authority` is rank 0's. `threads` encode; 0: half of the processors, eight at most."""
+        self._staging = Staging(peer)
+        self._run_id, self._policy = run_id, policy
+        self._authority, self._exchange = authority, exchange or Alone()
+        self._threads = threads or max(1, min(8, (os.cpu_count() or 2) // 2))
+        self._base: Base | None = None
+        self._shadow, self._spare = Snapshot(), Snapshot()
+        self._order = asyncio.Lock()
+        self._last: asyncio.Task[PublishReport] | None = None
 
-    def read(self) -> Iterator[NamedTensor]:
-        for item in self._items:
-            yield item if isinstance(item, NamedTensor) else named_tensor(*item)
+    async def publish(self, tensors: Tensors, *, step: int = 0, parent: int = 0) -> Publishing:
+        """Begin to publish `tensors`, which must not change before this returns; first, the version before must end.
 
-    async def tiles(self, manifest: Manifest, wanted: set[bytes]) -> AsyncGenerator[pb.Tile, None]:
-        """The wanted tiles, once each. Raises `InvalidRequest` if these are not the manifest's tensors any more."""
-        tensors = self.read()
-        for entry in manifest.tensors:
-            tensor = await asyncio.to_thread(next, tensors, None)
-            if tensor is None or (tensor.name, tensor.data.nbytes) != (entry.name, entry.size):
-                raise InvalidRequest(
-                    "is not there, or of another size, when read again for its tiles", field=entry.name
-                )
-            for digest, tile in zip(entry.digests, slice_tiles(tensor, manifest.tile_bytes), strict=True):
-                if digest in wanted:
-                    wanted.remove(digest)
-                    yield pb.Tile(digest=digest, data=bytes(tile))
+        All ranks call it, with their own tensors; `step` and `parent` are rank 0's. Raises `InvalidRequest` naming the
+        tensor, and `LeaseSuperseded`; with several ranks, those come when the version is awaited.
+        """
+        async with self._order:
+            if self._last is not None:
+                await asyncio.wait({self._last})
+            snapshot, self._spare = self._spare, Snapshot()  # whoever cancels this now may leave it half written
+            began = time.monotonic()
+            taken, reserved = await asyncio.gather(
+                asyncio.to_thread(snapshot.take, tensors, first=self._exchange.rank == 0),
+                self._reserve(step, parent),
+                return_exceptions=True,
+            )
+            pause_s = time.monotonic() - began
+            failure = next((one for one in (reserved, taken) if isinstance(one, BaseException)), None)
+            if failure is not None and (self._exchange.size == 1 or not isinstance(failure, Exception)):
+                self._spare = snapshot
+                raise failure
+            start, head = Start(failure=Failure.of(failure) if failure else None), None
+            if failure is None and not isinstance(reserved, BaseException):
+                start, head = self._head(reserved)
+            making = Making(self._staging, self._exchange, self._threads, head, failure)
+            self._last = asyncio.create_task(self._publish(making, start, snapshot, head, pause_s), name="publishing")
+            return Publishing(self._last, start.version.version if start.version else 0, pause_s)
+
+    async def settle(self, within_s: float) -> None:
+        """Wait for the version that is on its way; give it up after so many seconds."""
+        if self._last is not None and not self._last.done():
+            await asyncio.wait({self._last}, timeout=within_s)
+            self._last.cancel()
+            await asyncio.wait({self._last})
+
+    async def _reserve(self, step: int, parent: int) -> tuple[PolicyVersion, bytes] | None:
+        """The new version and the key's seed, on rank 0."""
+        if self._authority is None:
+            return None
+        number, seed = await self._authority.reserve()
+        return PolicyVersion(policy=self._policy, version=number, parent=parent, step=step), seed
+
+    def _head(self, reserved: tuple[PolicyVersion, bytes] | None) -> tuple[Start, Head | None]:
+        if reserved is None or self._authority is None:
+            return Start(), None
+        version, seed = reserved
+        manifest = self._base.manifest if self._base else None
+        head = Head(self._staging, self._run_id, version, seed, manifest, self._authority.announce)
+        return Start(version=version, base=self._base.version if self._base else 0), head
+
+    async def _publish(
+        self, making: Making, start: Start, snapshot: Snapshot, head: Head | None, pause_s: float
+    ) -> PublishReport:
+        try:
+            made = await making.make(start, snapshot.tensors, self._base)
+        except Exception:
+            self._spare = snapshot
+            raise
+        described = Described(snapshot.tensors, made.encoded.entries)
+        self._base = Base(made.end.version.version, described, head.manifest if head else None)
+        self._shadow, self._spare = snapshot, self._shadow
+        return _report(made, pause_s)
 
 
-async def _each(items: Iterable[M]) -> AsyncGenerator[M, None]:
-    for item in items:
-        yield item
-
-
-async def _send(call: "grpc.aio.StreamUnaryCall[M, R]", messages: AsyncIterator[M]) -> R:
-    """Write all messages and return the answer. Handed to gRPC, an error of `messages` would end as a cancellation."""
-    try:
-        async for message in messages:
-            await call.write(message)
-        await call.done_writing()
-    except asyncio.InvalidStateError:
-        pass  # the service has answered before the end; what it said comes below
-    except BaseException:
-        call.cancel()
-        raise
-    return await call
+def _report(made: Made, pause_s: float) -> PublishReport:
+    end = made.end
+    return PublishReport(
+        version=end.version,
+        kind="patch" if end.base else "anchor",
+        base=end.base,
+        bytes_sent=end.sent,
+        dense_bytes=end.dense,
+        density=end.changed / end.elements if end.elements else 0.0,
+        pause_s=pause_s,
+        encode_s=made.encode_s,
+        upload_s=made.upload_s,
+    )

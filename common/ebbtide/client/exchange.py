@@ -1,0 +1,114 @@
+"""How the ranks of one trainer talk while they publish a version together: a few small messages, no weights."""
+
+from typing import Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from ebbtide import errors
+from ebbtide.errors import EbbtideError, Internal, InvalidRequest
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.weights.encode import Encoded
+
+M = TypeVar("M", bound=Struct)
+
+
+class Exchange(Protocol):
+    """Ranks 0 to `size` - 1, which all make the same calls in the same order; a call blocks until the others made it.
+
+    Raises `Unavailable` when another rank is gone, or silent for too long. `ebbtide.client.distributed` has one over
+    torch.distributed; any other transport that carries bytes will do.
+    """
+
+    rank: int
+    size: int
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """On rank 0: what each rank gave, in their order. Elsewhere: nothing."""
+
+    def broadcast(self, data: bytes) -> bytes:
+        """What rank 0 gave."""
+
+
+class Alone:
+    """A trainer of one process."""
+
+    rank, size = 0, 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def broadcast(self, data: bytes) -> bytes:
+        return data
+
+
+class Failure(Struct, frozen=True):
+    """An error that one rank tells the others, by the name of its type."""
+
+    kind: str
+    text: str
+    field: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        if isinstance(error, InvalidRequest):
+            return cls(InvalidRequest.__name__, str(error), error.field)
+        kind = type(error) if isinstance(error, EbbtideError) else Internal
+        return cls(kind.__name__, str(error) or type(error).__name__)
+
+    def error(self) -> EbbtideError:
+        if self.kind == InvalidRequest.__name__:
+            return InvalidRequest(self.text, field=self.field)
+        kind = getattr(errors, self.kind, Internal)
+        made: EbbtideError = kind(self.text)
+        return made
+
+
+class Start(Struct, frozen=True, kw_only=True):
+    """Rank 0 begins `version`; `base` is the version that the patch, if there is one, leads from (0: none)."""
+
+    version: PolicyVersion | None = None
+    base: int = 0
+    failure: Failure | None = None
+
+
+class Share(Struct, frozen=True, kw_only=True):
+    """What a rank has encoded."""
+
+    encoded: Encoded | None = None
+    failure: Failure | None = None
+
+
+class Wanted(Struct, frozen=True, kw_only=True):
+    """Blobs to put; or, with a `failure` or an `end`, that nothing more is to be done."""
+
+    digests: tuple[bytes, ...] = ()
+    end: "End | None" = None
+    failure: Failure | None = None
+
+
+class End(Struct, frozen=True, kw_only=True):
+    """The version is announced. Bytes and elements are of all ranks."""
+
+    version: PolicyVersion
+    base: int  # 0: an anchor
+    sent: int
+    dense: int
+    changed: int
+    elements: int
+
+
+class Put(Struct, frozen=True, kw_only=True):
+    """Bytes that a rank has put. `again`: why it could not go on, which beginning anew may cure."""
+
+    sent: int = 0
+    again: Failure | None = None
+    failure: Failure | None = None
+
+
+def pack(message: Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def unpack(data: bytes, kind: type[M]) -> M:
+    return msgspec.msgpack.decode(data, type=kind)
