@@ -10,6 +10,7 @@ from ebbtide.weights.parts import ManifestJoiner, ManifestPart, PatchJoiner, Pat
 from ebbtide.weights.patches import blob_sizes, check_patch, patch_root, patched_tiles, same_geometry, seal_patch
 from ebbtide.weights.plan import Place, Planner, TileTask, Way, places
 from ebbtide.weights.signing import Signer, check_patch_signature, check_signature
+from ebbtide.weights.slices import places_of
 from ebbtide.weights.tensors import NamedTensor, as_array, named_tensor
 from ebbtide.weights.tiles import check_tile, describe, slice_tiles, tile_digest, tile_size, tile_sizes
 
@@ -40,6 +41,7 @@ __all__ = [
     "patch_root",
     "patched_tiles",
     "places",
+    "places_of",
     "root_digest",
     "same_geometry",
     "seal_manifest",

@@ -75,6 +75,11 @@ class Layout:
         block.reshape(-1).view(np.uint8)[skip : skip + stop - start] = data
         rows[...] = block
 
+    def together(self, tensor: int) -> bool:
+        """Whether the bytes of an entry follow one another. Where not, writing a tile also writes, as they were, bytes
+        of the tiles beside it."""
+        return self._spots[tensor].contiguous
+
     def _range(self, entry: TensorEntry, tile: int) -> tuple[int, int]:
         start = tile * self.tile_bytes
         return start, start + tile_size(entry, tile, self.tile_bytes)

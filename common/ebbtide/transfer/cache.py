@@ -1,0 +1,71 @@
+"""Verified blobs kept for peers.
+
+Invariant: only blobs that matched their digests come in, and all kept have at most `most` bytes in all: the oldest used
+go first. Who waits for a blob gets it when it comes, is told at once when it is not on its way, and never waits longer
+than it said. One event loop; nothing outlives the process.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class BlobCache:
+    def __init__(self, most: int) -> None:
+        """`most`: bytes kept; 0 keeps none, and still hands on to those who wait."""
+        self._most, self.size = most, 0
+        self._kept: OrderedDict[bytes, bytes] = OrderedDict()
+        self._arriving: set[bytes] = set()
+        self._waiting: dict[bytes, list[asyncio.Future[bytes | None]]] = {}
+
+    @contextmanager
+    def arriving(self, digests: Iterable[bytes]) -> Iterator[None]:
+        """These blobs are being fetched. At the end, who still waits for one is told that it does not come."""
+        expected = set(digests)
+        self._arriving |= expected
+        try:
+            yield
+        finally:
+            for digest in expected & self._arriving:
+                self._tell(digest, None)
+            self._arriving -= expected
+
+    def put(self, digest: bytes, data: bytes, *, keep: bool = True) -> None:
+        """A blob that has come and was verified; `keep` False if it can be had from a mirror."""
+        self._arriving.discard(digest)
+        self._tell(digest, data)
+        if not keep or len(data) > self._most or digest in self._kept:
+            return
+        self._kept[digest] = data
+        self.size += len(data)
+        while self.size > self._most:
+            self.size -= len(self._kept.popitem(last=False)[1])
+
+    def get(self, digest: bytes) -> bytes | None:
+        if (data := self._kept.get(digest)) is not None:
+            self._kept.move_to_end(digest)
+        return data
+
+    async def wait(self, digest: bytes, timeout_s: float) -> bytes | None:
+        """The blob, at once if it is kept, else when it comes; None if it is not on its way, or not within
+        `timeout_s`. A tile may meanwhile have got into the mirror."""
+        if (data := self.get(digest)) is not None or digest not in self._arriving:
+            return data
+        future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(digest, [])
+        waiting.append(future)
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            return None
+        finally:
+            if future in waiting:
+                waiting.remove(future)
+            if not waiting and self._waiting.get(digest) is waiting:
+                del self._waiting[digest]
+
+    def _tell(self, digest: bytes, data: bytes | None) -> None:
+        for future in self._waiting.pop(digest, ()):
+            if not future.done():
+                future.set_result(data)

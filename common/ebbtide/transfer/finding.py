@@ -1,0 +1,148 @@
+"""What a relay says of versions, each word checked before it is believed.
+
+Invariant: a manifest given out matches its root, and its publisher's signature where the key is known; a patch given
+out was checked against the manifest of the version that it leads to, and begins at the one it was asked from. The last
+few manifests are kept, since the one just installed is where the next way begins.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.errors import ChunkCorrupt, InvalidRequest
+from ebbtide.rpc.convert import from_proto, to_proto
+from ebbtide.rpc.status import translated
+from ebbtide.types.weights import BlobSource, FoundWay, Holder, Manifest, Patch, PolicyVersion
+from ebbtide.v1 import weights_pb2 as pb
+from ebbtide.v1.weights_pb2_grpc import WeightsStub
+from ebbtide.weights import (
+    Limits,
+    ManifestJoiner,
+    ManifestPart,
+    PatchJoiner,
+    PatchPart,
+    Way,
+    check_manifest,
+    check_patch,
+    check_signature,
+    same_geometry,
+)
+
+_MANIFESTS: Final = 4
+#: Longest chain of patches that is followed: each step costs a manifest; relays compose longer ones.
+_STEPS: Final = 64
+#: For the whole of a manifest or of a patch's lists.
+_LISTS_S: Final = 120.0
+
+
+class Found(Struct, frozen=True):
+    ways: tuple[FoundWay, ...] = ()
+    sources: tuple[BlobSource, ...] = ()
+    again_s: float = 0.0
+
+
+class Question(Struct, frozen=True, kw_only=True):
+    """What FindWay is asked, but for who asks: see weights.proto."""
+
+    run_id: str
+    policy: str
+    version: int
+    have: tuple[int, ...] = ()
+    bytes_per_s: float = 0.0
+    failed: tuple[str, ...] = ()
+    done: bool = False
+    install_s: float = 0.0
+    scratch: bool = False
+
+
+class Finder:
+    def __init__(self, relay: WeightsStub, target: str, holder: Callable[[], Holder]) -> None:
+        self._relay, self._target, self._holder = relay, target, holder
+        self._manifests: OrderedDict[tuple[str, str, int], Manifest] = OrderedDict()
+
+    async def find(self, question: Question) -> Found:
+        """Ways and sources. Raises `VersionUnavailable` if the relay has not got the version."""
+        request = to_proto(question, pb.FindWayRequest)
+        request.holder.CopyFrom(to_proto(self._holder(), pb.Holder))
+        with translated("weight-relay", self._target):
+            answer = await self._relay.FindWay(request)
+        return from_proto(answer, Found)
+
+    async def manifest(
+        self,
+        run_id: str,
+        policy: str,
+        version: int,
+        *,
+        publisher: bytes = b"",
+        limits: Limits = Limits(),  # noqa: B008
+    ) -> Manifest:
+        """A version's manifest (0: the newest's). `publisher`: the key that has to have signed it, if that is known.
+
+        Raises `InvalidRequest` or `ChunkCorrupt` for one that is malformed or another version's, `PermissionDenied`
+        for one that `publisher` did not sign, `VersionUnavailable`.
+        """
+        key = (run_id, policy, version)
+        if (manifest := self._manifests.get(key)) is None:
+            manifest = await self._manifest(*key, limits)
+        if publisher:
+            check_signature(manifest, publisher)
+        self._keep((run_id, policy, manifest.version.version), manifest)
+        return manifest
+
+    async def _manifest(self, run_id: str, policy: str, version: int, limits: Limits) -> Manifest:
+        joiner = ManifestJoiner(limits)
+        ref = pb.VersionRef(run_id=run_id, policy=policy, version=version)
+        with translated("weight-relay", self._target):
+            async for part in self._relay.GetManifest(ref, timeout=_LISTS_S):
+                joiner.add(from_proto(part, ManifestPart))
+        manifest = joiner.join()
+        await asyncio.to_thread(check_manifest, manifest, limits)
+        found = manifest.version
+        if (manifest.run_id, found.policy) != (run_id, policy) or version not in {0, found.version}:
+            raise ChunkCorrupt("the relay answered with another version's manifest; fetch it again")
+        return manifest
+
+    def _keep(self, key: tuple[str, str, int], manifest: Manifest) -> None:
+        self._manifests[key] = manifest
+        self._manifests.move_to_end(key)
+        while len(self._manifests) > _MANIFESTS:
+            self._manifests.popitem(last=False)
+
+    async def way(self, found: FoundWay, target: Manifest, *, publisher: bytes = b"") -> Way:
+        """The lists of a way to `target`. Raises `InvalidRequest` for one that cannot be gone, and as `manifest`."""
+        version = target.version
+        if (found.via or (found.start,))[-1] != version.version or len(found.via) > _STEPS:
+            raise InvalidRequest(f"does not lead to version {version.version} in {_STEPS} steps", field="ways")
+        manifests = [await self._step(number, target, publisher) for number in (found.start, *found.via)]
+        patches = [await self._patch(base.version, after) for base, after in pairwise(manifests)]
+        return Way(manifests[0], tuple(patches), found.anchor)
+
+    async def _step(self, number: int, target: Manifest, publisher: bytes) -> Manifest:
+        if number == target.version.version:
+            return target
+        manifest = await self.manifest(target.run_id, target.version.policy, number, publisher=publisher)
+        if not same_geometry(manifest, target):
+            raise InvalidRequest(f"passes version {number}, whose tensors are others", field="ways")
+        return manifest
+
+    async def _patch(self, base: PolicyVersion, target: Manifest) -> Patch:
+        joiner = PatchJoiner(target)
+        ref = pb.PatchRef(run_id=target.run_id, policy=base.policy, base=base.version, version=target.version.version)
+        with translated("weight-relay", self._target):
+            async for part in self._relay.GetPatch(ref, timeout=_LISTS_S):
+                joiner.add(from_proto(part, PatchPart))
+        patch = joiner.join()
+        await asyncio.to_thread(check_patch, patch, target)
+        if patch.base != base:
+            raise ChunkCorrupt("the relay answered with a patch from another version; fetch it again")
+        return patch
+
+
+def is_usable(way: FoundWay, have: Iterable[int]) -> bool:
+    """Whether a way begins where the asker is, or where anybody can begin."""
+    return way.anchor or way.start in have

@@ -1,0 +1,129 @@
+"""The sources of one pull, and which of them is asked next.
+
+Invariant: of those that have not failed only the nearest are asked, each time the one with the fewest streams: so that
+nothing comes from far that is near, until all that is near has failed. The relay comes last if it was not listed. A
+source that failed is asked again only if the relay names it again in a later answer.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.transfer.sources import Opener, Source
+from ebbtide.types.weights import BlobSource, Holder
+
+log = logging.getLogger(__name__)
+
+#: A source may be silent for this many times its longest pause so far, on top of the patience with silence.
+_PAUSES: Final = 4.0
+#: Slowest rate at which a first blob may come: below it, a source is taken for dead.
+_FIRST_BYTES_PER_S: Final = 1 << 16
+_LONGEST_S: Final = 60.0
+
+
+class OpenSource:
+    """A source in use. `tier` 0: same host, 1: same site, 2: farther, 3: the relay, unlisted."""
+
+    def __init__(self, source: Source, name: str, address: str, tier: int) -> None:
+        self.source, self.name, self.address, self.tier = source, name, address, tier
+        self.streams = 0
+        self._clocks: dict[asyncio.Timeout, float] = {}
+        self._heard: float | None = None
+        self._pause = 0.0
+
+    @asynccontextmanager
+    async def patience(self, silence_s: float, largest: int) -> AsyncIterator[None]:
+        """Ends the block with `Unavailable` when nothing has come from the source, in this stream or another, for
+        `silence_s` and some more: as long as its pauses were so far, or as a first blob of `largest` bytes may take."""
+        clock = asyncio.timeout(None)
+        self.streams += 1
+        try:
+            async with clock:
+                self._clocks[clock] = silence_s + min(_LONGEST_S, largest / _FIRST_BYTES_PER_S)
+                self._wind(clock)
+                yield
+        except TimeoutError:
+            raise Unavailable(f"{self.name} at {self.address} has stalled") from None
+        finally:
+            self.streams -= 1
+            self._clocks.pop(clock, None)
+            if not self._clocks:
+                self._heard = None
+
+    def heard(self, silence_s: float) -> None:
+        """A blob has come."""
+        now = asyncio.get_running_loop().time()
+        if self._heard is not None:
+            self._pause = max(self._pause, now - self._heard)
+        self._heard = now
+        for clock in self._clocks:
+            self._clocks[clock] = silence_s + min(_LONGEST_S, _PAUSES * self._pause)
+            self._wind(clock)
+
+    def _wind(self, clock: asyncio.Timeout) -> None:
+        if not clock.expired():
+            clock.reschedule(asyncio.get_running_loop().time() + self._clocks[clock])
+
+
+class Pool:
+    def __init__(self, relay: OpenSource, open_source: Opener, reader: Holder) -> None:
+        self._relay, self._open_source, self._reader = relay, open_source, reader
+        self._listed: list[BlobSource] = []
+        self._open: dict[str, OpenSource] = {}
+        self._failed: dict[str, EbbtideError] = {}
+        self._closed: list[OpenSource] = []
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Addresses that failed since the relay last named them."""
+        return tuple(self._failed)
+
+    def renew(self, sources: Sequence[BlobSource]) -> None:
+        """What the relay names now, best first."""
+        self._listed = list(sources)
+        self._failed = {}
+
+    def pick(self) -> OpenSource:
+        """Whom to ask next. Raises the error of the last one to fail when none is left."""
+        found = [source for listed in self._listed if (source := self._ready(listed)) is not None]
+        if not found and self._relay.address not in self._failed:
+            found = [self._relay]
+        if not found:
+            raise list(self._failed.values())[-1]
+        nearest = min(source.tier for source in found)
+        return min((source for source in found if source.tier == nearest), key=lambda source: source.streams)
+
+    def _ready(self, listed: BlobSource) -> OpenSource | None:
+        address = listed.address or self._relay.address
+        if address in self._failed:
+            return None
+        if address == self._relay.address:
+            self._relay.tier = self._tier(listed)
+            return self._relay
+        if address not in self._open:
+            try:
+                source = self._open_source(listed, self._reader)
+            except EbbtideError as error:
+                self._failed[address] = error
+                return None
+            self._open[address] = OpenSource(source, listed.name, address, self._tier(listed))
+        return self._open[address]
+
+    def _tier(self, source: BlobSource) -> int:
+        if source.host and source.host == self._reader.host:
+            return 0
+        return 1 if source.site == self._reader.site else 2
+
+    def drop(self, source: OpenSource, error: EbbtideError) -> None:
+        """It has failed."""
+        log.warning("source of weights dropped: %s at %s (%s)", source.name, source.address, error)
+        self._failed[source.address] = error
+        if (gone := self._open.pop(source.address, None)) is not None:
+            self._closed.append(gone)
+
+    async def close(self) -> None:
+        for source in (*self._open.values(), *self._closed):
+            await source.source.close()

@@ -1,0 +1,177 @@
+"""Getting versions: for the fewest bytes from where a mirror is, by whoever has them, believing nobody.
+
+Invariant: `Puller` holds nothing between pulls but manifests, channels' states and the rate last seen. A pull that ends
+in any way, the process's death included, leaves in the mirror what it had done; the next one goes on from there.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from msgspec import Struct
+
+from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, Unavailable
+from ebbtide.rpc.retry import pauses, retrying
+from ebbtide.transfer.cache import BlobCache
+from ebbtide.transfer.changes import Changes
+from ebbtide.transfer.finding import Finder, Question
+from ebbtide.transfer.mirror import Mirror
+from ebbtide.transfer.pool import OpenSource
+from ebbtide.transfer.pull import Order, Pull
+from ebbtide.transfer.sources import GrpcSource, Opener
+from ebbtide.types.weights import FoundWay, Holder, Manifest, PolicyVersion
+from ebbtide.v1.weights_pb2_grpc import WeightsStub
+from ebbtide.weights import Limits, Place
+
+T = TypeVar("T")
+#: What patience waits out: the relay is away or full, or somebody sent what is wrong.
+_PASSING: Final = (Unavailable, ChunkCorrupt, NoCapacity)
+
+
+class Pulled(Struct, frozen=True, kw_only=True):
+    """What a pull took. `tiles` were brought to the version, `reused` were its already; `digests_s` of the threads'
+    time went into digests. `ways` are those that were gone, the last one asked for last."""
+
+    bytes_by_source: dict[str, int]
+    seconds: float
+    tiles: int
+    reused: int
+    digests_s: float
+    ways: tuple[FoundWay, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.bytes_by_source.values())
+
+
+class Puller:
+    """Gets versions as one relay knows them, from it and from others that it names."""
+
+    def __init__(
+        self,
+        relay: WeightsStub,
+        target: str,
+        *,
+        holder: Callable[[], Holder],
+        patience_s: float,
+        open_source: Opener,
+        cache: BlobCache | None = None,
+        streams: int = 3,
+        silence_s: float = 5.0,
+    ) -> None:
+        """`target`: the relay's address, for errors. `holder`: who asks, as it stands now. `patience_s`: for how long a
+        pull goes on without any progress. `open_source`: see `sources.opener`. `cache` gets the verified blobs.
+        `streams`: how many at once. `silence_s`: for how long a source may send nothing."""
+        self._relay, self._target, self._holder = relay, target, holder
+        self._patience_s, self._open_source, self._cache = patience_s, open_source, cache
+        self._streams, self._silence_s = streams, silence_s
+        self._finder = Finder(relay, target, holder)
+        self._rate = 0.0
+        self._threads = ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1)), "ebbtide-weights")
+
+    async def manifest(
+        self,
+        run_id: str,
+        policy: str,
+        version: int,
+        *,
+        publisher: bytes = b"",
+        limits: Limits = Limits(),  # noqa: B008
+    ) -> Manifest:
+        """A version's manifest (0: the newest's), checked, and signed by `publisher` if that is given.
+
+        Raises `InvalidRequest`, `PermissionDenied`, `VersionUnavailable`; `ChunkCorrupt` or `Unavailable` if that is
+        how it still was when patience ended.
+        """
+        return await self._patiently(
+            lambda: self._finder.manifest(run_id, policy, version, publisher=publisher, limits=limits)
+        )
+
+    async def pull(
+        self,
+        run_id: str,
+        version: PolicyVersion,
+        mirror: Mirror,
+        manifest: Manifest,
+        *,
+        publisher: bytes = b"",
+        wanted: Iterable[Place] | None = None,
+        changes: Changes | None = None,
+    ) -> Pulled:
+        """Bring `mirror`, which the caller holds, to `version`; or some places of it, if these are `wanted`.
+
+        `manifest` is that version's, from `manifest`. Raises `InvalidRequest` if it is not, or not of the mirror's
+        geometry; `VersionUnavailable` if no way leads there; `Unavailable`, `ChunkCorrupt` or `NoCapacity` if that is
+        how it was when nothing had moved for `patience_s`. What was done until then stays, and is not fetched again.
+        """
+        if (run_id, version) != (manifest.run_id, manifest.version):
+            raise InvalidRequest("the manifest is not that of the version announced", field="version.root")
+        start = time.monotonic()
+        relay = OpenSource(GrpcSource(self._relay, self._target, self._holder()), "weight-relay", self._target, 3)
+        order = Order(manifest, mirror, publisher, None if wanted is None else tuple(wanted), changes)
+        pull = Pull(
+            order,
+            self._finder,
+            relay,
+            self._open_source,
+            self._holder(),
+            threads=self._threads,
+            cache=self._cache,
+            streams=self._streams,
+            silence_s=self._silence_s,
+            bytes_per_s=self._rate,
+        )
+        try:
+            await self._persist(pull)
+        finally:
+            await pull.close()
+        seconds = time.monotonic() - start
+        tally = pull.tally
+        if tally.bytes_by_source:
+            self._rate = sum(tally.bytes_by_source.values()) / seconds
+        return Pulled(
+            bytes_by_source=tally.bytes_by_source,
+            seconds=seconds,
+            tiles=tally.tiles,
+            reused=tally.reused,
+            digests_s=tally.digests_s,
+            ways=tuple(pull.ways),
+        )
+
+    async def _persist(self, pull: Pull) -> None:
+        """Rounds until it is done; gives up when none has moved anything for as long as patience lasts."""
+        give_up, waits = time.monotonic() + self._patience_s, pauses()
+        while True:
+            before = pull.tally.tiles
+            try:
+                return await pull.round()
+            except _PASSING as error:
+                wait = max(next(waits), error.retry_after_s if isinstance(error, NoCapacity) else 0.0)
+                if pull.tally.tiles > before:
+                    give_up, waits = time.monotonic() + self._patience_s, pauses()
+                elif time.monotonic() + wait > give_up:
+                    raise
+            await asyncio.sleep(wait)
+
+    async def tell(self, run_id: str, version: PolicyVersion, *, done: bool = True, install_s: float = 0.0) -> float:
+        """Tell the relay that this holder still has, and serves, a version, or took `install_s` to install it; returns
+        in how many seconds it wants to hear that again. Raises what the relay does, at once."""
+        question = Question(
+            run_id=run_id,
+            policy=version.policy,
+            version=version.version,
+            have=(version.version,) if done else (),
+            bytes_per_s=self._rate,
+            done=done,
+            install_s=install_s,
+        )
+        return (await self._finder.find(question)).again_s
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await retrying(call, patience_s=self._patience_s, on=_PASSING)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,162 @@
+"""Files in shared memory that the processes of one user have in common, and that the last of them removes.
+
+Invariant: the folder and all in it belong to this user, and no other may enter; all is opened through descriptors of
+folders that were checked, never by a path again. Who uses a mirror's files holds a shared lock on its `users`, which
+ends with the process: so files whose lock is free are nobody's, and the next starter reuses or sweeps them.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ebbtide.errors import InvalidRequest, NoCapacity
+
+#: What the errors call the folder: the setting that names it.
+SETTING: Final = "mirror_dir"
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+_NAME: Final = re.compile(r"mirror-[0-9a-f]{32}")
+#: All that ever lies in a sub-folder, in the order in which it is removed.
+_FILES: Final = ("versions.new", "versions", "changes.new", "changes", "weights", "digests", "users")
+
+
+class SharedFolder:
+    """A sub-folder of `folder` for mirrors that are `made` alike, and this process's part in it until `leave`."""
+
+    def __init__(self, folder: Path, made: bytes) -> None:
+        """Make or join it, and sweep what others left behind. Raises `InvalidRequest` for a folder that is not ours."""
+        self._folder = folder
+        self._name = f"mirror-{made[:16].hex()}"
+        while not self._join():
+            pass  # somebody was just leaving
+
+    def _join(self) -> bool:
+        self._top = _open_top(self._folder)
+        self._inner = self._users = -1
+        try:
+            _sweep(self._top, self._name)
+            with suppress(FileExistsError):
+                os.mkdir(self._name, 0o700, dir_fd=self._top)
+            self._inner = os.open(self._name, _FOLDER, dir_fd=self._top)
+            self._users = os.open("users", _FILE | os.O_CREAT, 0o600, dir_fd=self._inner)
+            fcntl.flock(self._users, fcntl.LOCK_SH)  # held otherwise by one who removes all, for a moment
+            if os.stat("users", dir_fd=self._inner).st_ino == os.fstat(self._users).st_ino:
+                return True
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._close()
+            raise _refused(self._folder, error) from None
+        self._close()
+        return False
+
+    def open(self, name: str) -> int:
+        """A descriptor of one of the files, which is made empty if it is not there."""
+        return os.open(name, _FILE | os.O_CREAT, 0o600, dir_fd=self._inner)
+
+    def find(self, name: str) -> int | None:
+        """A descriptor of one of the files, or None."""
+        try:
+            return os.open(name, _FILE, dir_fd=self._inner)
+        except FileNotFoundError:
+            return None
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(old, new, src_dir_fd=self._inner, dst_dir_fd=self._inner)
+
+    def leave(self) -> None:
+        """End this process's part; the last one removes the files."""
+        if _is_free(self._users):
+            _remove(self._top, self._name, self._inner)
+            with suppress(OSError):  # others' mirrors may be in it, or it may be a mount
+                self._folder.rmdir()
+        self._close()
+
+    def _close(self) -> None:
+        for descriptor in (self._users, self._inner, self._top):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def reserve(file: int, size: int, where: str) -> None:
+    """Give a file `size` bytes of memory of its own. Raises `NoCapacity` where a later write would be a SIGBUS."""
+    try:
+        os.ftruncate(file, size)
+        if size:
+            os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT}:
+            raise
+        os.ftruncate(file, 0)
+        text = f"{SETTING}: {where} has no room for {size} bytes of weights; free some, or name another folder"
+        raise NoCapacity(text, retry_after_s=10.0) from None
+
+
+def _open_top(folder: Path) -> int:
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        top = os.open(folder, _FOLDER)
+    except OSError as error:
+        raise _refused(folder, error) from None
+    state = os.fstat(top)
+    if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
+        os.close(top)
+        text = f"{folder} belongs to user {state.st_uid} with mode {stat.S_IMODE(state.st_mode):o}; "
+        raise InvalidRequest(text + "it must be this user's, with mode 700", field=SETTING)
+    return top
+
+
+def _sweep(top: int, mine: str) -> None:
+    """Remove the files of other geometries that nobody uses."""
+    for name in os.listdir(top):
+        if name == mine or not _NAME.fullmatch(name):
+            continue
+        try:
+            inner = os.open(name, _FOLDER, dir_fd=top)
+        except OSError:
+            continue  # gone, or none of ours
+        try:
+            _sweep_one(top, name, inner)
+        finally:
+            os.close(inner)
+
+
+def _sweep_one(top: int, name: str, inner: int) -> None:
+    try:
+        users = os.open("users", _FILE, dir_fd=inner)
+    except FileNotFoundError:
+        with suppress(OSError):
+            os.rmdir(name, dir_fd=top)  # empty; one who is just making it makes it again
+        return
+    try:
+        if _is_free(users):
+            _remove(top, name, inner)
+    finally:
+        os.close(users)
+
+
+def _is_free(users: int) -> bool:
+    """Whether nobody else has a part; if so, none can have one until `users` is closed."""
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove(top: int, name: str, inner: int) -> None:
+    for file in _FILES:  # `users` last: who waits for its lock finds that it is gone, and begins again
+        with suppress(FileNotFoundError):
+            os.unlink(file, dir_fd=inner)
+    with suppress(OSError):
+        os.rmdir(name, dir_fd=top)
+
+
+def _refused(folder: Path, error: OSError) -> InvalidRequest:
+    text = f"{folder} cannot be used ({error.strerror}): name a folder that is this user's alone"
+    return InvalidRequest(text, field=SETTING)
