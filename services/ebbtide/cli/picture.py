@@ -1,6 +1,7 @@
 """The report's curves: as a picture, and for the terminal."""
 
 from pathlib import Path
+from typing import Any
 
 from ebbtide.cli.report import Report
 
@@ -9,13 +10,13 @@ _MARGIN = "    "
 
 
 def write_picture(report: Report, path: Path) -> None:
-    """Reward of each step, accuracy of each evaluation, and when what was killed."""
+    """Reward of each step, accuracy of each evaluation, when what was killed, and what each version took."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    figure, (axes, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(5, 2), layout="constrained")
     steps = range(1, len(report.rewards) + 1)
     axes.plot(steps, report.rewards, color="#1f77b4", label="mean reward of the step's rollouts")
     found = report.evaluations
@@ -24,11 +25,23 @@ def write_picture(report: Report, path: Path) -> None:
     for kill in report.kills:
         axes.axvline(kill.step + 0.5, color="#7f7f7f", linestyle=":")
         axes.text(kill.step + 0.6, 0.02, f"{kill.program} killed", rotation=90, color="#7f7f7f", fontsize=8)
-    axes.set(xlabel="optimiser step", ylim=(0, 1), title=f"{report.run_id}, seed {report.seed}")
+    axes.set(ylim=(0, 1), title=f"{report.run_id}, seed {report.seed}")
     axes.legend(loc="upper left", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    _draw_weights(report, below)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _draw_weights(report: Report, axes: Any) -> None:
+    """Bytes of each version as published, against those of the dense one."""
+    found = report.weights.published
+    steps = [one.step for one in found]
+    axes.plot(steps, [one.dense_bytes / 1e6 for one in found], color="#7f7f7f", label="dense")
+    axes.bar(steps, [one.bytes / 1e6 for one in found], color="#1f77b4", label="published")
+    axes.set(xlabel="optimiser step", ylabel="MB per version", ylim=(0, None))
+    axes.legend(loc="lower left")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def terminal_curve(report: Report, width: int = 80, height: int = 10) -> str:

@@ -42,6 +42,16 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Install:
+    """A worker's install of a version: seconds to fetch it beside generation, and in which generation stood still."""
+
+    worker: str
+    version: int
+    pull_s: float
+    pause_s: float
+
+
+@dataclass(frozen=True)
 class WorkerSample:
     """What a worker's heartbeat said since its start."""
 
@@ -63,6 +73,7 @@ class Progress:
     step_at_s: dict[int, float] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
     resumed: list[Resumed] = field(default_factory=list)
+    installs: list[Install] = field(default_factory=list)
     samples: dict[str, list[WorkerSample]] = field(default_factory=dict)
     recent: dict[str, deque[WorkerSample]] = field(default_factory=dict)
     checkpoint: str = ""
@@ -111,6 +122,9 @@ class Progress:
             self.evaluations.append(found)
         elif event.kind == "checkpoint":
             self.checkpoint = event.labels.get("path", "")
+        elif event.kind == "installed":
+            values, version = event.values, int(event.values["version"])
+            self.installs.append(Install(event.labels["worker"], version, values["pull_s"], values["pause_s"]))
         elif event.kind == "resumed" and "rollout" in event.labels:
             labels, offset = event.labels, int(event.values["offset"])
             self.resumed.append(Resumed(labels["rollout"], labels["from"], labels["to"], offset))

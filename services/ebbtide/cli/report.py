@@ -7,6 +7,7 @@ from msgspec import Struct
 from ebbtide.cli.accounts import Accounts
 from ebbtide.cli.progress import Evaluation, Progress, WorkerSample
 from ebbtide.cli.run_detail import finite, histogram
+from ebbtide.cli.weights_report import WeightsFigures, weights_figures
 from ebbtide.types.run import Run
 
 #: Of the trainer's step, the seconds that it spent waiting for trajectories.
@@ -61,6 +62,7 @@ class Report(Struct, frozen=True, kw_only=True):
     logprob_gap: float | None
     logprob_gap_worst_step: float | None
     policy_versions: int
+    weights: WeightsFigures
     tokens_per_s: dict[str, float]
     idle_share: dict[str, float]
     seconds: dict[str, float]
@@ -120,6 +122,7 @@ def make_report(
         logprob_gap=weighted_mean(gaps),
         logprob_gap_worst_step=max((gap for gap, _ in gaps), default=None),
         policy_versions=run.newest.version if run.newest else 0,
+        weights=weights_figures(progress),
         tokens_per_s={name: round(rate, 1) for name, (rate, _) in workers.items()},
         idle_share={"trainer": trainer_idle(progress.steps)} | {name: idle for name, (_, idle) in workers.items()},
         seconds={name: round(value, 1) for name, value in phases(seconds, progress).items()},

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ebbtide.cli.report import Report
+from ebbtide.cli.weights_report import told
 
 
 def summary(report: Report, path: Path) -> Iterator[tuple[str, str]]:
@@ -29,6 +30,7 @@ def summary(report: Report, path: Path) -> Iterator[tuple[str, str]]:
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_s.items())
     yield "tokens/s", f"{rates} (while it had work)"
     yield "idle", ", ".join(f"{name} {share:.0%}" for name, share in report.idle_share.items())
+    yield from told(report.weights)
     if report.logprob_gap is not None:
         yield "logprob gap", f"{report.logprob_gap:.5f} between workers and trainer, mean absolute"
     yield "seconds", ", ".join(f"{name} {seconds:.0f}" for name, seconds in report.seconds.items())

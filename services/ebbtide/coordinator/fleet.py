@@ -218,6 +218,7 @@ class Fleet:
             run.failed_installs.pop(message.version.version, None)
             run.fitted = True
             run.misfits.clear()
+            self.news.installed(run, session, message)
         metrics.install_seconds.labels("pull").observe(message.pull_s)
         metrics.install_seconds.labels("pause").observe(message.pause_s)
         log.info(

@@ -6,6 +6,7 @@ from typing import Any
 
 from ebbtide import telemetry
 from ebbtide.coordinator.bells import Bells
+from ebbtide.coordinator.records import Installed
 from ebbtide.coordinator.state import RunState, Session, State
 from ebbtide.errors import EbbtideError
 from ebbtide.store.store import Store
@@ -27,6 +28,13 @@ class News:
         mine = self._state.runs.get(session.run_id)
         for run in [mine] if mine else list(self._state.runs.values()):
             self.tell(run, event)
+
+    def installed(self, run: RunState, session: Session, message: Installed) -> None:
+        """Tell the run how long a worker took to have a version, and stood still for it."""
+        version = message.version.version
+        values = {"version": float(version), "pull_s": message.pull_s, "pause_s": message.pause_s}
+        text = f"worker {session.worker_id} installed version {version}"
+        self.tell(run, RunEvent(kind="installed", message=text, values=values, labels={"worker": session.worker_id}))
 
     def tell(self, run: RunState, event: RunEvent) -> None:
         self.background(self._write(run, event))

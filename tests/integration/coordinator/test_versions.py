@@ -29,6 +29,17 @@ async def test_a_rollout_waits_for_a_worker_with_a_version_within_its_bounds(clu
     await worker.has("new")
 
 
+async def test_watchers_are_told_how_long_an_install_took_and_held_generation(cluster: Any) -> None:
+    run = await cluster.run()
+    worker = await cluster.worker("w1", installs=False)
+    await wait_until(lambda: worker.installed == [1])
+    version = (await run.get()).newest
+    await worker.say(installed=fleet_pb2.Installed(version=version, run_id="r", pull_s=1.5, pause_s=0.25))
+    (event,) = await run.events("installed", 1)
+    assert dict(event.values) == {"version": 1.0, "pull_s": 1.5, "pause_s": 0.25}
+    assert dict(event.labels) == {"worker": "w1"}
+
+
 async def test_a_worker_updates_in_flight_where_nothing_holds_it(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")

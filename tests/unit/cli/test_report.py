@@ -11,6 +11,7 @@ from ebbtide.cli.picture import terminal_curve, write_picture
 from ebbtide.cli.progress import Progress, WorkerSample
 from ebbtide.cli.report import Kill, Report, busy, make_report, phases, trainer_idle, weighted_mean
 from ebbtide.cli.summary import summary
+from ebbtide.cli.weights_report import told, weights_figures
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus, TrainerSpec
 from ebbtide.types.weights import PolicyVersion
@@ -55,13 +56,20 @@ def progress() -> Progress:
     made.sample([worker(busy_s=0.0, uptime_s=1.0, tokens=5)])  # before the first evaluation: not counted
     made.apply(evaluation(0, 0.30, at=4.0))
     made.sample([worker(busy_s=3.0, uptime_s=5.0, tokens=1000)])
-    made.apply(step(1, 0.25, at=9.0, logprob_gap=0.001))
+    published = {"publish_dense_bytes": 1e6, "publish_density": 0.04, "publish_pause_s": 0.03}
+    made.apply(step(1, 0.25, at=9.0, logprob_gap=0.001, version=2.0, publish_bytes=5e4, **published))
     made.apply(step(2, 0.90, at=11.0, logprob_gap=0.5))
-    made.apply(step(2, 0.35, at=14.0, logprob_gap=0.003, tokens=300.0))  # trained again after the trainer was killed
+    published |= {"publish_density": 0.06, "publish_pause_s": 0.05, "publish_bytes": 7e4, "version": 3.0}
+    made.apply(
+        step(2, 0.35, at=14.0, logprob_gap=0.003, tokens=300.0, **published)
+    )  # trained again after the trainer was killed
     labels = {"rollout": "s1.g0.0.t0", "from": "worker-2", "to": "worker-1"}
     made.apply(RunEvent(kind="resumed", values={"offset": 17.0}, labels=labels))
     made.apply(RunEvent(kind="checkpoint", values={"step": 2.0}, labels={"path": "somewhere/step-000002"}))
     made.apply(evaluation(2, 0.65, at=15.5))
+    for version, pause_s in ((1, 9.0), (2, 0.02), (3, 0.06)):
+        values = {"version": float(version), "pull_s": 0.5, "pause_s": pause_s}
+        made.apply(RunEvent(kind="installed", values=values, labels={"worker": "worker-1"}))
     return made
 
 
@@ -102,6 +110,37 @@ def test_the_report_has_every_figure_it_promises(report: Report) -> None:
     assert told["mean_response_tokens"] == 40
     assert told["policy_versions"] == 5
     assert told["checkpoint"] == "somewhere/step-000002"
+
+
+def test_bytes_of_versions_are_told_against_dense_ones(report: Report) -> None:
+    weights = report.weights
+    assert [(one.step, one.version, one.bytes, one.dense_bytes) for one in weights.published] == [
+        (1, 2, 50_000, 1_000_000),
+        (2, 3, 70_000, 1_000_000),
+    ]
+    assert (weights.bytes_per_version, weights.dense_bytes_per_version) == (60_000, 1_000_000)
+    assert weights.bytes_over_dense == pytest.approx(0.06)
+    assert weights.density == pytest.approx(0.05)
+    said = dict(summary(report, Path("report.json")))
+    assert said["weights"] == "60 kB per version, 6.0% of 1 MB dense, as 5.0% of the elements change"
+    assert said["publishing"] == "the trainer stood still 40 ms per version"
+
+
+def test_an_installs_stop_is_told_as_a_share_of_the_step_without_the_boots(report: Report) -> None:
+    weights = report.weights
+    assert (weights.installs, weights.install_stop_worst_s, weights.pull_s) == (2, 0.06, 0.5)
+    assert weights.install_stop_s == pytest.approx(0.04)
+    assert weights.install_stop_share_of_step == pytest.approx(0.04 / 5.0)
+    said = dict(summary(report, Path("report.json")))["installing"]
+    assert said == "generation stood still 40 ms per version, 0.80% of a step (at most 60 ms, 2 installs)"
+
+
+def test_weights_of_which_nothing_is_known_are_left_out(progress: Progress) -> None:
+    progress.steps = {1: {"step": 1.0, "version": 2.0, "seconds_train": 1.0}}
+    progress.installs.clear()
+    figures = weights_figures(progress)
+    assert (figures.published, figures.bytes_over_dense, figures.install_stop_share_of_step) == ([], None, None)
+    assert list(told(figures)) == []
 
 
 def test_rates_and_idle_shares_are_those_of_training(report: Report) -> None:
