@@ -38,6 +38,9 @@ simulate: env ## The whole system in one process, broken at random moments; opti
 bench-migration: env ## What preemption costs, and moves gain, on three levels; QUICK=1: in 4 minutes
 	@$(BIN)/python benchmarks/migration.py $(if $(QUICK),--quick) $(ARGS)
 
+bench-weights: env ## What a version of the weights takes on its way, beside other formats; QUICK=1: in 4 minutes
+	@$(BIN)/python benchmarks/weights.py $(if $(QUICK),--quick) $(ARGS)
+
 lint: env ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -64,4 +67,4 @@ $(BIN)/python:
 clean: ## Remove the environment, caches and generated code; runs/ stays
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache common/ebbtide/v1/*_pb2*
 
-.PHONY: help demo test nightly simulate bench-migration lint types env clean
+.PHONY: help demo test nightly simulate bench-migration bench-weights lint types env clean
