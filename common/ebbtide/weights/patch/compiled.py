@@ -73,33 +73,58 @@ _STRIDE = 4096
 
 
 @_jit
+def _letter(gap: np.int64, difference: np.int64, gaps: Array, values: Array) -> tuple[np.int64, np.int64, np.int64]:
+    """A change's symbol, its raw bits, and how many these are."""
+    folded = (difference << 1 ^ difference >> 63) - 1
+    of_gap = gaps[leading_zeros(np.uint64(gap))]
+    of_value = values[leading_zeros(np.uint64(folded))]
+    of_both, one = of_gap + of_value, np.int64(1)
+    gap_bits, value_bits = of_gap & 255, of_value & 255
+    field = gap & ((one << gap_bits) - 1) | (folded & ((one << value_bits) - 1)) << gap_bits
+    return of_both >> 32, field, of_both & 255
+
+
+@_jit
 def _code(
     base: Array, new: Array, gaps: Array, values: Array, empty_bits: int, symbols: Array, raw: Array
 ) -> tuple[np.int64, np.int64]:
     found = np.empty(_STRIDE + 64, np.uint32)
     count, bits, held, previous = np.int64(0), np.int64(0), np.int64(0), np.int64(-1)
-    one, stride = np.int64(1), _STRIDE // base.itemsize
+    stride = _STRIDE // base.itemsize
     for start in range(0, len(base), stride):
         changes = _find(base, new, start, min(start + stride, len(base)), found)
         for index in range(changes):
             at = found[index]
             position = np.int64(at)
-            gap = position - previous - 1
-            previous = position
             difference = (np.int64(new[at]) - np.int64(base[at])) << empty_bits >> empty_bits
-            folded = (difference << 1 ^ difference >> 63) - 1
-            of_gap = gaps[leading_zeros(np.uint64(gap))]
-            of_value = values[leading_zeros(np.uint64(folded))]
-            of_both = of_gap + of_value
-            symbols[np.uint64(count + index)] = of_both >> 32
-            gap_bits, value_bits = of_gap & 255, of_value & 255
-            field = gap & ((one << gap_bits) - 1) | (folded & ((one << value_bits) - 1)) << gap_bits
+            symbol, field, width = _letter(position - previous - 1, difference, gaps, values)
+            previous = position
+            symbols[np.uint64(count + index)] = symbol
             held |= field << (bits & 7)
             store_64(raw, np.uint64(bits >> 3), np.uint64(held))
-            after = bits + (of_both & 255)
-            held >>= ((after >> 3) - (bits >> 3)) << 3
-            bits = after
+            held >>= ((bits + width >> 3) - (bits >> 3)) << 3
+            bits += width
         count += changes
+    return count, bits
+
+
+@_jit
+def _code_changes(
+    positions: Array, differences: Array, gaps: Array, values: Array, empty_bits: int, symbols: Array, raw: Array
+) -> tuple[np.int64, np.int64]:
+    count, bits, held, previous = np.int64(0), np.int64(0), np.int64(0), np.int64(-1)
+    for index in range(len(positions)):
+        difference = np.int64(differences[index]) << empty_bits >> empty_bits
+        if difference != 0:
+            position = np.int64(positions[index])
+            symbol, field, width = _letter(position - previous - 1, difference, gaps, values)
+            previous = position
+            symbols[np.uint64(count)] = symbol
+            held |= field << (bits & 7)
+            store_64(raw, np.uint64(bits >> 3), np.uint64(held))
+            held >>= ((bits + width >> 3) - (bits >> 3)) << 3
+            bits += width
+            count += 1
     return count, bits
 
 
@@ -178,6 +203,14 @@ def _apply(symbols: Array, raw: Array, limit: int, letters: Array, top: int, tar
 def code(base: Array, new: Array, letters: Alphabet, symbols: Array, raw: Array) -> tuple[int, int]:
     empty = 64 - 8 * letters.width
     count, bits = _code(base, new, letters.gaps, letters.values, empty, symbols, raw)
+    return int(count), int(bits)
+
+
+def code_changes(
+    positions: Array, differences: Array, letters: Alphabet, symbols: Array, raw: Array
+) -> tuple[int, int]:
+    empty = 64 - 8 * letters.width
+    count, bits = _code_changes(positions, differences, letters.gaps, letters.values, empty, symbols, raw)
     return int(count), int(bits)
 
 

@@ -11,10 +11,17 @@ def code(base: Array, new: Array, letters: Alphabet, symbols: Array, raw: Array)
     `base` and `new` are unsigned, of one length, at most a tile; `raw` has 8 bytes more than the bits can need.
     """
     positions = np.flatnonzero(base != new)
-    gaps = np.diff(positions, prepend=-1) - 1
-    signed = np.dtype(f"<i{letters.width}")
-    differences = (new[positions] - base[positions]).view(signed).astype(np.int64)
-    folded = (differences << 1 ^ differences >> 63) - 1
+    return code_changes(positions, new[positions] - base[positions], letters, symbols, raw)
+
+
+def code_changes(
+    positions: Array, differences: Array, letters: Alphabet, symbols: Array, raw: Array
+) -> tuple[int, int]:
+    """`code` of changes that were found before: ascending positions in a tile, unsigned differences; 0 is no change."""
+    positions, differences = positions[differences != 0], differences[differences != 0]
+    gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
+    signed = differences.view(np.dtype(f"<i{letters.width}")).astype(np.int64)
+    folded = (signed << 1 ^ signed >> 63) - 1
     of_gap, of_value = letters.gaps[_leading_zeros(gaps)], letters.values[_leading_zeros(folded)]
     symbols[: len(positions)] = (of_gap >> 32) + (of_value >> 32)
     gap_bits, value_bits = of_gap & 255, of_value & 255

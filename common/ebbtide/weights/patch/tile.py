@@ -1,6 +1,6 @@
 """One tile: encode its change, check a tile patch, apply it, and add up several."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import groupby
@@ -61,8 +61,7 @@ class TileCodec:
         if not changes:
             return self._write(Kind.SAME, len(new))
         kind, size = Kind.SPARSE, sum(len(part) for part in payload)
-        # The frame of the symbols: under 2 bits a change, where chance alone would take more, tells of regular changes.
-        if changes * _CROWDED > len(new) or len(payload[1]) * 4 < changes:
+        if changes * _CROWDED > len(new) or _regular(changes, payload):
             blocks = ((Kind.XOR, lambda part: base[part] ^ new[part]), (Kind.PACKED, lambda part: new[part]))
             for other, block in blocks:
                 if (frame := self._frames.pack_below(block, len(new), size)) is not None:
@@ -103,20 +102,24 @@ class TileCodec:
         count = self._decode(part)
         return self._positions[:count], self._differences[:count]
 
-    def encode_changes(self, positions: Array, differences: Array, units: int) -> bytes:
-        """The SPARSE (or SAME) tile patch of changes found elsewhere, on a GPU say, whatever its size.
+    def encode_changes(self, positions: Array, differences: Array, units: int) -> bytes | None:
+        """The SPARSE (or SAME) tile patch of changes found elsewhere, on a GPU say.
 
         `positions` are ascending integers, `differences` units: new - base modulo 2^bits, with or without those of 0.
-        Where the patch has more bytes than the dense tile, the caller had better encode that.
+        None where the changes are so regular, or so many, that another kind may well be smaller: `encode` the tile.
         """
         self._check_units(differences, "differences")
-        bounds = len(positions) and (positions[0] < 0 or positions[-1] >= units or np.any(np.diff(positions) <= 0))
+        bounds = len(positions) and (
+            positions[0] < 0 or positions[-1] >= units or not np.all(positions[:-1] < positions[1:])
+        )
         if positions.shape != differences.shape or units > self._units or bounds:
             raise InvalidRequest(f"must ascend within {units} units, one for each difference", field="positions")
-        total = np.zeros(units, self._dtype)
-        total[positions] = differences
-        changes, payload = self._sparse(np.zeros_like(total), total)
-        return self._write(Kind.SPARSE, units, *payload) if changes else self._write(Kind.SAME, units)
+        changes, payload = self._payload(self._kernels.code_changes, positions, differences)
+        if not changes:
+            return self._write(Kind.SAME, units)
+        if _regular(changes, payload) or 2 * sum(map(len, payload)) > units * self._dtype.itemsize:
+            return None
+        return self._write(Kind.SPARSE, units, *payload)
 
     def compose(self, patches: Sequence[Bytes], units: int) -> bytes:
         """The tile patch that does what `patches` do one after another; what they undo vanishes.
@@ -156,8 +159,11 @@ class TileCodec:
         return total
 
     def _sparse(self, base: Array, new: Array) -> tuple[int, list[Bytes]]:
+        return self._payload(self._kernels.code, base, new)
+
+    def _payload(self, code: Callable[..., tuple[int, int]], *units: Array) -> tuple[int, list[Bytes]]:
         """The number of changes, and the payload of kind SPARSE: its head, its symbols' frame, its raw bits."""
-        count, bits = self._kernels.code(base, new, self._letters, self._symbols, self._raw)
+        count, bits = code(*units, self._letters, self._symbols, self._raw)
         frame = self._frames.pack_symbols(self._symbols[:count])
         return count, [SPARSE_HEAD.pack(count, len(frame)), frame, self._raw_view[: (bits + 7) >> 3]]
 
@@ -226,6 +232,11 @@ class TileCodec:
         if units.dtype != self._dtype or units.ndim != 1 or not units.flags.c_contiguous or len(units) > self._units:
             text = f"must be at most {self._units} units of {self._dtype.itemsize} bytes, flat and contiguous"
             raise InvalidRequest(text, field=field)
+
+
+def _regular(changes: int, payload: Sequence[Bytes]) -> bool:
+    """Whether the symbols have a frame of under 2 bits a change, where chance alone would take more."""
+    return len(payload[1]) * 4 < changes
 
 
 def _broken() -> InvalidRequest:

@@ -68,9 +68,20 @@ def test_changes_found_elsewhere_make_the_patch_of_the_whole_tile(codec_of: Code
     differences = (new - base)[positions]
     assert codec.encode_changes(positions, differences, 5000) == codec.encode(base, new)
     assert codec.encode_changes(positions[:0], differences[:0], 5000) == codec.encode(base, base)
+    zeros = np.setdiff1d(np.arange(5000), positions)[:40]  # differences of nothing do no harm
+    order = np.argsort(both := np.concatenate([positions, zeros]))
+    some = np.concatenate([differences, np.zeros(40, base.dtype)])[order]
+    assert codec.encode_changes(both[order].astype("u4"), some, 5000) == codec.encode(base, new)
     for wrong in (positions[::-1], positions + 5000, positions - 5000, positions[1:], positions * 0):
         with pytest.raises(InvalidRequest, match="positions"):
             codec.encode_changes(wrong, differences, 5000)
+
+
+def test_changes_that_another_kind_may_tell_in_fewer_bytes_are_left_to_the_whole_tile(codec_of: Codecs) -> None:
+    codec, base = codec_of(2), units(2, 5000)
+    for new in (base ^ 8, units(2, 5000, 3)):
+        positions = np.flatnonzero(base != new)
+        assert codec.encode_changes(positions, (new - base)[positions], 5000) is None
 
 
 def test_unaligned_and_read_only_memory_is_read(codec_of: Codecs) -> None:
