@@ -11,14 +11,17 @@ from ebbtide.cli.tables import amount
 
 class Published(Struct, frozen=True, kw_only=True):
     """What a version took that the trainer published behind a step: `bytes` went to the relay, where all of it has
-    `dense_bytes`; `density` is the share of elements that changed; for `pause_s` the trainer stood still."""
+    `dense_bytes`, as a `patch` or dense; `density` is the share of elements that changed; for `pause_s` the trainer
+    stood still, `seconds` later the version was announced."""
 
     step: int
     version: int
     bytes: int
     dense_bytes: int
+    patch: bool
     density: float
     pause_s: float
+    seconds: float
 
 
 class WeightsFigures(Struct, frozen=True, kw_only=True):
@@ -65,7 +68,9 @@ def told(figures: WeightsFigures) -> Iterator[tuple[str, str]]:
     size, dense, share = figures.bytes_per_version, figures.dense_bytes_per_version, figures.bytes_over_dense
     if size is not None and dense is not None and share is not None:
         changed = f", as {figures.density:.1%} of the elements change" if figures.density is not None else ""
-        yield "weights", f"{amount(size)} per version, {share:.1%} of {amount(dense)} dense{changed}"
+        patches = sum(one.patch for one in figures.published)
+        by = f"{patches} of {len(figures.published)} versions by patches"
+        yield "weights", f"{amount(size)} per version, {share:.1%} of {amount(dense)} dense{changed}; {by}"
     if figures.trainer_stop_s is not None:
         yield "publishing", f"the trainer stood still {1000 * figures.trainer_stop_s:,.0f} ms per version"
     stop_s, worst_s, of_step = (
@@ -87,8 +92,10 @@ def _published(values: Mapping[str, float]) -> Published | None:
         version=int(values["version"]),
         bytes=int(values["publish_bytes"]),
         dense_bytes=int(values["publish_dense_bytes"]),
+        patch=bool(values["publish_patch"]),
         density=values["publish_density"],
         pause_s=values["publish_pause_s"],
+        seconds=values["publish_seconds"],
     )
 
 

@@ -57,6 +57,7 @@ def progress() -> Progress:
     made.apply(evaluation(0, 0.30, at=4.0))
     made.sample([worker(busy_s=3.0, uptime_s=5.0, tokens=1000)])
     published = {"publish_dense_bytes": 1e6, "publish_density": 0.04, "publish_pause_s": 0.03}
+    published |= {"publish_patch": 1.0, "publish_seconds": 0.2}
     made.apply(step(1, 0.25, at=9.0, logprob_gap=0.001, version=2.0, publish_bytes=5e4, **published))
     made.apply(step(2, 0.90, at=11.0, logprob_gap=0.5))
     published |= {"publish_density": 0.06, "publish_pause_s": 0.05, "publish_bytes": 7e4, "version": 3.0}
@@ -122,7 +123,10 @@ def test_bytes_of_versions_are_told_against_dense_ones(report: Report) -> None:
     assert weights.bytes_over_dense == pytest.approx(0.06)
     assert weights.density == pytest.approx(0.05)
     said = dict(summary(report, Path("report.json")))
-    assert said["weights"] == "60 kB per version, 6.0% of 1 MB dense, as 5.0% of the elements change"
+    assert (
+        said["weights"]
+        == "60 kB per version, 6.0% of 1 MB dense, as 5.0% of the elements change; 2 of 2 versions by patches"
+    )
     assert said["publishing"] == "the trainer stood still 40 ms per version"
 
 
