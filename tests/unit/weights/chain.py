@@ -80,7 +80,7 @@ def _patch(old: NamedTensor, new: NamedTensor, blobs: dict[bytes, bytes]) -> Ten
         if before == after:
             sizes.append(0)
             continue
-        blob = min(blob, bytes(after), key=len)
+        blob = min(bytes(after), blob, key=len)  # of the same size, it is the dense tile
         sizes.append(len(blob))
         digests.append(tile_digest(blob))
         blobs[digests[-1]] = blob
@@ -90,13 +90,13 @@ def _patch(old: NamedTensor, new: NamedTensor, blobs: dict[bytes, bytes]) -> Ten
 def _pieces(bits: dict[str, np.ndarray]) -> Iterator[NamedTensor]:
     for name, dtype, shape, pieces in TENSORS:
         if not pieces:
-            yield NamedTensor(name=name, dtype=dtype, shape=shape, data=memoryview(bits[name]))
+            yield NamedTensor(name=name, dtype=dtype, shape=shape, data=bits[name].data)
             continue
         whole = bits[name].reshape(*shape, -1)
         for start, size in pieces:
             box = tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
             data = np.ascontiguousarray(whole[box]).reshape(-1)
-            yield NamedTensor(name=name, dtype=dtype, shape=size, data=memoryview(data), start=start, full=shape)
+            yield NamedTensor(name=name, dtype=dtype, shape=size, data=data.data, start=start, full=shape)
 
 
 def whole(link: Link) -> dict[str, bytes]:
