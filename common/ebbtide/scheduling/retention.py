@@ -1,83 +1,157 @@
-"""Which policy versions a relay lets go: the newest few of each stream stay, within a budget of bytes.
+"""What a relay lets go: by count, age and bytes, and never what a kept version or a live holder still needs.
 
-A stream is one policy of one run. Tiles that several versions share count once.
+A stream is one policy of one run. A version is *kept* for its own sake, or stays as a passage: every kept version has
+a way from an anchor, and from each version that a live holder has, a way by patches to the newest, if there was one.
+Blobs that several versions and patches share count once.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
+from typing import TypeAlias
 
 from msgspec import Struct
 
+from ebbtide.scheduling.retained import HeldPatch, HeldVersion, Ledger, Stock, Stream
 
-class HeldVersion(Struct, frozen=True, kw_only=True):
-    """A committed version: `tiles` maps its digests to bytes, `idle_s` counts since it was published or read."""
+Node: TypeAlias = tuple[Stream, int]
 
-    stream: tuple[str, str]
-    version: int
-    tiles: Mapping[bytes, int]
-    idle_s: float = 0.0
+#: Ancestors that no rule keeps may be older than the oldest kept version by this factor before an anchor is made.
+_AGED = 1.5
+
+
+class Rules(Struct, frozen=True, kw_only=True):
+    """`keep_versions` newest of each stream, younger than `max_age_s` (0: any age); bytes in all, and of each run
+    (0: no bound). A stream idle for `abandoned_s` may lose its newest version too."""
+
+    keep_versions: int
+    budget_bytes: int
+    abandoned_s: float
+    max_age_s: float = 0.0
+    run_quota_bytes: int = 0
 
 
 class RetentionPlan(Struct, frozen=True, kw_only=True):
-    """What to let go, first to last, and the bytes by which the rest still exceeds the budget (0: it fits)."""
+    """What to let go: whole versions, dense tiles of anchors that stay as passages (`thin`), and patches.
+
+    `excess_bytes` is by how much the rest still exceeds the budget (0: it fits), `over_quota` the same by run.
+    `anchors`: kept versions that should become anchors, so that what leads to them can go.
+    """
 
     evict: tuple[HeldVersion, ...]
-    excess_bytes: int
+    thin: tuple[HeldVersion, ...] = ()
+    patches: tuple[HeldPatch, ...] = ()
+    excess_bytes: int = 0
+    over_quota: Mapping[str, int] = {}
+    anchors: tuple[Node, ...] = ()
 
 
 def plan_retention(
     held: Iterable[HeldVersion],
+    patches: Iterable[HeldPatch] = (),
     *,
-    keep_versions: int,
-    budget_bytes: int,
-    abandoned_s: float,
-    incoming: Mapping[bytes, int],
+    rules: Rules,
+    incoming: Mapping[str, Mapping[bytes, int]],
+    needed: Set[Node] = frozenset(),
+    pinned: Set[Node] = frozenset(),
 ) -> RetentionPlan:
-    """Plan evictions so that what stays, together with the tiles `incoming`, fits into `budget_bytes`.
+    """Plan so that what stays fits, with the blobs `incoming` by run, into the budget and each run's quota.
 
-    Versions beyond the newest `keep_versions` of their stream always go. For the budget go, longest idle first, those
-    that are not the newest of their stream, and after them the newest of streams that were idle for `abandoned_s`.
-    The newest version of a live stream never goes: late joiners need it.
+    Where it does not, composed patches go first; then kept versions, longest idle first, that are not the newest of
+    their stream; then the newest of abandoned streams. Never: the newest of a live stream, what `pinned` versions
+    (bases of publishes under way) need, and the ways of `needed` ones, which live holders have.
     """
-    newest_first = sorted(held, key=lambda item: -item.version)
-    rank: Counter[tuple[str, str]] = Counter()
-    surplus: list[HeldVersion] = []
-    older: list[HeldVersion] = []
-    abandoned: list[HeldVersion] = []
-    for item in newest_first:
-        place = rank[item.stream]
-        rank[item.stream] += 1
-        if place >= keep_versions:
-            surplus.append(item)
-        elif place:
-            older.append(item)
-        elif item.idle_s >= abandoned_s:
-            abandoned.append(item)
-    stock = _Stock(newest_first, incoming)
-    evict = sorted(surplus, key=lambda item: (item.stream, item.version))
-    for item in evict:
-        stock.remove(item)
-    for group in (older, abandoned):
-        for item in sorted(group, key=lambda item: (-item.idle_s, item.version)):
-            if stock.bytes <= budget_bytes:
-                break
-            stock.remove(item)
-            evict.append(item)
-    return RetentionPlan(evict=tuple(evict), excess_bytes=max(0, stock.bytes - budget_bytes))
+    ledgers = _ledgers(held, patches, rules, needed, pinned)
+    over: dict[str, int] = {}
+    shed = False
+    if rules.run_quota_bytes:
+        for run in {stream[0] for stream in ledgers} | incoming.keys():
+            own = [ledger for stream, ledger in ledgers.items() if stream[0] == run]
+            excess, some = _press(own, incoming.get(run, {}), rules.run_quota_bytes)
+            shed = shed or some
+            if excess:
+                over[run] = excess
+    blobs = {digest: size for some_blobs in incoming.values() for digest, size in some_blobs.items()}
+    excess, some = _press(list(ledgers.values()), blobs, rules.budget_bytes)
+    pressed = shed or some or excess > 0 or bool(over)
+    return RetentionPlan(
+        evict=tuple(item for ledger in ledgers.values() for item in ledger.evicted()),
+        thin=tuple(item for ledger in ledgers.values() for item in ledger.thinned()),
+        patches=tuple(item for ledger in ledgers.values() for item in ledger.dropped()),
+        excess_bytes=excess,
+        over_quota=over,
+        anchors=tuple(_anchors(ledgers.values(), rules, pressed=pressed)),
+    )
 
 
-class _Stock:
-    """Bytes of the distinct tiles in use."""
+def _ledgers(
+    held: Iterable[HeldVersion],
+    patches: Iterable[HeldPatch],
+    rules: Rules,
+    needed: Set[Node],
+    pinned: Set[Node],
+) -> dict[Stream, Ledger]:
+    versions: dict[Stream, dict[int, HeldVersion]] = {}
+    for item in held:
+        versions.setdefault(item.stream, {})[item.version] = item
+    edges: dict[Stream, list[HeldPatch]] = {}
+    for patch in patches:
+        edges.setdefault(patch.stream, []).append(patch)
+    ledgers: dict[Stream, Ledger] = {}
+    for stream in sorted(versions):
+        own = versions[stream]
+        ledger = Ledger(
+            own,
+            edges.get(stream, []),
+            live={version for other, version in needed if other == stream},
+            pinned={version for other, version in pinned if other == stream},
+        )
+        newest_first = sorted(ledger.whole, reverse=True)
+        for version in newest_first[: rules.keep_versions]:
+            if version == newest_first[0] or not rules.max_age_s or own[version].age_s <= rules.max_age_s:
+                ledger.kept.add(version)
+        ledger.abandoned = bool(newest_first) and all(item.idle_s >= rules.abandoned_s for item in own.values())
+        ledger.settle()
+        ledgers[stream] = ledger
+    return ledgers
 
-    def __init__(self, held: Iterable[HeldVersion], incoming: Mapping[bytes, int]) -> None:
-        self._users: Counter[bytes] = Counter()
-        self.bytes = 0
-        for tiles in (incoming, *(item.tiles for item in held)):
-            for digest, size in tiles.items():
-                self.bytes += 0 if self._users[digest] else size
-                self._users[digest] += 1
 
-    def remove(self, item: HeldVersion) -> None:
-        for digest, size in item.tiles.items():
-            self._users[digest] -= 1
-            self.bytes -= 0 if self._users[digest] else size
+def _press(ledgers: list[Ledger], incoming: Mapping[bytes, int], limit: int) -> tuple[int, bool]:
+    """Let the ledgers shed until they fit with `incoming` into `limit`. The bytes left over, and whether any shed."""
+    stock = Stock(incoming)
+    for ledger in ledgers:
+        stock.add(ledger.blobs())
+    shed = False
+    for action in _sheddings(ledgers):
+        if stock.bytes <= limit:
+            break
+        ledger, act = action
+        before = ledger.blobs()
+        act()
+        ledger.settle()
+        stock.add(ledger.blobs())
+        stock.remove(before)
+        shed = True
+    return max(0, stock.bytes - limit), shed
+
+
+def _sheddings(ledgers: list[Ledger]) -> Iterable[tuple[Ledger, Callable[[], None]]]:
+    """What may go for the sake of room, first to last."""
+    composed = [(patch, ledger) for ledger in ledgers for patch in ledger.composed()]
+    for patch, ledger in sorted(composed, key=lambda item: (-item[0].idle_s, item[0].version, item[0].base)):
+        yield ledger, partial(ledger.shed_patch, patch)
+    older = [(ledger.versions[version], ledger) for ledger in ledgers for version in sorted(ledger.kept)[:-1]]
+    for item, ledger in sorted(older, key=lambda item: (-item[0].idle_s, item[0].version)):
+        yield ledger, partial(ledger.kept.discard, item.version)
+    forsaken = [ledger for ledger in ledgers if ledger.abandoned and not ledger.live]
+    for ledger in sorted(forsaken, key=lambda ledger: -min(item.idle_s for item in ledger.versions.values())):
+        yield ledger, ledger.kept.clear
+
+
+def _anchors(ledgers: Iterable[Ledger], rules: Rules, *, pressed: bool) -> Iterable[Node]:
+    for ledger in ledgers:
+        if not ledger.kept or not (ancestors := ledger.ancestors()):
+            continue
+        oldest = min(ledger.kept)
+        aged = rules.max_age_s and max(item.age_s for item in ancestors) > _AGED * rules.max_age_s
+        if (pressed or aged) and not ledger.versions[oldest].anchor:
+            yield ledger.versions[oldest].stream, oldest

@@ -1,12 +1,17 @@
 """The relay's directory.
 
-    tiles/<digest>                          one tile, named by its digest
-    versions/<run>/<policy>/<version>.manifest
-    staging/                                files being written
+    tiles/<digest>                                  one blob (dense tile or tile patch), named by its digest
+    versions/<run>/<policy>/<version>.manifest      an anchor: all of its dense tiles are here
+    versions/<run>/<policy>/<version>.patched       another version, to which patches lead
+    versions/<run>/<policy>/<base>-<version>.patch  a patch that was published, or .composed: made here
+    arriving/<run>/<policy>/<version>.stage         a version that comes from upstream, of which any blob may be missing
+    keys/<run>                                      the publisher's public key, in hex
+    staging/                                        files being written
 
-Invariant: a manifest lies under `versions/` only after all of its tiles were fsynced, and it appears there by one
-rename. So whatever a dead process leaves behind is a whole version, or files that no manifest names, which `load`
-deletes.
+Invariant: each file but those of `tiles/` appears by one rename, behind the fsync of all that it stands on: a manifest
+of an anchor on its dense tiles; a patch on its blobs; a version that is no anchor on its patch. Going, they go in the
+other order. So whatever a dead process leaves behind is whole, or is not reached by anything whole; `recovery` deletes
+that.
 One process owns the directory at a time (a file lock, released by the system when the process dies).
 All calls block; the service makes them from threads.
 """
@@ -22,32 +27,36 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
-from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, Unavailable
+from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
 from ebbtide.runtime import fsync
-from ebbtide.types.weights import Manifest
-from ebbtide.weights import check_manifest, tile_sizes
+from ebbtide.types.weights import Manifest, Patch
+from ebbtide.weight_relay.records import Ends, Stream, stream_of
 
-_SUFFIX: Final = ".manifest"
+ANCHOR: Final = ".manifest"
+PATCHED: Final = ".patched"
+PUBLISHED: Final = ".patch"
+COMPOSED: Final = ".composed"
 #: Syncs at once: file systems write several to the disk in one go.
 _SYNCS: Final = 16
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_DECODER: Final = msgspec.msgpack.Decoder(Manifest)
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """A file that was found at the start and is no whole version, and why."""
+class Arrival(Struct, frozen=True):
+    """A stage from upstream, as it lies on disk."""
 
-    path: str
-    reason: str
+    manifest: Manifest
+    patch: Patch | None
 
 
 class Disk:
     def __init__(self, root: Path) -> None:
         """Take the directory. Raises `InvalidRequest` if another relay has it, or nobody can write there."""
-        self._tiles, self._versions, self._staging = root / "tiles", root / "versions", root / "staging"
+        self.tiles, self.versions, self.staging = root / "tiles", root / "versions", root / "staging"
+        self.arrivals, self._keys = root / "arriving", root / "keys"
         try:
-            for folder in (self._tiles, self._versions, self._staging):
+            for folder in (self.tiles, self.versions, self.staging, self.arrivals, self._keys):
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock = (root / "lock").open("wb")
         except OSError as error:
@@ -64,89 +73,111 @@ class Disk:
     def close(self) -> None:
         self._lock.close()
 
-    # -- start ---------------------------------------------------------------------------------------------------
-
-    def load(self) -> tuple[list[Manifest], list[Refusal]]:
-        """The whole versions that lie here. Everything else is deleted, and what looked like a version is reported."""
-        for leftover in self._staging.iterdir():
-            leftover.unlink()
-        on_disk = {entry.name: entry.stat().st_size for entry in os.scandir(self._tiles)}
-        whole: list[Manifest] = []
-        refused: list[Refusal] = []
-        used: set[str] = set()
-        for path in sorted(self._versions.glob(f"*/*/*{_SUFFIX}")):
-            try:
-                manifest = self._read_manifest(path, on_disk)
-            except (EbbtideError, msgspec.MsgspecError) as error:
-                refused.append(Refusal(str(path.relative_to(self._versions)), str(error)))
-                path.unlink()
-                continue
-            whole.append(manifest)
-            used.update(digest.hex() for digest in tile_sizes(manifest))
-        for name in on_disk.keys() - used:
-            (self._tiles / name).unlink()
-        return whole, refused
-
-    def _read_manifest(self, path: Path, on_disk: dict[str, int]) -> Manifest:
-        manifest = _DECODER.decode(path.read_bytes())
-        check_manifest(manifest)
-        if self._manifest_path(manifest.run_id, manifest.version.policy, manifest.version.version) != path:
-            raise InvalidRequest("lies under another version's name")
-        for digest, size in tile_sizes(manifest).items():
-            if (found := on_disk.get(digest.hex())) != size:
-                raise InvalidRequest(f"its tile {digest.hex()} has {found} bytes on disk, not {size}")
-        return manifest
-
-    # -- tiles ---------------------------------------------------------------------------------------------------
+    # -- blobs ---------------------------------------------------------------------------------------------------
 
     def put_tile(self, digest: bytes, data: bytes) -> None:
-        """Write a tile that was verified; it need not be durable before `sync_tiles`."""
-        staged = self._staging / secrets.token_hex(8)
+        """Write a blob that was verified; it need not be durable before `sync_tiles`."""
+        staged = self.staging / secrets.token_hex(8)
         staged.write_bytes(data)
-        staged.rename(self._tiles / digest.hex())
+        staged.rename(self.tiles / digest.hex())
 
     def get_tile(self, digest: bytes) -> bytes:
-        """The tile as it lies on disk, not verified. Raises `OSError`."""
-        return (self._tiles / digest.hex()).read_bytes()
+        """The blob as it lies on disk, not verified. Raises `OSError`."""
+        return (self.tiles / digest.hex()).read_bytes()
 
     def sync_tiles(self, digests: Iterable[bytes]) -> None:
-        """Make tiles durable. One that was dropped meanwhile is passed over: no version can want it."""
+        """Make blobs durable. One that was dropped meanwhile is passed over: no version can want it."""
         with ThreadPoolExecutor(_SYNCS) as pool:
             list(pool.map(self._sync_tile, digests))
-        fsync(self._tiles)
+        fsync(self.tiles)
 
     def _sync_tile(self, digest: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
-            fsync(self._tiles / digest.hex())
+            fsync(self.tiles / digest.hex())
 
     def drop_tiles(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
-            (self._tiles / digest.hex()).unlink(missing_ok=True)
+            (self.tiles / digest.hex()).unlink(missing_ok=True)
 
-    # -- versions ------------------------------------------------------------------------------------------------
+    # -- versions and patches ------------------------------------------------------------------------------------
 
-    def put_manifest(self, manifest: Manifest) -> None:
-        """Make a version visible after a restart, durably; its tiles must have been synced."""
-        path = self._manifest_path(manifest.run_id, manifest.version.policy, manifest.version.version)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staged = self._staging / secrets.token_hex(8)
-        staged.write_bytes(_ENCODER.encode(manifest))
-        fsync(staged)
-        staged.rename(path)
-        for folder in (path.parent, path.parent.parent, self._versions):
-            fsync(folder)
+    def put_manifest(self, manifest: Manifest, *, anchor: bool = True) -> None:
+        """Make a version visible after a restart, durably; what it stands on must be so already."""
+        path = self.version_path(stream_of(manifest), manifest.version.version, ANCHOR if anchor else PATCHED)
+        self._put(path, _ENCODER.encode(manifest), self.versions)
+
+    def put_patch(self, patch: Patch, *, composed: bool = False) -> None:
+        """Record a patch, durably; its blobs must have been synced."""
+        ends = patch.base.version, patch.version.version
+        stream = patch.run_id, patch.version.policy
+        path = self.patch_path(stream, ends, COMPOSED if composed else PUBLISHED)
+        self._put(path, _ENCODER.encode(patch), self.versions)
+
+    def mark(self, stream: Stream, version: int, *, anchor: bool) -> None:
+        """Record, durably, that a version has become an anchor, or is none any more."""
+        now, then = (PATCHED, ANCHOR) if anchor else (ANCHOR, PATCHED)
+        path = self.version_path(stream, version, now)
+        path.rename(path.with_suffix(then))
+        fsync(path.parent)
 
     def drop_manifest(self, run_id: str, policy: str, version: int) -> None:
-        """Forget a version, durably, before its tiles go."""
-        path = self._manifest_path(run_id, policy, version)
-        path.unlink(missing_ok=True)
+        """Forget a version, durably, before its patches and tiles go."""
+        for suffix in (ANCHOR, PATCHED):
+            self._drop(self.version_path((run_id, policy), version, suffix))
+
+    def drop_patch(self, stream: Stream, ends: Ends) -> None:
+        """Forget a patch, durably, before its blobs go."""
+        for suffix in (PUBLISHED, COMPOSED):
+            self._drop(self.patch_path(stream, ends, suffix))
+
+    def version_path(self, stream: Stream, version: int, suffix: str) -> Path:
+        return self.versions / stream[0] / stream[1] / f"{version:010d}{suffix}"
+
+    def patch_path(self, stream: Stream, ends: Ends, suffix: str) -> Path:
+        return self.versions / stream[0] / stream[1] / f"{ends[0]:010d}-{ends[1]:010d}{suffix}"
+
+    # -- arrivals and keys ---------------------------------------------------------------------------------------
+
+    def put_arrival(self, manifest: Manifest, patch: Patch | None) -> None:
+        """Let a restart find what has come of a version from upstream."""
+        path = self.arrival_path(stream_of(manifest), manifest.version.version)
+        self._put(path, _ENCODER.encode(Arrival(manifest, patch)), self.arrivals)
+
+    def drop_arrival(self, stream: Stream, version: int) -> None:
+        self._drop(self.arrival_path(stream, version))
+
+    def arrival_path(self, stream: Stream, version: int) -> Path:
+        return self.arrivals / stream[0] / stream[1] / f"{version:010d}.stage"
+
+    def put_key(self, run_id: str, key: bytes) -> None:
+        """Pin a run's publisher, durably."""
+        self._put(self._keys / run_id, key.hex().encode(), self._keys)
+
+    def keys(self) -> dict[str, str]:
+        """The pinned keys by run, as they are written."""
+        return {path.name: path.read_text(errors="replace") for path in self._keys.iterdir()}
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def _put(self, path: Path, data: bytes, top: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = self.staging / secrets.token_hex(8)
+        staged.write_bytes(data)
+        fsync(staged)
+        staged.rename(path)
+        for folder in path.parents:
+            fsync(folder)
+            if folder == top:
+                break
+
+    def _drop(self, path: Path) -> None:
+        if not path.exists():
+            return
+        path.unlink()
         fsync(path.parent)
         for folder in (path.parent, path.parent.parent):
             if not any(folder.iterdir()):
                 folder.rmdir()
-
-    def _manifest_path(self, run_id: str, policy: str, version: int) -> Path:
-        return self._versions / run_id / policy / f"{version:010d}{_SUFFIX}"
 
 
 @contextlib.contextmanager
@@ -162,3 +193,8 @@ def disk_errors() -> Iterator[None]:
                 "the relay's disk is full; free space or lower --budget-bytes", retry_after_s=10.0
             ) from None
         raise Unavailable(f"the relay's disk fails ({error.strerror}); see its log") from error
+
+
+def blob_files(disk: Disk) -> dict[str, int]:
+    """Names and bytes of the blobs that lie there."""
+    return {entry.name: entry.stat().st_size for entry in os.scandir(disk.tiles)}

@@ -1,62 +1,69 @@
 """What the relay holds, in memory.
 
-Invariant: `on_disk` names every tile file; a committed version's tiles are all in it; only `Relay` writes here,
-under its lock but for `stored`. Stages live in memory alone: they die with the process, and the next start deletes
-their tiles.
+Invariant: `on_disk` names every blob file; the tiles of anchors and the blobs of patches are all in it; every patch has
+both its versions here. Only the relay's use-cases write here, under the shelf's lock but for `stored` and `made`.
+Stages live in memory and those of publishers alone there: they die with the process, and the next start deletes their
+blobs.
 """
 
-from collections.abc import Iterable, Iterator
-
-from msgspec import Struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, VersionUnavailable
-from ebbtide.scheduling.retention import HeldVersion
-from ebbtide.types.weights import Manifest, PolicyVersion, VersionInfo
+from ebbtide.scheduling.ways import Step, whole_versions
+from ebbtide.types.weights import Manifest, Patch, PolicyVersion
+from ebbtide.weight_relay.records import Edge, Ends, Holding, Making, Stage, Stream, Units, dense_bytes, step_of
 from ebbtide.weights import tile_sizes
 
-Stream = tuple[str, str]
-
-
-class Holding(Struct, kw_only=True):
-    """A version, committed or staged. `used_at` is when it was last published, written to or read."""
-
-    manifest: Manifest
-    tiles: dict[bytes, int]
-    used_at: float
-
-    @property
-    def stream(self) -> Stream:
-        return self.manifest.run_id, self.manifest.version.policy
-
-    @property
-    def info(self) -> VersionInfo:
-        size = sum(entry.size for entry in self.manifest.tensors)
-        tensors = len(self.manifest.tensors)
-        return VersionInfo(run_id=self.manifest.run_id, version=self.manifest.version, size=size, tensors=tensors)
+__all__ = ["Index", "Stream"]
 
 
 class Index:
     def __init__(self) -> None:
-        self._committed: dict[Stream, dict[int, Holding]] = {}
-        self._stages: dict[tuple[str, str, int], Holding] = {}
-        self._serving: dict[bytes, int] = {}  # digest -> committed versions that hold it
+        self._versions: dict[Stream, dict[int, Holding]] = {}
+        self._patches: dict[Stream, dict[Ends, Edge]] = {}
+        self._stages: dict[tuple[Stream, int], Stage] = {}
+        self._serving: Counter[bytes] = Counter()  # digest -> anchors and patches that hold it
         self.on_disk: dict[bytes, int] = {}
+        self.making: set[Making] = set()
 
     # -- committed versions --------------------------------------------------------------------------------------
 
     def committed(self) -> Iterator[Holding]:
-        for versions in self._committed.values():
+        for versions in self._versions.values():
             yield from versions.values()
 
+    def streams(self) -> list[Stream]:
+        return list(self._versions)
+
     def stream(self, stream: Stream) -> dict[int, Holding]:
-        return self._committed.get(stream, {})
+        """All versions of a stream, passages too."""
+        return self._versions.get(stream, {})
+
+    def patches(self, stream: Stream) -> dict[Ends, Edge]:
+        return self._patches.get(stream, {})
+
+    def whole(self, stream: Stream) -> dict[int, Holding]:
+        """The versions that have a way from an anchor; the others are passages for those who hold them already."""
+        versions = self.stream(stream)
+        found = whole_versions(self.anchors(stream), self.steps(stream))
+        return {version: holding for version, holding in versions.items() if version in found}
+
+    def anchors(self, stream: Stream) -> dict[int, int]:
+        """The anchors and the bytes of their dense tiles."""
+        return {version: dense_bytes(item.manifest) for version, item in self.stream(stream).items() if item.anchor}
+
+    def steps(self, stream: Stream) -> list[Step]:
+        return [edge.step for edge in self.patches(stream).values()]
 
     def find(self, run_id: str, policy: str, version: int) -> Holding:
         """The committed version, or the newest for 0. Raises `VersionUnavailable`."""
-        versions = self.stream((run_id, policy))
-        found = versions.get(version or max(versions, default=0))
+        stream = run_id, policy
+        found = self.stream(stream).get(version) if version else None
+        if not version and (whole := self.whole(stream)):
+            found = whole[max(whole)]
         if found is None:
-            held = ", ".join(map(str, sorted(versions))) or "none"
+            held = ", ".join(map(str, sorted(self.whole(stream)))) or "none"
             name = f"version {version}" if version else "any version"
             raise VersionUnavailable(f"{name} of policy {policy} of run {run_id} is not here (held: {held})")
         return found
@@ -68,96 +75,148 @@ class Index:
             raise AlreadyExists(f"version {version.version} of {version.policy} is committed with another root")
         return found
 
-    def serves(self, digest: bytes) -> bool:
-        return digest in self._serving
+    def commit(self, holding: Holding, edge: Edge | None = None) -> None:
+        """Make a version visible, with the patch to it; it is no longer a stage."""
+        self._stages.pop((holding.stream, holding.number), None)
+        self._versions.setdefault(holding.stream, {})[holding.number] = holding
+        self._serving.update(holding.tiles.keys())
+        if edge is not None:
+            self.connect(edge)
 
-    def owners(self, digest: bytes) -> list[Holding]:
-        """The committed versions that hold a tile."""
-        return [holding for holding in self.committed() if digest in holding.tiles]
+    def connect(self, edge: Edge) -> None:
+        """Add a patch between versions held here."""
+        stream = edge.patch.run_id, edge.patch.version.policy
+        self._patches.setdefault(stream, {})[edge.ends] = edge
+        self._serving.update(edge.blobs.keys())
 
-    def commit(self, holding: Holding) -> None:
-        """Make a version visible; it is no longer a stage."""
-        version = holding.manifest.version.version
-        self._stages.pop((*holding.stream, version), None)
-        self._committed.setdefault(holding.stream, {})[version] = holding
-        for digest in holding.tiles:
-            self._serving[digest] = self._serving.get(digest, 0) + 1
+    def cut(self, stream: Stream, ends: Ends) -> None:
+        """Take a patch away."""
+        self._release(self._patches[stream].pop(ends).blobs)
 
     def evict(self, stream: Stream, version: int) -> None:
-        holding = self._committed[stream].pop(version)
-        if not self._committed[stream]:
-            del self._committed[stream]
-        for digest in holding.tiles:
-            self._serving[digest] -= 1
+        """Take a version away, and its patches."""
+        for ends in [ends for ends in self.patches(stream) if version in ends]:
+            self.cut(stream, ends)
+        self._release(self._versions[stream].pop(version).tiles)
+        if not self._versions[stream]:
+            del self._versions[stream]
+            self._patches.pop(stream, None)
+
+    def promote(self, holding: Holding) -> None:
+        """The version's dense tiles are all on disk now."""
+        holding.anchor, holding.tiles = True, tile_sizes(holding.manifest)
+        self._serving.update(holding.tiles.keys())
+
+    def thin(self, holding: Holding) -> None:
+        """Keep an anchor as a version that patches lead to."""
+        self._release(holding.tiles)
+        holding.anchor, holding.tiles = False, {}
+
+    def _release(self, blobs: Mapping[bytes, int]) -> None:
+        self._serving.subtract(blobs.keys())
+        for digest in blobs:
             if not self._serving[digest]:
                 del self._serving[digest]
-
-    def held_versions(self, now: float) -> list[HeldVersion]:
-        return [
-            HeldVersion(
-                stream=item.stream,
-                version=item.manifest.version.version,
-                tiles=item.tiles,
-                idle_s=now - item.used_at,
-            )
-            for item in self.committed()
-        ]
 
     # -- stages --------------------------------------------------------------------------------------------------
 
     @property
-    def stages(self) -> list[Holding]:
+    def stages(self) -> list[Stage]:
         return list(self._stages.values())
 
-    def stage(self, manifest: Manifest, now: float) -> Holding:
-        """Put a checked manifest where its tiles may come; a stage of the same version gives way."""
-        tiles = tile_sizes(manifest)
-        for digest, size in tiles.items():
+    def stage(self, stage: Stage) -> None:
+        """Put a checked stage where its blobs may come; a stage of the same version gives way."""
+        for digest, size in stage.blobs.items():
             if (found := self.on_disk.get(digest, size)) != size:
                 raise InvalidRequest(f"tile {digest.hex()} has {found} bytes, not {size}", field="tensors.digests")
-        holding = Holding(manifest=manifest, tiles=tiles, used_at=now)
-        self._stages[(*holding.stream, manifest.version.version)] = holding
-        return holding
+        self._stages[(stage.stream, stage.number)] = stage
 
-    def unstage(self, holding: Holding) -> None:
-        self._stages.pop((*holding.stream, holding.manifest.version.version), None)
+    def unstage(self, stage: Stage) -> None:
+        self._stages.pop((stage.stream, stage.number), None)
 
-    def staged(self, run_id: str, version: PolicyVersion) -> Holding:
+    def stage_of(self, stream: Stream, version: int, *, arriving: bool = False) -> Stage | None:
+        found = self._stages.get((stream, version))
+        return found if found is not None and (found.arriving or not arriving) else None
+
+    def staged(self, run_id: str, version: PolicyVersion) -> Stage:
         """The stage to commit. Raises `NotReady` if there is none, or while it lacks tiles."""
-        found = self._stages.get((run_id, version.policy, version.version))
+        found = self.stage_of((run_id, version.policy), version.version)
         if found is None or found.manifest.version != version:
             raise NotReady(f"version {version.version} of {version.policy} is not staged here; begin its publish again")
         if lacking := sum(1 for _ in self.missing(found)):
             raise NotReady(f"version {version.version} of {version.policy} still lacks {lacking} tiles; put them first")
         return found
 
-    def missing(self, holding: Holding) -> Iterator[bytes]:
-        return (digest for digest in holding.tiles if digest not in self.on_disk)
+    def missing(self, stage: Stage) -> Iterator[bytes]:
+        return (digest for digest in stage.blobs if digest not in self.on_disk)
 
-    def wanted(self, digest: bytes, now: float) -> int:
-        """Bytes of a tile that a stage wants, which it keeps alive. Raises `InvalidRequest` for one that none wants."""
-        sizes = []
-        for holding in self._stages.values():
-            if digest in holding.tiles:
-                holding.used_at = now
-                sizes.append(holding.tiles[digest])
-        if not sizes:
+    def wanted(self, digest: bytes, now: float) -> tuple[int, Units | None]:
+        """Bytes of a blob that stages want, which it keeps alive, and its units if it is a tile patch.
+
+        Raises `InvalidRequest` for one that none wants.
+        """
+        found: tuple[int, Units | None] | None = None
+        for stage in self._stages.values():
+            if digest in stage.blobs:
+                stage.used_at = now
+                found = found if found and found[1] else (stage.blobs[digest], stage.units.get(digest))
+        if found is None:
             raise InvalidRequest(
                 f"tile {digest[:32].hex()} belongs to no staged version; begin the publish again", field="digest"
             )
-        return sizes[0]
+        return found
 
-    # -- tiles ---------------------------------------------------------------------------------------------------
+    def arriving(self, digest: bytes) -> Stage | None:
+        """A stage from upstream that takes the blob."""
+        return next((stage for stage in self._stages.values() if stage.arriving and digest in stage.blobs), None)
+
+    # -- what may be read: committed, or arriving ----------------------------------------------------------------
+
+    def readable_manifest(self, run_id: str, policy: str, version: int) -> Manifest:
+        """Raises `VersionUnavailable`."""
+        stage = self.stage_of((run_id, policy), version, arriving=True) if version else None
+        return stage.manifest if stage else self.find(run_id, policy, version).manifest
+
+    def readable_patch(self, stream: Stream, ends: Ends) -> Patch:
+        """Raises `VersionUnavailable`."""
+        if edge := self.patches(stream).get(ends):
+            return edge.patch
+        stage = self.stage_of(stream, ends[1], arriving=True)
+        if stage and stage.patch and stage.patch.base.version == ends[0]:
+            return stage.patch
+        raise VersionUnavailable(f"no patch from version {ends[0]} to {ends[1]} is here; ask for the way again")
+
+    def graph(self, stream: Stream) -> tuple[dict[int, int], list[Step]]:
+        """Anchors and patches, with those that are arriving."""
+        anchors, steps = self.anchors(stream), self.steps(stream)
+        for stage in self._stages.values():
+            if stage.arriving and stage.stream == stream:
+                if stage.patch is None:
+                    anchors[stage.number] = dense_bytes(stage.manifest)
+                else:
+                    steps.append(step_of(stage.patch))
+        return anchors, steps
+
+    # -- blobs ---------------------------------------------------------------------------------------------------
+
+    def serves(self, digest: bytes) -> bool:
+        return digest in self._serving
+
+    def owners(self, digest: bytes) -> tuple[list[Holding], list[Edge]]:
+        """The anchors and patches that hold a blob."""
+        edges = [edge for patches in self._patches.values() for edge in patches.values() if digest in edge.blobs]
+        return [holding for holding in self.committed() if digest in holding.tiles], edges
 
     def stored(self, digest: bytes, size: int) -> None:
         self.on_disk[digest] = size
 
     def garbage(self) -> list[bytes]:
-        """Tiles that no version and no stage holds."""
+        """Blobs that nothing holds, takes or makes."""
+        users = [*(stage.blobs for stage in self._stages.values()), *(making.blobs for making in self.making)]
         return [
             digest
             for digest in self.on_disk
-            if digest not in self._serving and not any(digest in stage.tiles for stage in self._stages.values())
+            if digest not in self._serving and not any(digest in blobs for blobs in users)
         ]
 
     def forget(self, digests: Iterable[bytes]) -> None:

@@ -1,6 +1,7 @@
 """The Weights service: convert, await one use-case, convert."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
@@ -12,14 +13,20 @@ from ebbtide.types.ids import check_id
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsServicer
+from ebbtide.weight_relay.joining import PublishJoiner
+from ebbtide.weight_relay.refusals import refusals
 from ebbtide.weight_relay.service import Relay
-from ebbtide.weights import ManifestJoiner, ManifestPart, split_manifest
+from ebbtide.weights import ManifestPart, split_manifest, split_patch
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "ebbtide.v1.Weights"
 #: Digests in one answer: 100,000 take 3.4 MB of a message's 4 MiB. A publisher asks again for the rest.
 MAX_DIGESTS = 100_000
+#: The relay that answers: who asked knows its address.
+_SELF = pb.BlobSource()
+#: How often holders say what they have, in seconds.
+_AGAIN_S = 10.0
 
 
 class Servicer(WeightsServicer):
@@ -27,23 +34,26 @@ class Servicer(WeightsServicer):
         self._relay = relay
 
     async def BeginPublish(self, request: AsyncIterator[pb.ManifestPart], context: Context) -> pb.BeginPublishResponse:
-        joiner = ManifestJoiner(self._relay.limits)
-        async for part in request:
-            joiner.add(from_proto(part, ManifestPart))
-        missing = await self._relay.begin(joiner.join())
+        joiner = PublishJoiner(self._relay.limits)
+        with refusals("publish", context.peer()):
+            async for part in request:
+                joiner.add(from_proto(part, ManifestPart))
+            missing = await self._relay.begin(*joiner.join())
         return pb.BeginPublishResponse(missing=missing[:MAX_DIGESTS])
 
     async def PutTiles(self, request: AsyncIterator[pb.Tile], context: Context) -> pb.PutTilesResponse:
         stored = 0
-        async for tile in request:
-            await self._relay.put(_digest(tile.digest), tile.data)
-            stored += 1
+        with refusals("blob", context.peer()):
+            async for tile in request:
+                await self._relay.put(_digest(tile.digest), tile.data)
+                stored += 1
         await self._relay.sync()
         return pb.PutTilesResponse(stored=stored)
 
     async def CommitPublish(self, request: pb.CommitPublishRequest, context: Context) -> pb.VersionInfo:
         version = from_proto(request.version, PolicyVersion, field="version")
-        info = await self._relay.commit(check_id(request.run_id, field="run_id"), version)
+        with refusals("commit", context.peer()):
+            info = await self._relay.commit(check_id(request.run_id, field="run_id"), version)
         return to_proto(info, pb.VersionInfo)
 
     async def GetManifest(self, request: pb.VersionRef, context: Context) -> AsyncIterator[pb.ManifestPart]:
@@ -53,6 +63,23 @@ class Servicer(WeightsServicer):
         for part in split_manifest(manifest):
             yield to_proto(part, pb.ManifestPart)
 
+    async def GetPatch(self, request: pb.PatchRef, context: Context) -> AsyncIterator[pb.PatchPart]:
+        run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
+        for part in split_patch(self._relay.patch(run_id, policy, request.base, request.version)):
+            yield to_proto(part, pb.PatchPart)
+
+    async def FindWay(self, request: pb.FindWayRequest, context: Context) -> pb.FindWayResponse:
+        run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
+        ways = await self._relay.ways(
+            run_id,
+            policy,
+            request.version,
+            request.have,
+            scratch=request.scratch,
+            bytes_per_s=_rate(request.bytes_per_s),
+        )
+        return pb.FindWayResponse(ways=[to_proto(way, pb.Way) for way in ways], sources=[_SELF], again_s=_AGAIN_S)
+
     async def FetchTiles(self, request: pb.FetchTilesRequest, context: Context) -> AsyncIterator[pb.Tile]:
         for digest in request.digests:
             yield pb.Tile(digest=digest, data=await self._relay.tile(_digest(digest)))
@@ -61,6 +88,12 @@ class Servicer(WeightsServicer):
         run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
         async for info in self._relay.watch(run_id, policy):
             yield to_proto(info, pb.VersionInfo)
+
+
+def _rate(bytes_per_s: float) -> float:
+    if not 0 <= bytes_per_s < math.inf:
+        raise InvalidRequest("must be a rate, or 0 if it is not known", field="bytes_per_s")
+    return bytes_per_s
 
 
 def _digest(digest: bytes) -> bytes:

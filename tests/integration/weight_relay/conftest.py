@@ -5,25 +5,24 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 
+from ebbtide.client.publishing import Authority
 from ebbtide.client.retry import Peer
 from ebbtide.client.weights import Relay
-from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import Manifest, PolicyVersion
-from ebbtide.v1 import types_pb2, weights_pb2
-from ebbtide.v1.weights_pb2_grpc import WeightsStub
-from ebbtide.weights import build_manifest, named_tensor, slice_tiles, split_manifest, tile_digest
+from ebbtide.weights import build_manifest, named_tensor, slice_tiles, tile_digest
+from tests.integration.weight_relay.lines import SEED, SIGNER
+from tests.integration.weight_relay.wire import Wire
 
 TOKEN = "a-token-of-tests"
-T = TypeVar("T")
 
 
 class RelayProcess:
@@ -76,49 +75,23 @@ async def peer(process: RelayProcess) -> AsyncIterator[Peer]:
     await peer.close()
 
 
+class SignedRelay(Relay):
+    """Publishes under the tests' key, so that calls of the contract may follow under it."""
+
+    async def publish(self, run_id: str, version: PolicyVersion, tensors: Any) -> PolicyVersion:
+        async def reserve() -> tuple[int, bytes]:
+            return version.version, SEED
+
+        async def announce(_version: PolicyVersion) -> None:
+            """Nobody waits for it."""
+
+        publisher = self.publisher(run_id, version.policy, authority=Authority(reserve, announce))
+        return await (await publisher.publish(tensors, step=version.step, parent=version.parent))
+
+
 @pytest.fixture
 def relay(peer: Peer) -> Relay:
-    return Relay(peer)
-
-
-class Wire:
-    """The calls of the contract, one by one, without the SDK's repetitions."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self.stub = WeightsStub(peer.channel)
-
-    async def begin(self, manifest: Manifest) -> list[bytes]:
-        parts = [to_proto(part, weights_pb2.ManifestPart) for part in split_manifest(manifest)]
-        with self._peer.translated():
-            return list((await self.stub.BeginPublish(each(parts))).missing)
-
-    async def put(self, tiles: dict[bytes, bytes]) -> int:
-        messages = [weights_pb2.Tile(digest=digest, data=data) for digest, data in tiles.items()]
-        with self._peer.translated():
-            return (await self.stub.PutTiles(each(messages))).stored
-
-    async def commit(self, manifest: Manifest) -> weights_pb2.VersionInfo:
-        version = to_proto(manifest.version, types_pb2.PolicyVersion)
-        with self._peer.translated():
-            return await self.stub.CommitPublish(weights_pb2.CommitPublishRequest(run_id="run", version=version))
-
-    async def fetch(self, digests: Iterable[bytes], most: int = 1000) -> dict[bytes, bytes]:
-        """The first `most` tiles of a fetch, which then is broken off."""
-        found: dict[bytes, bytes] = {}
-        call = self.stub.FetchTiles(weights_pb2.FetchTilesRequest(digests=digests))
-        with self._peer.translated():
-            async for tile in call:
-                found[tile.digest] = tile.data
-                if len(found) == most:
-                    call.cancel()
-                    break
-        return found
-
-
-async def each(items: Iterable[T]) -> AsyncIterator[T]:
-    for item in items:
-        yield item
+    return SignedRelay(peer)
 
 
 @pytest.fixture
@@ -134,7 +107,7 @@ class Sample:
         self.weights = {f"layer.{i}": rng.integers(0, 256, 3 << 20, dtype="u1") for i in range(4)}
         self.version = PolicyVersion(policy="policy", version=version)
         tensors = [named_tensor(*item) for item in self.weights.items()]
-        self.manifest: Manifest = build_manifest("run", self.version, tensors)
+        self.manifest: Manifest = SIGNER.sign(build_manifest("run", self.version, tensors))
         self.tiles = {tile_digest(tile): bytes(tile) for tensor in tensors for tile in slice_tiles(tensor)}
 
 

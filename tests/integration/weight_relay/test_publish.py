@@ -16,6 +16,7 @@ from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import weights_pb2
 from ebbtide.weights import as_array, build_manifest, named_tensor
+from tests.integration.weight_relay.lines import SIGNER
 
 
 async def test_what_is_published_is_fetched_bit_for_bit(relay: Relay, sample: Any) -> None:
@@ -41,7 +42,7 @@ async def test_tiles_that_the_relay_holds_are_not_asked_for_again(wire: Any, rel
     changed[0] ^= 1
     version = PolicyVersion(policy="policy", version=2, parent=1)
     tensors = [named_tensor(*item) for item in {**sample.weights, "layer.2": changed}.items()]
-    assert len(await wire.begin(build_manifest("run", version, tensors))) == 1
+    assert len(await wire.begin(SIGNER.sign(build_manifest("run", version, tensors)))) == 1
 
 
 async def test_nothing_is_visible_before_the_commit(wire: Any, relay: Relay, sample: Any) -> None:

@@ -1,0 +1,71 @@
+"""Whose versions a run's are.
+
+Invariant: a run's key never changes once it is pinned, by a setting or by the first version that was staged for it. A
+pin is durable before that stage is answered, and outlives the run's versions and the process.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+from ebbtide.errors import InvalidRequest, PermissionDenied
+from ebbtide.types.ids import check_id
+from ebbtide.types.weights import KEY_BYTES, Manifest, Patch
+from ebbtide.weight_relay.disk import Disk, disk_errors
+from ebbtide.weights import check_patch_signature, check_signature
+
+
+class Keys:
+    def __init__(self, disk: Disk, given: Iterable[str], *, allow_unsigned: bool) -> None:
+        """`given`: `run=key`, keys in hex. Raises `InvalidRequest` for what is neither."""
+        self._disk = disk
+        self._allow_unsigned = allow_unsigned
+        self._given = dict(_parse(text) for text in given)
+        self._pinned: dict[str, bytes] = {}
+
+    async def open(self) -> None:
+        """Find the pins. Raises `InvalidRequest` for a file that is none: to go on would be to trust anybody."""
+        for run_id, text in (await asyncio.to_thread(self._disk.keys)).items():
+            self._pinned[run_id] = _key(text, f"data_dir: keys/{run_id}")
+
+    def check(self, manifest: Manifest, patch: Patch | None, *, arriving: bool) -> None:
+        """Refuse what the run's publisher did not sign. A patch from upstream may have been composed there, unsigned.
+
+        Raises `PermissionDenied`.
+        """
+        pinned = self._key_of(manifest.run_id)
+        if not manifest.publisher and not manifest.signature and not pinned:
+            if not self._allow_unsigned:
+                raise PermissionDenied("the manifest is not signed; sign it, or run the relay with --allow-unsigned")
+            return
+        check_signature(manifest, pinned)
+        if patch is not None and (patch.signature or not arriving):
+            check_patch_signature(patch, manifest.publisher)
+
+    async def pin(self, manifest: Manifest) -> None:
+        """Hold the run to the key that has signed a checked manifest. Raises `PermissionDenied` if another had it."""
+        key = self._key_of(manifest.run_id)
+        if key and key != manifest.publisher:
+            raise PermissionDenied("the manifest is signed by another key than the run's publisher's")
+        if key or not manifest.publisher:
+            return
+        with disk_errors():
+            await asyncio.to_thread(self._disk.put_key, manifest.run_id, manifest.publisher)
+        self._pinned[manifest.run_id] = manifest.publisher
+
+    def _key_of(self, run_id: str) -> bytes:
+        return self._given.get(run_id) or self._pinned.get(run_id, b"")
+
+
+def _parse(text: str) -> tuple[str, bytes]:
+    run_id, _, key = text.partition("=")
+    return check_id(run_id, field="publisher_keys"), _key(key, "publisher_keys")
+
+
+def _key(text: str, field: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise InvalidRequest(f"a key has {2 * KEY_BYTES} hexadecimal digits", field=field)
+    return key

@@ -1,0 +1,156 @@
+"""A version comes: staged, filled with its blobs, committed; by a publisher, or from upstream (`arriving`)."""
+
+import asyncio
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.errors import EbbtideError, NoCapacity, NotReady
+from ebbtide.scheduling.retention import RetentionPlan
+from ebbtide.types.weights import Manifest, Patch, PolicyVersion, VersionInfo
+from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.codecs import Codecs
+from ebbtide.weight_relay.disk import disk_errors
+from ebbtide.weight_relay.keys import Keys
+from ebbtide.weight_relay.records import Edge, Holding, Stage, Units, dense_bytes, make_stage
+from ebbtide.weight_relay.retiring import Retiring
+from ebbtide.weight_relay.shelf import Shelf, named
+from ebbtide.weights import check_tile, same_geometry
+
+log = telemetry.get_logger(__name__)
+
+#: Live publishers at once: each stage costs memory for its manifest, and room in the budget.
+MAX_STAGES: Final = 16
+
+
+class Publishing:
+    def __init__(self, shelf: Shelf, retiring: Retiring, keys: Keys, codecs: Codecs) -> None:
+        self._shelf, self._retiring, self._keys, self._codecs = shelf, retiring, keys, codecs
+
+    async def begin(self, manifest: Manifest, patch: Patch | None, *, arriving: bool) -> list[bytes]:
+        self._keys.check(manifest, patch, arriving=arriving)
+        now = self._shelf.clock()
+        stage = await asyncio.to_thread(make_stage, manifest, patch, self._shelf.limits, arriving=arriving, now=now)
+        return await self._shelf.finish(self._begin(stage))
+
+    async def _begin(self, stage: Stage) -> list[bytes]:
+        index = self._shelf.index
+        async with self._shelf.lock:
+            if index.check_same(stage.manifest.run_id, stage.manifest.version):
+                return []
+            self._check_base(stage, arriving=stage.arriving)
+            before = index.stage_of(stage.stream, stage.number)
+            index.stage(stage)
+            try:
+                await self._make_room(stage)
+                await self._keys.pin(stage.manifest)
+                if stage.arriving:
+                    with disk_errors():
+                        await asyncio.to_thread(self._shelf.disk.put_arrival, stage.manifest, stage.patch)
+            except EbbtideError:
+                await self._retiring.unstage(stage)
+                raise
+            if before is not None:
+                self._shelf.wake()
+            return list(index.missing(stage))
+
+    def _check_base(self, stage: Stage, *, arriving: bool) -> None:
+        """A patch leads somewhere only from a version that lies here, or is coming too."""
+        if stage.patch is None:
+            return
+        index, base = self._shelf.index, stage.patch.base
+        found = index.whole(stage.stream).get(base.version)
+        manifest = found.manifest if found else None
+        if manifest is None and arriving and (other := index.stage_of(stage.stream, base.version, arriving=True)):
+            manifest = other.manifest
+        if manifest is None or manifest.version.root != base.root:
+            raise NotReady(f"version {base.version}, the base of the patch, is not held here; publish all of it")
+        if not same_geometry(manifest, stage.manifest):
+            raise NotReady(f"version {base.version} has other tensors or pieces than the patch; publish all of it")
+
+    async def _make_room(self, stage: Stage) -> None:
+        if sum(1 for other in self._shelf.index.stages if not other.arriving) > MAX_STAGES:
+            raise NoCapacity(f"{MAX_STAGES} publishes are under way at this relay; retry later", retry_after_s=5.0)
+        plan = await self._retiring.plan()
+        self._check_room(plan, stage)
+        await self._retiring.follow(plan)
+
+    def _check_room(self, plan: RetentionPlan, stage: Stage) -> None:
+        size, settings = sum(stage.blobs.values()), self._shelf.settings
+        if over := plan.over_quota.get(stage.stream[0]):
+            raise NoCapacity(
+                f"{size} bytes exceed by {over} what the quota of {settings.run_quota_bytes} bytes leaves the run "
+                "beside what it must keep; raise --run-quota-bytes",
+                retry_after_s=30.0,
+            )
+        if plan.excess_bytes:
+            raise NoCapacity(
+                f"{size} bytes exceed by {plan.excess_bytes} what the relay's budget of {settings.budget_bytes} bytes "
+                "leaves beside the newest version of each live policy; raise --budget-bytes",
+                retry_after_s=30.0,
+            )
+
+    async def put(self, digest: bytes, data: bytes) -> None:
+        size, units = self._shelf.index.wanted(digest, self._shelf.clock())
+        if digest in self._shelf.index.on_disk:
+            return
+        with disk_errors():
+            await asyncio.to_thread(self._verify_and_write, digest, data, size, units)
+        self._shelf.stored(digest, size)
+        metrics.BYTES_IN.inc(size)
+
+    def _verify_and_write(self, digest: bytes, data: bytes, size: int, units: Units | None) -> None:
+        check_tile(digest, data, size)
+        if units is not None:
+            self._codecs.of(units[0]).check(data, units[1])
+        self._shelf.disk.put_tile(digest, data)
+
+    async def commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
+        return await self._shelf.finish(self._commit(run_id, version))
+
+    async def _commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
+        index = self._shelf.index
+        async with self._shelf.lock:
+            if held := index.check_same(run_id, version):
+                return held.info
+            stage = index.staged(run_id, version)
+            self._check_base(stage, arriving=False)
+            await self._shelf.sync()
+            with disk_errors():
+                await asyncio.to_thread(self._record, stage)
+            holding, edge = self._committed(stage)
+            index.commit(holding, edge)
+            self._shelf.announce()
+            log.info(
+                "version committed",
+                run_id=run_id,
+                **named(version),
+                bytes=sum(stage.blobs.values()),
+                dense_bytes=dense_bytes(stage.manifest),
+                step=version.step,
+            )
+            await self._retiring.tidy()
+        return holding.info
+
+    def _record(self, stage: Stage) -> None:
+        if stage.patch is not None:
+            self._shelf.disk.put_patch(stage.patch)
+        self._shelf.disk.put_manifest(stage.manifest, anchor=stage.patch is None)
+        if stage.arriving:
+            self._shelf.disk.drop_arrival(stage.stream, stage.number)
+
+    def _committed(self, stage: Stage) -> tuple[Holding, Edge | None]:
+        now, patch = self._shelf.clock(), stage.patch
+        tiles = {} if patch is not None else stage.blobs
+        holding = Holding(manifest=stage.manifest, anchor=patch is None, tiles=tiles, used_at=now, since=now)
+        if patch is None:
+            return holding, None
+        return holding, Edge(patch=patch, blobs=stage.blobs, composed=False, used_at=now)
+
+    async def abandon(self, run_id: str, policy: str, version: int) -> None:
+        await self._shelf.finish(self._abandon(run_id, policy, version))
+
+    async def _abandon(self, run_id: str, policy: str, version: int) -> None:
+        async with self._shelf.lock:
+            if stage := self._shelf.index.stage_of((run_id, policy), version, arriving=True):
+                await self._retiring.unstage(stage)
+                await self._retiring.tidy()

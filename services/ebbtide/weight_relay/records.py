@@ -1,0 +1,128 @@
+"""What the relay holds: committed versions, patches between them, and stages of versions that are still coming."""
+
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.scheduling.ways import Step
+from ebbtide.types.weights import Manifest, Patch, VersionInfo
+from ebbtide.weights import Limits, blob_sizes, check_manifest, check_patch, patched_tiles, tile_size, tile_sizes
+from ebbtide.weights.patch.layout import unit_width
+
+Stream: TypeAlias = tuple[str, str]
+#: A patch of a stream: its base and its version.
+Ends: TypeAlias = tuple[int, int]
+#: What a tile patch is for: bytes of a unit, and units of its tile.
+Units: TypeAlias = tuple[int, int]
+
+
+def stream_of(manifest: Manifest) -> Stream:
+    return manifest.run_id, manifest.version.policy
+
+
+def dense_bytes(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.tensors)
+
+
+class Holding(Struct, kw_only=True):
+    """A committed version. `tiles`: its dense tiles, all on disk, if it is an anchor; else none.
+
+    `used_at` is when it was last published or read, `since` when it came here.
+    """
+
+    manifest: Manifest
+    anchor: bool
+    tiles: dict[bytes, int]
+    used_at: float
+    since: float
+
+    @property
+    def stream(self) -> Stream:
+        return stream_of(self.manifest)
+
+    @property
+    def number(self) -> int:
+        return self.manifest.version.version
+
+    @property
+    def info(self) -> VersionInfo:
+        manifest = self.manifest
+        return VersionInfo(
+            run_id=manifest.run_id,
+            version=manifest.version,
+            size=dense_bytes(manifest),
+            tensors=len(manifest.tensors),
+        )
+
+
+class Edge(Struct, kw_only=True):
+    """A patch whose blobs are all on disk. `composed`: made here out of others."""
+
+    patch: Patch
+    blobs: dict[bytes, int]
+    composed: bool
+    used_at: float
+
+    @property
+    def ends(self) -> Ends:
+        return self.patch.base.version, self.patch.version.version
+
+    @property
+    def step(self) -> Step:
+        return step_of(self.patch)
+
+
+def step_of(patch: Patch) -> Step:
+    return Step(patch.base.version, patch.version.version, patch.size, patch.changed, patch.elements)
+
+
+class Stage(Struct, kw_only=True):
+    """A version on its way: by its `patch`, or dense. `blobs` are those that it takes, in order, by bytes; `units`
+    tells of those that are tile patches. `arriving`: from upstream, readable already; else from a publisher."""
+
+    manifest: Manifest
+    patch: Patch | None
+    blobs: dict[bytes, int]
+    units: dict[bytes, Units]
+    arriving: bool
+    used_at: float
+
+    @property
+    def stream(self) -> Stream:
+        return stream_of(self.manifest)
+
+    @property
+    def number(self) -> int:
+        return self.manifest.version.version
+
+
+def make_stage(manifest: Manifest, patch: Patch | None, limits: Limits, *, arriving: bool, now: float) -> Stage:
+    """Check manifest and patch whole, then say what they take. Raises as `check_manifest` and `check_patch` do."""
+    check_manifest(manifest, limits)
+    blobs, units = tile_sizes(manifest), {}
+    if patch is not None:
+        check_patch(patch, manifest)
+        blobs, units = blob_sizes(patch), _units(manifest, patch)
+    return Stage(manifest=manifest, patch=patch, blobs=blobs, units=units, arriving=arriving, used_at=now)
+
+
+def _units(manifest: Manifest, patch: Patch) -> dict[bytes, Units]:
+    units: dict[bytes, Units] = {}
+    for entry, tensor in zip(manifest.tensors, patch.tensors, strict=True):
+        width = unit_width(entry.dtype, field=entry.name)
+        for index, size, digest in patched_tiles(tensor):
+            length = tile_size(entry, index, manifest.tile_bytes)
+            if size == length:
+                continue
+            if length % width or units.setdefault(digest, (width, length // width)) != (width, length // width):
+                raise InvalidRequest("has a tile patch that does not fit its tile", field=entry.name)
+    return units
+
+
+class Making(Struct, eq=False):
+    """Blobs that this relay makes, and the versions that it makes them from and for, which must stay meanwhile."""
+
+    stream: Stream
+    versions: frozenset[int]
+    blobs: dict[bytes, int]

@@ -1,0 +1,34 @@
+"""What publishers sent and the relay would not have: counted by reason and logged, then told to them."""
+
+import contextlib
+from collections.abc import Iterator
+
+from ebbtide import telemetry
+from ebbtide.errors import AlreadyExists, ChunkCorrupt, EbbtideError, InvalidRequest, NoCapacity, PermissionDenied
+from ebbtide.weight_relay import metrics
+
+_REASONS: dict[type[EbbtideError], str] = {
+    InvalidRequest: "malformed",
+    ChunkCorrupt: "digest",
+    PermissionDenied: "signature",
+    AlreadyExists: "conflict",
+    NoCapacity: "capacity",
+}
+log = telemetry.get_logger(__name__)
+
+
+@contextlib.contextmanager
+def refusals(what: str, peer: str) -> Iterator[None]:
+    """Count and log the errors that pass here. `what` was sent by `peer`."""
+    try:
+        yield
+    except EbbtideError as error:
+        if reason := _REASONS.get(type(error)):
+            count(reason, what=what, peer=peer, error=str(error))
+        raise
+
+
+def count(reason: str, **facts: object) -> None:
+    """One refusal."""
+    metrics.REFUSALS.labels(reason).inc()
+    log.warning("refused", reason=reason, **facts)

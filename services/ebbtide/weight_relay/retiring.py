@@ -1,0 +1,195 @@
+"""Letting go: what retention plans, what was damaged, what publishers left behind. All of it under the shelf's lock."""
+
+import asyncio
+
+from ebbtide import telemetry
+from ebbtide.errors import ChunkCorrupt, EbbtideError, VersionUnavailable
+from ebbtide.scheduling.retained import HeldPatch, HeldVersion
+from ebbtide.scheduling.retention import RetentionPlan, Rules, plan_retention
+from ebbtide.scheduling.ways import passages
+from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.disk import disk_errors
+from ebbtide.weight_relay.records import Edge, Holding, Stage, Stream, dense_bytes
+from ebbtide.weight_relay.shelf import Node, Shelf, named
+
+log = telemetry.get_logger(__name__)
+
+
+class Retiring:
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        settings = shelf.settings
+        self._rules = Rules(
+            keep_versions=settings.keep_versions,
+            budget_bytes=settings.budget_bytes,
+            abandoned_s=settings.abandoned_s,
+            max_age_s=settings.max_age_s,
+            run_quota_bytes=settings.run_quota_bytes,
+        )
+        #: Kept versions that should become anchors so that others can go, as the last plan had them.
+        self.wanted_anchors: tuple[Node, ...] = ()
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+
+    async def plan(self) -> RetentionPlan:
+        """What may go now. Worked out in a thread: it counts every blob."""
+        index, now = self._shelf.index, self._shelf.clock()
+        versions = [_held_version(item, now) for item in index.committed()]
+        patches = [
+            _held_patch(stream, edge, now) for stream in index.streams() for edge in index.patches(stream).values()
+        ]
+        incoming: dict[str, dict[bytes, int]] = {}
+        pinned: set[Node] = set()
+        for stage in index.stages:
+            incoming.setdefault(stage.stream[0], {}).update(stage.blobs)
+            if stage.patch is not None:
+                pinned.add((stage.stream, stage.patch.base.version))
+        for making in index.making:
+            incoming.setdefault(making.stream[0], {}).update(making.blobs)
+            pinned.update((making.stream, version) for version in making.versions)
+        needed = self._shelf.needed()
+        return await asyncio.to_thread(
+            plan_retention, versions, patches, rules=self._rules, incoming=incoming, needed=needed, pinned=pinned
+        )
+
+    def room(self, run_id: str) -> int:
+        """Bytes that the budget and the run's quota leave free now."""
+        index = self._shelf.index
+        rooms = [self._rules.budget_bytes - sum(index.on_disk.values())]
+        if self._rules.run_quota_bytes:
+            own: dict[bytes, int] = {}
+            for stream in index.streams():
+                if stream[0] == run_id:
+                    for holding in index.stream(stream).values():
+                        own |= holding.tiles
+                    for edge in index.patches(stream).values():
+                        own |= edge.blobs
+            rooms.append(self._rules.run_quota_bytes - sum(own.values()))
+        return min(rooms)
+
+    async def follow(self, plan: RetentionPlan) -> None:
+        """Let go what the plan says, each step durable before the next: manifests, then patches, then blobs."""
+        self.wanted_anchors = plan.anchors
+        index = self._shelf.index
+        for item in plan.evict:
+            if item.version in index.stream(item.stream):
+                await self._remove(item.stream, item.version)
+                log.info("version let go", run_id=item.stream[0], policy=item.stream[1], version=item.version)
+        for item in plan.thin:
+            await self._thin(index.stream(item.stream)[item.version])
+        for patch in plan.patches:
+            if (patch.base, patch.version) in index.patches(patch.stream):
+                await self._cut(index.patches(patch.stream)[patch.base, patch.version])
+        await self._shelf.drop_garbage()
+
+    async def tidy(self) -> None:
+        """Plan and let go."""
+        await self.follow(await self.plan())
+
+    async def _remove(self, stream: Stream, version: int) -> None:
+        index, disk = self._shelf.index, self._shelf.disk
+        edges = [ends for ends in index.patches(stream) if version in ends]
+        with disk_errors():
+            await asyncio.to_thread(disk.drop_manifest, *stream, version)
+            for ends in edges:
+                await asyncio.to_thread(disk.drop_patch, stream, ends)
+        index.evict(stream, version)
+
+    async def _thin(self, holding: Holding) -> None:
+        with disk_errors():
+            await asyncio.to_thread(self._shelf.disk.mark, holding.stream, holding.number, anchor=False)
+        self._shelf.index.thin(holding)
+
+    async def _cut(self, edge: Edge) -> None:
+        stream = edge.patch.run_id, edge.patch.version.policy
+        with disk_errors():
+            await asyncio.to_thread(self._shelf.disk.drop_patch, stream, edge.ends)
+        self._shelf.index.cut(stream, edge.ends)
+
+    # -- stages --------------------------------------------------------------------------------------------------
+
+    async def unstage(self, stage: Stage) -> None:
+        """Give a stage up; its blobs go with the next garbage."""
+        self._shelf.index.unstage(stage)
+        if stage.arriving:
+            with disk_errors():
+                await asyncio.to_thread(self._shelf.disk.drop_arrival, stage.stream, stage.number)
+            self._shelf.wake()
+
+    async def drop_dead_stages(self) -> None:
+        shelf = self._shelf
+        async with shelf.lock:
+            oldest = shelf.clock() - shelf.settings.stage_ttl_s
+            for stage in shelf.index.stages:
+                if stage.used_at < oldest:
+                    await self.unstage(stage)
+                    log.warning("publisher is gone", run_id=stage.stream[0], **named(stage.manifest.version))
+            await self.tidy()
+
+    # -- what is wrong -------------------------------------------------------------------------------------------
+
+    async def withdraw_blob(self, digest: bytes, reason: str) -> EbbtideError:
+        """Let go of all that stands on a damaged blob; what no way leads to then goes too. The error to be raised."""
+        shelf = self._shelf
+        async with shelf.lock:
+            holdings, edges = shelf.index.owners(digest)
+            if not holdings and not edges:
+                if shelf.index.arriving(digest):
+                    await self._forget(digest)
+                return VersionUnavailable("the version was let go while it was read; ask for a newer one")
+            for holding in holdings:
+                await self._thin(holding)
+                log.error("anchor damaged", run_id=holding.stream[0], **named(holding.manifest.version), reason=reason)
+            for edge in edges:
+                await self._cut(edge)
+                version = edge.patch.version
+                log.error("patch damaged", run_id=edge.patch.run_id, **named(version), base=edge.ends[0], reason=reason)
+            metrics.CORRUPT.inc()
+            await self._forget(digest)
+            await self._prune()
+        return ChunkCorrupt(f"tile {digest.hex()} is damaged on the relay's disk; publish its versions again")
+
+    async def _forget(self, digest: bytes) -> None:
+        self._shelf.index.forget([digest])
+        with disk_errors():
+            await asyncio.to_thread(self._shelf.disk.drop_tiles, [digest])
+
+    async def withdraw_version(self, stream: Stream, version: int) -> None:
+        """Let go of a version that is not what its patches make, and of those that only it leads to."""
+        async with self._shelf.lock:
+            if version in self._shelf.index.stream(stream):
+                await self._remove(stream, version)
+            await self._prune()
+
+    async def _prune(self) -> None:
+        index = self._shelf.index
+        for stream in index.streams():
+            stay = passages(index.whole(stream), index.steps(stream))
+            for version in sorted(index.stream(stream).keys() - stay):
+                await self._remove(stream, version)
+                log.warning("no way is left to version", run_id=stream[0], policy=stream[1], version=version)
+        await self._shelf.drop_garbage()
+
+
+def _held_version(item: Holding, now: float) -> HeldVersion:
+    return HeldVersion(
+        stream=item.stream,
+        version=item.number,
+        tiles=item.tiles,
+        anchor=item.anchor,
+        size=dense_bytes(item.manifest),
+        idle_s=now - item.used_at,
+        age_s=now - item.since,
+    )
+
+
+def _held_patch(stream: Stream, edge: Edge, now: float) -> HeldPatch:
+    base, version = edge.ends
+    return HeldPatch(
+        stream=stream,
+        base=base,
+        version=version,
+        blobs=edge.blobs,
+        composed=edge.composed,
+        idle_s=now - edge.used_at,
+    )
