@@ -6,6 +6,7 @@ lacks nothing. When a rank dies the others' exchange ends, and the relay drops w
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -117,7 +118,13 @@ class Making:
         return await asyncio.to_thread(lambda: unpack(self._exchange.broadcast(pack(message)), type(message)))
 
     async def _gathered(self, message: M) -> list[M]:
-        """On rank 0: what all say."""
-        return await asyncio.to_thread(
-            lambda: [unpack(data, type(message)) for data in self._exchange.gather(pack(message))]
-        )
+        """On rank 0: what all say. If one of them is gone, the others are told before that is raised."""
+        try:
+            return await asyncio.to_thread(
+                lambda: [unpack(data, type(message)) for data in self._exchange.gather(pack(message))]
+            )
+        except Unavailable as error:
+            if self._head is not None:
+                with contextlib.suppress(Unavailable):
+                    await self._told(Wanted(failure=Failure.of(error)))
+            raise

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,10 @@ from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.v1 import fleet_pb2_grpc, rollouts_pb2, rollouts_pb2_grpc, runs_pb2, runs_pb2_grpc, types_pb2
+from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
+from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.servicer import SERVICE, Servicer
+from ebbtide.weight_relay.settings import RelaySettings
 
 TOKEN = "a-token-of-tests"
 SPEC = RunSpec(name="spell", model="model", environment=EnvironmentSpec(name="spell_backward"))
@@ -177,3 +182,16 @@ def script(coordinator: Coordinator) -> Script:
 async def client(coordinator: Coordinator) -> AsyncIterator[Client]:
     async with Client(coordinator.address, security=ClientSecurity(token=TOKEN), patience_s=10.0) as client:
         yield client
+
+
+@pytest.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[str]:
+    """The address of a relay in this process."""
+    service = Relay(RelaySettings(data_dir=str(tmp_path / "relay")))
+    await service.open()
+    settings = ServerSettings(token=TOKEN)
+    server = Server(settings, [(add_WeightsServicer_to_server, Servicer(service), SERVICE)])
+    await server.start()
+    yield server.address
+    await server.stop(0.0)
+    await service.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,29 +9,12 @@ import pytest
 
 from ebbtide.client import Client, SyncClient
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
-from ebbtide.rpc.server import Server
+from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import wait_until
-from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
 from ebbtide.weight_relay.service import Relay
-from ebbtide.weight_relay.servicer import SERVICE, Servicer
-from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import NamedTensor, as_array, named_tensor
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
-
-
-@pytest.fixture
-async def relay(tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a relay in this process."""
-    service = Relay(RelaySettings(data_dir=str(tmp_path / "relay")))
-    await service.open()
-    settings = ServerSettings(token=SECURITY.token)
-    server = Server(settings, [(add_WeightsServicer_to_server, Servicer(service), SERVICE)])
-    await server.start()
-    yield server.address
-    await server.stop(0.0)
-    await service.close()
 
 
 @pytest.fixture
