@@ -17,7 +17,20 @@ class BlobCache:
         self._most, self.size = most, 0
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
         self._arriving: set[bytes] = set()
+        self._planning = 0
         self._waiting: dict[bytes, list[asyncio.Future[bytes | None]]] = {}
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Any blob may be about to be fetched. At the end, who waits for one that is not is told so."""
+        self._planning += 1
+        try:
+            yield
+        finally:
+            self._planning -= 1
+            if not self._planning:
+                for digest in self._waiting.keys() - self._arriving:
+                    self._tell(digest, None)
 
     @contextmanager
     def arriving(self, digests: Iterable[bytes]) -> Iterator[None]:
@@ -50,7 +63,7 @@ class BlobCache:
     async def wait(self, digest: bytes, timeout_s: float) -> bytes | None:
         """The blob, at once if it is kept, else when it comes; None if it is not on its way, or not within
         `timeout_s`. A tile may meanwhile have got into the mirror."""
-        if (data := self.get(digest)) is not None or digest not in self._arriving:
+        if (data := self.get(digest)) is not None or not (self._planning or digest in self._arriving):
             return data
         future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(digest, [])

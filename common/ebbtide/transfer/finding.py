@@ -2,7 +2,7 @@
 
 Invariant: a manifest given out matches its root, and its publisher's signature where the key is known; a patch given
 out was checked against the manifest of the version that it leads to, and begins at the one it was asked from. The last
-few manifests are kept, since the one just installed is where the next way begins.
+few manifests that passed are kept, since the one just installed is where the next way begins.
 """
 
 import asyncio
@@ -79,17 +79,22 @@ class Finder:
         version: int,
         *,
         publisher: bytes = b"",
+        root: bytes = b"",
         limits: Limits = Limits(),  # noqa: B008
     ) -> Manifest:
-        """A version's manifest (0: the newest's). `publisher`: the key that has to have signed it, if that is known.
+        """A version's manifest (0: the newest's). `publisher`: the key that has to have signed it, `root`: its root
+        digest, each if that is known.
 
         Raises `InvalidRequest` or `ChunkCorrupt` for one that is malformed or another version's, `PermissionDenied`
         for one that `publisher` did not sign, `VersionUnavailable`.
         """
-        key = (run_id, policy, version)
-        if (manifest := self._manifests.get(key)) is None:
-            manifest = await self._manifest(*key, limits)
+        manifest = self._manifests.get((run_id, policy, version))
+        if manifest is None or (root and manifest.version.root != root):
+            manifest = await self._manifest(run_id, policy, version, limits)
+        if root and manifest.version.root != root:
+            raise InvalidRequest("the relay's manifest is not that of the version announced", field="version.root")
         if publisher:
+            self._manifests.pop((run_id, policy, manifest.version.version), None)  # kept once it passes
             check_signature(manifest, publisher)
         self._keep((run_id, policy, manifest.version.version), manifest)
         return manifest
@@ -139,6 +144,7 @@ class Finder:
         patch = joiner.join()
         await asyncio.to_thread(check_patch, patch, target)
         if patch.base != base:
+            self._manifests.pop((target.run_id, base.policy, base.version), None)
             raise ChunkCorrupt("the relay answered with a patch from another version; fetch it again")
         return patch
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
-from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.errors import EbbtideError, NoCapacity, NotReady, Unavailable
 from ebbtide.transfer.sources import Opener, Source
 from ebbtide.types.weights import BlobSource, Holder
 
@@ -78,8 +78,9 @@ class Pool:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Addresses that failed since the relay last named them."""
-        return tuple(self._failed)
+        """Addresses that broke, stalled or lied since the relay last named its sources; not those that merely had not
+        got, or had no room for, what was asked of them."""
+        return tuple(at for at, error in self._failed.items() if not isinstance(error, (NotReady, NoCapacity)))
 
     def renew(self, sources: Sequence[BlobSource]) -> None:
         """What the relay names now, best first."""

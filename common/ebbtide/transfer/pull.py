@@ -10,12 +10,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Final, TypeVar
 
 from msgspec import Struct, field
 
-from ebbtide.errors import ChunkCorrupt, EbbtideError, InvalidRequest, NotReady, Unavailable, VersionUnavailable
+from ebbtide.errors import (
+    ChunkCorrupt,
+    EbbtideError,
+    InvalidRequest,
+    NotReady,
+    PermissionDenied,
+    Unavailable,
+    VersionUnavailable,
+)
 from ebbtide.transfer.batches import Batch, Work
 from ebbtide.transfer.cache import BlobCache
 from ebbtide.transfer.changes import Changes
@@ -86,13 +94,16 @@ class Pull:
         order, version = self._order, self._order.target.version
         have = order.mirror.versions(order.target.run_id, version.policy)
         await self._in_thread(order.mirror.mend)
-        found = await self._ask(have)
-        held = await self._in_thread(order.mirror.held)
-        work = await self._plan(found, have, held)
-        if self.tally.reused < 0:
-            self.tally.reused = self._count() - work.tiles
-        order.mirror.remember(order.target.run_id, version.policy, [*have, version.version])
-        await self._fetch(work, found.again_s)
+        with ExitStack() as peers:
+            with self._cache.planning() if self._cache is not None else nullcontext():
+                found = await self._ask(have)  # from here on, peers may be told to come to us
+                work = await self._plan(found, have, await self._in_thread(order.mirror.held))
+                if self._cache is not None:
+                    peers.enter_context(self._cache.arriving(work.sizes))
+            if self.tally.reused < 0:
+                self.tally.reused = self._count() - work.tiles
+            order.mirror.remember(order.target.run_id, version.policy, [*have, version.version])
+            await self._fetch(work, found.again_s)
         if order.wanted is None:
             order.mirror.remember(order.target.run_id, version.policy, [version.version])
             with suppress(EbbtideError):  # it hears of it when this holder tells it that it serves, or installs
@@ -132,7 +143,7 @@ class Pull:
                     continue
                 try:
                     ways.append(await self._way(way))
-                except (InvalidRequest, ChunkCorrupt, NotReady) as error:
+                except (InvalidRequest, ChunkCorrupt, PermissionDenied, NotReady) as error:
                     failure = error
                     continue
                 work = await self._in_thread(lambda: Work(order.target, ways, wanted, held))
@@ -161,16 +172,13 @@ class Pull:
     async def _fetch(self, work: Work, again_s: float) -> None:
         self._batches = deque(work.batches(self._streams))
         self._broken, self._failure = [], None
-        with ExitStack() as stack:
-            if self._cache is not None:
-                stack.enter_context(self._cache.arriving(work.sizes))
-            renewal = asyncio.create_task(self._renew(again_s))
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(self._streams, len(self._batches))):
-                        group.create_task(self._stream())
-            finally:
-                renewal.cancel()
+        renewal = asyncio.create_task(self._renew(again_s))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._streams, len(self._batches))):
+                    group.create_task(self._stream())
+        finally:
+            renewal.cancel()
         if isinstance(self._failure, NotReady):
             raise Unavailable(f"what was named has been let go since ({self._failure}); ask again")
         if self._failure is not None:
@@ -273,7 +281,15 @@ class Pull:
         self._broken += broken
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """What `work` returns. Cancelled, this too ends only after `work`: the mirror may be another's then."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():
+                with suppress(asyncio.CancelledError):  # the first is raised below
+                    await asyncio.wait([future])
+            raise
 
 
 def _verified(blobs: dict[bytes, bytes]) -> tuple[dict[bytes, bytes], float]:

@@ -79,15 +79,16 @@ class Puller:
         version: int,
         *,
         publisher: bytes = b"",
+        root: bytes = b"",
         limits: Limits = Limits(),  # noqa: B008
     ) -> Manifest:
-        """A version's manifest (0: the newest's), checked, and signed by `publisher` if that is given.
+        """A version's manifest (0: the newest's), checked; signed by `publisher`, and of `root`, where these are given.
 
         Raises `InvalidRequest`, `PermissionDenied`, `VersionUnavailable`; `ChunkCorrupt` or `Unavailable` if that is
         how it still was when patience ended.
         """
         return await self._patiently(
-            lambda: self._finder.manifest(run_id, policy, version, publisher=publisher, limits=limits)
+            lambda: self._finder.manifest(run_id, policy, version, publisher=publisher, root=root, limits=limits)
         )
 
     async def pull(

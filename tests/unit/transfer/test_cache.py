@@ -50,6 +50,20 @@ async def test_the_end_of_a_pull_is_told_to_those_who_wait() -> None:
     assert not cache._waiting
 
 
+async def test_while_a_pull_is_planned_any_blob_may_be_on_its_way() -> None:
+    cache = BlobCache(100)
+    with cache.planning():
+        waiters = [asyncio.create_task(cache.wait(name, 1000.0)) for name in (b"a", b"b")]
+        await wait_until(lambda: len(cache._waiting) == 2)
+        coming = cache.arriving([b"a"])
+        coming.__enter__()
+    async with asyncio.timeout(5):
+        assert await waiters[1] is None
+        cache.put(b"a", b"data")
+        assert await waiters[0] == b"data"
+    coming.__exit__(None, None, None)
+
+
 async def test_waiting_is_bounded_and_leaves_nothing_behind() -> None:
     cache = BlobCache(100)
     with cache.arriving([b"a"]):

@@ -42,7 +42,7 @@ def chain(length: int, *, seed: int = 0, density: float = 0.05) -> list[Link]:
         if links:
             for name, dtype, _, _ in TENSORS:
                 bits[name] = _stepped(bits[name], dtype, rng, density)
-        links.append(_link(number, bits, links[-1] if links else None))
+        links.append(link(number, tuple(_pieces(bits)), links[-1] if links else None))
     return links
 
 
@@ -60,22 +60,22 @@ def _stepped(bits: np.ndarray, dtype: str, rng: np.random.Generator, density: fl
     return units.view(np.uint8)
 
 
-def _link(number: int, bits: dict[str, np.ndarray], before: Link | None) -> Link:
-    tensors = tuple(_pieces(bits))
+def link(number: int, tensors: tuple[NamedTensor, ...], before: Link | None, tile_bytes: int = TILE) -> Link:
+    """A version of `tensors`, by a patch from the one before."""
     version = PolicyVersion(policy="policy", version=number, parent=number - 1, step=number)
-    manifest = build_manifest("run", version, tensors, TILE)
-    blobs = {tile_digest(tile): bytes(tile) for tensor in tensors for tile in slice_tiles(tensor, TILE)}
+    manifest = build_manifest("run", version, tensors, tile_bytes)
+    blobs = {tile_digest(tile): bytes(tile) for tensor in tensors for tile in slice_tiles(tensor, tile_bytes)}
     if before is None:
         return Link(manifest, tensors, blobs, None)
-    parts = [_patch(old, new, blobs) for old, new in zip(before.tensors, tensors, strict=True)]
+    parts = [_patch(old, new, blobs, tile_bytes) for old, new in zip(before.tensors, tensors, strict=True)]
     patch = Patch(run_id="run", base=before.manifest.version, version=manifest.version, tensors=tuple(parts))
     return Link(manifest, tensors, blobs, seal_patch(patch))
 
 
-def _patch(old: NamedTensor, new: NamedTensor, blobs: dict[bytes, bytes]) -> TensorPatch:
+def _patch(old: NamedTensor, new: NamedTensor, blobs: dict[bytes, bytes], tile_bytes: int) -> TensorPatch:
     width = unit_width(new.dtype)
-    codec, sizes, digests = TileCodec(width, TILE, compiled=False), [], []
-    for before, after in zip(slice_tiles(old, TILE), slice_tiles(new, TILE), strict=True):
+    codec, sizes, digests = TileCodec(width, tile_bytes, compiled=False), [], []
+    for before, after in zip(slice_tiles(old, tile_bytes), slice_tiles(new, tile_bytes), strict=True):
         blob = codec.encode(np.frombuffer(before, f"<u{width}"), np.frombuffer(after, f"<u{width}"))
         if before == after:
             sizes.append(0)
