@@ -1,0 +1,76 @@
+"""What a pair of versions takes in each format that is in use, and the entropy of its change."""
+
+from typing import Any, Final
+
+import numpy as np
+import zstandard
+
+from benchmarks.patches.pairs import Pair, Piece
+from ebbtide.weights.dtypes import carrier
+from ebbtide.weights.patch.alphabet import Array
+from ebbtide.weights.patch.layout import Kind, unit_width
+from ebbtide.weights.patch.tensor import encode_patch, install_patch, read_patch
+from ebbtide.weights.patch.tile import TileCodec
+
+#: The formats that a patch is compared with.
+OTHERS: Final = ("dense", "coo", "astraflow", "xor_zstd_1", "xor_zstd_3")
+#: AstraFlow's format, a 64-bit global index and a value for each change, has one header for all tensors.
+_ASTRAFLOW_HEADER: Final = 16
+
+
+def sizes(pair: Pair) -> dict[str, Any]:
+    """Bytes by format over all tensors, `bound` the order-0 entropy's; elements, changes and tiles of each kind.
+
+    Raises `SystemExit` if a patch does not give the new version.
+    """
+    row: dict[str, Any] = dict.fromkeys(("dense", "bound", "patch", *OTHERS[1:], "elements", "changes"), 0)
+    codecs = {width: TileCodec(width) for width in {unit_width(piece.dtype) for piece in pair.pieces}}
+    row["astraflow"] = _ASTRAFLOW_HEADER
+    kinds = dict.fromkeys((kind.name for kind in Kind), 0)
+    for piece in pair.pieces:
+        itemsize = carrier(piece.dtype).itemsize
+        changes = int(np.count_nonzero(piece.base != piece.new))
+        row["elements"] += piece.new.nbytes // itemsize
+        row["changes"] += changes
+        row["dense"] += piece.new.nbytes
+        row["bound"] += bound(piece.base, piece.new)
+        row["coo"] += changes * (4 + itemsize)
+        row["astraflow"] += changes * (8 + itemsize)
+        row["patch"] += patched(piece, codecs[unit_width(piece.dtype)], kinds)
+        changed_bits = (piece.base ^ piece.new).data
+        for level in (1, 3):
+            row[f"xor_zstd_{level}"] += len(zstandard.ZstdCompressor(level=level).compress(changed_bits))
+    row["density"] = row["changes"] / row["elements"]
+    dtype = max(pair.pieces, key=lambda piece: piece.new.nbytes).dtype
+    return {"kind": pair.kind, "label": pair.label, "dtype": dtype, **row, "tiles": kinds}
+
+
+def patched(piece: Piece, codec: TileCodec, kinds: dict[str, int]) -> int:
+    """Bytes of the piece's patch, which is applied, and must be exact."""
+    base, new = (units.view(np.uint8).data for units in (piece.base, piece.new))
+    data = b"".join(encode_patch(piece.dtype, base, new, codec=codec))
+    patch = read_patch(data, piece.dtype, len(new) // carrier(piece.dtype).itemsize)
+    for tile in patch.tiles:
+        kinds[Kind(tile[1]).name] += 1
+    target = bytearray(base)
+    install_patch(patch, target, codec)
+    if target != new:
+        raise SystemExit(f"{piece.name}: the applied patch does not give the new weights")
+    return len(data)
+
+
+def bound(base: Array, new: Array) -> float:
+    """Bytes of the order-0 entropy: positions as independent draws at the tensor's density, differences by their
+    histogram. Where nearly every difference is another one, as in float32, the histogram knows them all: no code does.
+    """
+    differences = (new - base)[base != new]
+    if not len(differences):
+        return 0.0
+    _, histogram = np.unique(differences, return_counts=True)
+    return (entropy(histogram) + entropy(np.array([len(differences), len(base) - len(differences)]))) / 8
+
+
+def entropy(histogram: Array) -> float:
+    """Bits that all draws of a histogram take together."""
+    counts = histogram[histogram > 0].astype(np.float64)
+    return float(-(counts * np.log2(counts / counts.sum())).sum())
