@@ -76,8 +76,8 @@ def all_pairs(quick: bool, tell: Tell, made: dict[str, Any], threads: int) -> It
     pairs, record = trained_pairs(family, tell, threads=threads)
     made[family] = record
     tell(
-        f"{record['parameters'] / 1e6:.1f} M parameters, their loss {record['loss_of_random_weights']:.2f} nats a character "
-        f"at random, {record['loss_after_training']:.2f} after {record['plan']['steps']} steps\n"
+        f"{record['parameters'] / 1e6:.1f} M parameters; loss {record['loss_of_random_weights']:.2f} nats a character "
+        f"with random weights, {record['loss_after_training']:.2f} after {record['plan']['steps']} steps\n"
     )
     if not quick:
         trained_pairs("small", tell, threads=threads)  # whose masters the table of dtypes takes
