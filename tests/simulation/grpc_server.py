@@ -69,6 +69,9 @@ class ServerCall:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return self._metadata
 
+    def peer(self) -> str:
+        return f"sim:{self._side.wire.procs[0]}"
+
     def code(self) -> grpc.StatusCode | None:
         return self._code
 
