@@ -1,5 +1,6 @@
 """Starts the weight-relay."""
 
+import asyncio
 from collections.abc import Sequence
 
 from ebbtide.runtime import Shutdown, run
@@ -17,19 +18,25 @@ async def serve(settings: RelaySettings, shutdown: Shutdown) -> None:
     from ebbtide.rpc.server import Server
     from ebbtide.telemetry import rpc_observer
     from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
+    from ebbtide.weight_relay.fanout import Fanout
     from ebbtide.weight_relay.service import Relay
     from ebbtide.weight_relay.servicer import SERVICE, Servicer
 
     relay = Relay(settings)
-    services = [(add_WeightsServicer_to_server, Servicer(relay), SERVICE)]
+    fanout = Fanout(relay)
+    services = [(add_WeightsServicer_to_server, Servicer(relay, fanout), SERVICE)]
     server = Server(settings.server, services, observe=rpc_observer())
     await relay.open()
+    following = shutdown.spawn(fanout.run(), "upstream")
     await server.start()
     shutdown.spawn(relay.sweep(), "sweep")
     await server.set_serving(True)
     shutdown.ready(server.address)
     await shutdown.requested.wait()
     await server.stop()
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await fanout.close()
     await relay.close()
 
 

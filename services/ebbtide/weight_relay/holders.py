@@ -5,7 +5,7 @@ again within `AGAIN_S`. Only the servicer's FindWay writes here, without waiting
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Annotated, Final
 
 from msgspec import Meta, Struct
@@ -14,7 +14,7 @@ from ebbtide.errors import NoCapacity
 from ebbtide.scheduling.sources import ORIGIN, Complaints, Copy, Origin, choose_sources, lasting_copies
 from ebbtide.types.weights import BlobSource, Holder, HolderState
 from ebbtide.weight_relay import metrics
-from ebbtide.weight_relay.index import Stream
+from ebbtide.weight_relay.records import Stream
 
 #: How often holders are to ask again while they fetch or serve, and behind which silence they count as gone.
 AGAIN_S: Final = 5.0
@@ -28,17 +28,17 @@ Place = tuple[Stream, int]
 
 
 class WayRequest(Struct, frozen=True, kw_only=True):
-    """FindWay's request, as `weights.proto` says."""
+    """FindWay's request, as `weights.proto` says. Without a holder nothing is noted."""
 
     run_id: str
     policy: str
-    holder: Holder
+    holder: Holder | None = None
     version: int = 0
     have: _VERSIONS = ()
-    bytes_per_s: float = 0.0
+    bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0
     failed: _ADDRESSES = ()
     done: bool = False
-    install_s: float = 0.0
+    install_s: Annotated[float, Meta(ge=0)] = 0.0
     scratch: bool = False
 
     @property
@@ -47,8 +47,12 @@ class WayRequest(Struct, frozen=True, kw_only=True):
 
 
 class Holders:
-    def __init__(self, origin: Origin, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, origin: Origin, copies: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`copies`: URLs of static copies, which take load from a trainer's relay."""
         self._origin, self._clock = origin, clock
+        self._static = [BlobSource(name=url, address=url) for url in copies if origin.trainers]
         self._copies: dict[Place, dict[str, Copy]] = {}
         self._have: dict[tuple[Stream, str], tuple[tuple[int, ...], float]] = {}
         self._complaints = Complaints()
@@ -61,18 +65,25 @@ class Holders:
         This relay is the source without an address. Raises `NoCapacity` beyond `MAX_COPIES`.
         """
         now = self._clock()
+        if request.holder is None:
+            return self._itself(())
         name = request.holder.name
         self._complaints.add(name, request.failed, now)
         self._forget_lost(now)
-        copy = self._copy(request, (request.stream, version), now)
+        copy = self._copy(request, request.holder, (request.stream, version), now)
         self._have[request.stream, name] = request.have, now
         if copy.done:
             return []
         copies = {one.holder.name: one for one in self._live((request.stream, version))}
-        names = choose_sources(copy, copies.values(), self._origin, self._complaints.shunned(name, now))
+        shunned = self._complaints.shunned(name, now)
+        names = choose_sources(copy, copies.values(), self._origin, shunned)
         if len(names) > 1 and names[-1] == ORIGIN:
             names.pop()  # the last resort needs no name: the requester knows whom it asks
-        return [_source(copies[name].holder) if name != ORIGIN else self._itself() for name in names]
+        return [
+            source
+            for name in names
+            for source in (self._itself(shunned) if name == ORIGIN else [_source(copies[name].holder)])
+        ]
 
     def fetching(self, stream: Stream, version: int) -> int:
         """Holders that are fetching the version now."""
@@ -110,14 +121,14 @@ class Holders:
             if run == run_id and now - copy.seen < LOST_S
         ]
 
-    def _copy(self, request: WayRequest, place: Place, now: float) -> Copy:
+    def _copy(self, request: WayRequest, holder: Holder, place: Place, now: float) -> Copy:
         copies = self._copies.setdefault(place, {})
-        copy = copies.get(request.holder.name)
+        copy = copies.get(holder.name)
         if copy is None or (copy.done and not request.done):
             # One that has lost what it held stands behind all that may read from it.
             self._order += 1
-            copy = copies[request.holder.name] = Copy(holder=request.holder, order=self._order, seen=now)
-        copy.holder, copy.seen, copy.done = request.holder, now, request.done
+            copy = copies[holder.name] = Copy(holder=holder, order=self._order, seen=now)
+        copy.holder, copy.seen, copy.done = holder, now, request.done
         if request.install_s and request.install_s != copy.install_s:
             copy.install_s = request.install_s
             metrics.INSTALL_SECONDS.observe(request.install_s)
@@ -143,8 +154,10 @@ class Holders:
         if held >= MAX_COPIES:
             raise NoCapacity(f"{MAX_COPIES} copies are known to this relay; add relays", retry_after_s=AGAIN_S)
 
-    def _itself(self) -> BlobSource:
-        return BlobSource(name=ORIGIN, address="", site=self._origin.site)
+    def _itself(self, shunned: Collection[str]) -> list[BlobSource]:
+        """This relay, or the static copies in its place."""
+        static = [source for source in self._static if source.address not in shunned]
+        return static or [BlobSource(name=ORIGIN, address="", site=self._origin.site)]
 
 
 def _source(holder: Holder) -> BlobSource:

@@ -1,7 +1,6 @@
 """The Weights service: convert, await one use-case, convert."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
-import math
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
@@ -13,6 +12,8 @@ from ebbtide.types.ids import check_id
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsServicer
+from ebbtide.weight_relay.fanout import Fanout
+from ebbtide.weight_relay.holders import WayRequest
 from ebbtide.weight_relay.joining import PublishJoiner
 from ebbtide.weight_relay.refusals import refusals
 from ebbtide.weight_relay.service import Relay
@@ -23,15 +24,12 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 SERVICE = "ebbtide.v1.Weights"
 #: Digests in one answer: 100,000 take 3.4 MB of a message's 4 MiB. A publisher asks again for the rest.
 MAX_DIGESTS = 100_000
-#: The relay that answers: who asked knows its address.
-_SELF = pb.BlobSource()
-#: How often holders say what they have, in seconds.
-_AGAIN_S = 10.0
 
 
 class Servicer(WeightsServicer):
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: Relay, fanout: Fanout | None = None) -> None:
         self._relay = relay
+        self._fanout = Fanout(relay) if fanout is None else fanout
 
     async def BeginPublish(self, request: AsyncIterator[pb.ManifestPart], context: Context) -> pb.BeginPublishResponse:
         joiner = PublishJoiner(self._relay.limits)
@@ -57,9 +55,9 @@ class Servicer(WeightsServicer):
         return to_proto(info, pb.VersionInfo)
 
     async def GetManifest(self, request: pb.VersionRef, context: Context) -> AsyncIterator[pb.ManifestPart]:
-        manifest = self._relay.manifest(
-            check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy"), request.version
-        )
+        run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
+        await self._fanout.ask(run_id, policy, request.version)
+        manifest = self._relay.manifest(run_id, policy, request.version)
         for part in split_manifest(manifest):
             yield to_proto(part, pb.ManifestPart)
 
@@ -69,31 +67,29 @@ class Servicer(WeightsServicer):
             yield to_proto(part, pb.PatchPart)
 
     async def FindWay(self, request: pb.FindWayRequest, context: Context) -> pb.FindWayResponse:
-        run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
-        ways = await self._relay.ways(
-            run_id,
-            policy,
-            request.version,
-            request.have,
-            scratch=request.scratch,
-            bytes_per_s=_rate(request.bytes_per_s),
-        )
-        return pb.FindWayResponse(ways=[to_proto(way, pb.Way) for way in ways], sources=[_SELF], again_s=_AGAIN_S)
+        asked = from_proto(request, WayRequest)
+        check_id(asked.run_id, field="run_id")
+        check_id(asked.policy, field="policy")
+        found = await self._fanout.find(asked)
+        return to_proto(found, pb.FindWayResponse)
 
     async def FetchTiles(self, request: pb.FetchTilesRequest, context: Context) -> AsyncIterator[pb.Tile]:
+        turn = self._fanout.reader(request.site, request.reader, context.peer())
         for digest in request.digests:
-            yield pb.Tile(digest=digest, data=await self._relay.tile(_digest(digest)))
+            data = await self._relay.tile(_digest(digest))
+            await turn(len(data))
+            yield pb.Tile(digest=digest, data=data)
+
+    async def DescribeVersions(
+        self, request: pb.DescribeVersionsRequest, context: Context
+    ) -> pb.DescribeVersionsResponse:
+        return to_proto(self._fanout.describe(check_id(request.run_id, field="run_id")), pb.DescribeVersionsResponse)
 
     async def WatchVersions(self, request: pb.WatchVersionsRequest, context: Context) -> AsyncIterator[pb.VersionInfo]:
-        run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
+        run_id = check_id(request.run_id, field="run_id") if request.run_id else ""
+        policy = check_id(request.policy, field="policy") if request.policy else ""
         async for info in self._relay.watch(run_id, policy):
             yield to_proto(info, pb.VersionInfo)
-
-
-def _rate(bytes_per_s: float) -> float:
-    if not 0 <= bytes_per_s < math.inf:
-        raise InvalidRequest("must be a rate, or 0 if it is not known", field="bytes_per_s")
-    return bytes_per_s
 
 
 def _digest(digest: bytes) -> bytes:

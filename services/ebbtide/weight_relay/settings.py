@@ -51,3 +51,7 @@ class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description="SITE=BYTES_PER_S of what it sends to readers of a site; *: of any other site"),
     ] = ()
     egress_limit: Annotated[float, Meta(ge=0, description="bytes per second of all that it sends; 0: no limit")] = 0.0
+    static_copies: Annotated[
+        tuple[str, ...],
+        Meta(description="URLs of static copies (ebbtide weights-export) that readers use before this relay"),
+    ] = ()

@@ -1,0 +1,94 @@
+"""Whom readers are sent to, how much each link carries, and what comes from upstream: all beside the versions held.
+
+Nothing of it outlives the process, or has to.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from msgspec import Struct
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.rpc.channel import check_address
+from ebbtide.scheduling.fairness import parse_limits
+from ebbtide.scheduling.sources import Origin
+from ebbtide.types.weights import BlobSource, FoundWay, Holder, WeightsState
+from ebbtide.weight_relay.describe import describe
+from ebbtide.weight_relay.holders import AGAIN_S, Holders, WayRequest
+from ebbtide.weight_relay.links import Links, host_of
+from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.settings import RelaySettings
+from ebbtide.weight_relay.subscription import Subscription
+from ebbtide.weight_relay.upstream import Upstream
+
+
+class FoundWays(Struct, frozen=True):
+    """What FindWay answers."""
+
+    ways: tuple[FoundWay, ...]
+    sources: tuple[BlobSource, ...]
+    again_s: float = AGAIN_S
+
+
+class Fanout:
+    def __init__(self, relay: Relay) -> None:
+        """Raises `InvalidRequest` for settings that cannot be, naming the field."""
+        self._relay, settings = relay, relay.settings
+        try:
+            limits = parse_limits(settings.link_limits)
+        except ValueError as error:
+            raise InvalidRequest(str(error), field="link_limits") from None
+        origin = Origin(site=settings.site, trainers=not settings.upstream)
+        self.holders = Holders(origin, settings.static_copies)
+        self.links = Links(limits, settings.egress_limit)
+        relay.needed = self.holders.needed
+        self._upstream = _upstream(settings, relay) if settings.upstream else None
+        self._subscription = (
+            Subscription(relay, self.holders, self._upstream, settings.upstream_runs) if self._upstream else None
+        )
+
+    async def run(self) -> None:
+        """For ever: bring here what comes upstream; without an upstream there is nothing to do."""
+        if self._subscription is not None:
+            await self._subscription.run()
+
+    async def ask(self, run_id: str, policy: str, version: int) -> None:
+        """Have a version brought that is not here, if there is an upstream (`Subscription.ask`)."""
+        if self._subscription is not None:
+            await self._subscription.ask(run_id, policy, version)
+
+    async def find(self, asked: WayRequest) -> FoundWays:
+        """Ways and sources for a holder, which is known from now on. Raises as `ask` and `Relay.ways`."""
+        if asked.done:
+            return FoundWays((), tuple(self.holders.told(asked, asked.version)))
+        await self.ask(*asked.stream, asked.version)
+        number = self._relay.manifest(*asked.stream, asked.version).version.version
+        sources = self.holders.told(asked, number)  # before anything is waited for: the version is being read from now
+        ways = await self._relay.ways(
+            *asked.stream, number, asked.have, scratch=asked.scratch, bytes_per_s=asked.bytes_per_s
+        )
+        return FoundWays(tuple(ways), tuple(sources))
+
+    def reader(self, site: str, name: str, peer: str) -> Callable[[int], Awaitable[None]]:
+        """What waits until so many bytes may be sent to a reader that calls from `peer`, and counts them."""
+        link = self.links.name(site, peer)
+        return lambda size: self.links.turn(link, name or host_of(peer), size)
+
+    def describe(self, run_id: str) -> WeightsState:
+        return describe(self._relay.index, self.holders, self.links, run_id, time.monotonic())
+
+    async def close(self) -> None:
+        if self._upstream is not None:
+            with suppress(asyncio.CancelledError):
+                await self._upstream.close()
+
+
+def _upstream(settings: RelaySettings, relay: Relay) -> Upstream:
+    check_address(settings.upstream, field="upstream")
+    name = settings.name or f"{socket.gethostname()}/{settings.server.listen}"
+    # A relay's disk is no memory that others could share: it is of no host.
+    holder = Holder(name=name, site=settings.site, address=settings.advertise, lasting=True)
+    return Upstream(settings.upstream, settings.upstream_security, holder, relay.limits)

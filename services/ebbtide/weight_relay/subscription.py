@@ -1,0 +1,204 @@
+"""What this relay brings here from its upstream: the newest version of every policy, and any that is asked for here.
+
+Invariant: of each stream one version arrives at a time, so that no blob crosses the link twice; only `_Arrivals.work`
+starts and ends arrivals. The newest wins: an older one is given up once nobody reads it here, and its blobs go only
+when the next has begun, which may want them too. All of it is in memory: a restarted relay hears of the versions again,
+and finds on disk what had come.
+"""
+
+import asyncio
+import time
+from collections.abc import Collection, Container
+from contextlib import suppress
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.errors import ChunkCorrupt, EbbtideError, NoCapacity, Unavailable
+from ebbtide.rpc.retry import pauses
+from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.arrival import Arrival
+from ebbtide.weight_relay.holders import AGAIN_S, Holders
+from ebbtide.weight_relay.records import Stream
+from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.upstream import Upstream, best_way
+
+log = telemetry.get_logger(__name__)
+
+#: How long a request here waits for a version to begin to arrive; well within a unary call's deadline.
+PATIENCE_S: Final = 10.0
+#: How often it is seen whether an outdated arrival still has readers.
+_LOOK_S: Final = 0.2
+
+
+class Subscription:
+    def __init__(
+        self,
+        relay: Relay,
+        holders: Holders,
+        upstream: Upstream,
+        runs: Collection[str] = (),
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`runs`: those to follow; none: all. `patience_s`: how long `ask` waits."""
+        self._relay, self._holders, self._upstream, self._runs = relay, holders, upstream, runs
+        self._patience_s = patience_s
+        self._streams: dict[Stream, _Arrivals] = {}
+        self._group = asyncio.TaskGroup()
+
+    async def run(self) -> None:
+        """For ever: follow the upstream, and let it know what is here."""
+        async with self._group:
+            self._group.create_task(self._follow())
+            self._group.create_task(self._tell())
+
+    async def ask(self, run_id: str, policy: str, version: int) -> None:
+        """Have `version` (0: the newest) brought at once unless it is here or arriving; returns when it can be read.
+
+        Raises what keeps the upstream from giving it, and `Unavailable` when it takes more than the patience.
+        """
+        stream = run_id, policy
+        if self._here(stream, version) or (self._runs and run_id not in self._runs):
+            return
+        try:
+            async with asyncio.timeout(self._patience_s):
+                if not version or stream not in self._streams:
+                    version = await self._resolve(stream, version)
+                await self._arrivals(stream).ask(version)
+        except TimeoutError:
+            text = f"version {version} of policy {policy} of run {run_id} is on its way from upstream; ask again"
+            raise Unavailable(text) from None
+
+    def _here(self, stream: Stream, version: int) -> bool:
+        return version in self._relay.index.stream(stream) if version else bool(self._relay.index.whole(stream))
+
+    async def _resolve(self, stream: Stream, version: int) -> int:
+        """The number of a version that the upstream has; `version` 0: its newest."""
+        way = best_way(await self._upstream.find(stream, version, ()), ())
+        return (way.start, *way.via)[-1]
+
+    def _arrivals(self, stream: Stream) -> "_Arrivals":
+        if stream not in self._streams:
+            self._streams[stream] = _Arrivals(stream, self._relay, self._holders, self._upstream)
+            self._group.create_task(self._streams[stream].work())
+        return self._streams[stream]
+
+    async def _follow(self) -> None:
+        waits = pauses()
+        while True:
+            try:
+                async for info in self._upstream.watch():
+                    waits = pauses()
+                    if not self._runs or info.run_id in self._runs:
+                        self._arrivals((info.run_id, info.version.policy)).heard(info.version.version)
+            except EbbtideError as error:
+                log.warning("upstream lost", target=self._upstream.target, reason=str(error))
+            await asyncio.sleep(next(waits))
+
+    async def _tell(self) -> None:
+        """Other readers of the upstream may be sent here for what is here whole."""
+        while True:
+            await asyncio.sleep(AGAIN_S * 0.8)
+            for stream in list(self._streams):
+                newest = max(self._relay.index.whole(stream), default=0)
+                if newest:
+                    with suppress(EbbtideError):  # it is told again soon
+                        await self._upstream.tell(stream, newest)
+
+
+class _Arrivals:
+    """The arrivals of one stream, one after another."""
+
+    def __init__(self, stream: Stream, relay: Relay, holders: Holders, upstream: Upstream) -> None:
+        self._stream, self._relay, self._holders, self._upstream = stream, relay, holders, upstream
+        self._newest, self._heard_at = 0, 0.0
+        self._asked: dict[int, asyncio.Future[None]] = {}
+        self._changed = asyncio.Event()
+        self._readable: frozenset[int] = frozenset()  # on their way now
+
+    def heard(self, version: int) -> None:
+        """The upstream has this version."""
+        if version > self._newest:
+            self._newest, self._heard_at = version, time.monotonic()
+            self._changed.set()
+
+    async def ask(self, version: int) -> None:
+        """Return when the version can be read here. Raises what keeps it away."""
+        if version in self._readable:
+            return
+        if version not in self._asked:
+            self._asked[version] = asyncio.get_running_loop().create_future()
+            self._changed.set()
+        await asyncio.shield(self._asked[version])
+
+    async def work(self) -> None:
+        """For ever: bring what is wanted, the newest first."""
+        while True:
+            self._changed.clear()
+            held = self._relay.index.stream(self._stream)
+            self._answer(held)
+            if version := max({*self._asked, self._newest} - held.keys(), default=0):
+                await self._bring(version)
+            else:
+                await self._changed.wait()
+
+    async def _bring(self, version: int) -> None:
+        """Bring one version, until it is here, cannot be had, or is outdated."""
+        arrival = Arrival(self._relay, self._upstream, self._stream, version, began=self._began)
+        task = asyncio.create_task(self._persist(arrival))
+        outcome = "given_up"
+        try:
+            while not task.done() and not self._outdated(version):
+                await asyncio.wait({task}, timeout=_LOOK_S)
+            if task.done():
+                outcome = task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await arrival.close()
+            self._readable = frozenset()
+        metrics.ARRIVALS.labels(outcome).inc()
+        if outcome == "committed" and version == self._newest:
+            metrics.ARRIVAL_SECONDS.observe(time.monotonic() - self._heard_at)
+        log.info("arrival ended", run_id=self._stream[0], policy=self._stream[1], version=version, outcome=outcome)
+
+    async def _persist(self, arrival: Arrival) -> str:
+        """Go on after whatever may pass; tell what was not to be had to those who asked."""
+        waits = pauses()
+        while True:
+            try:
+                await arrival.run()
+            except (Unavailable, ChunkCorrupt, NoCapacity) as error:
+                wait = max(next(waits), error.retry_after_s if isinstance(error, NoCapacity) else 0.0)
+                log.info("arrival broken", version=arrival.version, reason=str(error), again_s=wait)
+                await asyncio.sleep(wait)
+            except EbbtideError as error:
+                self._refuse(arrival.version, error)
+                return "refused"
+            else:
+                return "committed"
+
+    def _refuse(self, version: int, error: EbbtideError) -> None:
+        log.error("version not taken from upstream", stream=self._stream, version=version, reason=str(error))
+        if version == self._newest:
+            self._newest = 0  # until it, or a newer one, is heard of again
+        if waiting := self._asked.pop(version, None):
+            waiting.set_exception(error)
+            waiting.exception()  # those who waited may have gone
+
+    async def _began(self, versions: frozenset[int]) -> None:
+        """These can be read now. What else is staged and nobody reads was given up, and has given what it could."""
+        self._readable = versions
+        self._answer(versions)
+        for stage in self._relay.index.stages:
+            outdated = stage.arriving and stage.stream == self._stream and stage.number not in versions
+            if outdated and not self._holders.fetching(self._stream, stage.number):
+                await self._relay.abandon(*self._stream, stage.number)
+
+    def _answer(self, versions: Container[int]) -> None:
+        for version in [version for version in self._asked if version in versions]:
+            self._asked.pop(version).set_result(None)
+
+    def _outdated(self, version: int) -> bool:
+        wanted = version in self._asked or self._holders.fetching(self._stream, version)
+        return version < max({*self._asked, self._newest}) and not wanted

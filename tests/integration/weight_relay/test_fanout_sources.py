@@ -1,0 +1,139 @@
+"""Readers get blobs from relays and static copies near them, and go on when a source or the upstream dies."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ebbtide.errors import VersionUnavailable
+from ebbtide.testing import wait_until
+from ebbtide.testing.link import ShapedLink
+from ebbtide.testing.process import free_port
+from ebbtide.weight_relay.export.__main__ import ExportSettings, export
+from tests.integration.weight_relay.fanout import KIB, SECURITY, Reader, RunningRelay, Version, readers, running
+
+
+@pytest.fixture
+async def home(tmp_path: Path) -> AsyncIterator[RunningRelay]:
+    async with running(tmp_path / "home", site="home") as relay:
+        yield relay
+
+
+async def test_an_upstream_killed_mid_version_is_followed_again_when_it_is_back(
+    process: Any, wire: Any, tmp_path: Path
+) -> None:
+    version = Version(1)
+    digests = [digest for entry in version.manifest.tensors for digest in entry.digests]
+    await wire.publish(version.manifest, {digest: bytes(version.blob(digest)) for digest in digests})
+    async with ShapedLink(process.address, 1000 * KIB) as link:
+        async with (
+            running(tmp_path / "away", upstream=link.address) as away,
+            readers(1, away.address) as [reader],
+        ):
+            pull = asyncio.create_task(reader.pull(1))
+            await wait_until(lambda: away.arriving().get(1, 99) <= 12, timeout=20, interval=0.001)
+            process.end(signal.SIGKILL)
+            await process.start()
+            await pull
+            assert reader.holds(version)
+            await wait_until(lambda: away.versions() == [1])
+        assert link.received < 1.5 * version.size
+
+
+async def test_readers_of_a_site_are_sent_to_its_relay_and_not_over_the_link_again(
+    home: RunningRelay, tmp_path: Path
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    version = Version(1)
+    async with running(
+        tmp_path / "away", address, site="away", name="away", advertise=address, upstream=home.address
+    ) as away:
+        await version.publish(home.relay)
+        await wait_until(lambda: away.versions() == [1])
+        await wait_until(lambda: [item.done for item in home.fanout.holders.states("run")] == [True])
+        reader = Reader("w", home.address, "away")
+        assert await reader.pull(1) == {"away": version.size}
+        assert reader.holds(version)
+        await reader.close()
+    assert [(link.site, link.bytes) for link in home.fanout.links.states()] == [("away", version.size)]
+
+
+async def test_a_chain_of_three_relays_hands_a_version_on_while_it_comes(home: RunningRelay, tmp_path: Path) -> None:
+    version = Version(1)
+    async with (
+        ShapedLink(home.address, 1000 * KIB) as link,
+        running(tmp_path / "middle", upstream=link.address, name="middle") as middle,
+        running(tmp_path / "end", upstream=middle.address, name="end") as end,
+        readers(1, end.address) as [reader],
+    ):
+        await version.publish(home.relay)
+        pull = asyncio.create_task(reader.pull(1))
+        await wait_until(lambda: end.arriving().get(1, 99) <= 12, timeout=20, interval=0.001)
+        assert middle.versions() == [], "the middle was to hand on what it had"
+        await pull
+        assert reader.holds(version)
+        assert link.received <= 1.03 * version.size
+
+
+async def test_a_seed_that_is_dead_is_replaced_by_this_relay_and_shunned(home: RunningRelay) -> None:
+    version = Version(1)
+    await version.publish(home.relay)
+    dead = f"127.0.0.1:{free_port()}"
+    await home.find("dead", 1, site="a", address=dead)
+    assert await home.find("w0", 1, site="a") == [dead]
+    reader = Reader("w0", home.address, "a")
+    assert sum((await reader.pull(1)).values()) == version.size
+    assert await home.find("w0", 1, site="a") == [""]
+    await reader.close()
+
+
+@pytest.fixture
+async def web_server(tmp_path: Path) -> AsyncIterator[str]:
+    """The URL of a plain web server over a folder `copies`."""
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    app = web.Application()
+    app.router.add_static("/", folder)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", free_port())
+    await site.start()
+    yield site.name
+    await runner.cleanup()
+
+
+async def test_a_static_copy_takes_the_load_from_the_trainers_relay(web_server: str, tmp_path: Path) -> None:
+    first = Version(1)
+    async with running(tmp_path / "home", static_copies=(f"{web_server}/v1",)) as home:
+        await first.publish(home.relay)
+        folder = tmp_path / "copies" / "v1"
+        await export(ExportSettings(run="run", folder=str(folder), relay=home.address, security=SECURITY))
+        before = sum(link.bytes for link in home.fanout.links.states())
+        async with readers(1, home.address) as [reader]:
+            assert await reader.pull(1) == {f"{web_server}/v1": first.size}
+            assert reader.holds(first)
+            second = Version(2, base=first)  # of which there is no copy
+            await second.publish(home.relay)
+            await reader.pull(2)
+            assert reader.holds(second)
+        assert second.patch is not None
+        assert sum(link.bytes for link in home.fanout.links.states()) - before == second.patch.size
+
+
+async def test_only_what_is_here_can_be_exported(home: RunningRelay, tmp_path: Path) -> None:
+    first = Version(1)
+    second = Version(2, base=first)
+    for version in (first, second):
+        await version.publish(home.relay)
+    settings = {"run": "run", "relay": home.address, "security": SECURITY}
+    with pytest.raises(VersionUnavailable, match="only anchors"):
+        await export(ExportSettings(folder=str(tmp_path / "a"), version=2, **settings))
+    with pytest.raises(VersionUnavailable, match="no parent"):
+        await export(ExportSettings(folder=str(tmp_path / "b"), version=1, dense=False, **settings))
+    await export(ExportSettings(folder=str(tmp_path / "c"), version=2, dense=False, **settings))
+    assert second.patch is not None
+    assert (tmp_path / "c" / "00000.blobs").stat().st_size == second.patch.size
