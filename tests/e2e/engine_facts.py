@@ -1,7 +1,8 @@
 """What a real engine did, as JSON on stdout: run in a process of its own, for the engine's processes are forked
 from it.
 
-Arguments: the checkpoint to boot from; optionally another one to install as version 5, and one that must be refused.
+Arguments: the checkpoint to boot from; optionally another one to install as version 5, and one that must be refused;
+the first is installed again after them. On stdin, as JSON: texts whose continuations are asked of the first one.
 """
 
 import asyncio
@@ -11,10 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ebbtide.errors import EbbtideError
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.vllm import VllmEngine
 from ebbtide.rollout_worker.settings import VllmSettings
+from ebbtide.testing import wait_until
 
 SETTINGS = VllmSettings(dtype="float32", max_model_len=512, enforce_eager=True, threads=1, kv_cache_mib=128)
 #: The last one fills two blocks of cached keys and values, which must not outlive their weights.
@@ -76,11 +80,24 @@ async def gather(asker: Asker) -> Facts:
 
 
 async def install_in_flight(engine: VllmEngine, asker: Asker, other: Path) -> Facts:
-    """A long response, with the weights replaced in its middle."""
+    """Long responses, with the weights replaced in their middle, and one that was asked for but had not begun.
+
+    Its prompt, asked before, is in the cache of the old weights. So are, later, the blocks of the long responses, half
+    made by either weights: `behind` says how each of the texts `longer` goes on, which consist of those blocks.
+    """
     running = [asyncio.create_task(asker.ask(prompt, max_tokens=200)) for prompt in PROMPTS[:4]]
     await asker.ask(PROMPTS[5], max_tokens=20)
+    await engine.pause("test")
+    known = engine._llm.output_processor.request_states  # nothing else tells what vLLM has taken
+    begun = len(known)
+    waiting = asyncio.create_task(asker.ask(PROMPTS[-1]))
+    await wait_until(lambda: len(known) > begun)
     pause_s = await engine.install(5, other / "model.safetensors")
-    return {"pause_s": pause_s, "in_flight": [await task for task in running]}
+    await engine.resume("test")
+    found: Facts = {"pause_s": pause_s, "in_flight": [await task for task in running], "waiting": await waiting}
+    found["longer"] = [prompt + whole["ids"][:190] for prompt, whole in zip(PROMPTS, found["in_flight"], strict=False)]
+    found["behind"] = [await asker.ask(ids, max_tokens=8) for ids in found["longer"]]
+    return found
 
 
 async def refusal(engine: VllmEngine, path: Path) -> str:
@@ -89,6 +106,13 @@ async def refusal(engine: VllmEngine, path: Path) -> str:
     except EbbtideError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def files_kept(checkpoint: Path) -> list[str]:
+    """Mappings of the checkpoint's files in the processes of the engine and in this one."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    maps = [line for one in processes for line in Path(f"/proc/{one.pid}/maps").read_text().splitlines()]
+    return [line for line in maps if str(checkpoint) in line]
 
 
 def decoded_without_files(engine: VllmEngine, checkpoint: Path) -> str:
@@ -103,7 +127,8 @@ async def main(checkpoint: str, *others: str) -> None:
     try:
         info = await engine.start()
         asker = Asker(engine)
-        facts: Facts = {"eos": info.eos_token_ids, "prompts": PROMPTS, "base": await gather(asker)}
+        further = [await asker.ask(ids, max_tokens=8) for ids in json.load(sys.stdin)]
+        facts: Facts = {"further": further, "eos": info.eos_token_ids, "prompts": PROMPTS, "base": await gather(asker)}
         facts["text"] = decoded_without_files(engine, Path(checkpoint))
         if others:
             other, wrong = map(Path, others)
@@ -114,6 +139,9 @@ async def main(checkpoint: str, *others: str) -> None:
             broken.write_bytes((other / "model.safetensors").read_bytes()[:1000])
             facts["refused_torn"] = await refusal(engine, broken)
             facts["after_refusal"] = await asker.ask(PROMPTS[0])
+            facts["files_kept"] = files_kept(other)
+            await engine.install(7, Path(checkpoint) / "model.safetensors")
+            facts["back"] = await gather(asker)
         print(json.dumps(facts))  # noqa: T201 - the test reads it
     finally:
         await engine.stop()

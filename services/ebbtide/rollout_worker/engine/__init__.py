@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 from msgspec import Struct
 
 from ebbtide.errors import Internal
+from ebbtide.rollout_worker.engine.boxes import Boxes
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
 
@@ -57,6 +58,14 @@ class Engine(Protocol):
         """Names and shapes of the tensors that a version must consist of; empty: any."""
         ...
 
+    @property
+    def boxes(self) -> Boxes | None:
+        """The slices of a version's tensors that this engine reads, over all its ranks; None: everything.
+
+        Known once it has started. What lies outside need not be filled in the files that are installed.
+        """
+        ...
+
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate until a delta has a finish. Closing the generator aborts the request.
 
@@ -68,11 +77,15 @@ class Engine(Protocol):
         """The text of `token_ids`, special tokens included."""
         ...
 
-    async def install(self, version: int, weights: Path) -> float:
-        """Replace the weights by the safetensors file `weights`; requests in flight go on under the new version.
+    async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:
+        """Replace the weights; requests in flight go on under the new version, those that have no token yet anew.
 
-        Returns the seconds for which generation stood still. Raises `InvalidRequest` if the old version is
-        still whole and serving, `EngineFailed` if it may not be.
+        `weights`: a safetensors file of all tensors of the version. `changes`: the same change relative to the version
+        that is installed, in the form that `version_files` describes, for engines that apply it in place. Neither is
+        read or mapped any more after this returned or raised.
+
+        Returns the seconds for which generation stood still. Raises `InvalidRequest` if the old version is still whole
+        and serving, `EngineFailed` if it may not be.
         """
         ...
 

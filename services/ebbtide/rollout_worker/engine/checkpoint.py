@@ -38,6 +38,12 @@ def tensor_shapes(root: Path) -> Shapes:
     return found
 
 
+def tensor_dtypes(root: Path) -> dict[str, str]:
+    """The data types of all tensors of the checkpoint, in safetensors' names."""
+    headers = [header(file) for file in sorted(root.glob("*.safetensors"))]
+    return {name: entry["dtype"] for one in headers for name, entry in one.items() if name != "__metadata__"}
+
+
 def architecture(shapes: Shapes) -> str:
     """A digest that two checkpoints share when their tensors have the same names and shapes."""
     lines = "\n".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items()))

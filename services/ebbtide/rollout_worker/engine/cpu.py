@@ -1,5 +1,6 @@
 """What a CPU build of vLLM needs in the environment. Nothing of it is set for any other build."""
 
+import ctypes
 import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
@@ -11,6 +12,11 @@ _KV_CACHE_MIB: Final = 512
 #: How much nicer an engine's process is than its worker's: with no core to spare, tokens must not wait for the making
 #: of others before they are stored.
 _NICER: Final = 5
+#: The largest layer whose memory an engine process keeps for the next one, and how much it keeps at most.
+_KEPT: Final = 256 << 20
+#: From glibc's malloc.h.
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
 #: One process less than vLLM's choice, which exists to bind OpenMP threads; `threads` says how many there are.
 _IN_ENGINE_CORE: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
@@ -29,6 +35,15 @@ def set_environment(threads: int) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep the memory that an engine process frees: a reload allocates and frees layer after layer,
+    and to have each page made anew took a third of its time."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # not every C library has it
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
 def yield_to(worker: int) -> None:

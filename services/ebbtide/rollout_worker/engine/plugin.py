@@ -12,6 +12,8 @@ from typing import Final
 from ebbtide.rollout_worker.engine import cpu
 
 BACKEND: Final = "ebbtide"
+#: What answers our own calls in each of vLLM's workers.
+EXTENSION: Final = "ebbtide.rollout_worker.engine.transfer.WorkerExtension"
 #: Set by the rollout-worker that owns the engine processes below it.
 _OWNER: Final = "EBBTIDE_ENGINE_OWNER_PID"
 

@@ -1,9 +1,10 @@
 """A real engine: vLLM's AsyncLLM, with weights replaced in place.
 
 Invariant: every token is labelled by vLLM itself with the version whose weights made it; labels change only
-while generation is paused and after all layers were replaced. Prompts never see cached keys and values of other
-weights (cache salt). Only this object talks to AsyncLLM. If this process dies, by whatever signal, so do the
-engine's own processes.
+while generation is paused and after all layers were replaced. A request that has tokens keeps the keys and values it
+has over an install; nobody else sees those of other weights: the cache's salt changes with each install, and what has
+no token yet begins anew under it. Only this object and its `Updates` talk to AsyncLLM. If this process dies, by
+whatever signal, so do the engine's own processes.
 """
 
 import asyncio
@@ -11,12 +12,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint, cpu, plugin
+from ebbtide.rollout_worker.engine.boxes import Boxes
+from ebbtide.rollout_worker.engine.updates import Updates
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
@@ -40,16 +43,21 @@ class VllmEngine:
         self._salt = 0
         self._tokenizer: Any = None
         self._llm: Any = None
+        self._updates: Any = None
 
     @property
     def shapes(self) -> Shapes:
         return self._shapes
 
+    @property
+    def boxes(self) -> Boxes | None:
+        boxes: Boxes | None = self._updates.boxes
+        return boxes
+
     async def start(self) -> EngineInfo:
         self._shapes = checkpoint.tensor_shapes(self._root)
         arguments = self._arguments()
         self._environment()
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -62,8 +70,8 @@ class VllmEngine:
         if cpu.is_cpu_build():
             cpu.start_by_fork()
         self._llm = AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
-        init = {"shapes": {name: list(shape) for name, shape in self._shapes.items()}}
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+        self._updates = Updates(self._llm, self._shapes, checkpoint.tensor_dtypes(self._root))
+        await self._updates.learn()
         await self._warm_up()
         # Not before the engine's processes are there: they may be forked, which threads do not live through.
         self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._root)
@@ -74,26 +82,30 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = tokens_input(list(request.token_ids), cache_salt=str(self._salt))
-        stream = self._llm.generate(prompt, _sampling(request), request.request_id, priority=request.priority)
-        made = 0
-        try:
-            async for output in stream:
-                completion = output.outputs[0]
-                ids = completion.token_ids
-                if not ids and not output.finished:
-                    continue
-                versions = self._versions(request.request_id, completion, made, len(ids))
-                made += len(ids)
-                yield TokenDelta(ids, _logprobs(completion), versions, _REASONS.get(completion.finish_reason))
-        except EngineDeadError as error:
-            raise EngineFailed(_DEAD) from error
-        except (VLLMClientError, ValueError) as error:
-            raise InvalidRequest(f"vLLM refuses the request: {error}") from error
-        except EngineGenerateError as error:
-            raise Internal("vLLM could not serve the request; the log says why") from error
-        finally:
-            await stream.aclose()
+        made, anew = 0, True
+        while anew:
+            anew, salt = False, self._salt
+            prompt = tokens_input(list(request.token_ids), cache_salt=str(salt))
+            stream = self._llm.generate(prompt, _sampling(request), request.request_id, priority=request.priority)
+            try:
+                async for output in stream:
+                    if anew := not made and salt != self._salt:
+                        break  # its prompt was read, or found in the cache, by weights that are no more
+                    completion = output.outputs[0]
+                    ids = completion.token_ids
+                    if not ids and not output.finished:
+                        continue
+                    versions = self._versions(request.request_id, completion, made, len(ids))
+                    made += len(ids)
+                    yield TokenDelta(ids, _logprobs(completion), versions, _REASONS.get(completion.finish_reason))
+            except EngineDeadError as error:
+                raise EngineFailed(_DEAD) from error
+            except (VLLMClientError, ValueError) as error:
+                raise InvalidRequest(f"vLLM refuses the request: {error}") from error
+            except EngineGenerateError as error:
+                raise Internal("vLLM could not serve the request; the log says why") from error
+            finally:
+                await stream.aclose()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
@@ -101,36 +113,33 @@ class VllmEngine:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
-    async def install(self, version: int, weights: Path) -> float:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        def update(*, apply: bool) -> Any:
-            return WeightTransferUpdateRequest(update_info={"path": str(weights), "apply": apply})
-
-        try:
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(update(apply=False))
-        except Exception as error:
-            raise InvalidRequest(f"version {version} was refused: {error}", field="weights") from error
+    async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:
+        self.check()
+        how = await self._updates.prepare(version, weights, changes)
         start = time.monotonic()
-        await self.pause("install")
+        # vLLM's own call waits a while longer, for the looks of it alone.
+        await self._hold("install", self._llm.engine_core.pause_scheduler_async)
+        self._salt += 1
         try:
-            await self._llm.update_weights(update(apply=True))
-            await self._llm.finish_weight_update(weight_version=str(version))
+            await self._updates.apply(version, how)
+            await self.resume("install")
+            pause_s = time.monotonic() - start
+            await self._updates.finish()
         except Exception as error:
             raise EngineFailed(f"version {version} could not be applied whole: {error}") from error
-        self._salt += 1
-        await self.resume("install")
-        return time.monotonic() - start
+        return pause_s
 
     async def pause(self, reason: str) -> None:
+        await self._hold(reason, self._llm.pause_generation)
+
+    async def _hold(self, reason: str, stop: Callable[..., Awaitable[None]]) -> None:
         self.check()
         from vllm.v1.engine.exceptions import EngineDeadError
 
         async with self._pausing:
             if not self._paused:
                 try:
-                    await self._llm.pause_generation(mode="keep", clear_cache=False)
+                    await stop(mode="keep", clear_cache=False)
                 except EngineDeadError as error:
                     raise EngineFailed(_DEAD) from error
             self._paused.add(reason)
@@ -171,6 +180,7 @@ class VllmEngine:
             "generation_config": "vllm",
             "load_format": "safetensors",
             "weight_transfer_config": {"backend": plugin.BACKEND},
+            "worker_extension_cls": plugin.EXTENSION,
         }
         if cpu.is_cpu_build():
             arguments |= cpu.engine_arguments(settings.threads, settings.tensor_parallel_size, settings.kv_cache_mib)
@@ -187,12 +197,6 @@ class VllmEngine:
 
     def _info(self, config: Any) -> EngineInfo:
         model = config.model_config
-        if cpu.is_cpu_build() and getattr(model.hf_text_config, "tie_word_embeddings", False):
-            raise InvalidRequest(
-                "ties its embeddings, whose reload leaves vLLM's packed output layer stale on CPUs; "
-                "use an untied checkpoint, or a GPU",
-                field="model",
-            )
         return EngineInfo(
             model=self._root.name,
             vocab_size=model.get_vocab_size(),
