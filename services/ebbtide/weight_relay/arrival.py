@@ -8,7 +8,7 @@ process dies, is begun again and asks for the rest.
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Final, TypeAlias
 
 from msgspec import Struct
@@ -76,7 +76,8 @@ class Arrival:
                 await self._commit(step)
         finally:
             renewal.cancel()
-        await self._upstream.tell(self.stream, self.version)
+        with suppress(EbbtideError):  # the upstream hears of it again
+            await self._upstream.tell(self.stream, self.version)
 
     async def _find(self) -> Found:
         found = await self._upstream.find(

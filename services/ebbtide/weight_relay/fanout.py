@@ -63,6 +63,8 @@ class Fanout:
     async def find(self, asked: WayRequest) -> FoundWays:
         """Ways and sources for a holder, which is known from now on. Raises as `ask` and `Relay.ways`."""
         if asked.done:
+            if not asked.version:
+                raise InvalidRequest("must be named when it is held", field="version")
             return FoundWays((), tuple(self.holders.told(asked, asked.version)))
         await self.ask(*asked.stream, asked.version)
         number = self._relay.manifest(*asked.stream, asked.version).version.version

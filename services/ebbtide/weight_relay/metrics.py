@@ -3,6 +3,8 @@
 from ebbtide import telemetry
 
 VERSIONS = telemetry.gauge("relay_versions", "Policy versions held")
+ANCHORS = telemetry.gauge("relay_anchors", "Policy versions whose dense tiles are held")
+PATCHES = telemetry.gauge("relay_patches", "Patches between versions held")
 BYTES_HELD = telemetry.gauge("relay_bytes", "Bytes of all tiles on disk")
 BYTES_IN = telemetry.counter("relay_received_bytes_total", "Bytes of tiles stored")
 BYTES_OUT = telemetry.counter("relay_sent_bytes_total", "Bytes of tiles read for fetches")

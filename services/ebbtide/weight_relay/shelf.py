@@ -136,6 +136,8 @@ class Shelf:
         with disk_errors():
             await asyncio.to_thread(self.disk.drop_tiles, garbage)
         metrics.VERSIONS.set(sum(1 for _ in self.index.committed()))
+        metrics.ANCHORS.set(sum(1 for holding in self.index.committed() if holding.anchor))
+        metrics.PATCHES.set(sum(len(self.index.patches(stream)) for stream in self.index.streams()))
         metrics.BYTES_HELD.set(sum(self.index.on_disk.values()))
 
     async def arrival(self, digest: bytes, timeout_s: float) -> None:

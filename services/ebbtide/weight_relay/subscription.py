@@ -137,7 +137,9 @@ class _Arrivals:
             self._changed.clear()
             held = self._relay.index.stream(self._stream)
             self._answer(held)
-            if version := max({*self._asked, self._newest} - held.keys(), default=0):
+            # An upstream lists its older versions too; of those only what is asked for is brought.
+            newer = {self._newest} if self._newest > max(held, default=0) else set()
+            if version := max(newer | self._asked.keys(), default=0):
                 await self._bring(version)
             else:
                 await self._changed.wait()
@@ -149,7 +151,7 @@ class _Arrivals:
         outcome = "given_up"
         try:
             while not task.done() and not self._outdated(version):
-                await asyncio.wait({task}, timeout=_LOOK_S)
+                await self._news(task)
             if task.done():
                 outcome = task.result()
         finally:
@@ -161,6 +163,13 @@ class _Arrivals:
         if outcome == "committed" and version == self._newest:
             metrics.ARRIVAL_SECONDS.observe(time.monotonic() - self._heard_at)
         log.info("arrival ended", run_id=self._stream[0], policy=self._stream[1], version=version, outcome=outcome)
+
+    async def _news(self, task: asyncio.Task[str]) -> None:
+        """Wait until the arrival has ended, another version is heard of or asked for, or a reader may have gone."""
+        self._changed.clear()
+        changed = asyncio.create_task(self._changed.wait())
+        await asyncio.wait({task, changed}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        changed.cancel()
 
     async def _persist(self, arrival: Arrival) -> str:
         """Go on after whatever may pass; tell what was not to be had to those who asked."""

@@ -14,7 +14,7 @@ from ebbtide.testing import wait_until
 from ebbtide.testing.link import ShapedLink
 from ebbtide.testing.process import free_port
 from ebbtide.weight_relay.export.__main__ import ExportSettings, export
-from tests.integration.weight_relay.fanout import KIB, SECURITY, Reader, RunningRelay, Version, readers, running
+from tests.integration.weight_relay.fanout import KIB, SECURITY, TILE, Reader, RunningRelay, Version, readers, running
 
 
 @pytest.fixture
@@ -42,6 +42,25 @@ async def test_an_upstream_killed_mid_version_is_followed_again_when_it_is_back(
             assert reader.holds(version)
             await wait_until(lambda: away.versions() == [1])
         assert link.received < 1.5 * version.size
+
+
+async def test_a_relay_killed_mid_version_again_and_again_asks_for_the_rest_alone(
+    process: Any, home: RunningRelay
+) -> None:
+    version = Version(1)
+    await version.publish(home.relay)
+    async with ShapedLink(home.address, 1000 * KIB) as link:
+        for blobs in (4, 10, 16, 22):
+            await process.start("--upstream", link.address, "--name", "away")
+            await wait_until(lambda blobs=blobs: len(process.tiles()) >= blobs, timeout=20, interval=0.001)
+            process.end(signal.SIGKILL)
+        await process.start("--upstream", link.address, "--name", "away")
+        reader = Reader("w", process.address)
+        await reader.pull(1)
+        assert reader.holds(version)
+        await reader.close()
+        # Each kill may cost the blobs under way: four calls of two, and what lay in the link.
+        assert link.received <= version.size + 4 * 12 * TILE
 
 
 async def test_readers_of_a_site_are_sent_to_its_relay_and_not_over_the_link_again(
