@@ -100,18 +100,18 @@ async def test_an_older_arrival_that_is_being_read_is_finished_first(
     await wait_until(lambda: away.versions() == [1, 2])
 
 
-async def test_a_version_that_is_asked_for_is_brought_though_newer_ones_are_here(
-    home: RunningRelay, link: ShapedLink, away: RunningRelay
+async def test_of_all_that_the_upstream_lists_the_newest_is_brought_and_others_on_demand(
+    home: RunningRelay, link: ShapedLink, tmp_path: Path
 ) -> None:
-    old, new = Version(1), Version(2)
-    for version in (old, new):
+    versions = [Version(number) for number in (1, 2, 3)]
+    for version in versions:
         await version.publish(home.relay)
-    await wait_until(lambda: 2 in away.versions())
-    if 1 in away.versions():
-        pytest.skip("version 1 was brought before 2 was heard of")
-    async with readers(1, away.address, "away") as [reader]:
-        await reader.pull(1)
-        assert reader.holds(old)
+    async with running(tmp_path / "late", upstream=link.address) as late:
+        await wait_until(lambda: late.versions() == [3], timeout=20)
+        assert link.received <= 1.1 * versions[-1].size
+        async with readers(1, late.address) as [reader]:
+            await reader.pull(1)
+            assert reader.holds(versions[0])
 
 
 async def test_what_the_upstream_has_not_got_is_refused_at_once(home: RunningRelay, away: RunningRelay) -> None:
