@@ -99,8 +99,7 @@ class Anchors:
         stream, numbers = making.stream, (way.start, *way.via)
         index = self._shelf.index
         start, *manifests = (index.stream(stream)[number].manifest for number in numbers)
-        patches = [index.patches(stream)[ends].patch for ends in zip(numbers, way.via, strict=False)]
-        chain = list(zip(manifests, patches, strict=True))
+        chain = list(zip(manifests, index.chain(stream, way), strict=True))
         job = _Job(start, chain, self._codecs, self._shelf)
         try:
             async for made in self._codecs.map(job.make, job.tasks()):

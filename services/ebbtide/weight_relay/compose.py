@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from ebbtide import telemetry
-from ebbtide.errors import EbbtideError, InvalidRequest
-from ebbtide.scheduling.ways import Step, composed_size, saved_s, worth_composing
+from ebbtide.errors import EbbtideError, InvalidRequest, VersionUnavailable
+from ebbtide.scheduling.ways import Step, composed_size, find_ways, saved_s, worth_composing
 from ebbtide.types.weights import FoundWay, Patch
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.codecs import Codecs
 from ebbtide.weight_relay.composed import Outcome, TileComposer
 from ebbtide.weight_relay.disk import disk_errors
-from ebbtide.weight_relay.records import Edge, Ends, Making, Stream
+from ebbtide.weight_relay.records import Edge, Ends, Making, Stream, step_of
 from ebbtide.weight_relay.retiring import Retiring
 from ebbtide.weight_relay.shelf import Shelf
-from ebbtide.weights import blob_sizes
+from ebbtide.weights import Way, blob_sizes
 
 log = telemetry.get_logger(__name__)
 #: Bytes of chains composed per second before the first was timed: one slow core's.
@@ -59,9 +59,10 @@ class Composing:
 
     def _chain(self, stream: Stream, way: FoundWay) -> list[Step]:
         """The way's patches; none if one of them is still arriving."""
-        patches = self._shelf.index.patches(stream)
-        ends = list(zip((way.start, *way.via), way.via, strict=False))
-        return [patches[pair].step for pair in ends] if all(pair in patches for pair in ends) else []
+        try:
+            return [step_of(patch) for patch in self._shelf.index.chain(stream, way)]
+        except VersionUnavailable:
+            return []
 
     def _fits(self, key: Key, chain: Sequence[Step]) -> bool:
         return self._retiring.room(key[0][0]) >= composed_size(chain)
@@ -84,8 +85,12 @@ class Composing:
     async def _make(self, making: Making, key: Key, way: FoundWay) -> None:
         index, loop = self._shelf.index, asyncio.get_running_loop()
         base, target = (index.stream(key[0])[number].manifest for number in key[1])
-        steps = [index.patches(key[0])[ends] for ends in zip((way.start, *way.via), way.via, strict=False)]
-        job = TileComposer(base, target, [edge.patch for edge in steps], self._codecs, self._shelf)
+        patches = index.chain(key[0], way)
+        job = TileComposer(base, target, patches, self._codecs, self._shelf.read_verified)
+        if index.whole(key[0]).get(key[1][1]):
+            whole = find_ways(index.anchors(key[0]), index.steps(key[0]), key[1][1], ())[0]
+            start = index.stream(key[0])[whole.start].manifest
+            job.from_anchor = Way(start=start, patches=tuple(index.chain(key[0], whole)), anchor=True)
         begun, outcome = loop.time(), Outcome(target)
         async for made in self._codecs.map(job.make, job.tasks()):
             async with self._shelf.lock:  # garbage of the same name may be under way to be deleted
@@ -94,7 +99,7 @@ class Composing:
                     outcome.add(tile)
         await self._shelf.sync()
         patch = outcome.patch(base)
-        size = sum(edge.patch.size for edge in steps)
+        size = sum(step.size for step in patches)
         self._rate += _SHARE * (size / max(loop.time() - begun, 1e-6) - self._rate)
         if patch.size >= size:
             raise InvalidRequest(f"would have {patch.size} bytes, its chain has {size}", field="patch")

@@ -7,8 +7,7 @@ from msgspec import Struct
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import Manifest, Patch, TensorPatch
 from ebbtide.weight_relay.codecs import Codecs
-from ebbtide.weight_relay.rebuild import patched
-from ebbtide.weight_relay.shelf import Shelf
+from ebbtide.weight_relay.rebuild import Read, patched, rebuild
 from ebbtide.weights import Place, Planner, TileTask, Way, places, seal_patch, tile_digest
 from ebbtide.weights.patch.layout import SPARSE_HEAD, Kind, read_tile, unit_width
 
@@ -25,11 +24,11 @@ class ComposedTile(Struct, frozen=True):
 class TileComposer:
     """The tiles of one composed patch. `make` runs in threads."""
 
-    def __init__(
-        self, base: Manifest, target: Manifest, patches: Sequence[Patch], codecs: Codecs, shelf: Shelf
-    ) -> None:
+    def __init__(self, base: Manifest, target: Manifest, patches: Sequence[Patch], codecs: Codecs, read: Read) -> None:
         self._base, self._target, self._patches = base, target, patches
-        self._codecs, self._read, self._on_disk = codecs, shelf.read_verified, shelf.index.on_disk
+        self._codecs, self._read = codecs, read
+        #: From an anchor to the target.
+        self.from_anchor: Way | None = None
 
     def tasks(self) -> Iterator[TileTask]:
         """One for each tile in which the versions differ."""
@@ -55,11 +54,13 @@ class TileComposer:
         return ComposedTile(task.place, tile_digest(data), data, _changed(data, width, units))
 
     def _as_dense(self, task: TileTask, data: bytes, width: int) -> ComposedTile:
-        """A tile patch not smaller than its tile becomes the tile, where that can be had without the base's."""
+        """A tile patch not smaller than its tile becomes the tile, which an anchor leads to if the patch does not."""
         if read_tile(data, width, task.length // width).kind in {Kind.DENSE, Kind.PACKED}:
             return self._dense(task, patched(bytes(task.length), [data], width, self._codecs))
-        if task.digest in self._on_disk:
-            return self._dense(task, self._read(task.digest))
+        if self.from_anchor is not None:
+            for whole in Planner(self._target, [self.from_anchor]).tasks([task.place], {}):
+                if isinstance(whole, TileTask):
+                    return self._dense(task, rebuild(whole, width, self._codecs, self._read))
         raise InvalidRequest("is larger composed than its dense tile, which is not here", field="patch")
 
     def _dense(self, task: TileTask, data: bytes) -> ComposedTile:

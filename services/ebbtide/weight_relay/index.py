@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, VersionUnavailable
 from ebbtide.scheduling.ways import Step, whole_versions
-from ebbtide.types.weights import Manifest, Patch, PolicyVersion
+from ebbtide.types.weights import FoundWay, Manifest, Patch, PolicyVersion
 from ebbtide.weight_relay.records import Edge, Ends, Holding, Making, Stage, Stream, Units, dense_bytes, step_of
 from ebbtide.weights import tile_sizes
 
@@ -117,6 +117,14 @@ class Index:
         for digest in blobs:
             if not self._serving[digest]:
                 del self._serving[digest]
+
+    def chain(self, stream: Stream, way: FoundWay) -> list[Patch]:
+        """The patches of a way, all committed. Raises `VersionUnavailable` if one is not, or not yet."""
+        patches = self.patches(stream)
+        ends = list(zip((way.start, *way.via), way.via, strict=False))
+        if not all(pair in patches for pair in ends):
+            raise VersionUnavailable(f"the way to version {way.via[-1]} has changed; ask for it again")
+        return [patches[pair].patch for pair in ends]
 
     # -- stages --------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class Found(Struct):
 
 
 def recover(disk: Disk) -> Found:
-    """Looks at sizes alone, since digests are checked at reads; but an arrival's blobs may be unsynced: those it checks."""
+    """Looks at sizes alone, since digests are checked at reads; an arrival's blobs, maybe unsynced, it checks."""
     return _Recovery(disk).run()
 
 
