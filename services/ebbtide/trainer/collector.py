@@ -54,6 +54,11 @@ class Collector:
         """Groups of the next step that have all of their trajectories."""
         return sum(_whole(group) for group in self._waiting.get(self.step, {}).values())
 
+    def news(self, steps: Mapping[int, int]) -> bool:
+        """Whether the next step has tokens of a version that `steps` (version -> its step) does not know yet."""
+        waiting = (one for group in self._waiting.get(self.step, {}).values() for one in group)
+        return any(staleness(one, self.step, steps)[1] == _UNKNOWN for one in waiting)
+
     def take(self, steps: Mapping[int, int]) -> list[Trajectory]:
         """The whole groups of the next step, in an order that does not depend on how they arrived; goes on to the step
         after it. What is too stale, and what came without its group, is dropped. `steps`: version -> its step."""

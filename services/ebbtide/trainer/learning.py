@@ -6,7 +6,7 @@ devices takes this one's place.
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from random import Random
@@ -67,17 +67,15 @@ class Learning:
             raise RunFailed(f"step {step}: {', '.join(bad)} not finite; lower trainer.learning_rate")
         return values
 
-    def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The weights to publish, named as in checkpoints, tied ones once, on the CPU. Valid until the next step."""
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights to publish, named as in checkpoints, tied ones once; to be read before the next step."""
         seen: set[int] = set()
-        named = []
         for name, tensor in self._network.state_dict().items():
             if tensor.numel() and tensor.data_ptr() in seen:
                 continue
             seen.add(tensor.data_ptr())
             low = self._spec.trainer.dtype == "bfloat16" and tensor.is_floating_point()
-            named.append((name, (tensor.to(torch.bfloat16) if low else tensor).cpu()))
-        return named
+            yield name, tensor.to(torch.bfloat16) if low else tensor
 
     def checkpoint(self, folder: Path, state: TrainingState, *, keep: int) -> Path:
         """Write all of it durably into `folder`, where the `keep` newest stay. Returns the checkpoint's directory."""

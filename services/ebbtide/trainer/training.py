@@ -1,8 +1,10 @@
 """The built-in trainer's deeds: trajectories in, a policy version out, step after step, with checkpoints between.
 
-Invariant: the network's weights are those of `collector.step`, and `following.versions` knows their version before that
-step is trained. Only `_work` changes them. When the process dies, the next trainer goes on from the last checkpoint: it
-trains the steps since then once more, on the same trajectories in the same order, and publishes nothing until it is
+Invariant: the network's weights are those of `collector.step`. Their version is on its way once they are copied, and
+`following.versions` knows it, as it is announced then, before the next one is on its way, and before a checkpoint or an
+event names it; before the step is trained, too, but where staleness lets old tokens do: these may be trained on
+meanwhile. Only `_work` changes the weights. When the process dies, the next trainer goes on from the last checkpoint:
+it trains the steps since then once more, on the same trajectories in the same order, and publishes nothing until it is
 ahead of what was announced.
 """
 
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from ebbtide.client import Client, Lease
+from ebbtide.client.publishing import Publishing, PublishReport
 from ebbtide.runtime import race
 from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer import checkpoint
@@ -59,6 +62,18 @@ class _Clock:
         return {f"seconds_{phase}": self.seconds.get(phase, 0.0) for phase in _PHASES}
 
 
+@dataclass
+class _Trained:
+    """The last step that was trained: the optimiser steps behind the weights now, what to report, and the weights' way
+    if they were not announced before. `told`: reports it once they are."""
+
+    step: int
+    values: dict[str, float]
+    clock: _Clock
+    publishing: Publishing | None
+    told: asyncio.Task[None] | None = None
+
+
 class Training:
     """Trains one run under one lease."""
 
@@ -70,7 +85,7 @@ class Training:
         self._folder = Path(self._spec.output) / lease.run_id / "checkpoints"
         self._following = Following(client, lease.run_id)
         self._lineage = new_fence()
-        self._clock = _Clock()
+        self._trained: _Trained | None = None
 
     async def run(self) -> None:
         """Until the run has ended. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
@@ -81,9 +96,10 @@ class Training:
         await self._commit(resumed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
-            await self._announce()
+            if (publishing := await self._publish()) is not None:
+                self._following.announced(await publishing)
             while self._collector.step < self._spec.trainer.steps:
-                await self._step()
+                await self._step(tasks)
             # The driver evaluates the last version, and ends the run. What still comes is dropped, and must be told.
             while True:
                 await self._following.until(lambda: bool(self._collector.uncommitted))
@@ -143,22 +159,44 @@ class Training:
             self._collector.add(trajectory)
             await self._following.notify()
 
-    async def _step(self) -> None:
-        step, self._clock = self._collector.step, _Clock()
-        await self._clock.measure("wait", self._groups(step))
+    async def _step(self, tasks: asyncio.TaskGroup) -> None:
+        step, clock = self._collector.step, _Clock()
+        await clock.measure("wait", self._groups(step))
+        if not self._spec.batch.max_staleness or self._collector.news(self._following.steps):
+            await clock.measure("publish", self._settle())
         trajectories = self._collector.take(self._following.steps)
-        steps, version = dict(self._following.steps), self._following.versions[step]
+        steps, version = dict(self._following.steps), self._version(step)
         training = asyncio.to_thread(self._learning.step, trajectories, step=step, steps=steps, version=version)
-        values = await self._clock.measure("train", training)
-        await self._clock.measure("publish", self._announce())
+        values = await clock.measure("train", training)
+        await clock.measure("publish", self._settle())
+        trained = _Trained(step + 1, values, clock, await clock.measure("publish", self._publish()))
         if step + 1 == self._spec.trainer.steps or (step + 1) % self._spec.trainer.checkpoint_every == 0:
-            await self._checkpoint(values)
+            await clock.measure("publish", self._announced(trained))
+            await self._checkpoint(trained)
         else:
-            await self._lease.report([self._event(values)])
+            trained.told = tasks.create_task(self._tell(trained))
+            self._trained = trained
         _steps.inc()
         _tokens.inc(values["tokens"])
         _reward.set(values.get("reward", 0.0))
-        log.info("step", step=step + 1, reward=values.get("reward"), **self._clock.values())
+        log.info("step", step=step + 1, reward=values.get("reward"), **clock.values())
+
+    def _version(self, step: int) -> int:
+        """The version of the weights that `step` is trained with, be it announced or on its way."""
+        if self._trained is not None and self._trained.publishing is not None:
+            return self._trained.publishing.number
+        return self._following.versions[step]
+
+    async def _tell(self, trained: _Trained) -> None:
+        """Report a step once its weights' version is announced."""
+        await self._announced(trained)
+        await self._lease.report([self._event(trained)])
+
+    async def _settle(self) -> None:
+        """Wait until the version on its way is announced, and its step reported."""
+        if self._trained is not None and self._trained.told is not None:
+            await self._trained.told
+        self._trained = None
 
     async def _groups(self, step: int) -> None:
         """Wait for all groups of the step that will come."""
@@ -180,20 +218,27 @@ class Training:
             run = await self._client.run(self._lease.run_id)
             if run.counters.get("bytes", 0) > _FULL * self._spec.quota_bytes:
                 log.warning("checkpointing early: the run's quota_bytes is small for checkpoint_every")
+                await self._settle()
                 await self._checkpoint(None)
 
-    async def _announce(self) -> None:
-        """Publish the weights, unless those of their step were announced in the run already."""
+    async def _publish(self) -> Publishing | None:
+        """Put the weights on their way, unless those of their step were announced in the run already. They may change
+        again when this returns."""
         step = self._collector.step
-        if step not in self._following.versions:
-            parent = self._following.versions.get(step - 1, 0)
-            tensors = await asyncio.to_thread(self._learning.tensors)
-            version = await self._lease.publish(tensors, step=step, parent=parent)
-            self._following.announced(version)
+        if step in self._following.versions:
+            return None
+        parent = self._following.versions.get(step - 1, 0)
+        return await self._lease.publishing(self._learning.tensors(), step=step, parent=parent)
 
-    async def _checkpoint(self, values: dict[str, float] | None) -> None:
+    async def _announced(self, trained: _Trained) -> None:
+        if trained.publishing is not None:
+            self._following.announced(await trained.publishing)
+            trained.values |= publish_values(trained.publishing.report)
+
+    async def _checkpoint(self, trained: _Trained | None) -> None:
         """Make all that was trained durable, and only then have the coordinator count and delete it."""
         collector, step = self._collector, self._collector.step
+        events = [] if trained is None else [self._event(trained)]
         state = TrainingState(
             run_id=self._lease.run_id,
             lineage=self._lineage,
@@ -201,11 +246,13 @@ class Training:
             version=self._following.versions[step],
             cursor=collector.cursor(),
             consumed=tuple(collector.uncommitted),
-            reports=() if values is None else (self._event(values),),
+            reports=tuple(events),
         )
         keep = self._settings.keep_checkpoints
-        writing = asyncio.to_thread(self._learning.checkpoint, self._folder, state, keep=keep)
-        path = await self._clock.measure("checkpoint", writing)
+        clock = _Clock() if trained is None else trained.clock
+        path = await clock.measure(
+            "checkpoint", asyncio.to_thread(self._learning.checkpoint, self._folder, state, keep=keep)
+        )
         saved = RunEvent(
             kind=CHECKPOINT,
             key=f"{self._lineage}.{step}",
@@ -213,7 +260,8 @@ class Training:
             values={"step": float(step)},
             labels={"path": str(path.resolve())},
         )
-        await self._commit([saved] if values is None else [self._event(values), saved], count=len(state.consumed))
+        events = [] if trained is None else [self._event(trained)]
+        await self._commit([*events, saved], count=len(state.consumed))
 
     async def _commit(self, events: list[RunEvent], *, count: int | None = None) -> None:
         """Report, then commit the first `count` outcomes (default: all). Committing comes last, as the driver may end
@@ -223,14 +271,26 @@ class Training:
         await self._lease.commit(outcomes)
         self._collector.committed(len(outcomes))
 
-    def _event(self, values: dict[str, float]) -> RunEvent:
+    def _event(self, trained: _Trained) -> RunEvent:
         """`step` counts the optimiser steps behind the new weights, as in their policy version."""
-        step = self._collector.step
+        step, values = trained.step, trained.values
         head = {"step": float(step), "version": float(self._following.versions[step])}
         return RunEvent(
             kind="step",
             key=f"{self._lineage}.{step}",
             message=f"step {step}: reward {values['reward']:.3f}" if "reward" in values else f"step {step}: no reward",
-            values={**head, **values, **self._clock.values()},
+            values={**head, **values, **trained.clock.values()},
             labels={"lineage": self._lineage},
         )
+
+
+def publish_values(report: PublishReport) -> dict[str, float]:
+    """What a step's event says of its weights' publication: bytes, the share of elements that changed, seconds."""
+    return {
+        "publish_bytes": float(report.bytes_sent),
+        "publish_dense_bytes": float(report.dense_bytes),
+        "publish_density": report.density,
+        "publish_pause_s": report.pause_s,
+        "publish_seconds": report.pause_s + report.encode_s + report.upload_s,
+        "publish_patch": float(report.kind == "patch"),
+    }

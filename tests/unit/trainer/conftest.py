@@ -2,13 +2,14 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Generator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import pytest
 
+from ebbtide.client.publishing import PublishReport
 from ebbtide.errors import AlreadyExists, LeaseSuperseded, NoCapacity, NotReady
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import (
@@ -47,6 +48,9 @@ class Cluster:
         self.fences: dict[str, str] = {}
         self.weights: dict[int, dict[str, Any]] = {}
         self.versions: list[PolicyVersion] = []
+        self.reserved = 0
+        self.relay = asyncio.Event()  # cleared: versions stay on their way
+        self.relay.set()
         self.leases: list[FakeLease] = []
         self.log: list[str] = []
         self.changed = asyncio.Event()
@@ -93,8 +97,12 @@ class Cluster:
             )
         self.bell()
 
-    def announce(self, step: int) -> PolicyVersion:
-        number = len(self.versions) + 1
+    def reserve(self) -> int:
+        self.reserved += 1
+        return self.reserved
+
+    def announce(self, step: int, number: int = 0) -> PolicyVersion:
+        number = number or self.reserve()
         version = PolicyVersion(policy="policy", version=number, parent=number - 1, step=step)
         self.versions.append(version)
         self.emit(RunEvent(kind="version", key=str(number), values={"version": float(number), "step": float(step)}))
@@ -237,11 +245,11 @@ class FakeLease:
                 self.cluster.trained_episodes.append(trajectory.episode_id)
         self.cluster.bell()
 
-    async def publish(self, tensors: Any, *, step: int, parent: int = 0) -> PolicyVersion:
+    async def publishing(self, tensors: Any, *, step: int, parent: int = 0) -> "FakePublishing":
         self._check(f"publish {step}")
-        version = self.cluster.announce(step)
-        self.cluster.weights[version.version] = {name: tensor.clone() for name, tensor in tensors}
-        return version
+        number = self.cluster.reserve()
+        self.cluster.weights[number] = {name: tensor.clone() for name, tensor in tensors}
+        return FakePublishing(self, number, step)
 
     async def report(self, events: Iterable[RunEvent]) -> None:
         self._check("report")
@@ -253,6 +261,40 @@ class FakeLease:
         if status is RunStatus.FINISHED and not self.cluster.settled():
             raise NotReady("rollouts are neither trained nor dropped")
         return self.cluster.finish(status, message)
+
+
+class FakePublishing:
+    """A version on its way, announced a little later."""
+
+    pause_s = 0.001
+
+    def __init__(self, lease: FakeLease, number: int, step: int) -> None:
+        self.number = number
+        self._task = asyncio.create_task(self._announce(lease, step))
+
+    async def _announce(self, lease: FakeLease, step: int) -> PolicyVersion:
+        await asyncio.sleep(0)
+        await lease.cluster.relay.wait()
+        lease._check(f"announce {step}")
+        return lease.cluster.announce(step, self.number)
+
+    def __await__(self) -> Generator[Any, None, PolicyVersion]:
+        return self._task.__await__()
+
+    @property
+    def report(self) -> PublishReport:
+        kind: Any = "patch" if self.number > 1 else "anchor"
+        return PublishReport(
+            version=self._task.result(),
+            kind=kind,
+            base=self.number - 1,
+            bytes_sent=100,
+            dense_bytes=1000,
+            density=0.03,
+            pause_s=self.pause_s,
+            encode_s=0.002,
+            upload_s=0.003,
+        )
 
 
 @pytest.fixture

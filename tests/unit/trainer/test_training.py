@@ -14,6 +14,7 @@ from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.testing import wait_until
 from ebbtide.trainer import checkpoint
 from ebbtide.trainer.checkpoint import CheckpointError, latest
+from ebbtide.trainer.learning import Learning
 from ebbtide.trainer.service import train
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.rollout import Trajectory
@@ -21,7 +22,7 @@ from ebbtide.types.run import RunEvent, RunSpec, RunStatus
 from ebbtide.types.tokens import pack_ids, pack_tokens
 
 SETTINGS = TrainerSettings(device="cpu", threads=1)
-DEEDS = ("trainer:publish", "trainer:report", "trainer:commit")
+DEEDS = ("trainer:publish", "trainer:announce", "trainer:report", "trainer:commit")
 
 
 def make_spec(model: Path, output: Path, **changes: Any) -> RunSpec:
@@ -113,6 +114,15 @@ async def test_a_run_publishes_reports_and_commits_every_step(
         assert event.values["seconds_train"] > 0
         assert {"reward", "reward_std", "response_length", "entropy"} <= set(event.values)
         assert {"clip_share", "logprob_gap", "loss"} <= set(event.values)
+        published = {name: value for name, value in event.values.items() if name.startswith("publish_")}
+        assert published == {
+            "publish_bytes": 100.0,
+            "publish_dense_bytes": 1000.0,
+            "publish_density": 0.03,
+            "publish_pause_s": 0.001,
+            "publish_seconds": pytest.approx(0.006),
+            "publish_patch": 1.0,
+        }
     rates = [event.values["learning_rate"] for event in steps]
     assert rates == sorted(rates)
     assert rates[0] < 1e-2
@@ -160,6 +170,60 @@ async def test_a_trainer_that_starts_again_at_any_deed_gives_bitwise_the_same_we
         assert [version.step for version in cluster.versions] == [0, 1, 2, 3, 4]
         last = {event.values["step"]: event.values["loss"] for event in cluster.named("step")}
         assert last == {event.values["step"]: event.values["loss"] for event in whole.named("step")}
+
+
+@pytest.mark.parametrize(("staleness", "announced"), [(0, [1, 2, 3]), (1, [1, 1, 2])])
+async def test_a_step_is_trained_beside_its_versions_way_only_where_staleness_allows(
+    staleness: int,
+    announced: list[int],
+    tiny_model: Path,
+    tmp_path: Path,
+    make_cluster: Any,
+    make_client: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trajectories of all steps are there; each version stays on its way until the trainer waits for it."""
+    spec = make_spec(
+        tiny_model, tmp_path, batch={"max_staleness": staleness}, trainer={"steps": 3, "checkpoint_every": 100}
+    )
+    cluster, known, step = make_cluster(spec, lambda request: None), list[int](), Learning.step
+
+    def spy(self: Learning, *args: Any, **named: Any) -> dict[str, float]:
+        known.append(len(cluster.versions))
+        return step(self, *args, **named)
+
+    async def hold() -> None:
+        """Let a version go on once the trainer has trained as far as it may without it."""
+        for number, count in enumerate((1, 2, 3), start=1):
+            await wait_until(lambda: len(known) >= count - 1 + (staleness and number > 1))  # noqa: B023
+            await wait_until(lambda: f"trainer:publish {number - 1}" in cluster.log)  # noqa: B023
+            cluster.relay.set()
+            await wait_until(lambda: len(cluster.versions) >= number)  # noqa: B023
+            cluster.relay.clear()
+            if number == 1:
+                for item in (one for at in range(3) for one in make_trajectories(spec, at, 1)):
+                    made = msgspec.structs.replace(item, cursor=str(len(cluster.trajectories) + 1))
+                    cluster.trajectories.append(made)
+                cluster.bell()
+        cluster.relay.set()
+
+    monkeypatch.setattr(Learning, "step", spy)
+    cluster.relay.clear()
+    training = asyncio.create_task(train(make_client(cluster), cluster.lease("trainer"), SETTINGS))
+    async with asyncio.timeout(30):
+        await hold()
+        await wait_until(lambda: cluster.named("checkpoint"), what="the end")
+    cluster.finish(RunStatus.FINISHED, "")
+    await training
+    assert known == announced
+    assert [version.step for version in cluster.versions] == [0, 1, 2, 3]
+    assert [(event.values["step"], event.values["version"]) for event in cluster.named("step")] == [
+        (1, 2),
+        (2, 3),
+        (3, 4),
+    ]
+    order = [deed for deed in cluster.log if "publish" in deed or "announce" in deed]
+    assert order == [f"trainer:{deed} {at}" for at in range(4) for deed in ("publish", "announce")]
 
 
 async def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_newer_one(
