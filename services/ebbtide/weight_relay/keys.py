@@ -5,7 +5,7 @@ pin is durable before that stage is answered, and outlives the run's versions an
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.types.ids import check_id
@@ -15,11 +15,11 @@ from ebbtide.weights import check_patch_signature, check_signature
 
 
 class Keys:
-    def __init__(self, disk: Disk, given: Iterable[str], *, allow_unsigned: bool) -> None:
-        """`given`: `run=key`, keys in hex. Raises `InvalidRequest` for what is neither."""
+    def __init__(self, disk: Disk, given: Mapping[str, bytes], *, allow_unsigned: bool) -> None:
+        """`given`: keys by run."""
         self._disk = disk
         self._allow_unsigned = allow_unsigned
-        self._given = dict(_parse(text) for text in given)
+        self._given = given
         self._pinned: dict[str, bytes] = {}
 
     async def open(self) -> None:
@@ -56,9 +56,10 @@ class Keys:
         return self._given.get(run_id) or self._pinned.get(run_id, b"")
 
 
-def _parse(text: str) -> tuple[str, bytes]:
-    run_id, _, key = text.partition("=")
-    return check_id(run_id, field="publisher_keys"), _key(key, "publisher_keys")
+def known_keys(texts: Iterable[str]) -> dict[str, bytes]:
+    """Keys by run out of `run=key`, keys in hex. Raises `InvalidRequest` for what is neither."""
+    pairs = [text.partition("=") for text in texts]
+    return {check_id(run_id, field="publisher_keys"): _key(key, "publisher_keys") for run_id, _, key in pairs}
 
 
 def _key(text: str, field: str) -> bytes:

@@ -15,7 +15,7 @@ from ebbtide.weight_relay.anchors import Anchors
 from ebbtide.weight_relay.codecs import Codecs
 from ebbtide.weight_relay.compose import Composing
 from ebbtide.weight_relay.index import Index
-from ebbtide.weight_relay.keys import Keys
+from ebbtide.weight_relay.keys import Keys, known_keys
 from ebbtide.weight_relay.publishing import Publishing
 from ebbtide.weight_relay.reading import Reading
 from ebbtide.weight_relay.retiring import Retiring
@@ -26,11 +26,12 @@ from ebbtide.weight_relay.shelf import Node, Shelf
 class Relay:
     def __init__(self, settings: RelaySettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
+        keys = known_keys(settings.publisher_keys)
         self._shelf = Shelf(settings, clock)
         self.limits = self._shelf.limits
         # Half of the cores: fetches and commits have the others.
         self._codecs = Codecs(settings.codec_threads or max(1, (os.cpu_count() or 1) // 2))
-        self._keys = Keys(self._shelf.disk, settings.publisher_keys, allow_unsigned=settings.allow_unsigned)
+        self._keys = Keys(self._shelf.disk, keys, allow_unsigned=settings.allow_unsigned)
         self._retiring = Retiring(self._shelf)
         self._publishing = Publishing(self._shelf, self._retiring, self._keys, self._codecs)
         self._reading = Reading(self._shelf, self._retiring)

@@ -1,0 +1,53 @@
+"""A relay in the test's process, and publishers of lines of versions."""
+
+from pathlib import Path
+from typing import Any
+
+from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.settings import RelaySettings
+from tests.integration.weight_relay.lines import Line, Version
+
+#: One tile of bf16 and one of fp32.
+SMALL = {"w": ("BF16", "<u2", 20_000), "b": ("F32", "<u4", 3_000)}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def relay_at(folder: Path, clock: Clock | None = None, **settings: Any) -> Relay:
+    return Relay(RelaySettings(data_dir=str(folder), **settings), clock=clock or Clock())
+
+
+async def put(relay: Relay, version: Version, *, whole: bool = False, arriving: bool = False) -> None:
+    """Stage a version and put its blobs."""
+    patch = None if whole else version.patch
+    blobs = version.blobs if patch else version.tiles
+    for digest in await relay.begin(version.manifest, patch, arriving=arriving):
+        await relay.put(digest, blobs[digest])
+
+
+async def publish(relay: Relay, version: Version, *, whole: bool = False) -> None:
+    await put(relay, version, whole=whole)
+    await relay.commit("run", version.manifest.version)
+
+
+async def publish_all(relay: Relay, line: Line) -> None:
+    for version in line:
+        await publish(relay, version)
+
+
+def held(relay: Relay) -> list[int]:
+    return sorted(relay.index.stream(("run", "policy")))
+
+
+def anchors(relay: Relay) -> list[int]:
+    return sorted(relay.index.anchors(("run", "policy")))
+
+
+def patches(relay: Relay) -> list[tuple[int, int]]:
+    return sorted(relay.index.patches(("run", "policy")))

@@ -1,0 +1,115 @@
+"""Versions from upstream are readable while they come."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ebbtide.errors import NotReady, VersionUnavailable
+from ebbtide.testing import wait_until
+from ebbtide.weight_relay.service import Relay
+from tests.integration.weight_relay.lines import Line
+from tests.unit.weight_relay.relays import SMALL, Clock, held, publish, put, relay_at
+
+
+async def opened(folder: Path, clock: Clock | None = None) -> Relay:
+    relay = relay_at(folder, clock)
+    await relay.open()
+    return relay
+
+
+async def test_what_arrives_is_shown_at_once_and_its_blobs_are_waited_for(tmp_path: Path) -> None:
+    relay, line = await opened(tmp_path), Line(2, sizes=SMALL)
+    missing = await relay.begin(line[1].manifest, arriving=True)
+    assert relay.manifest("run", "policy", 1) == line[1].manifest
+    assert [way.start for way in await relay.ways("run", "policy", 1, [])] == [1]
+    readers = [asyncio.create_task(relay.tile(digest)) for digest in missing]
+    for digest in reversed(missing):
+        assert not any(reader.done() for reader, of in zip(readers, missing, strict=True) if of == digest)
+        await relay.put(digest, line[1].tiles[digest])
+        reader = readers[missing.index(digest)]
+        assert await asyncio.wait_for(reader, 5) == line[1].tiles[digest]
+    with pytest.raises(VersionUnavailable):
+        relay.manifest("run", "policy", 0)
+    await relay.commit("run", line[1].manifest.version)
+    assert relay.manifest("run", "policy", 0) == line[1].manifest
+    await relay.close()
+
+
+async def test_a_patch_may_arrive_on_a_base_that_arrives_and_is_committed_after_it(tmp_path: Path) -> None:
+    relay, line = await opened(tmp_path), Line(2, sizes=SMALL)
+    await put(relay, line[1], arriving=True)
+    await put(relay, line[2], arriving=True)
+    assert relay.patch("run", "policy", 1, 2) == line[2].patch
+    assert [(way.start, way.via) for way in await relay.ways("run", "policy", 2, [])] == [(1, (2,))]
+    with pytest.raises(NotReady, match="base of the patch"):
+        await relay.commit("run", line[2].manifest.version)
+    await relay.commit("run", line[1].manifest.version)
+    await relay.commit("run", line[2].manifest.version)
+    assert held(relay) == [1, 2]
+    await relay.close()
+
+
+async def test_a_patch_that_was_composed_upstream_needs_no_signature(tmp_path: Path) -> None:
+    relay, line = await opened(tmp_path), Line(2, sizes=SMALL)
+    await publish(relay, line[1])
+    assert line[2].patch is not None
+    assert await relay.begin(line[2].manifest, msgspec.structs.replace(line[2].patch, signature=b""), arriving=True)
+    await relay.close()
+
+
+async def test_who_waits_for_what_is_given_up_is_told(tmp_path: Path) -> None:
+    relay, line = await opened(tmp_path), Line(1, sizes=SMALL)
+    first, second = await relay.begin(line[1].manifest, arriving=True)
+    await relay.put(first, line[1].tiles[first])
+    reader = asyncio.create_task(relay.tile(second))
+    await asyncio.sleep(0)
+    await relay.abandon("run", "policy", 1)
+    with pytest.raises(VersionUnavailable):
+        await asyncio.wait_for(reader, 5)
+    assert not list((tmp_path / "tiles").iterdir())
+    assert not list((tmp_path / "arriving").rglob("*.stage"))
+    await relay.close()
+
+
+async def test_what_has_come_is_not_wanted_again_after_a_restart(tmp_path: Path) -> None:
+    relay, line = await opened(tmp_path), Line(2, sizes=SMALL)
+    await publish(relay, line[1])
+    first, second = await relay.begin(line[2].manifest, line[2].patch, arriving=True)
+    await relay.put(first, line[2].blobs[first])
+    await relay.close()
+    relay = await opened(tmp_path)
+    assert await relay.tile(first) == line[2].blobs[first]
+    assert await relay.begin(line[2].manifest, line[2].patch, arriving=True) == [second]
+    await relay.put(second, line[2].blobs[second])
+    await relay.commit("run", line[2].manifest.version)
+    assert not list((tmp_path / "arriving").rglob("*.stage"))
+    await relay.close()
+
+
+async def test_a_stage_that_somebody_reads_is_no_dead_one(tmp_path: Path) -> None:
+    clock = Clock()
+    relay, line = await opened(tmp_path, clock), Line(1, sizes=SMALL)
+    first, second = await relay.begin(line[1].manifest, arriving=True)
+    await relay.put(first, line[1].tiles[first])
+    clock.now = 500.0
+    await relay.tile(first)
+    clock.now = 1000.0
+    await relay._retiring.drop_dead_stages()
+    assert await relay.begin(line[1].manifest, arriving=True) == [second]
+    clock.now = 2000.0
+    await relay._retiring.drop_dead_stages()
+    await wait_until(lambda: not list((tmp_path / "tiles").iterdir()), what="the end of a silent stage")
+    await relay.close()
+
+
+async def test_watchers_of_everything_hear_of_all_runs(tmp_path: Path) -> None:
+    relay = await opened(tmp_path)
+    versions = relay.watch()
+    for run_id in ("run", "other"):
+        line = Line(1, sizes=SMALL, run_id=run_id)
+        await put(relay, line[1])
+        await relay.commit(run_id, line[1].manifest.version)
+        assert (await anext(versions)).run_id == run_id
+    await relay.close()
