@@ -1,4 +1,4 @@
-"""One command per service, for bare metal: all that follows its name goes to the service's own main function."""
+"""Commands that are programs of their own: all that follows the name goes to the program's own main function."""
 
 from importlib import import_module
 from typing import Final
@@ -13,11 +13,15 @@ SERVICES: Final = {
     "trainer": ("ebbtide.trainer", "Run a trainer: it trains runs, one after another."),
     "driver": ("ebbtide.trainer.driver", "Run an episode driver: it runs the environments of runs."),
 }
+#: What else comes with a service.
+BESIDE: Final = {
+    "weights-export": ("ebbtide.weight_relay.export", "Write a version into a folder for any web server to serve."),
+}
 _PASS_ON: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def register(app: typer.Typer) -> None:
-    for name, (module, text) in SERVICES.items():
+    for name, (module, text) in (SERVICES | BESIDE).items():
         app.command(name, help=text, context_settings=dict(_PASS_ON), rich_help_panel="Services")(_command(module))
 
 

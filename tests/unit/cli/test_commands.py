@@ -9,7 +9,7 @@ import pytest
 
 from ebbtide.cli.demo import DemoOptions, demo_spec
 from ebbtide.cli.local_commands import demo
-from ebbtide.cli.service_commands import SERVICES
+from ebbtide.cli.service_commands import BESIDE, SERVICES
 from ebbtide.errors import InvalidRequest
 
 SPEC = """
@@ -37,7 +37,7 @@ def test_help_names_every_command_and_is_quick() -> None:
     assert done.returncode == 0
     runs = ["submit", "runs", "watch", "timeline", "cancel", "weights"]
     people = ["demo", "up", "base-model", *runs, "workers", "drain"]
-    assert [name for name in (*people, *SERVICES) if f" {name} " not in done.stdout] == []
+    assert [name for name in (*people, *SERVICES, *BESIDE) if f" {name} " not in done.stdout] == []
 
 
 def test_help_imports_nothing_heavy() -> None:
