@@ -30,9 +30,10 @@ class OpenSource:
     def __init__(self, source: Source, name: str, address: str, tier: int) -> None:
         self.source, self.name, self.address, self.tier = source, name, address, tier
         self.streams = 0
-        self._clocks: dict[asyncio.Timeout, float] = {}
+        self._clocks: dict[asyncio.Timeout, int] = {}  # and the largest blob that their streams wait for
         self._heard: float | None = None
         self._pause = 0.0
+        self._largest = 0
 
     @asynccontextmanager
     async def patience(self, silence_s: float, largest: int) -> AsyncIterator[None]:
@@ -40,10 +41,12 @@ class OpenSource:
         `silence_s` and some more: as long as its pauses were so far, or as a first blob of `largest` bytes may take."""
         clock = asyncio.timeout(None)
         self.streams += 1
+        if self._heard is None:
+            self._heard = asyncio.get_running_loop().time()  # the way to the first blob is a pause, too
         try:
             async with clock:
-                self._clocks[clock] = silence_s + min(_LONGEST_S, largest / _FIRST_BYTES_PER_S)
-                self._wind(clock)
+                self._clocks[clock] = largest
+                self._wind(clock, silence_s)
                 yield
         except TimeoutError:
             raise Unavailable(f"{self.name} at {self.address} has stalled") from None
@@ -53,19 +56,25 @@ class OpenSource:
             if not self._clocks:
                 self._heard = None
 
-    def heard(self, silence_s: float) -> None:
-        """A blob has come."""
+    def heard(self, silence_s: float, size: int = 0) -> None:
+        """A blob of `size` bytes has come."""
         now = asyncio.get_running_loop().time()
         if self._heard is not None:
             self._pause = max(self._pause, now - self._heard)
         self._heard = now
+        self._largest = max(self._largest, size)
         for clock in self._clocks:
-            self._clocks[clock] = silence_s + min(_LONGEST_S, _PAUSES * self._pause)
-            self._wind(clock)
+            self._wind(clock, silence_s)
 
-    def _wind(self, clock: asyncio.Timeout) -> None:
+    def _wind(self, clock: asyncio.Timeout, silence_s: float) -> None:
         if not clock.expired():
-            clock.reschedule(asyncio.get_running_loop().time() + self._clocks[clock])
+            allowed = min(_LONGEST_S, self._usual(self._clocks[clock]))
+            clock.reschedule(asyncio.get_running_loop().time() + silence_s + allowed)
+
+    def _usual(self, largest: int) -> float:
+        if not self._largest:
+            return largest / _FIRST_BYTES_PER_S
+        return _PAUSES * self._pause * max(1.0, largest / self._largest)
 
 
 class Pool:

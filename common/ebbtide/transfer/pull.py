@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, aclosing, nullcontext, suppress
 from typing import Final, TypeVar
 
 from msgspec import Struct, field
@@ -226,18 +226,19 @@ class Pull:
                     batch.verified[digest] = data
 
     async def _read(self, source: OpenSource, batch: Batch) -> None:
+        """Get what is missing of a batch. Raises why not all of it came; what came before is used, and is its doing."""
         missing = batch.missing
-        largest = max(batch.sizes[digest] for digest in missing)
-        async with source.patience(self._silence_s, largest):
-            stream = source.source.tiles(missing)
-            try:
+        try:
+            patience = source.patience(self._silence_s, max(batch.sizes[digest] for digest in missing))
+            async with patience, aclosing(source.source.tiles(missing)) as stream:
                 async for digest, data in stream:
-                    source.heard(self._silence_s)
+                    source.heard(self._silence_s, len(data))
                     batch.take(digest, data)
                     if batch.fresh_bytes >= _SETTLE_BYTES or len(batch.fresh) >= _SETTLE_BLOBS:
                         await self._settle(batch, source)
-            finally:
-                await stream.aclose()
+        except EbbtideError:
+            await self._settle(batch, source)
+            raise
         await self._settle(batch, source)
         if batch.missing:
             raise Unavailable(f"{source.name} at {source.address} ended before it had sent all")

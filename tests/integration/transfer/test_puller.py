@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, PermissionDenied, VersionUnavailable
@@ -116,7 +117,7 @@ async def test_damage_that_nobody_noticed_is_found_and_repaired(
     bring(mirror, links, 4)
     mirror.remember("run", "policy", [4])
     changed = next(place for place in places(links[0].manifest) if _sizes(links[4], place[0])[place[1]])
-    mirror.layout.write(mirror._file, *changed, mirror.layout.read(mirror._file, *changed) ^ 1)
+    mirror.layout.write(mirror._file, *changed, mirror.layout.read(mirror._file, *changed) ^ np.uint8(1))
     relay = await serve(links)
     relay.script.ways = [FoundWay(start=4, anchor=False, via=(5,))]
     relay.script.scratch_ways = [NEWEST]
@@ -187,8 +188,6 @@ async def test_changes_are_collected_on_the_way(
 
 
 async def test_each_blob_comes_once_however_many_tiles_want_it(serve: Any, pullers: Any) -> None:
-    import numpy as np
-
     from ebbtide.weights import named_tensor
     from tests.unit.weights.chain import link
 
