@@ -22,7 +22,7 @@ from ebbtide.types.ids import new_run_id
 from ebbtide.types.parse import parse
 from ebbtide.types.rollout import TokenChunk
 from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, check_spec
-from ebbtide.types.weights import Manifest, VersionInfo, WeightsState
+from ebbtide.types.weights import Box, Manifest, VersionInfo, WeightsState
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
@@ -181,13 +181,22 @@ class Client:
         return state
 
     async def fetch_weights(
-        self, run_id: str, policy: str = "policy", version: int = 0
+        self,
+        run_id: str,
+        policy: str = "policy",
+        version: int = 0,
+        *,
+        boxes: Mapping[str, Box] | None = None,
+        publisher: bytes = b"",
     ) -> "tuple[Manifest, dict[str, NamedTensor]]":
         """A version (0: the newest) and its tensors, verified; `ebbtide.weights.as_array` views them as numpy arrays.
 
-        Raises `VersionUnavailable` if the relay does not hold it.
+        With `boxes`, slices alone (first index and end of each dimension, of each tensor named) are fetched and
+        returned. `publisher`: the public key (32 bytes) that has to have signed the version, where that is known.
+        Raises `VersionUnavailable` if the relay does not hold it, `PermissionDenied` for another publisher's version,
+        `InvalidRequest` naming a tensor that has no such slice.
         """
-        return await self._weights().fetch(run_id, policy, version)
+        return await self._weights().fetch(run_id, policy, version, boxes, publisher)
 
     def publisher(self, run_id: str, exchange: "Exchange", policy: str = "policy") -> "Publisher":
         """What publishes a rank's own shards, on each rank but 0, whose is `Lease.publisher`. All publish together."""

@@ -35,6 +35,7 @@ class Peer:
 
     def __init__(self, service: str, target: str, security: ClientSecurity, patience_s: float) -> None:
         self.service, self.target, self.patience_s = service, target, patience_s
+        self.security = security
         self.channel: grpc.aio.Channel = open_channel(target, security)
 
     async def close(self) -> None:

@@ -22,7 +22,7 @@ from ebbtide.types.rollout import (
     TrajectoryOutcome,
 )
 from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, RunStatus
-from ebbtide.types.weights import Manifest, PolicyVersion, VersionInfo, WeightsState
+from ebbtide.types.weights import Box, Manifest, PolicyVersion, VersionInfo, WeightsState
 
 if TYPE_CHECKING:
     from ebbtide.client.exchange import Exchange
@@ -136,9 +136,15 @@ class SyncClient:
         return self._loop.iterate(self._client.versions(run_id, policy))
 
     def fetch_weights(
-        self, run_id: str, policy: str = "policy", version: int = 0
+        self,
+        run_id: str,
+        policy: str = "policy",
+        version: int = 0,
+        *,
+        boxes: Mapping[str, Box] | None = None,
+        publisher: bytes = b"",
     ) -> "tuple[Manifest, dict[str, NamedTensor]]":
-        return self._loop.call(self._client.fetch_weights(run_id, policy, version))
+        return self._loop.call(self._client.fetch_weights(run_id, policy, version, boxes=boxes, publisher=publisher))
 
     def publisher(self, run_id: str, exchange: "Exchange", policy: str = "policy") -> "SyncPublisher":
         async def make() -> "Publisher":

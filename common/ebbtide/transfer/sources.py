@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, NotReady
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.rpc.status import translated
@@ -58,8 +58,12 @@ def opener(security: ClientSecurity) -> Opener:
 
     def open_source(source: BlobSource, reader: Holder) -> Source:
         if source.address.startswith(("http://", "https://")):
-            from ebbtide.transfer.http import HttpSource
-
+            try:
+                from ebbtide.transfer.http import HttpSource
+            except ImportError:
+                raise NotReady(
+                    "static copies are read with aiohttp, which is not installed: pip install aiohttp"
+                ) from None
             return HttpSource(source.address)
         if "://" in source.address:
             raise InvalidRequest(f"{source.address!r} is neither host:port nor a URL of http", field="address")
