@@ -76,15 +76,24 @@ def store_64(_: Any, raw: Any, offset: Any, word: Any) -> Any:  # noqa: ARG001 -
     return types.void(raw, types.uint64, types.uint64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(_: Any, array: Any, index: Any) -> Any:  # noqa: ARG001 - numba goes by names
-    """Ask for the cache line of array[index] into the nearest cache; an address that does not exist does no harm."""
-
+def _prefetch(locality: int) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address = _address(context, builder, signature.args[0], args[0], args[1], _I8)
         kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
         hint = builder.module.declare_intrinsic("llvm.prefetch", (_I8.as_pointer(),), kind)
-        builder.call(hint, [address, *(ir.Constant(_I32, number) for number in (0, 3, 1))])
+        builder.call(hint, [address, *(ir.Constant(_I32, number) for number in (0, locality, 1))])
         return context.get_dummy_value()
 
-    return types.void(array, types.uint64), generate
+    return generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_first(_: Any, array: Any, index: Any) -> Any:  # noqa: ARG001 - numba goes by names
+    """Ask for the cache line of array[index] into the nearest cache; an address that does not exist does no harm."""
+    return types.void(array, types.uint64), _prefetch(3)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_second(_: Any, array: Any, index: Any) -> Any:  # noqa: ARG001 - numba goes by names
+    """The same into the second cache, which has room for a tile."""
+    return types.void(array, types.uint64), _prefetch(2)

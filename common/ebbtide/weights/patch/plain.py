@@ -53,13 +53,12 @@ def decode(symbols: Array, raw: Array, limit: int, letters: Alphabet, length: in
     return True
 
 
-def apply(symbols: Array, raw: Array, limit: int, letters: Alphabet, target: Array) -> bool:
+def apply(symbols: Array, raw: Array, limit: int, letters: Alphabet, target: Array, into: Changes) -> bool:
     """Add the differences to the units of `target`, modulo 2^bits; tells, and leaves it as it was, if `decode` would
-    refuse them."""
-    into = np.empty(len(symbols), np.uint32), np.empty(len(symbols), target.dtype)
+    refuse them. What is in `into` then is worthless."""
     if not decode(symbols, raw, limit, letters, len(target), into):
         return False
-    target[into[0]] += into[1]
+    target[into[0][: len(symbols)]] += into[1][: len(symbols)]
     return True
 
 

@@ -187,8 +187,7 @@ class TileCodec:
 
     def _add(self, into: Array, part: TilePatch) -> None:
         if part.kind == Kind.SPARSE:
-            if not self._kernels.apply(*self._read_sparse(part), self._letters, into):
-                raise _broken()
+            self._run(self._kernels.apply, part, into)
         elif part.kind == Kind.XOR:
             np.bitwise_xor(into, self._block(part), out=into)
         else:
@@ -209,10 +208,12 @@ class TileCodec:
 
     def _decode(self, part: TilePatch) -> int:
         """Read the changes into the scratch; give their number."""
+        return self._run(self._kernels.decode, part, part.units)
+
+    def _run(self, kernel: Callable[..., bool], part: TilePatch, target: Array | int) -> int:
         symbols, raw, limit = self._read_sparse(part)
-        changes = self._positions, self._differences
-        if not self._kernels.decode(symbols, raw, limit, self._letters, part.units, changes):
-            raise _broken()
+        if not kernel(symbols, raw, limit, self._letters, target, (self._positions, self._differences)):
+            raise InvalidRequest("has changes out of range, or not as many as it says", field="patch")
         return len(symbols)
 
     def _read_sparse(self, part: TilePatch) -> tuple[Array, Array, int]:
@@ -237,10 +238,6 @@ class TileCodec:
 def _regular(changes: int, payload: Sequence[Bytes]) -> bool:
     """Whether the symbols have a frame of under 2 bits a change, where chance alone would take more."""
     return len(payload[1]) * 4 < changes
-
-
-def _broken() -> InvalidRequest:
-    return InvalidRequest("has changes out of range, or not as many as it says", field="patch")
 
 
 def _kernels(compiled: bool | None) -> ModuleType:
