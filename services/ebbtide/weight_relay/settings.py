@@ -35,7 +35,7 @@ class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     publisher_keys: Annotated[
         tuple[str, ...], Meta(description="RUN=KEY (hexadecimal) of publishers that are known beforehand")
     ] = ()
-    allow_unsigned: Annotated[bool, Meta(description="take unsigned versions of runs that have no key yet")] = True
+    allow_unsigned: Annotated[bool, Meta(description="take unsigned versions of runs that have no key yet")] = False
     name: Annotated[str, Meta(description="unique name among relays and workers; empty: host and port")] = ""
     site: Annotated[str, Meta(description="cluster or region that it belongs to")] = ""
     advertise: Annotated[

@@ -50,7 +50,7 @@ async def test_a_fetch_survives_the_relays_death(process: Any, relay: Relay) -> 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 async def test_damage_on_disk_is_refused_at_the_read_and_healed_by_publishing_again(
-    damage: str, process: Any, relay: Relay, sample: Any
+    damage: str, process: Any, wire: Any, relay: Relay, sample: Any
 ) -> None:
     await relay.publish("run", sample.version, sample.weights)
     path = process.data / "tiles" / list(sample.tiles)[3].hex()
@@ -58,7 +58,7 @@ async def test_damage_on_disk_is_refused_at_the_read_and_healed_by_publishing_ag
     data[1000] ^= 0x10
     path.unlink() if damage == "delete" else path.write_bytes(data if damage == "flip" else data[:-1])
     with pytest.raises(ChunkCorrupt, match="damaged on the relay's disk"):
-        await relay.fetch("run", "policy", 1)
+        await wire.fetch(sample.tiles)
     with pytest.raises(VersionUnavailable, match="held: none"):
         await relay.fetch("run", "policy", 1)
     await relay.publish("run", sample.version, sample.weights)

@@ -8,11 +8,12 @@ from ebbtide.types.weights import PolicyVersion
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import build_manifest, named_tensor, slice_tiles, tile_digest
+from tests.integration.weight_relay.lines import SIGNER
 
 
 async def publish(relay: Relay, number: int) -> None:
     tensor = named_tensor("weight", np.full(4, number, dtype=np.float32))
-    manifest = build_manifest("run", PolicyVersion(policy="policy", version=number), [tensor])
+    manifest = SIGNER.sign(build_manifest("run", PolicyVersion(policy="policy", version=number), [tensor]))
     await relay.begin(manifest)
     for tile in slice_tiles(tensor, manifest.tile_bytes):
         await relay.put(tile_digest(tile), bytes(tile))
