@@ -15,11 +15,13 @@ from typing import Any, Final
 import grpc
 import structlog
 
+import ebbtide.rollout_worker.weights
 import ebbtide.rpc.server
 import ebbtide.runtime
 import ebbtide.telemetry
 import ebbtide.weight_relay.disk
 from ebbtide.rollout_worker.engine import scripted
+from ebbtide.transfer import Mirror
 from tests.simulation.engine import Told, engine_class
 from tests.simulation.grpc_client import SimChannel
 from tests.simulation.grpc_server import SimServer
@@ -94,6 +96,11 @@ def _hash(numbers: "itertools.count[int]") -> Callable[[Any], int]:
     return number
 
 
+def _kept(mirror: Mirror, mirrors: list[Mirror]) -> Mirror:
+    mirrors.append(mirror)
+    return mirror
+
+
 @contextmanager
 def patched(
     loop: SimLoop, network: Network, told: Told, log: Log, ended: Callable[[Proc, int], None]
@@ -101,6 +108,7 @@ def patched(
     """The world as the code under test sees it, for one run. Not reentrant."""
     chance, events = loop.random, itertools.count(1)
     disk: Any = ebbtide.weight_relay.disk
+    mirrors: list[Mirror] = []  # those of processes that are killed are closed by nobody else
     reflection = SimpleNamespace(enable_server_reflection=lambda *_: None, SERVICE_NAME="reflection")
     logger: Any = _logger_class(log)
     records = Records(log)
@@ -126,6 +134,7 @@ def patched(
         (ebbtide.runtime.Shutdown, "ready", lambda _self, _address: None),
         (disk, "ThreadPoolExecutor", Inline),
         (disk, "fcntl", SimpleNamespace(flock=lambda *_: None, LOCK_EX=0, LOCK_NB=0)),
+        (ebbtide.rollout_worker.weights, "Mirror", lambda *args: _kept(Mirror(*args), mirrors)),
         (scripted, "ScriptedEngine", engine_class(scripted.ScriptedEngine, told)),
         (logging, "lastResort", None),
     ]
@@ -143,5 +152,7 @@ def patched(
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+        for mirror in mirrors:
+            mirror.close()
         structlog.configure(**structured)
         root.removeHandler(records)

@@ -155,6 +155,7 @@ class World:
             flush_tokens=plan.flush_tokens,
             flush_interval_ms=plan.flush_interval_ms,
             pull_patience_s=20.0,
+            mirror_dir="",
             scripted=plan.script,
         )
         return lambda shutdown: serve_worker(shutdown, worker), worker

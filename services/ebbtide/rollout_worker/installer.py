@@ -1,46 +1,48 @@
 """Policy versions: which one the engine serves, and the way to the next.
 
+Two phases: a version is pulled into the mirror while generation goes on; then generation pauses for the install alone.
+
 Invariant: `current` is what the engine serves, whole; it changes only here, and while it does (`installing`) no
 attempt is admitted: so an attempt is judged by the version that its first token will be made by. At most one version
-is pulled or installed at a time; of several wished for meanwhile the last counts. Nothing survives this process: a
-new one pulls again.
+is pulled or installed at a time; of several wished for meanwhile the last counts. While an install waits for attempts
+to end, other workers of the host may move the mirror on: it is looked at again, and locked, before anything pauses.
+Nothing of this survives the process: a new one asks for the version again, and finds what the mirror kept.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
-from ebbtide.rollout_worker.weights import OtherArchitecture, Puller, WeightsFile
+from ebbtide.rollout_worker.presence import Held, Presence
+from ebbtide.rollout_worker.weights import Installation, OtherArchitecture, Weights
 from ebbtide.rpc.convert import to_proto
-from ebbtide.types.weights import PolicyVersion
+from ebbtide.types.weights import Manifest
 from ebbtide.v1 import fleet_pb2, types_pb2
 
 log = telemetry.get_logger(__name__)
-
-
-class Installation(NamedTuple):
-    """A version of one run's policy."""
-
-    run_id: str
-    version: PolicyVersion
 
 
 class Installer:
     """Pulls and installs what the coordinator wishes for."""
 
     def __init__(
-        self, engine: Engine, puller: Puller, attempts: Attempts, report: Callable[[fleet_pb2.WorkerMessage], None]
+        self,
+        engine: Engine,
+        weights: Weights,
+        attempts: Attempts,
+        presence: Presence,
+        report: Callable[[fleet_pb2.WorkerMessage], None],
     ) -> None:
-        self._engine, self._puller, self._attempts, self._report = engine, puller, attempts, report
+        self._engine, self._weights, self._attempts = engine, weights, attempts
+        self._presence, self._report = presence, report
         self._wish: Installation | None = None
         self._wished = asyncio.Event()
-        self._file: WeightsFile | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
         self.current: Installation | None = None
@@ -75,8 +77,6 @@ class Installer:
                     self._be_busy(busy=False)
         finally:
             self.busy = False
-            if self._file is not None:
-                self._file.close()
 
     def _be_busy(self, *, busy: bool) -> None:
         if busy != self.busy:
@@ -88,14 +88,16 @@ class Installer:
         try:
             if wanted != self.current:
                 start = time.monotonic()
-                file = await self._puller.pull(wanted.run_id, wanted.version, self._engine.shapes, self._file)
+                manifest = await self._weights.prepare(wanted)
                 pull_s = time.monotonic() - start
-                if (paused := await self._replace(wanted, file)) is None:
+                if (paused := await self._replace(wanted, manifest)) is None:
                     return
                 pause_s = paused
                 metrics.INSTALLS.labels("installed").inc()
                 metrics.PULL_SECONDS.observe(pull_s)
                 metrics.PAUSE_SECONDS.observe(pause_s)
+                metrics.PHASE_SECONDS.labels("pause").inc(pause_s)
+                self._presence.tell(Held(wanted.run_id, wanted.version, self._weights.whole, pause_s))
         except EngineFailed:
             raise
         except EbbtideError as error:
@@ -105,22 +107,24 @@ class Installer:
         done = fleet_pb2.Installed(version=_message(wanted), run_id=wanted.run_id, pull_s=pull_s, pause_s=pause_s)
         self._report(fleet_pb2.WorkerMessage(installed=done))
 
-    async def _replace(self, wanted: Installation, file: WeightsFile) -> float | None:
-        """Install `file` as soon as no attempt forbids it; None if something else was wished for meanwhile."""
-        try:
-            while self._wish == wanted:
-                self._attempts.ended.clear()
-                if self._attempts.admit(wanted.run_id, wanted.version):
-                    with self._attempts.holds.during("install"):
-                        pause_s = await self._engine.install(wanted.version.version, file.path)
-                        self.current = wanted
-                    self._file, file = file, self._file or file
-                    return pause_s
+    async def _replace(self, wanted: Installation, manifest: Manifest) -> float | None:
+        """Install it as soon as no attempt forbids it; None if something else was wished for meanwhile."""
+        while self._wish == wanted:
+            self._attempts.ended.clear()
+            if not self._attempts.admit(wanted.run_id, wanted.version):
                 await self._attempts.ended.wait()
-            return None
-        finally:
-            if file is not self._file:
-                file.close()
+                continue
+            async with self._weights.ready(wanted, manifest) as (path, changes):
+                # Meanwhile others may have begun that forbid it.
+                if self._wish == wanted and self._attempts.admit(wanted.run_id, wanted.version):
+                    return await self._install(wanted, manifest, path, changes)
+        return None
+
+    async def _install(self, wanted: Installation, manifest: Manifest, path: Path, changes: Path | None) -> float:
+        with self._attempts.holds.during("install"):
+            pause_s = await self._engine.install(wanted.version.version, path, changes)
+            self.current, self._weights.installed = wanted, manifest
+        return pause_s
 
     def _refused(self, wanted: Installation, error: EbbtideError) -> None:
         metrics.INSTALLS.labels("refused").inc()

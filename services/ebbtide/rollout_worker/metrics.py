@@ -10,5 +10,12 @@ FLUSH_SECONDS = telemetry.histogram("worker_flush_seconds", "from sending tokens
 ATTEMPTS = telemetry.counter("worker_attempts_total", "attempts ended", ("outcome",))
 INSTALLS = telemetry.counter("worker_installs_total", "policy versions installed or refused", ("outcome",))
 PULL_SECONDS = telemetry.histogram("worker_pull_seconds", "from wanting a version to holding all of it, verified")
+PULLED_BYTES = telemetry.counter("worker_pulled_bytes_total", "bytes of weights fetched, by their source", ("kind",))
+TILES = telemetry.counter("worker_tiles_total", "tiles of wanted versions, fetched or there already", ("outcome",))
+PHASE_SECONDS = telemetry.counter(
+    "worker_weights_seconds_total", "seconds for weights: of pulls, of digests in their threads, of pauses", ("phase",)
+)
+SERVED_BYTES = telemetry.counter("worker_served_bytes_total", "bytes of weights served to other workers")
 PAUSE_SECONDS = telemetry.histogram("worker_pause_seconds", "generation standing still for an install")
 THROTTLED_SECONDS = telemetry.counter("worker_throttled_seconds_total", "generation held because the store was slow")
+PEER_READERS = telemetry.gauge("worker_peer_readers", "other workers that weights are served to now")

@@ -16,9 +16,10 @@ from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.installer import Installer
 from ebbtide.rollout_worker.outbox import JITTER, Outbox
+from ebbtide.rollout_worker.peers import check_reachable, serving
 from ebbtide.rollout_worker.session import Session
 from ebbtide.rollout_worker.settings import Settings
-from ebbtide.rollout_worker.weights import Puller
+from ebbtide.rollout_worker.supply import Supply
 from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
 from ebbtide.rpc.channel import open_channel
 from ebbtide.runtime import Shutdown
@@ -51,6 +52,7 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
     """Run one worker until it has left. Raises what keeps it from working."""
     worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
     telemetry.bind(worker_id=worker_id)
+    check_reachable(settings)
     engine = make_engine(settings)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.stop)
@@ -63,12 +65,15 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         stack.push_async_callback(attempts.close)
         coordinator = await stack.enter_async_context(open_channel(settings.coordinator, settings.client))
         relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
-        puller = Puller(WeightsStub(relay), settings.relay, patience_s=settings.pull_patience_s)
-        installer = Installer(engine, puller, attempts, outgoing.put)
+        supply = Supply(settings, worker_id, engine, WeightsStub(relay))
+        stack.callback(supply.close)
+        installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put)
         worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
+        await stack.enter_async_context(serving(settings, supply.shelf, worker.leaving, supply.presence.again))
         session = Session(worker, FleetStub(coordinator), settings.coordinator, attached=_once(shutdown, worker_id))
         installing = shutdown.spawn(installer.run(), "installer")
         stack.push_async_callback(_end, installing)  # an install may not outlive the engine that it is for
+        shutdown.spawn(supply.presence.run(), "presence")
         shutdown.spawn(throttle(engine, outbox, attempts), "throttle")
         streams = shutdown.spawn(session.run(), "streams")
         shutdown.spawn(_on_signal(shutdown, worker), "signals")

@@ -23,7 +23,7 @@ from ebbtide.errors import (
 )
 from ebbtide.rollout_worker.appending import Appender
 from ebbtide.rollout_worker.generation import Assignment
-from ebbtide.rollout_worker.installer import Installation
+from ebbtide.rollout_worker.weights import Installation
 from ebbtide.rollout_worker.worker import Worker
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.convert import from_proto
@@ -163,8 +163,9 @@ class Session:
             case "release":
                 worker.release(_refs(message.release.attempts), message.release.reason or "moved")
             case "install":
-                version = from_proto(message.install.version, PolicyVersion)
-                worker.installer.wish(Installation(message.install.run_id, version))
+                install = message.install
+                version = from_proto(install.version, PolicyVersion)
+                worker.installer.wish(Installation(install.run_id, version, install.publisher))
             case "drain":
                 worker.leave(message.drain.deadline_s or worker.settings.drain_timeout_s, "asked")
             case other:

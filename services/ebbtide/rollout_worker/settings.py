@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
+from ebbtide.rollout_worker.host import shared_folder
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.runtime import ProcessSettings
 from ebbtide.types.fleet import WorkerKind
@@ -67,6 +68,17 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
         str, Meta(pattern="^https?://[^/]", description="the cloud's metadata server, as http://HOST")
     ] = "http://169.254.169.254"
     pull_patience_s: Annotated[float, Meta(gt=0, description="how long the relay may be away during a pull")] = 30.0
+    mirror_dir: Annotated[
+        str, Meta(description="folder of weights that the workers of a host share; empty: memory of this worker's own")
+    ] = field(default_factory=shared_folder)
+    peer_listen: Annotated[
+        str, Meta(description="address to serve weights to other workers at, host:port (port 0: any); empty: none")
+    ] = ""
+    peer_advertise: Annotated[
+        str, Meta(description="address under which they reach it (port 0: the one listened at); empty: as listened at")
+    ] = ""
+    peer_readers: Annotated[int, Meta(ge=1, description="workers served at once")] = 4
+    peer_cache_mib: Annotated[int, Meta(ge=1, description="memory for the newest patches to be served, MiB")] = 256
     counter_file: Annotated[str, Meta(description="ledger of generated tokens (ebbtide.ledger); empty: none")] = ""
     vllm: VllmSettings = VllmSettings()
     scripted: ScriptedSettings = ScriptedSettings()

@@ -1,36 +1,28 @@
-"""Policy versions pulled from the relay, verified tile by tile, and laid out as a safetensors file in memory.
+"""Policy versions in the mirror of this worker's host, pulled from the relay and from peers, verified tile by tile.
 
-Invariant: a file holds only bytes that matched the digests of a manifest whose root is the announced one. Files
-are memfds: they have no name, engine processes reach them below /proc, and the kernel frees them when this
-process dies.
+Invariant: an engine reads the mirror only under its lock, after a look at the digests of all tiles that it needs: so
+what it reads is one version, whoever else brings the mirror to others in between. `installed` is the manifest of what
+the engine serves, None before the first. A mirror whose lock somebody holds who does nothing with it is left alone, for
+one in memory of this process's own. When the process dies, the mirror keeps what it verified.
 """
 
 import asyncio
-import json
-import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ebbtide import telemetry
-from ebbtide.errors import ChunkCorrupt, InvalidRequest, Unavailable
-from ebbtide.rollout_worker.engine import Shapes
+from ebbtide.errors import InvalidRequest, NoCapacity
+from ebbtide.rollout_worker import metrics
+from ebbtide.rollout_worker.engine import Engine, Shapes
 from ebbtide.rollout_worker.engine.checkpoint import architecture, misfits
-from ebbtide.rpc.convert import from_proto
-from ebbtide.rpc.retry import retrying
-from ebbtide.rpc.status import translated
+from ebbtide.transfer import Changes, Mirror, Pulled, Puller
 from ebbtide.types.weights import Manifest, PolicyVersion
-from ebbtide.v1 import weights_pb2
-from ebbtide.v1.weights_pb2_grpc import WeightsStub
-from ebbtide.weights import Assembly, ManifestJoiner, ManifestPart
+from ebbtide.weights import Place, check_signature, places, places_of, same_geometry
 
-log = telemetry.get_logger(__name__)
 T = TypeVar("T")
-
-#: Tiles asked for at once: a broken stream costs at most this many again.
-_BATCH: Final = 64
-#: No tile for so long: the relay is asked again.
-_STREAM_S: Final = 60.0
+log = telemetry.get_logger(__name__)
 
 
 class OtherArchitecture(InvalidRequest):
@@ -41,98 +33,178 @@ class OtherArchitecture(InvalidRequest):
         self.architecture = architecture
 
 
-class WeightsFile:
-    """The tensors of one complete version, in safetensors' format: u64 header length, JSON header, data."""
+class Installation(NamedTuple):
+    """A version of one run's policy, signed by `publisher` (public key, 32 bytes; empty: by anybody, or nobody)."""
 
-    def __init__(self, assembly: Assembly) -> None:
-        self.manifest = assembly.manifest
-        header: dict[str, dict[str, object]] = {}
-        end = 0
-        for entry in self.manifest.tensors:
-            header[entry.name] = {
-                "dtype": entry.dtype,
-                "shape": entry.shape,
-                "data_offsets": (end, end := end + entry.size),
-            }
-        text = json.dumps(header).encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
-        self._fd = os.memfd_create("ebbtide-weights")
-        self._data_at = 8 + len(text)
-        os.write(self._fd, len(text).to_bytes(8, "little") + text)
-        with os.fdopen(os.dup(self._fd), "wb") as out:
-            for tensor in assembly.tensors().values():
-                out.write(tensor.data)
-
-    @property
-    def path(self) -> Path:
-        return Path(f"/proc/{os.getpid()}/fd/{self._fd}")
-
-    def tiles(self, wanted: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
-        """Those of the tiles `wanted` that this version has too: digest and data."""
-        missing, at = set(wanted), self._data_at
-        for entry in self.manifest.tensors:
-            for index, digest in enumerate(entry.digests):
-                start = index * self.manifest.tile_bytes
-                if digest in missing:
-                    missing.remove(digest)
-                    yield digest, os.pread(self._fd, min(self.manifest.tile_bytes, entry.size - start), at + start)
-            at += entry.size
-
-    def close(self) -> None:
-        os.close(self._fd)
+    run_id: str
+    version: PolicyVersion
+    publisher: bytes = b""
 
 
-class Puller:
-    """Gets versions from one relay."""
+class Weights:
+    """Brings versions to where the engine can read them."""
 
-    def __init__(self, stub: WeightsStub, target: str, *, patience_s: float) -> None:
-        """`patience_s`: how long a relay may be away before a pull fails."""
-        self._stub = stub
-        self._target, self._patience_s = target, patience_s
+    def __init__(
+        self, engine: Engine, puller: Puller, folder: Path | None, *, in_place: bool, patience_s: float
+    ) -> None:
+        """`folder`: of the host's mirrors; None for one of this worker's own. `in_place`: whether the engine makes use
+        of what changes between versions. `patience_s`: see `_locked`."""
+        self._engine, self._puller, self._folder = engine, puller, folder
+        self._in_place, self._patience_s = in_place, patience_s
+        self.mirror: Mirror | None = None
+        self.installed: Manifest | None = None
+        self.whole = True  # a version here is all of it, not the slices of this engine alone
 
-    async def pull(self, run_id: str, version: PolicyVersion, shapes: Shapes, held: WeightsFile | None) -> WeightsFile:
-        """All of `version`, verified; tiles that `held` has too are not fetched.
+    async def prepare(self, wanted: Installation) -> Manifest:
+        """Bring the mirror to a version. Others may move it on as soon as this returns.
 
-        Raises `OtherArchitecture` for weights that do not fit `shapes`, `InvalidRequest` for a manifest that is not the
-        announced one, `VersionUnavailable` if the relay has none of it, `ChunkCorrupt` or `Unavailable` if that is how
-        it still was when patience ended.
+        Raises `OtherArchitecture` for weights that do not fit the engine, `InvalidRequest` for a manifest that is not
+        the announced one, `PermissionDenied` for one that its publisher did not sign, `VersionUnavailable` if the relay
+        has none of it, `ChunkCorrupt` or `Unavailable` if that is how it still was when patience ended.
         """
-        manifest = await self._patiently(lambda: self._manifest(run_id, version))
-        check_fit(manifest, shapes)
-        assembly = await asyncio.to_thread(Assembly, manifest)
-        if held is not None:
-            for digest, data in held.tiles(assembly.missing):
-                await asyncio.to_thread(assembly.place, digest, data)
-        reused = len({digest for entry in manifest.tensors for digest in entry.digests}) - len(assembly.missing)
-        log.info("pulling", run_id=run_id, version=version.version, tiles=len(assembly.missing), reused=reused)
-        while not assembly.complete:
-            await self._patiently(lambda: self._fetch(assembly))
-        return await asyncio.to_thread(WeightsFile, assembly)
-
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await retrying(call, patience_s=self._patience_s, on=(Unavailable, ChunkCorrupt))
-
-    async def _manifest(self, run_id: str, version: PolicyVersion) -> Manifest:
-        joiner = ManifestJoiner()
-        ref = weights_pb2.VersionRef(run_id=run_id, policy=version.policy, version=version.version)
-        with translated("weight-relay", self._target):
-            async for part in self._stub.GetManifest(ref, timeout=_STREAM_S):
-                joiner.add(from_proto(part, ManifestPart))
-        manifest = joiner.join()
-        if manifest.version != version or manifest.run_id != run_id:
+        version = wanted.version
+        ref = wanted.run_id, version.policy, version.version
+        manifest = await self._puller.manifest(*ref, publisher=wanted.publisher, root=version.root)
+        if manifest.version != version or manifest.run_id != wanted.run_id:
             raise InvalidRequest("the relay's manifest is not that of the version announced", field="version.root")
+        if not wanted.publisher and (manifest.publisher or manifest.signature):
+            check_signature(manifest)
+        check_fit(manifest, self._engine.shapes)
+        async with self._locked(manifest) as mirror:
+            await self._fill(wanted, manifest, mirror)
         return manifest
 
-    async def _fetch(self, assembly: Assembly) -> None:
-        request = weights_pb2.FetchTilesRequest(digests=assembly.missing[:_BATCH])
-        with translated("weight-relay", self._target):
-            async for tile in self._stub.FetchTiles(request, timeout=_STREAM_S):
-                await asyncio.to_thread(assembly.place, tile.digest, tile.data)
+    @asynccontextmanager
+    async def ready(self, wanted: Installation, manifest: Manifest) -> AsyncIterator[tuple[Path, Path | None]]:
+        """The file to install a prepared version from, and what changed in it since the installed one, if that is
+        known. Nobody changes either meanwhile. Prepares it again if the mirror has moved on. Raises as `prepare`."""
+        async with self._locked(manifest) as mirror:
+            if not self._holds(mirror, manifest):
+                log.info("the mirror has moved on", version=wanted.version.version)
+                await self._fill(wanted, manifest, mirror)
+            yield mirror.path, self._changes(mirror, manifest)
+
+    def close(self) -> None:
+        """Give the mirror up. It goes when no other worker uses it."""
+        if self.mirror is not None:
+            self.mirror.close()
+            self.mirror = None
+
+    async def _open(self, manifest: Manifest) -> Mirror:
+        """A mirror that has room for this version. The one for tensors of another kind goes."""
+        if self.mirror is not None and _alike(self.mirror.manifest, manifest):
+            return self.mirror
+        self.close()
+        try:
+            return await unbroken(asyncio.to_thread(self._make, manifest))
+        except NoCapacity as error:
+            if self._folder is None:
+                raise
+            log.warning("weights are kept in memory of this worker's own", reason=str(error))
+            return await self._go_alone(manifest)
+
+    async def _go_alone(self, manifest: Manifest) -> Mirror:
+        self.close()
+        self._folder = None
+        return await unbroken(asyncio.to_thread(self._make, manifest))
+
+    def _make(self, manifest: Manifest) -> Mirror:
+        """In a thread: memory for it is found first."""
+        self.mirror = mirror = Mirror(manifest, self._folder)
+        return mirror
+
+    @asynccontextmanager
+    async def _locked(self, manifest: Manifest) -> AsyncIterator[Mirror]:
+        """The mirror while nobody else changes it.
+
+        Who has it is waited for while it changes; if it does not for `patience_s`, its holder may never go on.
+        """
+        async with AsyncExitStack() as stack:
+            mirror, before = await self._open(manifest), None
+            while True:
+                try:
+                    async with asyncio.timeout(self._patience_s):
+                        await stack.enter_async_context(mirror.hold())
+                    break
+                except TimeoutError:
+                    now = mirror.held()
+                    if now == before:
+                        log.warning("the host's mirror stays locked: weights are kept in memory of this worker's own")
+                        mirror = await self._go_alone(manifest)
+                    before = now
+            yield mirror
+
+    async def _fill(self, wanted: Installation, manifest: Manifest, mirror: Mirror) -> None:
+        """Pull what the mirror lacks of a version; it is locked."""
+        needed, base = self._places(manifest), self.installed
+        self.whole = needed is None or len(needed) == sum(1 for _ in places(manifest))
+        follows = self._takes_changes and base is not None and mirror.holds(base)
+        changes = Changes(manifest) if follows else None
+        pulled = await self._puller.pull(
+            wanted.run_id,
+            wanted.version,
+            mirror,
+            manifest,
+            publisher=wanted.publisher,
+            wanted=needed,
+            changes=changes,
+        )
+        _count(pulled)
+        if base is not None and changes is not None:
+            await unbroken(asyncio.to_thread(mirror.keep_changes, base.version.root, manifest.version.root, changes))
+
+    @property
+    def _takes_changes(self) -> bool:
+        """Changes are those of all tensors: other workers of the host need other slices than this one."""
+        return self._in_place and self.whole
+
+    def _changes(self, mirror: Mirror, manifest: Manifest) -> Path | None:
+        """What changes from what the engine serves, whoever of the host's workers pulled it."""
+        if self.installed is None or not self._takes_changes:
+            return None
+        return mirror.changes(self.installed.version.root, manifest.version.root)
+
+    def _places(self, manifest: Manifest) -> list[Place] | None:
+        """The tiles that the engine needs; None: all."""
+        boxes = self._engine.boxes
+        return None if boxes is None else places_of(manifest, boxes)
+
+    def _holds(self, mirror: Mirror, manifest: Manifest) -> bool:
+        needed = self._places(manifest)
+        if needed is None or not same_geometry(mirror.manifest, manifest):
+            return mirror.holds(manifest)
+        held = mirror.held()
+        return all(held.get(place) == manifest.tensors[place[0]].digests[place[1]] for place in needed)
+
+
+async def unbroken(work: Awaitable[T]) -> T:
+    """Wait for what goes on in a thread, also when cancelled: nobody else may touch the same meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+def _alike(one: Manifest, other: Manifest) -> bool:
+    """Whether two versions are of one run's policy, and of one geometry."""
+    whose = [(manifest.run_id, manifest.version.policy) for manifest in (one, other)]
+    return whose[0] == whose[1] and same_geometry(one, other)
+
+
+def _count(pulled: Pulled) -> None:
+    for name, size in pulled.bytes_by_source.items():
+        metrics.PULLED_BYTES.labels("relay" if name == "weight-relay" else "peer").inc(size)
+    metrics.TILES.labels("fetched").inc(pulled.tiles)
+    metrics.TILES.labels("reused").inc(max(0, pulled.reused))
+    metrics.PHASE_SECONDS.labels("pull").inc(pulled.seconds)
+    metrics.PHASE_SECONDS.labels("verify").inc(pulled.digests_s)
 
 
 def check_fit(manifest: Manifest, shapes: Shapes) -> None:
     """Raise `OtherArchitecture` unless the version has just the tensors `shapes` of the engine's model (empty: any)."""
-    found = {entry.name: entry.shape for entry in manifest.tensors}
+    found = {entry.name: entry.full_shape for entry in manifest.tensors}
     if shapes and (names := misfits(found, shapes)):
         raise OtherArchitecture(
             f"of another architecture than this engine's model: see {names}",

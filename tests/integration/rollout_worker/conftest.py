@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from ebbtide.errors import NotFound, StoreUnavailable, VersionUnavailable
+from ebbtide.errors import NotFound, StoreUnavailable
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker.engine.scripted import follow
 from ebbtide.rollout_worker.service import serve
@@ -31,11 +30,10 @@ from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_tokens
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2, weights_pb2, weights_pb2_grpc
-from ebbtide.weights import build_manifest, named_tensor, slice_tiles, split_manifest, tile_digest
+from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2, weights_pb2_grpc
+from tests.integration.rollout_worker.reading import Reads, watch_reads
+from tests.integration.rollout_worker.relays import POLICY, RUN, TOKEN, LiveRelay, Relay
 
-TOKEN = "a-token-of-tests"
-RUN, POLICY = "run-1", "policy"
 PROMPT = (40, 41, 42)
 FLUSH_TOKENS = 16
 
@@ -147,11 +145,16 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         )
         self.say(assign=fleet_pb2.AssignBatch(assignments=[assignment]))
 
-    def install(self, version: PolicyVersion, run_id: str = RUN) -> None:
-        self.say(install=fleet_pb2.Install(version=to_proto(version, types_pb2.PolicyVersion), run_id=run_id))
+    def install(self, version: PolicyVersion, run_id: str = RUN, publisher: bytes = b"") -> None:
+        message = to_proto(version, types_pb2.PolicyVersion)
+        self.say(install=fleet_pb2.Install(version=message, run_id=run_id, publisher=publisher))
 
     def say(self, **message: Any) -> None:
         self._out.put_nowait(fleet_pb2.CoordinatorMessage(**message))
+
+    def cancel(self, name: str) -> None:
+        ref = fleet_pb2.AttemptRef(run_id=RUN, rollout_id=name, attempt_id=self.fences[name])
+        self.say(cancel=fleet_pb2.CancelBatch(attempts=[ref]))
 
     def hang_up(self) -> None:
         """End the control stream."""
@@ -177,62 +180,6 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         return self.heard[kind][count - 1]
 
 
-class Relay(weights_pb2_grpc.WeightsServicer):
-    """Serves versions of one tensor; counts the tiles that it gave away."""
-
-    def __init__(self) -> None:
-        self.manifests: dict[int, Any] = {}
-        self.tiles: dict[bytes, bytes] = {}
-        self.served = self.asked = 0
-        self.flowing = asyncio.Event()
-        self.flowing.set()
-        self.corrupt = self.broken = 0  # so many more tiles come altered, or not at all
-
-    def publish(self, number: int, *, changed_tiles: int = 4, run_id: str = RUN) -> PolicyVersion:
-        """A version of four tiles, of which so many are its own."""
-        data = np.repeat(np.arange(4, dtype=np.float32), 64)
-        data[: 64 * changed_tiles] += number * 10
-        tensor = named_tensor("weight", data)
-        version = PolicyVersion(policy=POLICY, version=number, parent=number - 1, step=number)
-        manifest = build_manifest(run_id, version, [tensor], tile_bytes=256)
-        self.tiles |= {tile_digest(tile): bytes(tile) for tile in slice_tiles(tensor, 256)}
-        self.manifests[number] = manifest
-        sealed: PolicyVersion = manifest.version
-        return sealed
-
-    async def GetManifest(self, request: weights_pb2.VersionRef, context: Any) -> Any:
-        if request.version not in self.manifests:
-            raise VersionUnavailable(f"version {request.version} is not here")
-        for part in split_manifest(self.manifests[request.version]):
-            yield to_proto(part, weights_pb2.ManifestPart)
-
-    async def FetchTiles(self, request: weights_pb2.FetchTilesRequest, context: Any) -> Any:
-        self.asked += 1
-        for digest in request.digests:
-            await self.flowing.wait()
-            if self.broken:
-                self.broken -= 1
-                raise StoreUnavailable("the relay's disk is away")
-            data = self.tiles[digest]
-            if self.corrupt:
-                self.corrupt -= 1
-                data = data[:-1] + bytes([data[-1] ^ 1])
-            self.served += 1
-            yield weights_pb2.Tile(digest=digest, data=data)
-
-    def BeginPublish(self, request_iterator: Any, context: Any) -> Any:
-        raise NotImplementedError
-
-    def PutTiles(self, request_iterator: Any, context: Any) -> Any:
-        raise NotImplementedError
-
-    def CommitPublish(self, request: Any, context: Any) -> Any:
-        raise NotImplementedError
-
-    def WatchVersions(self, request: Any, context: Any) -> Any:
-        raise NotImplementedError
-
-
 class WorkerTask:
     """A worker in this process."""
 
@@ -253,11 +200,13 @@ class WorkerTask:
 class House:
     """Coordinator and relay, and what starts workers for them."""
 
-    def __init__(self, coordinator: Coordinator, relay: Relay, addresses: tuple[str, str], tmp_path: Path) -> None:
-        self.coordinator, self.relay, self._addresses, self._tmp_path = coordinator, relay, addresses, tmp_path
+    def __init__(
+        self, name: str, coordinator: Coordinator, relay: Relay, addresses: tuple[str, str], tmp_path: Path
+    ) -> None:
+        self.name, self.coordinator, self.relay, self._addresses = name, coordinator, relay, addresses
         self._workers: list[WorkerTask] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.counter_file = tmp_path / "ledger"
+        self.counter_file, self.mirrors = tmp_path / f"{name}.ledger", tmp_path / "mirrors"
 
     def settings(self, **changes: Any) -> Settings:
         scripted = ScriptedSettings(**{"step_s": 0.002, **changes.pop("scripted", {})})
@@ -265,8 +214,9 @@ class House:
             coordinator=self._addresses[0],
             relay=self._addresses[1],
             client=ClientSecurity(token=TOKEN),
-            worker_id="w1",
+            worker_id=self.name,
             engine="scripted",
+            mirror_dir=str(self.mirrors),
             flush_tokens=FLUSH_TOKENS,
             flush_interval_ms=20,
             pull_patience_s=5.0,
@@ -288,10 +238,10 @@ class House:
 
     async def process(self, *flags: str) -> subprocess.Popen[bytes]:
         """An attached worker as a process of its own."""
-        command = [sys.executable, "-m", "ebbtide.rollout_worker", "--engine", "scripted", "--worker-id", "w1"]
+        command = [sys.executable, "-m", "ebbtide.rollout_worker", "--engine", "scripted", "--worker-id", self.name]
         command += ["--coordinator", self._addresses[0], "--relay", self._addresses[1]]
         command += ["--flush-tokens", str(FLUSH_TOKENS), "--flush-interval-ms", "20"]
-        command += ["--counter-file", str(self.counter_file), *flags]
+        command += ["--counter-file", str(self.counter_file), "--mirror-dir", str(self.mirrors), *flags]
         process = subprocess.Popen(command, env={**os.environ, "EBBTIDE_TOKEN": TOKEN}, stdout=subprocess.DEVNULL)  # noqa: ASYNC220
         self._processes.append(process)
         await wait_until(lambda: self.coordinator.attaches or process.poll() is not None, timeout=30, what="an attach")
@@ -325,17 +275,45 @@ class House:
             await worker.shutdown.close()
 
 
+Make = Callable[[str], Awaitable[House]]
+
+
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+async def houses(tmp_path: Path) -> AsyncIterator[Make]:
+    """Makes a coordinator for the worker of each name, all with one relay."""
     async with AsyncExitStack() as stack:
-        coordinator, relay = Coordinator(), Relay()
-        addresses = [
-            await _serve(stack, fleet_pb2_grpc.add_FleetServicer_to_server, coordinator, "ebbtide.v1.Fleet"),
-            await _serve(stack, weights_pb2_grpc.add_WeightsServicer_to_server, relay, "ebbtide.v1.Weights"),
-        ]
-        made = House(coordinator, relay, (addresses[0], addresses[1]), tmp_path)
-        stack.push_async_callback(made.close)
-        yield made
+        relay = Relay()
+        add = weights_pb2_grpc.add_WeightsServicer_to_server
+        target = await _serve(stack, add, relay, "ebbtide.v1.Weights")
+
+        async def make(name: str) -> House:
+            coordinator = Coordinator()
+            address = await _serve(stack, fleet_pb2_grpc.add_FleetServicer_to_server, coordinator, "ebbtide.v1.Fleet")
+            made = House(name, coordinator, relay, (address, target), tmp_path)
+            stack.push_async_callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+async def house(houses: Make) -> House:
+    return await houses("w1")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """What engines read at their installs."""
+    return watch_reads(monkeypatch)
+
+
+@pytest.fixture
+async def live(tmp_path: Path) -> AsyncIterator[LiveRelay]:
+    """A real relay."""
+    relay = LiveRelay(tmp_path / "relay")
+    await relay.start()
+    yield relay
+    await relay.stop()
 
 
 async def _serve(stack: AsyncExitStack, add: Callable[..., None], servicer: Any, name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Final
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint
+from ebbtide.rollout_worker.engine.boxes import Boxes
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
@@ -111,6 +112,10 @@ class ScriptedEngine:
     def shapes(self) -> Shapes:
         return {}
 
+    @property
+    def boxes(self) -> Boxes | None:
+        return None
+
     async def start(self) -> EngineInfo:
         await asyncio.sleep(self._settings.boot_s)
         if self._settings.stall_at_s:
@@ -146,7 +151,7 @@ class ScriptedEngine:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in token_ids)
 
-    async def install(self, version: int, weights: Path) -> float:
+    async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:  # noqa: ARG002
         if version == self._settings.refuse_version:
             raise InvalidRequest(f"version {version} was refused, as scripted", field="weights")
         checkpoint.header(weights)

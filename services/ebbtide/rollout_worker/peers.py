@@ -1,0 +1,125 @@
+"""What this worker serves to other workers: blobs that it verified, from its cache and its mirror.
+
+Invariant: `readers` counts the streams open now, at most `most`. Nothing is served that does not match its digest;
+nothing is kept here.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+from ebbtide.errors import InvalidRequest, NoCapacity, VersionUnavailable
+from ebbtide.rollout_worker import metrics
+from ebbtide.rollout_worker.settings import Settings
+from ebbtide.rpc.channel import check_address
+from ebbtide.rpc.security import ClientSecurity, Credentials, ServerSettings
+from ebbtide.transfer import BlobCache, Mirror
+
+#: Who is turned away asks another source meanwhile.
+_RETRY_S: Final = 2.0
+#: For the message that each stream is in the midst of.
+_GRACE_S: Final = 1.0
+#: A blob that takes longer to arrive here may be had elsewhere sooner.
+_PATIENCE_S: Final = 10.0
+_ANYWHERE: Final = ("0.0.0.0", "::", "*")  # noqa: S104 - told apart, not bound
+
+
+class Shelf:
+    """`mirror` gives the mirror of the moment."""
+
+    def __init__(self, cache: BlobCache, mirror: Callable[[], Mirror | None], most: int) -> None:
+        self._cache, self._mirror, self._most = cache, mirror, most
+        self.readers = 0
+        self.address = ""  # under which others reach it; empty: it is not served
+
+    async def blobs(self, digests: Sequence[bytes]) -> AsyncGenerator[tuple[bytes, bytes], None]:
+        """The blobs in the order asked for; one that is still arriving is waited for.
+
+        Raises `NoCapacity` beyond so many readers, `VersionUnavailable` for a blob neither here nor arriving.
+        """
+        if self.readers == self._most:
+            raise NoCapacity(f"{self._most} readers are served already; ask another source", retry_after_s=_RETRY_S)
+        self.readers += 1
+        metrics.PEER_READERS.set(self.readers)
+        try:
+            for digest in digests:
+                data = await self._blob(digest)
+                metrics.SERVED_BYTES.inc(len(data))
+                yield digest, data
+        finally:
+            self.readers -= 1
+            metrics.PEER_READERS.set(self.readers)
+
+    async def _blob(self, digest: bytes) -> bytes:
+        data = self._cache.get(digest) or await self._dense(digest) or await self._cache.wait(digest, _PATIENCE_S)
+        # What is not kept in the cache is in the mirror once it is not waited for any more.
+        if data is None and (data := await self._dense(digest)) is None:
+            raise VersionUnavailable(f"this worker does not hold {digest.hex()[:16]}; ask another source")
+        return data
+
+    async def _dense(self, digest: bytes) -> bytes | None:
+        mirror = self._mirror()
+        return None if mirror is None else await asyncio.to_thread(mirror.read, digest)
+
+
+@asynccontextmanager
+async def serving(
+    settings: Settings, shelf: Shelf, leaving: asyncio.Event, changed: Callable[[], None]
+) -> AsyncGenerator[None, None]:
+    """Serves the shelf, if the settings say so, until `leaving` is set; readers' streams end as `Unavailable` then.
+
+    `changed` is called when nobody should be sent here any more.
+    Raises `InvalidRequest` for an address that cannot be served.
+    """
+    if not settings.peer_listen:
+        yield
+        return
+    from ebbtide.rollout_worker.servicer import SERVICE, Servicer, add_to_server
+    from ebbtide.rpc.server import Server
+
+    at = server_settings(settings.peer_listen, settings.client)
+    server = Server(at, [(add_to_server, Servicer(shelf), SERVICE)])
+    await server.start()
+    await server.set_serving(True)
+    shelf.address = advertised(server.address, settings.peer_advertise)
+
+    async def stop() -> None:
+        shelf.address = ""
+        changed()
+        await server.stop(_GRACE_S)
+
+    stopping = asyncio.create_task(_behind(leaving, stop), name="stop serving peers")
+    try:
+        yield
+    finally:
+        stopping.cancel()
+        await asyncio.wait({stopping})
+        await stop()
+
+
+async def _behind(event: asyncio.Event, work: Callable[[], Awaitable[None]]) -> None:
+    await event.wait()
+    await work()
+
+
+def check_reachable(settings: Settings) -> None:
+    """Raise `InvalidRequest` unless others can reach what the settings say about peers."""
+    listen, advertise = settings.peer_listen, settings.peer_advertise
+    if listen:
+        field = "peer_advertise" if advertise else "peer_listen"
+        host = check_address(advertise or listen, field=field).rpartition(":")[0].strip("[]")
+        if host in _ANYWHERE:
+            raise InvalidRequest(f"is required: nobody reaches a worker at {host}", field="peer_advertise")
+
+
+def server_settings(listen: str, client: ClientSecurity) -> ServerSettings:
+    """A worker serves with the token and the certificate that it shows to others itself."""
+    shared = {name: getattr(client, name) for name in Credentials.__struct_fields__}
+    return ServerSettings(listen=listen, **shared)
+
+
+def advertised(bound: str, advertise: str) -> str:
+    """The address told to others of a server that is `bound`."""
+    host, _, port = advertise.rpartition(":")
+    return f"{host}:{bound.rpartition(':')[2]}" if port == "0" else advertise or bound

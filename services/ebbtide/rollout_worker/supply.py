@@ -1,0 +1,60 @@
+"""Where this worker's weights come from, and to whom they go on: all the parts of it, put together."""
+
+from pathlib import Path
+from typing import Final
+
+from ebbtide.rollout_worker.engine import Engine
+from ebbtide.rollout_worker.engine.cpu import is_cpu_build
+from ebbtide.rollout_worker.host import host_name
+from ebbtide.rollout_worker.peers import Shelf
+from ebbtide.rollout_worker.presence import Presence
+from ebbtide.rollout_worker.settings import Settings
+from ebbtide.rollout_worker.weights import Weights
+from ebbtide.transfer import BlobCache, Puller, opener
+from ebbtide.types.fleet import WorkerKind
+from ebbtide.types.weights import Holder
+from ebbtide.v1.weights_pb2_grpc import WeightsStub
+
+_MIB: Final = 1 << 20
+
+
+class Supply:
+    def __init__(self, settings: Settings, worker_id: str, engine: Engine, stub: WeightsStub) -> None:
+        self._settings, self._worker_id = settings, worker_id
+        # Who shares memory with nobody must not be taken to: then others would wait for what it fetches.
+        folder = Path(settings.mirror_dir) if settings.mirror_dir else None
+        self._host = host_name(folder) if folder else f"worker:{worker_id}"
+        cache = BlobCache(settings.peer_cache_mib * _MIB)
+        self._puller = puller = Puller(
+            stub,
+            settings.relay,
+            holder=self.holder,
+            patience_s=settings.pull_patience_s,
+            open_source=opener(settings.client),
+            cache=cache if settings.peer_listen else None,
+        )
+        self.weights = Weights(
+            engine, puller, folder, in_place=_in_place(settings), patience_s=settings.pull_patience_s
+        )
+        self.shelf = Shelf(cache, lambda: self.weights.mirror, settings.peer_readers)
+        self.presence = Presence(puller)
+
+    def holder(self) -> Holder:
+        """This worker, as it is told to relays."""
+        return Holder(
+            name=self._worker_id,
+            site=self._settings.site,
+            host=self._host,
+            address=self.shelf.address,
+            lasting=self._settings.kind is WorkerKind.RESERVED,
+            readers=self.shelf.readers,
+        )
+
+    def close(self) -> None:
+        self.weights.close()
+        self._puller.close()
+
+
+def _in_place(settings: Settings) -> bool:
+    """Whether the engine applies changes to weights where they are. CPU builds load packed copies of them."""
+    return settings.engine == "vllm" and not is_cpu_build()

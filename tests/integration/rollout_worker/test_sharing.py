@@ -1,0 +1,131 @@
+"""Workers of one host share one mirror: what one fetched, the others find, and no engine ever reads a mixture."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from ebbtide.testing import wait_until
+from ebbtide.transfer import Mirror
+from ebbtide.types.run import Sampling
+from tests.integration.rollout_worker.reading import Reads
+
+House = Any  # the fixtures' classes live in conftest.py
+Houses = Callable[[str], Awaitable[Any]]
+
+
+async def test_who_comes_second_fetches_nothing(houses: Houses, reads: Reads) -> None:
+    first, second = await houses("w1"), await houses("w2")
+    await first.worker()
+    assert first.relay.served == 4
+    await second.worker()
+    assert first.relay.served == 4
+    assert reads[0] == reads[1]
+
+
+async def test_two_at_once_fetch_each_tile_once(houses: Houses, reads: Reads) -> None:
+    pair = [await houses(name) for name in ("w1", "w2")]
+    for house in pair:
+        await house.worker(version=0)
+    relay = pair[0].relay
+    for number in (1, 2, 3):
+        version = relay.publish(number)
+        for house in pair:
+            house.coordinator.install(version)
+        for house in pair:
+            await house.coordinator.hear("installed", number)
+        assert relay.served == 4 * number
+    assert [number for number, _ in reads] == [1, 1, 2, 2, 3, 3]
+    assert reads[0::2] == reads[1::2]
+
+
+async def test_a_mirror_that_was_moved_on_is_brought_back_before_the_install(houses: Houses, reads: Reads) -> None:
+    slow, fast = await houses("w1"), await houses("w2")
+    await slow.worker()
+    await fast.worker()
+    relay = slow.relay
+    slow.coordinator.assign("r1", Sampling(max_tokens=4000), max_version=1)
+    await wait_until(lambda: slow.coordinator.length("r1") > 4)
+    second, third = relay.publish(2), relay.publish(3)
+    slow.coordinator.install(second)
+    await wait_until(lambda: relay.served == 8, what="the second version in the mirror")
+    fast.coordinator.install(third)
+    await fast.coordinator.hear("installed", 2)
+    slow.coordinator.cancel("r1")
+    await slow.coordinator.hear("installed", 2)
+    assert [number for number, _ in reads] == [1, 1, 3, 2]
+    assert len({tensors["weight"] for _, tensors in reads}) == 3
+
+
+async def test_a_mirror_whose_puller_left_is_filled_by_the_next(houses: Houses, reads: Reads) -> None:
+    first, second = await houses("w1"), await houses("w2")
+    leaver = await first.worker()
+    await second.worker()
+    relay = first.relay
+    relay.flowing.clear()
+    asked = relay.asked
+    version = relay.publish(2)
+    first.coordinator.install(version)
+    await wait_until(lambda: relay.asked > asked)
+    second.coordinator.install(version)
+    await leaver.end()
+    relay.flowing.set()
+    await second.coordinator.hear("installed", 2)
+    assert reads[-1][0] == 2
+    assert "installed" in first.coordinator.heard
+    assert len(first.coordinator.heard["installed"]) == 1
+
+
+async def test_a_mirror_locked_by_one_who_does_nothing_is_left_alone(house: House, reads: Reads) -> None:
+    await house.worker(pull_patience_s=0.2)
+    mirror = await asyncio.to_thread(Mirror, house.relay.manifests[1], house.mirrors)
+    async with mirror.hold():
+        house.coordinator.install(house.relay.publish(2))
+        await house.coordinator.hear("installed", 2)
+        assert mirror.holds(house.relay.manifests[1]), "untouched"
+    mirror.close()
+    assert reads[-1][0] == 2
+
+
+async def test_a_host_without_room_for_a_mirror_keeps_weights_in_a_workers_own_memory(
+    house: House, reads: Reads, tmp_path: Path, monkeypatch: Any
+) -> None:
+    import ebbtide.rollout_worker.weights as module
+    from ebbtide.errors import NoCapacity
+
+    def make(manifest: Any, folder: Path | None) -> Mirror:
+        if folder is not None:
+            raise NoCapacity("no room", retry_after_s=1.0)
+        return Mirror(manifest, None)
+
+    monkeypatch.setattr(module, "Mirror", make)
+    await house.worker()
+    assert reads[-1][0] == 1
+    assert not house.mirrors.exists() or not any(house.mirrors.iterdir())
+
+
+async def test_two_runs_of_one_architecture_do_not_share(houses: Houses, reads: Reads) -> None:
+    first, second = await houses("w1"), await houses("w2")
+    await first.worker()
+    relay = first.relay
+    await second.worker(version=0)
+    other = relay.publish(1, run_id="run-2")
+    second.coordinator.install(other, "run-2")
+    await second.coordinator.hear("installed")
+    assert relay.served == 8
+
+
+async def test_the_last_worker_of_a_host_leaves_nothing_behind(houses: Houses) -> None:
+    first, second = await houses("w1"), await houses("w2")
+    workers = [await first.worker(), await second.worker()]
+    assert any(first.mirrors.iterdir())
+    await workers[0].end()
+    assert any(first.mirrors.iterdir())
+    await workers[1].end()
+    assert not first.mirrors.exists() or not any(first.mirrors.iterdir())
+
+
+async def test_a_mirror_of_its_own_needs_no_folder(house: House, reads: Reads) -> None:
+    await house.worker(mirror_dir="")
+    assert reads[-1][0] == 1
+    assert not house.mirrors.exists()
