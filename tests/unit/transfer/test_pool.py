@@ -1,0 +1,157 @@
+"""Whom a pull asks next, and for how long it waits for an answer."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import pytest
+
+from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, Unavailable, VersionUnavailable
+from ebbtide.transfer.pool import OpenSource, Pool
+from ebbtide.types.weights import BlobSource, Holder
+
+
+class Mute:
+    """A source that is never read."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    async def tiles(self, digests: Sequence[bytes]) -> AsyncGenerator[tuple[bytes, bytes], None]:
+        for digest in digests:
+            yield digest, b""
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def source(name: str, *, site: str = "far", host: str = "") -> BlobSource:
+    return BlobSource(name=name, address=f"{name}:1", site=site, host=host)
+
+
+class Scene:
+    """A pool, and what it opened."""
+
+    def __init__(self, *sources: BlobSource) -> None:
+        self.opened: list[Mute] = []
+        self.relay = OpenSource(Mute(), "weight-relay", "relay:1", 3)
+        self.pool = Pool(self.relay, self._open, Holder(name="me", site="here", host="mine"))
+        self.pool.renew(sources)
+
+    def _open(self, found: BlobSource, reader: Holder) -> Mute:
+        if found.name == "unopenable":
+            raise InvalidRequest("is no address", field="address")
+        self.opened.append(Mute())
+        return self.opened[-1]
+
+    def picked(self, count: int) -> list[str]:
+        """The names of the next sources, whose streams go on."""
+        names = []
+        for _ in range(count):
+            found = self.pool.pick()
+            found.streams += 1
+            names.append(found.name)
+        return names
+
+
+def test_the_nearest_are_asked_and_share_the_streams() -> None:
+    scene = Scene(source("far"), source("one", site="here"), source("two", site="here"))
+    assert scene.picked(4) == ["one", "two", "one", "two"]
+    scene = Scene(source("one", site="here"), source("same", site="here", host="mine"))
+    assert scene.picked(2) == ["same", "same"]
+
+
+def test_the_relay_is_asked_when_all_others_failed_or_where_it_was_listed() -> None:
+    scene = Scene(source("peer", site="here"))
+    scene.pool.drop(scene.pool.pick(), Unavailable("gone"))
+    assert scene.picked(1) == ["weight-relay"]
+    assert Scene().picked(1) == ["weight-relay"]
+    listed = BlobSource(name="relay", address="", site="here")
+    assert Scene(source("far"), listed).picked(1) == ["weight-relay"]
+
+
+def test_when_nobody_is_left_the_last_error_is_raised() -> None:
+    scene = Scene(source("peer"))
+    scene.pool.drop(scene.pool.pick(), ChunkCorrupt("lied"))
+    scene.pool.drop(scene.pool.pick(), Unavailable("gone"))
+    with pytest.raises(Unavailable, match="gone"):
+        scene.pool.pick()
+    scene.pool.renew([source("peer")])
+    assert scene.picked(1) == ["peer"]
+
+
+def test_only_faults_are_told() -> None:
+    peers = ("unopenable", "poor", "full", "liar", "gone")
+    scene = Scene(*(source(name) for name in peers))
+    errors = [VersionUnavailable("has it not"), NoCapacity("is full"), ChunkCorrupt("lied"), Unavailable("is gone")]
+    for error in errors:
+        scene.pool.drop(scene.pool.pick(), error)
+    assert set(scene.pool.failed) == {"unopenable:1", "liar:1", "gone:1"}
+
+
+async def test_what_was_opened_is_closed_once() -> None:
+    scene = Scene(source("one"), source("two"))
+    scene.picked(2)
+    scene.pool.drop(scene.pool._open["one:1"], Unavailable("gone"))
+    await scene.pool.close()
+    assert [opened.closed for opened in scene.opened] == [1, 1]
+
+
+def allowance(found: OpenSource) -> float:
+    (clock,) = found._clocks
+    when = clock.when()
+    assert when is not None
+    return when - asyncio.get_running_loop().time()
+
+
+async def test_patience_grows_with_the_pauses_of_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, loop = 1000.0, asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "time", lambda: now)
+    found = Scene().relay
+    async with found.patience(5.0, 1 << 20):
+        assert allowance(found) == pytest.approx(5.0 + 16.0)
+        now += 2.0
+        found.heard(5.0, 1 << 20)
+        assert allowance(found) == pytest.approx(5.0 + 4 * 2.0)
+        now += 3.0
+        found.heard(5.0, 1 << 20)
+        assert allowance(found) == pytest.approx(5.0 + 4 * 3.0)
+        now += 1.0
+        found.heard(5.0, 1 << 20)
+        assert allowance(found) == pytest.approx(5.0 + 4 * 3.0)
+    async with found.patience(5.0, 1 << 20):
+        assert allowance(found) == pytest.approx(5.0 + 4 * 3.0), "what was learnt stays"
+    monkeypatch.undo()
+
+
+async def test_larger_blobs_may_take_longer_but_never_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, loop = 1000.0, asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "time", lambda: now)
+    found = Scene().relay
+    async with found.patience(1.0, 1000):
+        now += 0.5
+        found.heard(1.0, 1000)
+    async with found.patience(1.0, 4000):
+        assert allowance(found) == pytest.approx(1.0 + 8.0)
+    async with found.patience(1.0, 1 << 20):
+        assert allowance(found) == pytest.approx(1.0 + 60.0)
+    monkeypatch.undo()
+
+
+async def test_a_blob_in_one_stream_is_a_sign_of_life_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, loop = 1000.0, asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "time", lambda: now)
+    found = Scene().relay
+    async with found.patience(5.0, 10), found.patience(5.0, 10):
+        now += 1.0
+        found.heard(5.0, 10)
+        assert [clock.when() for clock in found._clocks] == [now + 5.0 + 4.0] * 2
+    monkeypatch.undo()
+
+
+async def test_silence_ends_a_stream() -> None:
+    found = Scene().relay
+    with pytest.raises(Unavailable, match="weight-relay at relay:1 has stalled"):
+        async with found.patience(0.05, 10):
+            await asyncio.Event().wait()
+    assert found.streams == 0
+    assert not found._clocks
