@@ -20,7 +20,7 @@ from ebbtide.weight_relay.fanout import Fanout
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weight_relay.servicer import SERVICE, Servicer
 from ebbtide.weight_relay.settings import RelaySettings
-from ebbtide.weights import Signer, named_tensor, seal_manifest, seal_patch
+from ebbtide.weights import NamedTensor, Signer, named_tensor, seal_manifest, seal_patch
 from ebbtide.weights.encode import Described, encode_version
 
 TOKEN = "a-token-of-tests"
@@ -86,13 +86,12 @@ class Version:
         else:
             rng = np.random.default_rng(number)
             self.values = {name: _changed(value, rng) for name, value in base.values.items()}
-        tensors = [named_tensor(name, value) for name, value in self.values.items()]
+        self.tensors: list[NamedTensor] = [named_tensor(name, value) for name, value in self.values.items()]
         described = Described(tuple(base.tensors), base.manifest.tensors) if base else None
-        encoding = encode_version(tensors, described, tile_bytes=TILE)
+        encoding = encode_version(self.tensors, described, tile_bytes=TILE)
         made = encoding.result()
         parent = base.manifest.version.version if base else 0
         version = PolicyVersion(policy="policy", version=number, parent=parent)
-        self.tensors = tensors
         self.manifest: Manifest = SIGNER.sign(seal_manifest("run", version, made.entries, TILE))
         self.patch: Patch | None = None
         if base is not None:

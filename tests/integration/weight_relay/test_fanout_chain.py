@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,11 @@ from ebbtide.v1 import weights_pb2 as pb
 from tests.integration.weight_relay.fanout import KIB, STREAM, TILE, RunningRelay, Version, readers, running
 
 RATE = 2000 * KIB
+
+
+def lacks_at_most(relay: RunningRelay, blobs: int) -> bool:
+    """Whether version 1 is on its way and lacks no more."""
+    return relay.arriving().get(1, 99) <= blobs
 
 
 @pytest.fixture
@@ -130,7 +136,7 @@ async def test_a_cut_link_costs_what_was_under_way_and_no_more(
     version = Version(1, tiles=32)
     await version.publish(home.relay)
     for left in (24, 12, 4):
-        await wait_until(lambda left=left: away.arriving().get(1, 99) <= left, timeout=20, interval=0.001)
+        await wait_until(partial(lacks_at_most, away, left), timeout=20, interval=0.001)
         link.cut()
         link.mend()
     await wait_until(lambda: away.versions() == [1], timeout=30)
@@ -144,7 +150,7 @@ async def test_a_restarted_relay_goes_on_with_what_lies_on_its_disk(
     version = Version(1)
     await version.publish(home.relay)
     async with running(tmp_path / "away", upstream=link.address) as away:
-        await wait_until(lambda: away.arriving().get(1, 99) <= 12, timeout=20, interval=0.001)
+        await wait_until(partial(lacks_at_most, away, 12), timeout=20, interval=0.001)
     before = link.received
     async with running(tmp_path / "away", upstream=link.address) as away:
         assert away.arriving()[1] <= 12

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from tests.integration.weight_relay.fanout import KIB, SECURITY, TILE, Reader, R
 async def home(tmp_path: Path) -> AsyncIterator[RunningRelay]:
     async with running(tmp_path / "home", site="home") as relay:
         yield relay
+
+
+def has_at_least(process: Any, blobs: int) -> bool:
+    return len(process.tiles()) >= blobs
 
 
 async def test_an_upstream_killed_mid_version_is_followed_again_when_it_is_back(
@@ -52,7 +57,7 @@ async def test_a_relay_killed_mid_version_again_and_again_asks_for_the_rest_alon
     async with ShapedLink(home.address, 1000 * KIB) as link:
         for blobs in (4, 10, 16, 22):
             await process.start("--upstream", link.address, "--name", "away")
-            await wait_until(lambda blobs=blobs: len(process.tiles()) >= blobs, timeout=20, interval=0.001)
+            await wait_until(partial(has_at_least, process, blobs), timeout=20, interval=0.001)
             process.end(signal.SIGKILL)
         await process.start("--upstream", link.address, "--name", "away")
         reader = Reader("w", process.address)
@@ -127,20 +132,36 @@ async def web_server(tmp_path: Path) -> AsyncIterator[str]:
 
 async def test_a_static_copy_takes_the_load_from_the_trainers_relay(web_server: str, tmp_path: Path) -> None:
     first = Version(1)
-    async with running(tmp_path / "home", static_copies=(f"{web_server}/v1",)) as home:
+    second = Version(2, base=first)
+    third = Version(3, base=second)  # of which there is no copy
+    async with running(tmp_path / "home", static_copies=(f"{web_server}/run",)) as home:
+        settings: dict[str, Any] = {"run": "run", "folder": str(tmp_path / "copies" / "run"), "relay": home.address}
         await first.publish(home.relay)
-        folder = tmp_path / "copies" / "v1"
+        await export(ExportSettings(security=SECURITY, **settings))
+        async with readers(1, home.address) as [reader]:
+            assert await reader.pull(1) == {f"{web_server}/run": first.size}
+            await second.publish(home.relay)
+            await export(ExportSettings(security=SECURITY, dense=False, **settings))
+            before = sum(link.bytes for link in home.fanout.links.states())
+            assert second.patch is not None
+            assert await reader.pull(2) == {f"{web_server}/run": second.patch.size}
+            assert sum(link.bytes for link in home.fanout.links.states()) == before
+            await third.publish(home.relay)
+            assert third.patch is not None
+            assert await reader.pull(3) == {"weight-relay": third.patch.size}
+            assert reader.holds(third)
+
+
+async def test_a_relay_of_another_site_reads_static_copies_too(web_server: str, tmp_path: Path) -> None:
+    version = Version(1)
+    async with running(tmp_path / "home", static_copies=(f"{web_server}/run",)) as home:
+        await version.publish(home.relay)
+        folder = tmp_path / "copies" / "run"
         await export(ExportSettings(run="run", folder=str(folder), relay=home.address, security=SECURITY))
         before = sum(link.bytes for link in home.fanout.links.states())
-        async with readers(1, home.address) as [reader]:
-            assert await reader.pull(1) == {f"{web_server}/v1": first.size}
-            assert reader.holds(first)
-            second = Version(2, base=first)  # of which there is no copy
-            await second.publish(home.relay)
-            await reader.pull(2)
-            assert reader.holds(second)
-        assert second.patch is not None
-        assert sum(link.bytes for link in home.fanout.links.states()) - before == second.patch.size
+        async with running(tmp_path / "away", upstream=home.address) as away:
+            await wait_until(lambda: away.versions() == [1])
+        assert sum(link.bytes for link in home.fanout.links.states()) == before
 
 
 async def test_only_what_is_here_can_be_exported(home: RunningRelay, tmp_path: Path) -> None:
@@ -148,7 +169,7 @@ async def test_only_what_is_here_can_be_exported(home: RunningRelay, tmp_path: P
     second = Version(2, base=first)
     for version in (first, second):
         await version.publish(home.relay)
-    settings = {"run": "run", "relay": home.address, "security": SECURITY}
+    settings: dict[str, Any] = {"run": "run", "relay": home.address, "security": SECURITY}
     with pytest.raises(VersionUnavailable, match="only anchors"):
         await export(ExportSettings(folder=str(tmp_path / "a"), version=2, **settings))
     with pytest.raises(VersionUnavailable, match="no parent"):

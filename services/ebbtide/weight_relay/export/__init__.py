@@ -1,1 +1,1 @@
-"""A static copy of a version, for web servers and object stores."""
+"""Static copies of versions, for web servers and object stores."""

@@ -1,4 +1,4 @@
-"""Makes a static copy of a version out of a running relay."""
+"""Adds a version of a running relay to a static copy."""
 
 import asyncio
 import sys
@@ -26,7 +26,7 @@ class ExportSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What an export can be told."""
 
     run: Annotated[str, Meta(description="run whose version it is")]
-    folder: Annotated[str, Meta(description="directory to write the copy into; it is made")]
+    folder: Annotated[str, Meta(description="directory of the copy, of one policy of one run; it is made")]
     relay: Annotated[str, Meta(description="address of the weight-relay")] = "127.0.0.1:7610"
     policy: Annotated[str, Meta(description="policy of the run")] = "policy"
     version: Annotated[int, Meta(ge=0, description="version; 0: the newest")] = 0
@@ -35,7 +35,7 @@ class ExportSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write a version into a folder that any web server or object store can serve to workers and relays."""
+    """Add a version to a folder that any web server or object store can serve to workers and relays."""
     settings = load(ExportSettings, prog="ebbtide weights-export", argv=argv, description=main.__doc__ or "")
     try:
         asyncio.run(export(settings))
@@ -80,13 +80,13 @@ async def _look_up(relay: "Upstream", settings: ExportSettings) -> "StaticVersio
 async def _copy(relay: "Upstream", version: "StaticVersion", folder: Path) -> None:
     from ebbtide.weight_relay.export.static_copy import Writer
 
-    writer, pool = Writer(version, folder), relay.pool()
-    digests = list(version.blobs)
+    writer = await asyncio.to_thread(Writer, version, folder)
+    pool, digests = relay.pool(), writer.missing
     try:
         for start in range(0, len(digests), _MOST):
             async for digest, data in pool.pick().source.tiles(digests[start : start + _MOST]):
                 await asyncio.to_thread(writer.add, digest, data)
-        writer.finish()
+        await asyncio.to_thread(writer.finish)
     except VersionUnavailable as error:
         text = f"{error}; only anchors have all dense tiles (`ebbtide weights {version.manifest.run_id}` shows them)"
         raise VersionUnavailable(text) from None

@@ -1,12 +1,13 @@
-"""A static copy of a version: files that any web server or object store serves by ranges.
+"""A static copy of versions: files that any web server or object store serves by ranges.
 
-    index            16 bytes: `EbStatic`, format 1, 0; then 48 bytes per blob, sorted by digest:
-                     digest, size (u32), file number (u32), offset (u64), little-endian
-    00000.blobs ...  blobs one after another: a patch's before the dense tiles, each in the manifest's order
-    version.msgpack  the manifest, and the patches to it
+    index              16 bytes: `EbStatic`, format 1, 0; then 48 bytes per blob, sorted by digest:
+                       digest, size (u32), file number (u32), offset (u64), little-endian
+    00000.blobs ...    blobs one after another: a patch's before the dense tiles, each in the manifest's order
+    version-N.msgpack  the manifest of version N, and the patches to it
 
-Nothing in it needs trust: the manifest is signed, and whoever fetches checks each blob by its digest. The index comes
-last and at once, so that a copy whose writer died is no copy yet.
+Invariant: whatever `index` names lies in files that change no more; a further version adds files, and replaces the
+index last and at once. A writer that dies leaves files that nothing names. Nothing in it needs trust: manifests are
+signed, and whoever fetches checks each blob by its digest.
 """
 
 import os
@@ -18,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.runtime import fsync
 from ebbtide.types.weights import Manifest, Patch
 from ebbtide.weights import blob_sizes, check_tile, tile_sizes
 
@@ -28,7 +30,7 @@ FILE_BYTES: Final = 1 << 30
 
 
 class StaticVersion(Struct, frozen=True, kw_only=True):
-    """`version.msgpack`: what a copy is of. `dense`: all its dense tiles are there, not only those of the patches."""
+    """`version-N.msgpack`. `dense`: all its dense tiles are there, not only those of the patches."""
 
     manifest: Manifest
     patches: tuple[Patch, ...] = ()
@@ -36,7 +38,7 @@ class StaticVersion(Struct, frozen=True, kw_only=True):
 
     @property
     def blobs(self) -> dict[bytes, int]:
-        """Every blob of the copy and its bytes, in the order in which they lie there."""
+        """Every blob that it takes and its bytes, in order."""
         sizes: dict[bytes, int] = {}
         for patch in self.patches:
             sizes |= blob_sizes(patch)
@@ -44,28 +46,25 @@ class StaticVersion(Struct, frozen=True, kw_only=True):
 
 
 class Writer:
-    """Writes a copy into `folder`, which it makes. Blobs come in order; `finish` makes it a copy.
-
-    Raises `InvalidRequest` for a folder that cannot be written or holds a copy already.
-    """
+    """Adds a version to the copy in `folder`, which it makes. Raises `InvalidRequest` if that cannot be written."""
 
     def __init__(self, version: StaticVersion, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
         self._version, self._sizes = version, version.blobs
         self._folder, self._file_bytes = folder, file_bytes
-        self._records: list[tuple[bytes, int, int, int]] = []
         self._out: BinaryIO | None = None
-        self._number, self._offset = -1, 0
+        self._offset = 0
+        self.written = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+            self._records = _read_index(folder)
+            self._number = max((int(path.stem) for path in folder.glob("?????.blobs")), default=-1)
+        except (OSError, ValueError) as error:
             raise _unwritable(folder, error) from None
-        if (folder / "index").exists():
-            raise InvalidRequest(f"{folder} holds a static copy already; name another", field="folder")
 
     @property
-    def written(self) -> int:
-        """Bytes of the blobs written so far."""
-        return sum(size for _, size, _, _ in self._records)
+    def missing(self) -> list[bytes]:
+        """The version's blobs that are not there yet, in order."""
+        return [digest for digest in self._sizes if digest not in self._records]
 
     def add(self, digest: bytes, data: bytes) -> None:
         """Write the next blob. Raises `ChunkCorrupt` for one that is not what its digest says."""
@@ -74,23 +73,24 @@ class Writer:
             if self._out is None or self._offset + len(data) > self._file_bytes:
                 self.close()
                 self._number, self._offset = self._number + 1, 0
-                self._out = (self._folder / f"{self._number:05d}.blobs").open("wb")
+                self._out = (self._folder / f"{self._number:05d}.blobs").open("xb")
             self._out.write(data)
         except OSError as error:
             raise _unwritable(self._folder, error) from None
-        self._records.append((digest, len(data), self._number, self._offset))
+        self._records[digest] = (len(data), self._number, self._offset)
         self._offset += len(data)
+        self.written += len(data)
 
     def finish(self) -> None:
         """All blobs have come. Raises `InvalidRequest` if not."""
-        if len(self._records) != len(self._sizes):
-            raise InvalidRequest(f"{len(self._sizes) - len(self._records)} blobs are missing", field="version")
+        if missing := self.missing:
+            raise InvalidRequest(f"{len(missing)} blobs are missing", field="version")
+        records = sorted((digest, *spot) for digest, spot in self._records.items())
+        number = self._version.manifest.version.version
         try:
             self.close()
-            (self._folder / "version.msgpack").write_bytes(msgspec.msgpack.encode(self._version))
-            staged = self._folder / ".index"
-            staged.write_bytes(MAGIC + b"".join(RECORD.pack(*record) for record in sorted(self._records)))
-            staged.rename(self._folder / "index")
+            self._replace(f"version-{number}.msgpack", msgspec.msgpack.encode(self._version))
+            self._replace("index", MAGIC + b"".join(RECORD.pack(*record) for record in records))
         except OSError as error:
             raise _unwritable(self._folder, error) from None
 
@@ -102,6 +102,24 @@ class Writer:
             os.fsync(out.fileno())
             out.close()
 
+    def _replace(self, name: str, data: bytes) -> None:
+        staged = self._folder / f".{name}.{os.getpid()}"
+        staged.write_bytes(data)
+        fsync(staged)
+        staged.replace(self._folder / name)
+        fsync(self._folder)
 
-def _unwritable(folder: Path, error: OSError) -> InvalidRequest:
-    return InvalidRequest(f"{folder} cannot be written ({error.strerror})", field="folder")
+
+def _read_index(folder: Path) -> dict[bytes, tuple[int, int, int]]:
+    """Size, file and offset of each blob that is there. Raises `ValueError` for what is no index."""
+    if not (folder / "index").exists():
+        return {}
+    data = (folder / "index").read_bytes()
+    if data[: len(MAGIC)] != MAGIC or (len(data) - len(MAGIC)) % RECORD.size:
+        raise ValueError("its index is none of a static copy")
+    return {digest: (size, file, at) for digest, size, file, at in RECORD.iter_unpack(data[len(MAGIC) :])}
+
+
+def _unwritable(folder: Path, error: Exception) -> InvalidRequest:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return InvalidRequest(f"{folder} cannot be written ({text}); name another, or remove it", field="folder")
