@@ -3,7 +3,6 @@
 Pure functions over numpy arrays and bytes: nothing here waits, reads a clock or touches a file.
 """
 
-from ebbtide.weights.assemble import Assembly
 from ebbtide.weights.layout import Layout
 from ebbtide.weights.manifest import Limits, build_manifest, check_manifest, root_digest, seal_manifest
 from ebbtide.weights.parts import ManifestJoiner, ManifestPart, PatchJoiner, PatchPart, split_manifest, split_patch
@@ -15,7 +14,6 @@ from ebbtide.weights.tensors import NamedTensor, as_array, named_tensor
 from ebbtide.weights.tiles import check_tile, describe, slice_tiles, tile_digest, tile_size, tile_sizes
 
 __all__ = [
-    "Assembly",
     "Layout",
     "Limits",
     "ManifestJoiner",

@@ -10,7 +10,8 @@ from safetensors import safe_open
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.transfer import Changes, Mirror
-from ebbtide.weights import TileTask, places, tile_digest
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.weights import NamedTensor, TileTask, build_manifest, places, tile_digest, tile_sizes
 from tests.unit.transfer.filling import assert_right, blobs_of, bring, content, tasks_to
 from tests.unit.weights.chain import Link, chain, whole
 
@@ -225,3 +226,18 @@ async def test_one_holds_a_mirror_at_a_time_in_one_process_too(mirror: Mirror) -
 
     await asyncio.gather(*(user(name) for name in "abcd"))
     assert order[::2] == order[1::2]
+
+
+def test_a_tile_that_several_places_share_is_put_in_all_of_them() -> None:
+    zeros = [NamedTensor(name=name, dtype="U8", shape=(32,), data=memoryview(bytes(32))) for name in "ab"]
+    manifest = build_manifest("run", PolicyVersion(policy="p", version=1), zeros, tile_bytes=16)
+    mirror = Mirror(manifest, None)
+    (digest,) = tile_sizes(manifest)
+    with mirror.path.open("r+b") as file:
+        file.seek(-64, 2)
+        file.write(b"x" * 64)
+    for place in places(manifest):
+        assert not mirror.holds(manifest)
+        mirror.apply(TileTask(place, digest, 16, digest, (), 16), {digest: bytes(16)})
+    assert mirror.holds(manifest)
+    assert content(mirror) == {"a": bytes(32), "b": bytes(32)}

@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.types.weights import Manifest, PolicyVersion, TensorEntry
-from ebbtide.weights import Assembly, Limits, ManifestJoiner, ManifestPart, check_manifest, root_digest
+from ebbtide.weights import Limits, ManifestJoiner, ManifestPart, check_manifest, root_digest
 
 D = bytes(32)
 
@@ -76,7 +76,7 @@ def test_hostile_manifests_are_refused_before_allocation(manifest: Manifest) -> 
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest) as refusal:
-            Assembly(manifest)
+            check_manifest(manifest)
         assert tracemalloc.get_traced_memory()[1] < 256 << 10
     finally:
         tracemalloc.stop()

@@ -4,22 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 
-from ebbtide.errors import ChunkCorrupt, EbbtideError, VersionUnavailable
+from ebbtide.errors import ChunkCorrupt, EbbtideError
 from ebbtide.rpc.convert import from_proto, to_proto
-from ebbtide.types.weights import Manifest, PolicyVersion
+from ebbtide.types.weights import Manifest
 from ebbtide.v1 import weights_pb2
 from ebbtide.weights import (
-    Assembly,
     ManifestJoiner,
     ManifestPart,
     NamedTensor,
-    as_array,
-    build_manifest,
     check_manifest,
+    check_tile,
     root_digest,
     slice_tiles,
     split_manifest,
@@ -32,34 +29,8 @@ def all_tiles(tensors: list[NamedTensor], tile_bytes: int = 16) -> dict[bytes, b
     return {tile_digest(tile): bytes(tile) for tensor in tensors for tile in slice_tiles(tensor, tile_bytes)}
 
 
-def test_every_dtype_and_shape_comes_back_bit_for_bit(manifest: Manifest, tensors: list[NamedTensor]) -> None:
-    tiles = all_tiles(tensors)
-    assert set(tile_sizes(manifest)) == set(tiles)
-    assembly = Assembly(manifest)
-    while not assembly.complete:
-        assembly.place(digest := assembly.missing[-1], tiles[digest])
-    found = assembly.tensors()
-    assert list(found) == [tensor.name for tensor in tensors]
-    for tensor in tensors:
-        assert (found[tensor.name].dtype, found[tensor.name].shape) == (tensor.dtype, tensor.shape)
-        assert np.array_equal(as_array(found[tensor.name]), as_array(tensor))
-
-
-def test_a_tile_that_several_tensors_share_is_listed_once_and_placed_everywhere() -> None:
-    same = [NamedTensor(name=name, dtype="U8", shape=(32,), data=memoryview(bytes(32))) for name in "ab"]
-    assembly = Assembly(build_manifest("run", PolicyVersion(policy="p", version=1), same, tile_bytes=16))
-    assert len(assembly.missing) == 1
-    assembly.place(assembly.missing[0], bytes(16))
-    assert all(not as_array(tensor).any() for tensor in assembly.tensors().values())
-
-
-def test_nothing_is_given_out_before_the_last_tile(manifest: Manifest, tensors: list[NamedTensor]) -> None:
-    assembly = Assembly(manifest)
-    tiles = all_tiles(tensors)
-    for digest in assembly.missing[1:]:
-        assembly.place(digest, tiles[digest])
-    with pytest.raises(VersionUnavailable):
-        assembly.tensors()
+def test_its_tiles_are_those_of_its_tensors(manifest: Manifest, tensors: list[NamedTensor]) -> None:
+    assert set(tile_sizes(manifest)) == set(all_tiles(tensors))
 
 
 def test_a_manifest_travels_in_parts(manifest: Manifest) -> None:
@@ -127,13 +98,11 @@ def test_every_truncation_of_a_manifest_is_refused(form: Any, manifest: Manifest
             check_manifest(read(data[:length]))
 
 
-def test_every_flip_and_truncation_of_a_tile_is_refused(manifest: Manifest, tensors: list[NamedTensor]) -> None:
-    assembly = Assembly(manifest)
+def test_every_flip_and_truncation_of_a_tile_is_refused(tensors: list[NamedTensor]) -> None:
     for digest, data in all_tiles(tensors).items():
         mutants = [
             data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :] for at in range(len(data)) for bit in range(8)
         ]
         for mutant in [*mutants, *(data[:at] for at in range(len(data))), data + b"\0"]:
             with pytest.raises(ChunkCorrupt):
-                assembly.place(digest, mutant)
-    assert assembly.missing == list(tile_sizes(manifest))
+                check_tile(digest, mutant, len(data))
