@@ -6,6 +6,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
+from msgspec import Struct
+
 from ebbtide.client.exchange import End, Failure, Put, Share, Wanted
 from ebbtide.client.staging import Staging
 from ebbtide.errors import EbbtideError, NoCapacity, NotReady, Unavailable
@@ -22,6 +24,12 @@ _CLEARLY: Final = 0.9
 _ROUNDS: Final = 8
 #: Signs what a coordinator gave no key for: another one in each process.
 _OWN_SEED: Final = os.urandom(KEY_BYTES)
+
+
+class _Piece(Struct, frozen=True):
+    entry: TensorEntry
+    patch: TensorPatch
+    rank: int
 
 
 class Head:
@@ -162,9 +170,11 @@ def _joined(shares: Iterable[Encoded]) -> tuple[list[TensorEntry], tuple[TensorP
 
     A piece that several ranks hold, as replicas outside of their mesh do, stands there once.
     """
-    pieces: dict[str, dict[TensorEntry, TensorPatch]] = {}
-    for share in shares:
+    found: dict[str, list[_Piece]] = {}
+    for rank, share in enumerate(shares):
         for entry, patch in zip(share.entries, share.patches, strict=True):
-            pieces.setdefault(entry.name, {}).setdefault(entry, patch)
-    found = [(entry, own[entry]) for own in pieces.values() for entry in sorted(own, key=lambda one: one.start)]
-    return [entry for entry, _ in found], tuple(patch for _, patch in found)
+            pieces = found.setdefault(entry.name, [])
+            if not any(piece.entry == entry and piece.rank != rank for piece in pieces):
+                pieces.append(_Piece(entry, patch, rank))
+    ordered = [piece for pieces in found.values() for piece in sorted(pieces, key=lambda one: one.entry.start)]
+    return [piece.entry for piece in ordered], tuple(piece.patch for piece in ordered)

@@ -1,6 +1,7 @@
 """A coordinator that does as it is told, on a real socket: it can refuse, restart, and hand a lease to another."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Script(rollouts_pb2_grpc.RolloutsServicer, runs_pb2_grpc.RunsServicer, fle
         self.finished = 0  # rollouts f1, f2, ... that have finished
         self.grown = asyncio.Event()
         self.version = 0
+        self.seed = b""  # of the run's publisher
         self.slow_s = 0.0  # that a submit takes
 
     def calls(self, name: str) -> list[Any]:
@@ -94,7 +96,7 @@ class Script(rollouts_pb2_grpc.RolloutsServicer, runs_pb2_grpc.RunsServicer, fle
     async def ReserveVersion(self, request: Any, context: Any) -> Any:
         self._fenced("ReserveVersion", request, request)
         self.version += 1
-        return runs_pb2.ReserveVersionResponse(version=self.version)
+        return runs_pb2.ReserveVersionResponse(version=self.version, publisher_seed=self.seed)
 
     async def AnnounceVersion(self, request: Any, context: Any) -> Any:
         self._fenced("AnnounceVersion", request, request.lease)
@@ -184,14 +186,53 @@ async def client(coordinator: Coordinator) -> AsyncIterator[Client]:
         yield client
 
 
+class RelayServer:
+    """A relay in this process; started again, it listens where it did, with what its directory then holds."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.address = "127.0.0.1:0"
+        self.service: Relay | None = None
+        self._server: Server | None = None
+
+    async def start(self) -> None:
+        self.service = Relay(RelaySettings(data_dir=str(self.directory)))
+        await self.service.open()
+        settings = ServerSettings(listen=self.address, token=TOKEN)
+        self._server = Server(settings, [(add_WeightsServicer_to_server, Servicer(self.service), SERVICE)])
+        await self._server.start()
+        self.address = self._server.address
+
+    async def stop(self) -> None:
+        if self._server is not None and self.service is not None:
+            await self._server.stop(0.0)
+            await self.service.close()
+            self._server = self.service = None
+
+    async def forget(self) -> None:
+        """Start again with nothing."""
+        await self.stop()
+        shutil.rmtree(self.directory)
+        await self.start()
+
+
 @pytest.fixture
-async def relay(tmp_path: Path) -> AsyncIterator[str]:
-    """The address of a relay in this process."""
-    service = Relay(RelaySettings(data_dir=str(tmp_path / "relay")))
-    await service.open()
-    settings = ServerSettings(token=TOKEN)
-    server = Server(settings, [(add_WeightsServicer_to_server, Servicer(service), SERVICE)])
+async def server(tmp_path: Path) -> AsyncIterator[RelayServer]:
+    server = RelayServer(tmp_path / "relay")
     await server.start()
-    yield server.address
-    await server.stop(0.0)
-    await service.close()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+def relay(server: RelayServer) -> str:
+    """The address of a relay in this process."""
+    return server.address
+
+
+@pytest.fixture
+async def both(coordinator: Coordinator, relay: str) -> AsyncIterator[Client]:
+    """A client of a coordinator and a relay."""
+    coordinator.script.ttl_s = 60.0
+    async with Client(coordinator.address, relay, security=ClientSecurity(token=TOKEN), patience_s=10.0) as client:
+        yield client

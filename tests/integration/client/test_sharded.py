@@ -16,10 +16,8 @@ from safetensors.torch import load_file
 from ebbtide.client.retry import Peer
 from ebbtide.errors import VersionUnavailable
 from ebbtide.rpc.security import ClientSecurity
-from ebbtide.transfer import Mirror, Puller, opener
-from ebbtide.types.weights import Holder
-from ebbtide.v1.weights_pb2_grpc import WeightsStub
 from ebbtide.weights import Signer
+from tests.integration.client.reader import Reader
 
 TOKEN = "a-token-of-tests"
 RANKS = 4
@@ -52,32 +50,6 @@ async def train(folder: Path, relay: str, kinds: str, *flags: str) -> list[tuple
     return await asyncio.gather(*(one(rank) for rank in range(RANKS)))
 
 
-class Reader:
-    """Follows the versions of one run, as a worker does."""
-
-    def __init__(self, peer: Peer, run: str) -> None:
-        holder = Holder(name=f"reader-of-{run}")
-        security = ClientSecurity(token=TOKEN)
-        self._puller = Puller(
-            WeightsStub(peer.channel), peer.target, holder=lambda: holder, patience_s=5.0, open_source=opener(security)
-        )
-        self._run = run
-        self._mirror: Mirror | None = None
-
-    async def read(self, version: int) -> dict[str, torch.Tensor]:
-        manifest = await self._puller.manifest(self._run, "policy", version, publisher=KEY)
-        self._mirror = self._mirror or Mirror(manifest, None)
-        async with self._mirror.hold():
-            await self._puller.pull(self._run, manifest.version, self._mirror, manifest, publisher=KEY)
-        found: dict[str, torch.Tensor] = load_file(self._mirror.path)
-        return {name: tensor.clone() for name, tensor in found.items()}
-
-    def close(self) -> None:
-        self._puller.close()
-        if self._mirror is not None:
-            self._mirror.close()
-
-
 @pytest.mark.timeout(240)
 async def test_shards_of_every_kind_make_up_the_gathered_model_bit_for_bit(relay: str, tmp_path: Path) -> None:
     kinds = ["fsdp", "tensor", "both", "replicas"]
@@ -86,7 +58,7 @@ async def test_shards_of_every_kind_make_up_the_gathered_model_bit_for_bit(relay
     told = {(line["run"], line["version"]): line for line in ranks[0][1]}
     peer = Peer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=5.0)
     for kind in kinds:
-        reader = Reader(peer, kind)
+        reader = Reader(peer, kind, KEY)
         for version in (1, 2, 3):
             found, expected = await reader.read(version), load_file(tmp_path / f"{kind}.{version}.safetensors")
             assert found.keys() == expected.keys()
@@ -115,7 +87,7 @@ async def test_a_rank_that_dies_leaves_no_version_and_the_others_know_whose_deat
         assert lines[-1]["error"] == "Unavailable"
         assert "rank 3 of the trainer is gone" in lines[-1]["text"]
     peer = Peer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=1.0)
-    reader = Reader(peer, "fsdp")
+    reader = Reader(peer, "fsdp", KEY)
     with pytest.raises(VersionUnavailable):
         await reader.read(2)
     assert (await reader.read(1)).keys() == load_file(tmp_path / "fsdp.1.safetensors").keys()

@@ -1,7 +1,7 @@
 """A trainer publishes through the lease, and anybody fetches: the SDK against a real relay."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,6 @@ from ebbtide.weight_relay.service import Relay
 from ebbtide.weights import NamedTensor, as_array, named_tensor
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
-
-
-@pytest.fixture
-async def both(coordinator: Any, relay: str) -> AsyncIterator[Client]:
-    coordinator.script.ttl_s = 60.0
-    async with Client(coordinator.address, relay, security=SECURITY, patience_s=10.0) as client:
-        yield client
 
 
 def weights(seed: int) -> dict[str, Any]:
