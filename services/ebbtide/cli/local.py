@@ -32,6 +32,8 @@ _MAX_SOCKET_PATH: Final = 100
 #: Threads that wait for others sleep: on cores that other programs use too, spinning ones train ten times slower.
 _SLEEPING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 _CLEARED: Final = ("logs", "ready", "redis", "relay", "ledgers")
+#: Here and not in /dev/shm, where nobody would clear what killed workers leave. They make it themselves, theirs alone.
+_MIRRORS: Final = "mirrors"
 
 
 class Shape(Struct, frozen=True, kw_only=True):
@@ -143,6 +145,7 @@ class Cluster:
             flush_tokens=shape.flush_tokens,
             flush_interval_ms=shape.flush_interval_ms,
             counter_file=self._ledger(name),
+            mirror_dir=self.directory / _MIRRORS,
             **flags,
         )
 
@@ -204,8 +207,9 @@ def _prepared(directory: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InvalidRequest("another cluster runs in it; name another directory", field=str(directory)) from None
-        for name in _CLEARED:
+        for name in (*_CLEARED, _MIRRORS):
             shutil.rmtree(directory / name, ignore_errors=True)
+        for name in _CLEARED:
             (directory / name).mkdir()
         path = directory.resolve() / "redis" / "redis.sock"
         if len(str(path)) <= _MAX_SOCKET_PATH:

@@ -8,13 +8,17 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
+from ebbtide.client import Client
 from ebbtide.testing import wait_until
+from ebbtide.types.run import RunEvent
 from tests.integration.cli.stand_ins import alive
 
 pytestmark = pytest.mark.timeout(240)
@@ -67,6 +71,13 @@ class Up:
         command = [sys.executable, "-m", "ebbtide.cli", *words]
         return subprocess.run(command, capture_output=True, text=True, check=False, env=self.environment)
 
+    def token(self) -> str:
+        return (self.folder / "up" / "token").read_text()
+
+    def mirrors(self) -> list[Path]:
+        """What workers hold of weights now."""
+        return list((self.folder / "up" / "mirrors").glob("*/*"))
+
     def pids(self) -> list[int]:
         return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
 
@@ -86,7 +97,19 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     assert made.process.wait(60) == 0
     assert len(pids) >= 7
     assert alive(pids) == []
+    assert made.mirrors() == []
     assert "All processes are gone" in made.said()
+
+
+async def watched(client: Client, kind: str, count: int) -> AsyncIterator[RunEvent]:
+    """The first events of a kind that a run of the name `w` tells."""
+    async with aclosing(client.watch("w")) as events:
+        async for event in events:
+            if event.kind == kind:
+                yield event
+                count -= 1
+            if not count:
+                return
 
 
 def spec(folder: Path, environment: str = "number_guessing", model: str = "nowhere", params: str = "") -> str:
@@ -132,6 +155,32 @@ def test_a_run_that_is_not_there_is_told_in_one_line(up: Up) -> None:
         assert done.returncode == 1
         assert done.stderr.startswith("ebbtide: there is no run no-such-run")
         assert len(done.stderr.splitlines()) == 1
+
+
+async def test_the_weights_of_a_run_are_told_and_a_copy_of_them_is_written(up: Up, tmp_path: Path) -> None:
+    run_spec = {"name": "w", "model": "m", "environment": {"name": "e"}, "trainer": {"name": "external"}}
+    first = np.random.default_rng(0).normal(size=(512, 1024)).astype(np.float16)
+    second = first.copy()
+    second[::7, ::5] *= np.float16(1.01)
+    where = {name.removeprefix("EBBTIDE_").lower(): value for name, value in up.environment.items()}
+    token = up.token()
+    async with Client(where["coordinator"], where["relay"], token=token) as client:
+        await client.submit(run_spec, "w")
+        async with client.claim("w") as lease:
+            parent = (await lease.publish({"w": first}, step=0)).version
+            await lease.publish({"w": second}, step=1, parent=parent)
+            told = re.compile(
+                r"2 versions, the newest 2 of 1\.05 MB; a patch from 1 takes \d+(\.\d+)?x less; 2 have it"
+            )
+            await wait_until(lambda: told.search(up.run("weights", "w").stdout), timeout=30)
+            assert up.mirrors()
+            installs = [one async for one in watched(client, "installed", 2)]
+    assert {one.labels["worker"] for one in installs} == {"worker-1", "worker-2"}
+    assert {one.values["version"] for one in installs} <= {1, 2}
+    copied = up.run("weights-export", "--run", "w", "--relay", where["relay"], "--folder", str(tmp_path / "copy"),
+                    "--version", "1")  # fmt: skip
+    assert copied.returncode == 0, copied.stderr
+    assert copied.stdout.startswith("version 1: 1 blobs, 1048576 bytes in ")
 
 
 async def test_a_coordinator_that_is_killed_is_started_again_at_the_same_address(up: Up) -> None:
