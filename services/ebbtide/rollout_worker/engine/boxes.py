@@ -20,7 +20,7 @@ def viewed(shape: Sequence[int], offset: int, size: Sequence[int], stride: Seque
     splits or merges dimensions, the slice that holds just its elements is found.
     """
     if 0 in size:
-        return tuple((0, 0) for _ in shape)
+        return tuple((0, 0) for _ in shape) or None
     strides = _strides(shape)
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     box = tuple(

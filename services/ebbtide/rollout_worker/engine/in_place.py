@@ -38,10 +38,10 @@ def obstacle(model: torch.nn.Module, quantised: bool, seen: LoaderMap, root: Pat
     What a model computes from its weights after loading would stay that of the old ones. So every element that a loader
     copies must be found in the live parameter where the loader puts it, and nothing else may be derived from it.
     """
-    if all(parameter.device.type == "cpu" for parameter in model.parameters()):
-        return "CPU builds pack their layers"
     if quantised:
         return "its weights are quantised after they were loaded"
+    if all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        return "CPU builds pack their layers"
     if any(isinstance(layer, MLAAttention) for layer in model.modules()):
         return "its attention keeps products of its weights"
     if hasattr(model, "process_weights_after_loading"):

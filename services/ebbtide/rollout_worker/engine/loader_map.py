@@ -84,7 +84,7 @@ def observe(model: torch.nn.Module, tensors: Mapping[str, tuple[torch.dtype, Seq
         except Exception as error:
             raise InvalidRequest(f"the model's loader cannot be run dry on {at}: {error}", field="weights") from error
     seen = observer.seen
-    if left := [name for name in targets if name not in seen.reached and tied.get(name) not in seen.reached]:
+    if left := [name for name, one in targets.items() if not {observer.known(one), tied.get(name)} & seen.reached]:
         raise InvalidRequest(f"a dry run of the model's loader leaves {left[0]} out", field="weights")
     return seen
 
@@ -136,7 +136,13 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen = LoaderMap(reads={name: [] for name in checkpoint})
         self._shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint.items()}
         self._names = {_storage(tensor): name for name, tensor in checkpoint.items()}
-        self._parameters = {_storage(tensor): name for name, tensor in parameters.items()}
+        self._parameters: dict[int, str] = {}
+        for name, tensor in parameters.items():
+            self._parameters.setdefault(_storage(tensor), name)
+
+    def known(self, target: torch.Tensor) -> str | None:
+        """The parameter that `target` is, or is part of, by the first of its names."""
+        return self._parameters.get(_storage(target))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -152,7 +158,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        parameter = self._parameters.get(_storage(target))
+        parameter = self.known(target)
         name = self._names.get(_storage(source))
         if parameter is not None:
             self.seen.reached.add(parameter)

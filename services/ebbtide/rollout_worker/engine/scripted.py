@@ -3,10 +3,12 @@ continue exactly, whoever generated the partial. For tests, chaos and scale; its
 version.
 
 Invariant: one timer makes the tokens of all requests, a step at a time, while there are requests; nothing is made while
-the engine is paused, stalled or lost. `tokens` counts what was made.
+the engine is paused, stalled or lost. `tokens` counts what was made. `installed` says which bytes each version
+consisted of, if `digests` was set: what a real engine would have copied.
 """
 
 import asyncio
+import hashlib
 import math
 import time
 import zlib
@@ -28,6 +30,12 @@ END: Final = 1
 _FIRST: Final = 2
 #: Nothing sleeps longer than this at once.
 _LONG_S: Final = 3600.0
+
+
+def digest(weights: Path) -> str:
+    """BLAKE2b of the file, in hexadecimal."""
+    with weights.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 class Script:
@@ -100,6 +108,8 @@ class ScriptedEngine:
     def __init__(self, settings: ScriptedSettings) -> None:
         self._settings = settings
         self._version = self.tokens = 0
+        self.digests = False
+        self.installed: list[tuple[int, str]] = []
         self._feeds: dict[Feed, None] = {}
         self._steps: asyncio.Task[None] | None = None
         self._paused: set[str] = set()
@@ -151,13 +161,16 @@ class ScriptedEngine:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in token_ids)
 
-    async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:  # noqa: ARG002
+    async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:
         if version == self._settings.refuse_version:
             raise InvalidRequest(f"version {version} was refused, as scripted", field="weights")
-        checkpoint.header(weights)
+        for file in [weights] if changes is None else [weights, changes]:
+            checkpoint.header(file)
         start = time.monotonic()
         await self.pause("install")
         await asyncio.sleep(self._settings.install_s)
+        if self.digests:
+            self.installed.append((version, await asyncio.to_thread(digest, weights)))
         self._version = version
         await self.resume("install")
         return time.monotonic() - start

@@ -70,7 +70,9 @@ class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         root = Path(self.model_config.model)
         self._entries = entries(root)
         self._tied = reloading.tied_layers(self.model)
-        self._aliases = aliases(self.model)
+        self._aliases = {
+            name: first for name, first in aliases(self.model).items() if {name, first} <= self._entries.keys()
+        }
         if cpu.is_cpu_build():
             cpu.keep_freed_memory()
             reloading.prepare(self.model, self._tied)
@@ -97,7 +99,7 @@ class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self._weights = self._open.enter_context(safe_open(weights, framework="pt"))
         self._changes = Path(changes) if changes else None
         for name, first in self._aliases.items():
-            if {name, first} <= self._entries.keys() and not torch.equal(self._tensor(name), self._tensor(first)):
+            if not torch.equal(self._tensor(name), self._tensor(first)):
                 raise ValueError(f"{name} differs from {first}, to which this model ties it")
         self._touching = iter(()) if changes else self._touch()
 
