@@ -25,6 +25,8 @@ from ebbtide.weights import Way, blob_sizes
 log = telemetry.get_logger(__name__)
 #: Bytes of chains composed per second before the first was timed: one slow core's.
 _FIRST_RATE: Final = 20e6
+#: Longest that an answer waits for a composed patch: well within the time that a call may take.
+_PATIENCE_S: Final = 20.0
 #: Weight of the newest measurement.
 _SHARE: Final = 0.3
 
@@ -49,7 +51,7 @@ class Composing:
                 return
             task = self._tasks[key] = asyncio.create_task(self._compose(key, way), name="compose")
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
-        await asyncio.wait({task}, timeout=saved_s(chain, bytes_per_s))
+        await asyncio.wait({task}, timeout=min(saved_s(chain, bytes_per_s), _PATIENCE_S))
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())

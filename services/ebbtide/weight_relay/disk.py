@@ -114,10 +114,11 @@ class Disk:
         self._put(path, _ENCODER.encode(patch), self.versions)
 
     def mark(self, stream: Stream, version: int, *, anchor: bool) -> None:
-        """Record, durably, that a version has become an anchor, or is none any more."""
+        """Record, durably, that a version has become an anchor, or is none any more. Idempotent."""
         now, then = (PATCHED, ANCHOR) if anchor else (ANCHOR, PATCHED)
         path = self.version_path(stream, version, now)
-        path.rename(path.with_suffix(then))
+        with contextlib.suppress(FileNotFoundError):  # renamed before, and not synced
+            path.rename(path.with_suffix(then))
         fsync(path.parent)
 
     def drop_manifest(self, run_id: str, policy: str, version: int) -> None:

@@ -3,58 +3,21 @@
 So it is with patches, with anchors made of them and let go, and with what arrives.
 """
 
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ebbtide.weight_relay.disk import Disk
 from ebbtide.weight_relay.recovery import Found, recover
 from ebbtide.weights import blob_sizes, check_tile, tile_sizes
+from tests.integration.weight_relay.crashes import Crash, Crasher
 from tests.integration.weight_relay.lines import Line, Version
 
 STREAM = "run", "policy"
 LINE = Line(4, sizes={"w": ("U8", "|u1", 1400)}, tile_bytes=500)
-
-
-class Crash(BaseException):
-    """The process ends here."""
-
-
-class Crasher:
-    """Ends the process before file operation number `at`; a write cut short leaves half of its bytes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-        self._left = at
-        self.log: list[str] = []
-        write = Path.write_bytes
-        for owner, name in ((Path, "rename"), (Path, "unlink"), (os, "fsync")):
-            monkeypatch.setattr(owner, name, self._wrap(name, getattr(owner, name)))
-
-        def write_bytes(path: Path, data: bytes) -> int:
-            if self._left == 0:
-                write(path, data[: len(data) // 2])
-            self._count("write")
-            return write(path, data)
-
-        monkeypatch.setattr(Path, "write_bytes", write_bytes)
-
-    def _wrap(self, name: str, real: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            self._count(name)
-            return real(*args, **options)
-
-        return call
-
-    def _count(self, name: str) -> None:
-        if self._left == 0:
-            raise Crash
-        self._left -= 1
-        self.log.append(name)
 
 
 def put(disk: Disk, version: Version) -> None:
