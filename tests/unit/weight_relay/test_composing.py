@@ -1,0 +1,99 @@
+"""Patches of several steps: what they make, when they are made, and how they go."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+
+from ebbtide.types.weights import FoundWay
+from ebbtide.weight_relay.service import Relay
+from ebbtide.weights import Planner, TileTask, Way, check_patch, places, tile_digest
+from ebbtide.weights.patch.layout import unit_width
+from ebbtide.weights.patch.tile import TileCodec
+from tests.integration.weight_relay.lines import Line, Version
+from tests.unit.weight_relay.relays import SMALL, patches, publish, publish_all, relay_at
+
+SLOW, FAST = 1.0, 1e12
+
+
+async def opened(folder: Path, **settings: Any) -> Relay:
+    relay = relay_at(folder, keep_versions=30, anchor_every=99, anchor_share=99.0, **settings)
+    await relay.open()
+    return relay
+
+
+async def follow(relay: Relay, found: FoundWay, base: Version, target: Version) -> None:
+    """Bring the base's tiles to the target by the way's patches, and compare."""
+    steps, number = [], found.start
+    for via in found.via:
+        patch = relay.patch("run", "policy", number, via)
+        check_patch(patch, relay.manifest("run", "policy", via))
+        steps.append(patch)
+        number = via
+    way = Way(start=base.manifest, patches=tuple(steps), anchor=False)
+    held = {(i, j): base.manifest.tensors[i].digests[j] for i, j in places(base.manifest)}
+    for task in Planner(target.manifest, [way]).tasks(places(target.manifest), held):
+        assert isinstance(task, TileTask)
+        width = unit_width(target.manifest.tensors[task.place[0]].dtype)
+        dense = await relay.tile(task.dense) if task.dense else base.tiles[held[task.place]]
+        tile = np.frombuffer(bytearray(dense), f"<u{width}")
+        for digest in task.patches:
+            TileCodec(width).apply(await relay.tile(digest), tile)
+        assert tile_digest(tile.tobytes()) == task.digest
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0005, 0.02, 0.3, 0.8, 1.0])
+async def test_a_composed_patch_makes_what_its_chain_makes(share: float, tmp_path: Path) -> None:
+    line = Line(6, share=share, sizes={**SMALL, "tiny": ("F16", "<u2", 3), "wide": ("I64", "<u8", 500)})
+    relay = await opened(tmp_path)
+    await publish_all(relay, line)
+    relay._composing._rate = 1e15  # as if it cost nothing
+    for start, wanted in ((1, 6), (2, 4), (5, 6)):
+        ways = await relay.ways("run", "policy", wanted, [start], bytes_per_s=SLOW)
+        await follow(relay, ways[-1], line[start], line[wanted])
+        await follow(relay, ways[-1], line[start], line[wanted])
+    await relay.close()
+
+
+def composed() -> float:
+    return REGISTRY.get_sample_value("ebbtide_relay_composed_patches_total") or 0.0
+
+
+async def test_who_asks_at_once_shares_one_composition_and_who_gains_nothing_waits_for_none(tmp_path: Path) -> None:
+    line, relay = Line(6, share=0.3, sizes=SMALL), await opened(tmp_path)
+    await publish_all(relay, line)
+    before = composed()
+    assert [way.via for way in await relay.ways("run", "policy", 6, [1], bytes_per_s=FAST)] == [(2, 3, 4, 5, 6)]
+    answers = await asyncio.gather(
+        *(relay.ways("run", "policy", 6, [1], bytes_per_s=SLOW) for _ in range(8)),
+    )
+    assert all(found[0].via == (6,) for found in answers)
+    assert composed() == before + 1
+    assert [way.via for way in await relay.ways("run", "policy", 6, [1], bytes_per_s=FAST)] == [(6,)]
+    await relay.close()
+
+
+async def test_a_composed_patch_makes_room_before_anything_that_was_published(tmp_path: Path) -> None:
+    sizes = {"w": ("BF16", "<u2", 400_000)}
+    line, relay = Line(7, share=0.05, sizes=sizes), await opened(tmp_path, budget_bytes=1_200_000)
+    for version in list(line)[:5]:
+        await publish(relay, version)
+    await relay.ways("run", "policy", 5, [1], bytes_per_s=SLOW)
+    assert (1, 5) in patches(relay)
+    published = [(number, number + 1) for number in range(1, 5)]
+    other = Line(1, sizes={"w": ("U8", "|u1", 300_000)}, run_id="other", seed=3)
+    for digest in await relay.begin(other[1].manifest):
+        await relay.put(digest, other[1].tiles[digest])
+    assert patches(relay) == published
+    await relay.close()
+
+
+async def test_no_patch_is_composed_where_room_lacks(tmp_path: Path) -> None:
+    sizes = {"w": ("BF16", "<u2", 400_000)}
+    line, relay = Line(5, share=0.05, sizes=sizes), await opened(tmp_path, run_quota_bytes=900_000)
+    await publish_all(relay, line)
+    assert [way.via for way in await relay.ways("run", "policy", 5, [1], bytes_per_s=SLOW)] == [(2, 3, 4, 5)]
+    await relay.close()
