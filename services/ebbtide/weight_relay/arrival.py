@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from ebbtide import telemetry
-from ebbtide.errors import ChunkCorrupt, EbbtideError, InvalidRequest, NotReady, Unavailable
+from ebbtide.errors import ChunkCorrupt, EbbtideError, InvalidRequest, NoCapacity, NotReady, Unavailable
 from ebbtide.transfer.finding import Found
 from ebbtide.transfer.pool import OpenSource
 from ebbtide.types.weights import TILE_BYTES, FoundWay, Manifest, Patch
@@ -74,6 +74,8 @@ class Arrival:
             for step, digests in zip(steps, missing, strict=True):
                 await self._fetch(digests)
                 await self._commit(step)
+        except _OwnFault as fault:
+            raise fault.error from None
         finally:
             renewal.cancel()
         with suppress(EbbtideError):  # the upstream hears of it again
@@ -148,7 +150,7 @@ class Arrival:
                 raise Unavailable(f"blobs were let go meanwhile; ask for another way ({error})") from None
             try:
                 await self._read(source, wanted)
-            except (Unavailable, ChunkCorrupt, NotReady) as error:
+            except (Unavailable, ChunkCorrupt, NotReady, NoCapacity) as error:
                 self._pool.drop(source, error)
                 metrics.UPSTREAM_FAILURES.labels(type(error).__name__).inc()
                 log.warning("source broke", source=source.name, address=source.address, reason=str(error))
@@ -167,7 +169,15 @@ class Arrival:
     async def _put(self, digest: bytes, data: bytes) -> None:
         try:
             await self._relay.put(digest, data)
-        except InvalidRequest as error:
-            if error.field != "digest":
-                raise
-            raise Unavailable(f"the stage has gone meanwhile ({error})") from None
+        except ChunkCorrupt:
+            raise
+        except EbbtideError as error:
+            raise _OwnFault(error) from None
+
+
+class _OwnFault(Exception):
+    """What a blob failed at here, for which its source is not to blame: a full disk, a stage that has gone."""
+
+    def __init__(self, error: EbbtideError) -> None:
+        gone = isinstance(error, InvalidRequest) and error.field == "digest"
+        self.error = Unavailable(f"the stage has gone meanwhile ({error})") if gone else error

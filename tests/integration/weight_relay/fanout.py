@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from ebbtide.rollout_worker.peers import Shelf
+from ebbtide.rollout_worker.servicer import Servicer as WorkersServicer
+from ebbtide.rollout_worker.servicer import add_to_server
 from ebbtide.rpc.channel import Channel, open_channel
 from ebbtide.rpc.convert import from_proto
 from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
-from ebbtide.transfer import Mirror, Puller, opener
+from ebbtide.transfer import BlobCache, Mirror, Puller, opener
 from ebbtide.types.weights import Holder, Manifest, Patch, PolicyVersion, WeightsState
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsStub, add_WeightsServicer_to_server
@@ -129,15 +132,28 @@ def _changed(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 class Reader:
-    """A worker's half: a puller, and the mirror that it fills. It serves nobody."""
+    """A worker's half: a puller, the mirror that it fills, and what it serves to peers, if it does."""
 
     def __init__(self, name: str, relay: str, site: str = "") -> None:
         self._channel: Channel = open_channel(relay, SECURITY)
-        holder = Holder(name=name, site=site)
-        self._puller = Puller(
-            WeightsStub(self._channel), relay, holder=lambda: holder, patience_s=20.0, open_source=opener(SECURITY)
-        )
+        self._cache = BlobCache(64 << 20)
         self._mirror: Mirror | None = None
+        self._shelf = Shelf(self._cache, lambda: self._mirror, 64)
+        self._server: Server | None = None
+        self._puller = Puller(
+            WeightsStub(self._channel),
+            relay,
+            holder=lambda: Holder(name=name, site=site, address=self._shelf.address),
+            patience_s=20.0,
+            open_source=opener(SECURITY),
+            cache=self._cache,
+        )
+
+    async def serve(self) -> None:
+        """Serve what comes to peers."""
+        self._server = Server(ServerSettings(token=TOKEN), [(add_to_server, WorkersServicer(self._shelf), SERVICE)])
+        await self._server.start()
+        self._shelf.address = self._server.address
 
     async def pull(self, version: int) -> dict[str, int]:
         """Bring the mirror to a version; the bytes by source."""
@@ -152,6 +168,8 @@ class Reader:
         return self._mirror is not None and self._mirror.holds(version.manifest)
 
     async def close(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0.0)
         self._puller.close()
         if self._mirror is not None:
             self._mirror.close()
@@ -159,9 +177,11 @@ class Reader:
 
 
 @asynccontextmanager
-async def readers(count: int, relay: str, site: str = "") -> AsyncIterator[list[Reader]]:
+async def readers(count: int, relay: str, site: str = "", *, serve: bool = False) -> AsyncIterator[list[Reader]]:
     found = [Reader(f"w{number}", relay, site) for number in range(count)]
     try:
+        for reader in found if serve else ():
+            await reader.serve()
         yield found
     finally:
         for reader in found:

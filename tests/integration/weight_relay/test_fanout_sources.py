@@ -15,7 +15,17 @@ from ebbtide.testing import wait_until
 from ebbtide.testing.link import ShapedLink
 from ebbtide.testing.process import free_port
 from ebbtide.weight_relay.export.__main__ import ExportSettings, export
-from tests.integration.weight_relay.fanout import KIB, SECURITY, TILE, Reader, RunningRelay, Version, readers, running
+from tests.integration.weight_relay.fanout import (
+    KIB,
+    SECURITY,
+    STREAM,
+    TILE,
+    Reader,
+    RunningRelay,
+    Version,
+    readers,
+    running,
+)
 
 
 @pytest.fixture
@@ -84,6 +94,38 @@ async def test_readers_of_a_site_are_sent_to_its_relay_and_not_over_the_link_aga
         assert reader.holds(version)
         await reader.close()
     assert [(link.site, link.bytes) for link in home.fanout.links.states()] == [("away", version.size)]
+
+
+async def test_workers_of_a_site_without_a_relay_bring_one_copy_over_its_link_and_share_it(home: RunningRelay) -> None:
+    version = Version(1, tiles=48)
+    await version.publish(home.relay)
+    async with (
+        ShapedLink(home.address, 2000 * KIB, 0.005) as link,
+        readers(6, link.address, "away", serve=True) as six,
+    ):
+        taken = await asyncio.gather(*(reader.pull(1) for reader in six))
+        assert all(reader.holds(version) for reader in six)
+        assert sum(sizes.get("weight-relay", 0) for sizes in taken) == version.size
+        assert link.received <= 1.05 * version.size  # with six manifests of small tiles
+
+
+async def test_workers_go_on_when_the_one_that_brings_it_dies(home: RunningRelay) -> None:
+    version = Version(1, tiles=48)
+    await version.publish(home.relay)
+    async with (
+        ShapedLink(home.address, 2000 * KIB, 0.005) as link,
+        readers(4, link.address, "away", serve=True) as four,
+    ):
+        pulls = [asyncio.create_task(four[0].pull(1))]
+        await wait_until(lambda: home.fanout.holders.fetching(STREAM, 1), what="the seed")
+        pulls += [asyncio.create_task(reader.pull(1)) for reader in four[1:]]
+        await wait_until(lambda: link.received >= version.size / 2, timeout=20, interval=0.001)
+        pulls[0].cancel()
+        await asyncio.gather(pulls[0], return_exceptions=True)
+        await four[0].close()
+        await asyncio.gather(*pulls[1:])
+        assert all(reader.holds(version) for reader in four[1:])
+        assert link.received < 2 * version.size
 
 
 async def test_a_chain_of_three_relays_hands_a_version_on_while_it_comes(home: RunningRelay, tmp_path: Path) -> None:
