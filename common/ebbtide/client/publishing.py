@@ -160,14 +160,24 @@ class Publisher:
     async def _publish(
         self, making: Making, start: Start, snapshot: Snapshot, head: Head | None, pause_s: float
     ) -> PublishReport:
+        spare = self._spare
         try:
-            made = await making.make(start, snapshot.tensors, self._base)
+            made, _ = await asyncio.gather(
+                making.make(start, snapshot.tensors, self._base),
+                # The next version will be copied beside this one: have the memory for it before the trainer waits.
+                asyncio.to_thread(spare.make_room, [] if self._base else snapshot.room),
+            )
+        except asyncio.CancelledError:
+            self._spare = Snapshot()
+            raise
         except Exception:
             self._spare = snapshot
             raise
+        if self._base is not None:
+            self._spare = self._shadow
         described = Described(snapshot.tensors, made.encoded.entries)
         self._base = Base(made.end.version.version, described, head.manifest if head else None)
-        self._shadow, self._spare = snapshot, self._shadow
+        self._shadow = snapshot
         return _report(made, pause_s)
 
 

@@ -6,7 +6,7 @@ torch is not imported: who has tensors of it has it already.
 import mmap
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +34,7 @@ class Snapshot:
     def __init__(self) -> None:
         self.tensors: tuple[NamedTensor, ...] = ()
         self._buffers: list[Bytes] = []
+        self._pinned: list[bool] = []
 
     def take(self, tensors: Tensors, *, first: bool = True) -> None:
         """Copy `tensors`. Of sharded ones, what this process publishes of them; whole ones only for the `first`.
@@ -51,8 +52,18 @@ class Snapshot:
                     taken.append(self._from_host(len(taken), name, part))
         for device in devices.values():
             sys.modules["torch"].cuda.synchronize(device)
-        del self._buffers[len(taken) :]
+        del self._buffers[len(taken) :], self._pinned[len(taken) :]
         self.tensors = tuple(taken)
+
+    @property
+    def room(self) -> list[tuple[int, bool]]:
+        """The bytes of each tensor's memory, and whether it is for a GPU to write to."""
+        return [(len(buffer), pinned) for buffer, pinned in zip(self._buffers, self._pinned, strict=True)]
+
+    def make_room(self, room: Sequence[tuple[int, bool]]) -> None:
+        """Have such memory, so that the next `take` need not wait for it."""
+        for place, (size, pinned) in enumerate(room):
+            self._buffer(place, size, pinned=pinned).fill(0)  # memory is there once it is written to
 
     def _from_host(self, place: int, name: str, part: Part) -> NamedTensor:
         found = named_tensor(name, part.local)
@@ -82,10 +93,11 @@ class Snapshot:
 
     def _buffer(self, place: int, size: int, *, pinned: bool) -> Bytes:
         if place == len(self._buffers):
-            self._buffers.append(_allocate(size, pinned=pinned))
-        elif len(self._buffers[place]) != size:
+            self._buffers.append(np.empty(0, np.uint8))
+            self._pinned.append(False)
+        if (len(self._buffers[place]), self._pinned[place]) != (size, pinned):
             self._buffers[place] = np.empty(0, np.uint8)  # so that not both are there at once
-            self._buffers[place] = _allocate(size, pinned=pinned)
+            self._buffers[place], self._pinned[place] = _allocate(size, pinned=pinned), pinned
         return self._buffers[place]
 
 
