@@ -7,9 +7,9 @@ few manifests that passed are kept, since the one just installed is where the ne
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeVar
 
 from msgspec import Struct
 
@@ -32,9 +32,16 @@ from ebbtide.weights import (
     same_geometry,
 )
 
+A = TypeVar("A")
+T = TypeVar("T")
 _MANIFESTS: Final = 4
 #: Longest chain of patches that is followed: each step costs a manifest; relays compose longer ones.
 _STEPS: Final = 64
+#: Of an answer, what comes first: the best.
+_WAYS: Final = 64
+_SOURCES: Final = 16
+#: Lists fetched at once, so that a chain over a long line does not take as many times its delay.
+_LISTS: Final = 8
 #: For the whole of a manifest or of a patch's lists.
 _LISTS_S: Final = 120.0
 
@@ -70,7 +77,8 @@ class Finder:
         request.holder.CopyFrom(to_proto(self._holder(), pb.Holder))
         with translated("weight-relay", self._target):
             answer = await self._relay.FindWay(request)
-        return from_proto(answer, Found)
+        found = from_proto(answer, Found)
+        return Found(found.ways[:_WAYS], found.sources[:_SOURCES], found.again_s)
 
     async def manifest(
         self,
@@ -123,8 +131,9 @@ class Finder:
         version = target.version
         if (found.via or (found.start,))[-1] != version.version or len(found.via) > _STEPS:
             raise InvalidRequest(f"does not lead to version {version.version} in {_STEPS} steps", field="ways")
-        manifests = [await self._step(number, target, publisher) for number in (found.start, *found.via)]
-        patches = [await self._patch(base.version, after) for base, after in pairwise(manifests)]
+        numbers = (found.start, *found.via)
+        manifests = await _together(lambda number: self._step(number, target, publisher), numbers)
+        patches = await _together(lambda pair: self._patch(pair[0].version, pair[1]), tuple(pairwise(manifests)))
         return Way(manifests[0], tuple(patches), found.anchor)
 
     async def _step(self, number: int, target: Manifest, publisher: bytes) -> Manifest:
@@ -147,6 +156,22 @@ class Finder:
             self._manifests.pop((target.run_id, base.policy, base.version), None)
             raise ChunkCorrupt("the relay answered with a patch from another version; fetch it again")
         return patch
+
+
+async def _together(call: Callable[[A], Awaitable[T]], arguments: Sequence[A]) -> list[T]:
+    """The results of calls, a few at once; when one fails, so does all of it."""
+    turns = asyncio.Semaphore(_LISTS)
+
+    async def one(argument: A) -> T:
+        async with turns:
+            return await call(argument)
+
+    tasks = [asyncio.create_task(one(argument)) for argument in arguments]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def is_usable(way: FoundWay, have: Iterable[int]) -> bool:

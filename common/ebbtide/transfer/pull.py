@@ -172,6 +172,7 @@ class Pull:
     async def _fetch(self, work: Work, again_s: float) -> None:
         self._batches = deque(work.batches(self._streams))
         self._broken, self._failure = [], None
+        before = self.tally.tiles
         renewal = asyncio.create_task(self._renew(again_s))
         try:
             async with asyncio.TaskGroup() as group:
@@ -185,6 +186,8 @@ class Pull:
             raise self._failure
         if self._broken:
             await self._give_up_ways()
+        if self.tally.tiles - before < work.tiles:  # gRPC ends a call as cancelled when its channel is closed
+            raise Unavailable("a source was closed while it was read")
 
     async def _give_up_ways(self) -> None:
         """The blobs were right and what came of them was not: the base was damaged, or the lists lie."""

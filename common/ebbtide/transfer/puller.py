@@ -24,7 +24,7 @@ from ebbtide.transfer.pull import Order, Pull
 from ebbtide.transfer.sources import GrpcSource, Opener
 from ebbtide.types.weights import FoundWay, Holder, Manifest, PolicyVersion
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
-from ebbtide.weights import Limits, Place
+from ebbtide.weights import Limits, Place, same_geometry
 
 T = TypeVar("T")
 #: What patience waits out: the relay is away or full, or somebody sent what is wrong.
@@ -110,6 +110,8 @@ class Puller:
         """
         if (run_id, version) != (manifest.run_id, manifest.version):
             raise InvalidRequest("the manifest is not that of the version announced", field="version.root")
+        if not same_geometry(manifest, mirror.manifest):
+            raise InvalidRequest("has other tensors than the mirror was made for: make another", field="manifest")
         start = time.monotonic()
         relay = OpenSource(GrpcSource(self._relay, self._target, self._holder()), "weight-relay", self._target, 3)
         order = Order(manifest, mirror, publisher, None if wanted is None else tuple(wanted), changes)

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from ebbtide.errors import InvalidRequest, NotReady
+from ebbtide.errors import InvalidRequest, NotReady, Unavailable
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.rpc.status import translated
@@ -33,8 +33,11 @@ class GrpcSource:
     def __init__(self, stub: WeightsStub, target: str, reader: Holder, channel: "Closable | None" = None) -> None:
         """`channel` is closed with it, if given."""
         self._stub, self._target, self._reader, self._channel = stub, target, reader, channel
+        self._closed = False
 
     async def tiles(self, digests: Sequence[bytes]) -> AsyncGenerator[tuple[bytes, bytes], None]:
+        if self._closed:
+            raise Unavailable(f"source of weights at {self._target} was closed")
         request = pb.FetchTilesRequest(digests=digests, reader=self._reader.name, site=self._reader.site)
         call = self._stub.FetchTiles(request)
         try:
@@ -45,6 +48,7 @@ class GrpcSource:
             call.cancel()
 
     async def close(self) -> None:
+        self._closed = True
         if self._channel is not None:
             await self._channel.close()
 
