@@ -1,6 +1,7 @@
 """Letting go: what retention plans, what was damaged, what publishers left behind. All of it under the shelf's lock."""
 
 import asyncio
+from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import ChunkCorrupt, EbbtideError, VersionUnavailable
@@ -13,6 +14,8 @@ from ebbtide.weight_relay.records import Edge, Holding, Stage, Stream, dense_byt
 from ebbtide.weight_relay.shelf import Node, Shelf, named
 
 log = telemetry.get_logger(__name__)
+#: Seconds after a start in which holders tell what they have: several of their rounds.
+_GRACE_S: Final = 60.0
 
 
 class Retiring:
@@ -26,8 +29,16 @@ class Retiring:
             max_age_s=settings.max_age_s,
             run_quota_bytes=settings.run_quota_bytes,
         )
+        self._found: set[Node] = set()
+        self._found_at = 0.0
         #: Kept versions that should become anchors so that others can go, as the last plan had them.
         self.wanted_anchors: tuple[Node, ...] = ()
+
+    def spare_found(self) -> None:
+        """Count what was found at the start as what live holders have, until they have had time to tell."""
+        index = self._shelf.index
+        self._found = {(stream, version) for stream in index.streams() for version in index.stream(stream)}
+        self._found_at = self._shelf.clock()
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
@@ -48,6 +59,8 @@ class Retiring:
             incoming.setdefault(making.stream[0], {}).update(making.blobs)
             pinned.update((making.stream, version) for version in making.versions)
         needed = self._shelf.needed()
+        if self._found and now < self._found_at + _GRACE_S:
+            needed = needed | self._found
         return await asyncio.to_thread(
             plan_retention, versions, patches, rules=self._rules, incoming=incoming, needed=needed, pinned=pinned
         )

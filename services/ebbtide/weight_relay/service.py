@@ -58,6 +58,7 @@ class Relay:
         """
         await self._keys.open()
         await self._shelf.open()
+        self._retiring.spare_found()
         async with self._shelf.lock:
             await self._retiring.tidy()
         self._anchors.consider()
