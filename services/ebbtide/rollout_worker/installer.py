@@ -19,7 +19,7 @@ from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
-from ebbtide.rollout_worker.presence import Held, Presence
+from ebbtide.rollout_worker.presence import Presence
 from ebbtide.rollout_worker.weights import Installation, OtherArchitecture, Weights
 from ebbtide.rpc.convert import to_proto
 from ebbtide.types.weights import Manifest
@@ -97,7 +97,7 @@ class Installer:
                 metrics.PULL_SECONDS.observe(pull_s)
                 metrics.PAUSE_SECONDS.observe(pause_s)
                 metrics.PHASE_SECONDS.labels("pause").inc(pause_s)
-                self._presence.tell(Held(wanted.run_id, wanted.version, self._weights.whole, pause_s))
+                self._presence.installed(pause_s)
         except EngineFailed:
             raise
         except EbbtideError as error:

@@ -1,10 +1,11 @@
 """What this worker serves to other workers: blobs that it verified, from its cache and its mirror.
 
-Invariant: `readers` counts the streams open now, at most `most`. Nothing is served that does not match its digest;
-nothing is kept here.
+Invariant: `streams` has who reads now, at most `most` of them, and in how many streams each. Nothing is served that does
+not match its digest; nothing is kept here.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
@@ -30,26 +31,27 @@ class Shelf:
 
     def __init__(self, cache: BlobCache, mirror: Callable[[], Mirror | None], most: int) -> None:
         self._cache, self._mirror, self._most = cache, mirror, most
-        self.readers = 0
+        self.streams: Counter[str] = Counter()
         self.address = ""  # under which others reach it; empty: it is not served
 
-    async def blobs(self, digests: Sequence[bytes]) -> AsyncGenerator[tuple[bytes, bytes], None]:
+    async def blobs(self, digests: Sequence[bytes], reader: str) -> AsyncGenerator[tuple[bytes, bytes], None]:
         """The blobs in the order asked for; one that is still arriving is waited for.
 
         Raises `NoCapacity` beyond so many readers, `VersionUnavailable` for a blob neither here nor arriving.
         """
-        if self.readers == self._most:
+        if reader not in self.streams and len(self.streams) == self._most:
             raise NoCapacity(f"{self._most} readers are served already; ask another source", retry_after_s=_RETRY_S)
-        self.readers += 1
-        metrics.PEER_READERS.set(self.readers)
+        self.streams[reader] += 1
+        metrics.PEER_STREAMS.set(self.streams.total())
         try:
             for digest in digests:
                 data = await self._blob(digest)
                 metrics.SERVED_BYTES.inc(len(data))
                 yield digest, data
         finally:
-            self.readers -= 1
-            metrics.PEER_READERS.set(self.readers)
+            self.streams[reader] -= 1
+            self.streams += Counter()  # who has no stream left is no reader
+            metrics.PEER_STREAMS.set(self.streams.total())
 
     async def _blob(self, digest: bytes) -> bytes:
         data = self._cache.get(digest) or await self._dense(digest) or await self._cache.wait(digest, _PATIENCE_S)

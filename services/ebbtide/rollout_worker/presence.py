@@ -1,17 +1,19 @@
 """Keeps telling the relay what this worker holds, so that it sends others here and keeps what leads on from there.
 
-Invariant: what is told is the version that the engine serves; a relay that is away, or knows nothing of it, is told
-again later. A pull tells of itself. Nothing survives the process: a relay forgets who is silent.
+Invariant: what is told is the version that the engine serves, as held whole while the mirror has all of it; a relay
+that is away, or knows nothing of it, is told again later. A pull tells of itself. Nothing survives the process: a relay
+forgets who is silent.
 """
 
 import asyncio
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError
+from ebbtide.rollout_worker.weights import Weights
 from ebbtide.transfer import Puller
-from ebbtide.types.weights import PolicyVersion
+from ebbtide.types.weights import Manifest
 
 log = telemetry.get_logger(__name__)
 
@@ -21,24 +23,15 @@ _AGAIN_S: Final = 5.0
 _LEAST_S: Final = 0.5
 
 
-class Held(NamedTuple):
-    """`whole`: not only an engine's slices of it. `install_s`: seconds for which generation stood still for it."""
-
-    run_id: str
-    version: PolicyVersion
-    whole: bool
-    install_s: float
-
-
 class Presence:
-    def __init__(self, puller: Puller) -> None:
-        self._puller = puller
-        self._held: Held | None = None
+    def __init__(self, puller: Puller, weights: Weights) -> None:
+        self._puller, self._weights = puller, weights
+        self._install_s = 0.0
         self._news = asyncio.Event()
 
-    def tell(self, held: Held) -> None:
-        """From now on, and at once."""
-        self._held = held
+    def installed(self, install_s: float) -> None:
+        """Tell it at once: a version was installed, for which generation stood still so many seconds."""
+        self._install_s = install_s
         self._news.set()
 
     def again(self) -> None:
@@ -50,17 +43,18 @@ class Presence:
         while True:
             await self._news.wait()
             self._news.clear()
-            again_s = await self._once(self._held) if self._held else _AGAIN_S
+            manifest = self._weights.installed
+            again_s = await self._once(manifest) if manifest else _AGAIN_S
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(again_s, _LEAST_S)):
                     await self._news.wait()
             self._news.set()
 
-    async def _once(self, held: Held) -> float:
+    async def _once(self, manifest: Manifest) -> float:
         """Tell it; seconds until it is to be told again."""
-        run_id, version, whole, install_s = held
+        run_id, version, done = manifest.run_id, manifest.version, self._weights.keeps(manifest)
         try:
-            return await self._puller.tell(run_id, version, done=whole, install_s=install_s) or _AGAIN_S
+            return await self._puller.tell(run_id, version, done=done, install_s=self._install_s) or _AGAIN_S
         except EbbtideError as error:
             log.debug("the relay was not told", version=version.version, reason=str(error))
             return _AGAIN_S

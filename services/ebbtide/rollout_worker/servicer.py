@@ -26,7 +26,7 @@ class Servicer:
     async def FetchTiles(self, request: pb.FetchTilesRequest, context: Context) -> AsyncIterator[pb.Tile]:
         if any(len(digest) != DIGEST_BYTES for digest in request.digests):
             raise InvalidRequest(f"must have {DIGEST_BYTES} bytes", field="digest")
-        async with aclosing(self._shelf.blobs(request.digests)) as blobs:
+        async with aclosing(self._shelf.blobs(request.digests, request.reader)) as blobs:
             async for digest, data in blobs:
                 yield pb.Tile(digest=digest, data=data)
 

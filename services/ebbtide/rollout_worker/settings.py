@@ -77,7 +77,7 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     peer_advertise: Annotated[
         str, Meta(description="address under which they reach it (port 0: the one listened at); empty: as listened at")
     ] = ""
-    peer_readers: Annotated[int, Meta(ge=1, description="workers served at once")] = 4
+    peer_readers: Annotated[int, Meta(ge=1, description="other workers served at once, at most")] = 64
     peer_cache_mib: Annotated[int, Meta(ge=1, description="memory for the newest patches to be served, MiB")] = 256
     counter_file: Annotated[str, Meta(description="ledger of generated tokens (ebbtide.ledger); empty: none")] = ""
     vllm: VllmSettings = VllmSettings()

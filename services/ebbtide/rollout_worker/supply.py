@@ -37,7 +37,7 @@ class Supply:
             engine, puller, folder, in_place=_in_place(settings), patience_s=settings.pull_patience_s
         )
         self.shelf = Shelf(cache, lambda: self.weights.mirror, settings.peer_readers)
-        self.presence = Presence(puller)
+        self.presence = Presence(puller, self.weights)
 
     def holder(self) -> Holder:
         """This worker, as it is told to relays."""
@@ -47,7 +47,7 @@ class Supply:
             host=self._host,
             address=self.shelf.address,
             lasting=self._settings.kind is WorkerKind.RESERVED,
-            readers=self.shelf.readers,
+            readers=self.shelf.streams.total(),
         )
 
     def close(self) -> None:

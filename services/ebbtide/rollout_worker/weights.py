@@ -53,7 +53,7 @@ class Weights:
         self._in_place, self._patience_s = in_place, patience_s
         self.mirror: Mirror | None = None
         self.installed: Manifest | None = None
-        self.whole = True  # a version here is all of it, not the slices of this engine alone
+        self._whole = True  # what is pulled of a version is all of it, not the slices of this engine alone
 
     async def prepare(self, wanted: Installation) -> Manifest:
         """Bring the mirror to a version. Others may move it on as soon as this returns.
@@ -83,6 +83,10 @@ class Weights:
                 log.info("the mirror has moved on", version=wanted.version.version)
                 await self._fill(wanted, manifest, mirror)
             yield mirror.path, self._changes(mirror, manifest)
+
+    def keeps(self, manifest: Manifest) -> bool:
+        """Whether all of a version is in the mirror now, to be served on."""
+        return self.mirror is not None and self.mirror.holds(manifest)
 
     def close(self) -> None:
         """Give the mirror up. It goes when no other worker uses it."""
@@ -137,7 +141,7 @@ class Weights:
     async def _fill(self, wanted: Installation, manifest: Manifest, mirror: Mirror) -> None:
         """Pull what the mirror lacks of a version; it is locked."""
         needed, base = self._places(manifest), self.installed
-        self.whole = needed is None or len(needed) == sum(1 for _ in places(manifest))
+        self._whole = needed is None or len(needed) == sum(1 for _ in places(manifest))
         follows = self._takes_changes and base is not None and mirror.holds(base)
         changes = Changes(manifest) if follows else None
         pulled = await self._puller.pull(
@@ -156,7 +160,7 @@ class Weights:
     @property
     def _takes_changes(self) -> bool:
         """Changes are those of all tensors: other workers of the host need other slices than this one."""
-        return self._in_place and self.whole
+        return self._in_place and self._whole
 
     def _changes(self, mirror: Mirror, manifest: Manifest) -> Path | None:
         """What changes from what the engine serves, whoever of the host's workers pulled it."""

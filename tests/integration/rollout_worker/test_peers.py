@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import REGISTRY
 
 from ebbtide.errors import Internal, InvalidRequest, NoCapacity, Unavailable, VersionUnavailable
 from ebbtide.rpc.channel import Channel, open_channel
@@ -44,10 +45,11 @@ async def channel(house: House) -> AsyncIterator[Channel]:
         yield opened
 
 
-async def fetch(channel: Channel, wanted: list[bytes]) -> dict[bytes, bytes]:
+async def fetch(channel: Channel, wanted: list[bytes], reader: str = "r1") -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
     with translated("worker"):
-        async for tile in WeightsStub(channel).FetchTiles(weights_pb2.FetchTilesRequest(digests=wanted)):
+        request = weights_pb2.FetchTilesRequest(digests=wanted, reader=reader)
+        async for tile in WeightsStub(channel).FetchTiles(request):
             found[tile.digest] = tile.data
     return found
 
@@ -85,10 +87,10 @@ async def test_a_worker_passes_on_what_is_still_arriving_to_so_many_at_once(hous
     asked = relay.asked
     house.coordinator.install(relay.publish(2))
     await wait_until(lambda: relay.asked > asked)
-    readers = [asyncio.create_task(fetch(channel, digests(house, 2))) for _ in range(2)]
-    await wait_until(lambda: told_readers(house) == 2, what="two readers")
+    readers = [asyncio.create_task(fetch(channel, digests(house, 2), name)) for name in ("r1", "r1", "r1", "r2")]
+    await wait_until(lambda: streams() == 4, what="two readers")
     with pytest.raises(NoCapacity) as full:
-        await fetch(channel, digests(house, 2))
+        await fetch(channel, digests(house, 2), "r3")
     assert full.value.retry_after_s > 0
     assert not any(reader.done() for reader in readers)
     relay.flowing.set()
@@ -97,10 +99,8 @@ async def test_a_worker_passes_on_what_is_still_arriving_to_so_many_at_once(hous
     assert relay.served == 8, "once for this worker, and for nobody else"
 
 
-def told_readers(house: House) -> int:
-    from prometheus_client import REGISTRY
-
-    return int(REGISTRY.get_sample_value("ebbtide_worker_peer_readers") or 0)
+def streams() -> int:
+    return int(REGISTRY.get_sample_value("ebbtide_worker_peer_streams") or 0)
 
 
 async def test_readers_of_a_worker_that_leaves_are_told_to_go_elsewhere(house: House) -> None:
@@ -112,7 +112,7 @@ async def test_readers_of_a_worker_that_leaves_are_told_to_go_elsewhere(house: H
         house.coordinator.install(relay.publish(2))
         await wait_until(lambda: relay.asked > asked)
         reader = asyncio.create_task(fetch(channel, digests(house, 2)))
-        await wait_until(lambda: told_readers(house) == 1)
+        await wait_until(lambda: streams() == 1)
         await worker.end()
         with pytest.raises((Unavailable, VersionUnavailable)):
             await reader
@@ -164,7 +164,7 @@ class Liar:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def blobs(self, digests: Any) -> AsyncIterator[tuple[bytes, bytes]]:
+    async def blobs(self, digests: Any, reader: str) -> AsyncIterator[tuple[bytes, bytes]]:
         self.asked += 1
         for digest in digests:
             yield digest, bytes(256)
