@@ -57,6 +57,17 @@ def test_workers_and_trainer_agree_on_logprobs(demo: tuple[dict[str, Any], Path]
     assert report["logprob_gap"] <= 0.02
 
 
+def test_versions_travel_as_patches_and_cost_a_small_part_of_a_step(demo: tuple[dict[str, Any], Path]) -> None:
+    report, folder = demo
+    weights = report["weights"]
+    assert [(one["step"], one["patch"]) for one in weights["published"]] == [(step, True) for step in range(1, 5)]
+    assert all(0 < one["bytes"] < one["dense_bytes"] for one in weights["published"])
+    assert weights["bytes_over_dense"] < 0.9
+    assert weights["installs"] > 0
+    assert 0 < weights["install_stop_share_of_step"] < 0.5
+    assert not (folder / "mirrors").exists()
+
+
 def test_a_replacement_is_started(demo: tuple[dict[str, Any], Path]) -> None:
     report, folder = demo
     assert (folder / "logs" / "worker-3.log").exists()  # a run this short may end before it has joined
