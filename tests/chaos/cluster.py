@@ -99,7 +99,7 @@ class Cluster:
         }
         return await self.start(name, "rollout_worker", **{**flags, **_WORKER, **self.script, **settings})
 
-    async def start(self, name: str, module: str, *, boot_s: float = 60.0, **settings: Any) -> Process:
+    async def start(self, name: str, module: str, /, *, boot_s: float = 60.0, **settings: Any) -> Process:
         """Start a service and wait until it is ready."""
         flags = {"die_with_parent": os.getpid(), "ready_file": self.directory / f"{name}.json", **settings}
         command = [sys.executable, "-m", module if module.startswith("tests.") else f"ebbtide.{module}"]

@@ -41,6 +41,7 @@ class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stall_at_s: Annotated[float, Meta(ge=0, description="so long after boot nothing comes for a while; 0: never")] = 0.0
     stall_s: Annotated[float, Meta(ge=0, description="how long that while is; 0: for ever")] = 0.0
     fail_after_tokens: Annotated[int, Meta(ge=0, description="then the engine is lost; 0: never")] = 0
+    digests: Annotated[bool, Meta(description="log a digest of each version's bytes as they are installed")] = False
     refuse_version: Annotated[int, Meta(ge=0, description="a version that it refuses to install; 0: none")] = 0
 
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Final
 
+from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint
 from ebbtide.rollout_worker.engine.boxes import Boxes
@@ -23,6 +24,8 @@ from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import pack_ids
+
+log = telemetry.get_logger(__name__)
 
 #: The token that ends a response.
 END: Final = 1
@@ -108,7 +111,7 @@ class ScriptedEngine:
     def __init__(self, settings: ScriptedSettings) -> None:
         self._settings = settings
         self._version = self.tokens = 0
-        self.digests = False
+        self.digests = settings.digests
         self.installed: list[tuple[int, str]] = []
         self._feeds: dict[Feed, None] = {}
         self._steps: asyncio.Task[None] | None = None
@@ -171,6 +174,7 @@ class ScriptedEngine:
         await asyncio.sleep(self._settings.install_s)
         if self.digests:
             self.installed.append((version, await asyncio.to_thread(digest, weights)))
+            log.info("weights read", version=version, digest=self.installed[-1][1])
         self._version = version
         await self.resume("install")
         return time.monotonic() - start
