@@ -35,6 +35,12 @@ def check_books(run: Run, events: list[RunEvent]) -> None:
     told = [event.values["step"] for event in events if event.kind == "evaluation"]
     assert sorted(told) == sorted(told_steps(spec))
     assert {event.values["step"] for event in events if event.kind == "step"} == set(range(1, spec.trainer.steps + 1))
+    published = [event.values for event in events if event.kind == "step" and "publish_bytes" in event.values]
+    assert published
+    for values in published:
+        assert 0 <= values["publish_bytes"] <= values["publish_dense_bytes"]
+        assert 0 <= values["publish_density"] <= 1
+        assert 0 < values["publish_pause_s"] < values["publish_seconds"]
 
 
 def told_steps(spec: RunSpec) -> list[int]:
