@@ -30,6 +30,7 @@ class Batch:
         self.verified: dict[bytes, bytes] = {}
         self.fresh: dict[bytes, bytes] = {}
         self.fresh_bytes = 0
+        self.lacking: set[str] = set()  # addresses that have not got all of it
 
     @property
     def missing(self) -> list[bytes]:

@@ -1,13 +1,14 @@
 """The sources of one pull, and which of them is asked next.
 
 Invariant: of those that have not failed only the nearest are asked, each time the one with the fewest streams: so that
-nothing comes from far that is near, until all that is near has failed. The relay comes last if it was not listed. A
-source that failed is asked again only if the relay names it again in a later answer.
+nothing comes from far that is near, until all that is near has failed, or was busy for long. The relay comes last if it
+was not listed. A source that failed is asked again only if the relay names it again in a later answer.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -22,6 +23,11 @@ _PAUSES: Final = 4.0
 #: Slowest rate at which a first blob may come: below it, a source is taken for dead.
 _FIRST_BYTES_PER_S: Final = 1 << 16
 _LONGEST_S: Final = 60.0
+#: A source that is busy is asked again after what it says, within these bounds.
+_SHORTEST_WAIT_S: Final = 0.05
+_LONGEST_WAIT_S: Final = 2.0
+#: So long is waited for what is near and busy before what is far is asked.
+_BUSY_S: Final = 20.0
 
 
 class OpenSource:
@@ -83,28 +89,63 @@ class Pool:
         self._listed: list[BlobSource] = []
         self._open: dict[str, OpenSource] = {}
         self._failed: dict[str, EbbtideError] = {}
+        self._busy: dict[str, float] = {}  # until when
+        self._waiting_since: float | None = None
         self._closed: list[OpenSource] = []
 
     @property
     def failed(self) -> tuple[str, ...]:
         """Addresses that broke, stalled or lied since the relay last named its sources; not those that merely had not
-        got, or had no room for, what was asked of them."""
-        return tuple(at for at, error in self._failed.items() if not isinstance(error, (NotReady, NoCapacity)))
+        got what was asked of them."""
+        return tuple(at for at, error in self._failed.items() if not isinstance(error, NotReady))
 
     def renew(self, sources: Sequence[BlobSource]) -> None:
         """What the relay names now, best first."""
         self._listed = list(sources)
         self._failed = {}
 
-    def pick(self) -> OpenSource:
-        """Whom to ask next. Raises the error of the last one to fail when none is left."""
-        found = [source for listed in self._listed if (source := self._ready(listed)) is not None]
-        if not found and self._relay.address not in self._failed:
-            found = [self._relay]
-        if not found:
+    def pick(self, without: Collection[str] = ()) -> OpenSource:
+        """Whom to ask next, but for some addresses. Raises the error of the last one to fail when none is left."""
+        found = self._alive(without)
+        free = [source for source in found if not self._busy_for(source)]
+        if not free and self._is_alive(self._relay, without) and not self._busy_for(self._relay):
+            free = [self._relay]
+        if not free and found:
+            wait = min(self._busy_for(source) for source in found)
+            raise NoCapacity("all sources of weights are busy", retry_after_s=wait)
+        if not free and self._failed:
             raise list(self._failed.values())[-1]
-        nearest = min(source.tier for source in found)
-        return min((source for source in found if source.tier == nearest), key=lambda source: source.streams)
+        if not free:
+            raise NotReady("no source of weights has what is wanted of it")
+        nearest = min(source.tier for source in free)
+        return min((source for source in free if source.tier == nearest), key=lambda source: source.streams)
+
+    def busy_s(self, without: Collection[str] = ()) -> float:
+        """For how many seconds to wait before `pick`, since all that is near is busy: not for ever, but rather than ask
+        what is far."""
+        found = self._alive(without)
+        nearest = min((source.tier for source in found), default=0)
+        wait = min((self._busy_for(source) for source in found if source.tier == nearest), default=0.0)
+        if not wait:
+            return 0.0
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        return wait if now - self._waiting_since < _BUSY_S else 0.0
+
+    def served(self) -> None:
+        """Somebody has sent something."""
+        self._waiting_since = None
+
+    def _busy_for(self, source: OpenSource) -> float:
+        return max(0.0, self._busy.get(source.address, 0.0) - time.monotonic())
+
+    def _alive(self, without: Collection[str]) -> list[OpenSource]:
+        listed = [source for one in self._listed if (source := self._ready(one)) is not None]
+        found = [source for source in listed if source.address not in without]
+        return found or ([self._relay] if self._is_alive(self._relay, without) else [])
+
+    def _is_alive(self, source: OpenSource, without: Collection[str]) -> bool:
+        return source.address not in self._failed and source.address not in without
 
     def _ready(self, listed: BlobSource) -> OpenSource | None:
         address = listed.address or self._relay.address
@@ -128,7 +169,11 @@ class Pool:
         return 1 if source.site == self._reader.site else 2
 
     def drop(self, source: OpenSource, error: EbbtideError) -> None:
-        """It has failed."""
+        """It has failed; or it is busy, which passes."""
+        if isinstance(error, NoCapacity):
+            wait = min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, error.retry_after_s))
+            self._busy[source.address] = time.monotonic() + wait
+            return
         log.warning("source of weights dropped: %s at %s (%s)", source.name, source.address, error)
         self._failed[source.address] = error
         if (gone := self._open.pop(source.address, None)) is not None:

@@ -85,6 +85,7 @@ class Pull:
         self._batches: deque[Batch] = deque()
         self._broken: list[Place] = []
         self._failure: EbbtideError | None = None
+        self._hurry = asyncio.Event()
 
     async def close(self) -> None:
         await self._pool.close()
@@ -199,7 +200,10 @@ class Pull:
     async def _renew(self, again_s: float) -> None:
         """Stay known to the relay, and hear of better sources."""
         while again_s > 0:
-            await asyncio.sleep(max(again_s, _AGAIN_S))
+            await asyncio.sleep(_AGAIN_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), max(0.0, again_s - _AGAIN_S))
+            self._hurry.clear()
             with suppress(EbbtideError):  # it is away: go on with the sources known
                 order = self._order
                 have = order.mirror.versions(order.target.run_id, order.target.version.policy)
@@ -212,15 +216,24 @@ class Pull:
             self._take_cached(batch)
             await self._settle(batch)
             while batch.missing and self._failure is None:
-                try:
-                    source = self._pool.pick()
-                except EbbtideError as error:
-                    self._failure = error
-                    return
-                try:
-                    await self._read(source, batch)
-                except EbbtideError as error:
-                    self._pool.drop(source, error)
+                await self._serve(batch)
+
+    async def _serve(self, batch: Batch) -> None:
+        """Have a source send what it can of a batch."""
+        while wait := self._pool.busy_s(batch.lacking):
+            self._hurry.set()  # the relay may know of others by now
+            await asyncio.sleep(wait)
+        try:
+            source = self._pool.pick(batch.lacking)
+        except EbbtideError as error:
+            self._failure = error
+            return
+        try:
+            await self._read(source, batch)
+        except NotReady:
+            batch.lacking.add(source.address)  # it may well have the next batch
+        except EbbtideError as error:
+            self._pool.drop(source, error)
 
     def _take_cached(self, batch: Batch) -> None:
         if self._cache is not None:
@@ -254,6 +267,7 @@ class Pull:
         self.tally.digests_s += took
         batch.verified |= good
         if source is not None and good:
+            self._pool.served()
             size = sum(map(len, good.values()))
             self.tally.bytes_by_source[source.name] = self.tally.bytes_by_source.get(source.name, 0) + size
         for digest in good.keys() - batch.dense:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.errors import ChunkCorrupt, Unavailable
+from ebbtide.errors import ChunkCorrupt, NoCapacity, Unavailable
 from ebbtide.testing import wait_until
 from ebbtide.transfer import Mirror
 from ebbtide.types.weights import FoundWay
@@ -147,6 +147,34 @@ async def test_what_is_near_is_asked_before_what_is_far(
     assert set(done.bytes_by_source) == {"near"}
     assert not far.script.fetched
     assert not relay.script.fetched
+
+
+async def test_what_is_busy_nearby_is_waited_for(big: list[Link], serve: Any, pullers: Any) -> None:
+    relay, near = await serve(big), await serve(big)
+    relay.script.ways = [FIRST]
+    relay.script.sources = [near.source("near", site="here")]
+    calls = iter(range(10))
+
+    def busy(digest: bytes, data: bytes) -> Any:
+        if next(calls, None) is not None:
+            raise NoCapacity("is full", retry_after_s=0.05)
+        return digest, data
+
+    near.script.mangle = busy
+    done = await pull(pullers(relay), Mirror(big[0].manifest, None), big[0])
+    assert set(done.bytes_by_source) == {"near"}
+    assert not relay.script.fetched
+
+
+async def test_only_what_a_source_lacks_comes_from_farther(big: list[Link], serve: Any, pullers: Any) -> None:
+    relay, near = await serve(big), await serve(big)
+    relay.script.ways = [FIRST]
+    relay.script.sources = [near.source("near", site="here")]
+    del near.script.blobs[big[0].manifest.tensors[2].digests[1]]
+    mirror = Mirror(big[0].manifest, None)
+    done = await pull(pullers(relay), mirror, big[0])
+    assert mirror.holds(big[0].manifest)
+    assert done.bytes_by_source["weight-relay"] <= 2 << 20, "no more than the rest of a batch"
 
 
 async def test_better_sources_are_learnt_on_the_way(big: list[Link], serve: Any, pullers: Any) -> None:

@@ -1,11 +1,12 @@
 """Whom a pull asks next, and for how long it waits for an answer."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, Unavailable, VersionUnavailable
+from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, NotReady, Unavailable, VersionUnavailable
 from ebbtide.transfer.pool import OpenSource, Pool
 from ebbtide.types.weights import BlobSource, Holder
 
@@ -86,6 +87,46 @@ def test_only_faults_are_told() -> None:
     for error in errors:
         scene.pool.drop(scene.pool.pick(), error)
     assert set(scene.pool.failed) == {"unopenable:1", "liar:1", "gone:1"}
+
+
+def test_what_is_busy_nearby_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    scene = Scene(source("far"), source("one", site="here"), source("two", site="here"))
+    for wait in (0.5, 0.7):
+        scene.pool.drop(scene.pool.pick(), NoCapacity("is full", retry_after_s=wait))
+    assert scene.pool.failed == ()
+    assert scene.pool.busy_s() == pytest.approx(0.5)
+    now += 0.5
+    assert scene.pool.busy_s() == 0.0
+    assert scene.picked(1) == ["one"]
+    for _ in range(30):
+        scene.pool.drop(scene.pool._open["one:1"], NoCapacity("is full", retry_after_s=1000.0))
+        scene.pool.drop(scene.pool._open["two:1"], NoCapacity("is full", retry_after_s=1.0))
+        now += scene.pool.busy_s()
+    assert scene.pool.busy_s() == 0.0, "long enough"
+    assert scene.picked(1) == ["far"]
+    scene.pool.served()
+    assert scene.pool.busy_s() > 0.0
+
+
+def test_a_busy_relay_is_said_to_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    scene = Scene(source("peer"))
+    scene.pool.drop(scene.pool.pick(), NoCapacity("is full", retry_after_s=0.5))
+    assert scene.picked(1) == ["weight-relay"]
+    scene.pool.drop(scene.relay, NoCapacity("is full", retry_after_s=0.3))
+    with pytest.raises(NoCapacity, match="busy"):
+        scene.pool.pick()
+
+
+def test_who_lacks_something_is_passed_over_for_that() -> None:
+    scene = Scene(source("one", site="here"), source("two", site="here"))
+    assert scene.pool.pick({"one:1"}).name == "two"
+    assert scene.pool.pick({"one:1", "two:1"}).name == "weight-relay"
+    with pytest.raises(NotReady, match="no source"):
+        scene.pool.pick({"one:1", "two:1", "relay:1"})
+    assert scene.pool.pick().name == "one"
 
 
 async def test_what_was_opened_is_closed_once() -> None:
