@@ -22,7 +22,7 @@ from ebbtide.weight_relay.links import Links, host_of
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weight_relay.subscription import Subscription
-from ebbtide.weight_relay.upstream import Upstream
+from ebbtide.weight_relay.upstream import RelayUpstream, Upstream
 
 
 class FoundWays(Struct, frozen=True):
@@ -55,10 +55,9 @@ class Fanout:
         if self._subscription is not None:
             await self._subscription.run()
 
-    async def ask(self, run_id: str, policy: str, version: int) -> None:
-        """Have a version brought that is not here, if there is an upstream (`Subscription.ask`)."""
-        if self._subscription is not None:
-            await self._subscription.ask(run_id, policy, version)
+    async def ask(self, run_id: str, policy: str, version: int) -> int:
+        """Have a version brought that is not here, if there is an upstream; what to read (`Subscription.ask`)."""
+        return version if self._subscription is None else await self._subscription.ask(run_id, policy, version)
 
     async def find(self, asked: WayRequest) -> FoundWays:
         """Ways and sources for a holder, which is known from now on. Raises as `ask` and `Relay.ways`."""
@@ -66,8 +65,8 @@ class Fanout:
             if not asked.version:
                 raise InvalidRequest("must be named when it is held", field="version")
             return FoundWays((), tuple(self.holders.told(asked, asked.version)))
-        await self.ask(*asked.stream, asked.version)
-        number = self._relay.manifest(*asked.stream, asked.version).version.version
+        version = await self.ask(*asked.stream, asked.version)
+        number = self._relay.manifest(*asked.stream, version).version.version
         sources = self.holders.told(asked, number)  # before anything is waited for: the version is being read from now
         ways = await self._relay.ways(
             *asked.stream, number, asked.have, scratch=asked.scratch, bytes_per_s=asked.bytes_per_s
@@ -89,8 +88,12 @@ class Fanout:
 
 
 def _upstream(settings: RelaySettings, relay: Relay) -> Upstream:
-    check_address(settings.upstream, field="upstream")
     name = settings.name or f"{socket.gethostname()}/{settings.server.listen}"
     # A relay's disk is no memory that others could share: it is of no host.
     holder = Holder(name=name, site=settings.site, address=settings.advertise, lasting=True)
-    return Upstream(settings.upstream, settings.upstream_security, holder, relay.limits)
+    if settings.upstream.startswith(("http://", "https://")):
+        from ebbtide.weight_relay.static_upstream import StaticUpstream
+
+        return StaticUpstream(settings.upstream, settings.upstream_security, holder, relay.limits)
+    check_address(settings.upstream, field="upstream")
+    return RelayUpstream(settings.upstream, settings.upstream_security, holder, relay.limits)

@@ -56,8 +56,8 @@ class Servicer(WeightsServicer):
 
     async def GetManifest(self, request: pb.VersionRef, context: Context) -> AsyncIterator[pb.ManifestPart]:
         run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
-        await self._fanout.ask(run_id, policy, request.version)
-        manifest = self._relay.manifest(run_id, policy, request.version)
+        version = await self._fanout.ask(run_id, policy, request.version)
+        manifest = self._relay.manifest(run_id, policy, version)
         for part in split_manifest(manifest):
             yield to_proto(part, pb.ManifestPart)
 

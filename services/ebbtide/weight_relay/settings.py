@@ -42,7 +42,7 @@ class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         str, Meta(description="address at which readers of the upstream may fetch here; empty: none")
     ] = ""
     upstream: Annotated[
-        str, Meta(description="address of the weight-relay whose versions it brings here; empty: none")
+        str, Meta(description="weight-relay (host:port) or static copy (URL) whose versions it brings here")
     ] = ""
     upstream_security: ClientSecurity = ClientSecurity()
     upstream_runs: Annotated[tuple[str, ...], Meta(description="runs that it follows upstream; none: all")] = ()

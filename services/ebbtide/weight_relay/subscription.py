@@ -52,14 +52,14 @@ class Subscription:
             self._group.create_task(self._follow())
             self._group.create_task(self._tell())
 
-    async def ask(self, run_id: str, policy: str, version: int) -> None:
-        """Have `version` (0: the newest) brought at once unless it is here or arriving; returns when it can be read.
+    async def ask(self, run_id: str, policy: str, version: int) -> int:
+        """Have `version` (0: the newest) brought at once unless it is here or arriving; what to read, once it can be.
 
         Raises what keeps the upstream from giving it, and `Unavailable` when it takes more than the patience.
         """
         stream = run_id, policy
         if self._here(stream, version) or (self._runs and run_id not in self._runs):
-            return
+            return version
         try:
             async with asyncio.timeout(self._patience_s):
                 if not version or stream not in self._streams:
@@ -68,6 +68,7 @@ class Subscription:
         except TimeoutError:
             text = f"version {version} of policy {policy} of run {run_id} is on its way from upstream; ask again"
             raise Unavailable(text) from None
+        return version
 
     def _here(self, stream: Stream, version: int) -> bool:
         return version in self._relay.index.stream(stream) if version else bool(self._relay.index.whole(stream))

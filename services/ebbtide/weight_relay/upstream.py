@@ -1,6 +1,7 @@
-"""The relay that this one follows, as its client sees it. Nothing is believed that was not checked."""
+"""What a relay follows: another relay, as its client sees it. Nothing is believed that was not checked."""
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 from ebbtide.errors import VersionUnavailable
 from ebbtide.rpc.channel import open_channel
@@ -17,7 +18,23 @@ from ebbtide.weight_relay.records import Stream
 from ebbtide.weights import Limits, Way
 
 
-class Upstream:
+class Upstream(Protocol):
+    """What is asked of an upstream; see `RelayUpstream`."""
+
+    target: str
+
+    async def close(self) -> None: ...
+    def pool(self) -> Pool: ...
+    def watch(self) -> AsyncIterator[VersionInfo]: ...
+    async def find(
+        self, stream: Stream, version: int, have: Sequence[int], *, failed: Sequence[str] = (), scratch: bool = False
+    ) -> Found: ...
+    async def tell(self, stream: Stream, version: int) -> None: ...
+    async def manifest(self, stream: Stream, version: int) -> Manifest: ...
+    async def way(self, found: FoundWay, target: Manifest) -> Way: ...
+
+
+class RelayUpstream:
     """Calls of the relay at `target`, made by `holder`. All raise the service's errors."""
 
     def __init__(self, target: str, security: ClientSecurity, holder: Holder, limits: Limits) -> None:

@@ -11,9 +11,11 @@ import pytest
 from aiohttp import web
 
 from ebbtide.errors import VersionUnavailable
+from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
 from ebbtide.testing.link import ShapedLink
 from ebbtide.testing.process import free_port
+from ebbtide.weight_relay import static_upstream
 from ebbtide.weight_relay.export.__main__ import ExportSettings, export
 from tests.integration.weight_relay.fanout import (
     KIB,
@@ -204,6 +206,31 @@ async def test_a_relay_of_another_site_reads_static_copies_too(web_server: str, 
         async with running(tmp_path / "away", upstream=home.address) as away:
             await wait_until(lambda: away.versions() == [1])
         assert sum(link.bytes for link in home.fanout.links.states()) == before
+
+
+async def test_a_static_copy_can_be_followed_like_a_relay(
+    home: RunningRelay, web_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_upstream, "POLL_S", 0.05)
+    first = Version(1)
+    second = Version(2, base=first)
+    third = Version(3, base=second)
+    settings: dict[str, Any] = {"run": "run", "folder": str(tmp_path / "copies" / "run"), "relay": home.address}
+    async with running(tmp_path / "away", upstream=f"{web_server}/run") as away, readers(1, away.address) as [reader]:
+        await first.publish(home.relay)
+        await export(ExportSettings(security=SECURITY, **settings))
+        await wait_until(lambda: away.versions() == [1])
+        for version in (second, third):
+            await version.publish(home.relay)
+            await export(ExportSettings(security=SECURITY, dense=False, **settings))
+        await reader.pull(3)
+        assert reader.holds(third)
+        assert away.versions() == [1, 2, 3]
+        with pytest.raises(VersionUnavailable), translated("relay"):
+            await away.find("w", 9)
+    async with running(tmp_path / "late", upstream=f"{web_server}/run") as late, readers(1, late.address) as [reader]:
+        await reader.pull(0)
+        assert reader.holds(third)
 
 
 async def test_only_what_is_here_can_be_exported(home: RunningRelay, tmp_path: Path) -> None:

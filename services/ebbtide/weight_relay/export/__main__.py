@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 async def export(settings: ExportSettings) -> None:
     """Copy what `settings` say. Raises `VersionUnavailable` if the relay has not got it so."""
     from ebbtide.types.weights import Holder
-    from ebbtide.weight_relay.upstream import Upstream
+    from ebbtide.weight_relay.upstream import RelayUpstream
     from ebbtide.weights import Limits
 
-    relay = Upstream(settings.relay, settings.security, Holder(name="weights-export"), Limits())
+    relay = RelayUpstream(settings.relay, settings.security, Holder(name="weights-export"), Limits())
     try:
         version = await _look_up(relay, settings)
         await _copy(relay, version, Path(settings.folder))

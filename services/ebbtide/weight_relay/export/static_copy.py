@@ -4,6 +4,7 @@
                        digest, size (u32), file number (u32), offset (u64), little-endian
     00000.blobs ...    blobs one after another: a patch's before the dense tiles, each in the manifest's order
     version-N.msgpack  the manifest of version N, and the patches to it
+    versions.msgpack   what versions there are
 
 Invariant: whatever `index` names lies in files that change no more; a further version adds files, and replaces the
 index last and at once. A writer that dies leaves files that nothing names. Nothing in it needs trust: manifests are
@@ -20,13 +21,19 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import fsync
-from ebbtide.types.weights import Manifest, Patch
+from ebbtide.types.weights import Manifest, Patch, VersionInfo
 from ebbtide.weights import blob_sizes, check_tile, tile_sizes
 
 MAGIC: Final = struct.pack("<8sII", b"EbStatic", 1, 0)
+VERSIONS: Final = "versions.msgpack"
 RECORD: Final = struct.Struct("<32sIIQ")
 #: Large enough that few files serve a policy of any size, small enough to be uploaded again after a break.
 FILE_BYTES: Final = 1 << 30
+
+
+def file_of(version: int) -> str:
+    """The name of the file that says what a version is."""
+    return f"version-{version}.msgpack"
 
 
 class StaticVersion(Struct, frozen=True, kw_only=True):
@@ -86,11 +93,12 @@ class Writer:
         if missing := self.missing:
             raise InvalidRequest(f"{len(missing)} blobs are missing", field="version")
         records = sorted((digest, *spot) for digest, spot in self._records.items())
-        number = self._version.manifest.version.version
+        manifest = self._version.manifest
         try:
             self.close()
-            self._replace(f"version-{number}.msgpack", msgspec.msgpack.encode(self._version))
+            self._replace(file_of(manifest.version.version), msgspec.msgpack.encode(self._version))
             self._replace("index", MAGIC + b"".join(RECORD.pack(*record) for record in records))
+            self._replace(VERSIONS, msgspec.msgpack.encode(_listed(self._folder, manifest)))
         except OSError as error:
             raise _unwritable(self._folder, error) from None
 
@@ -118,6 +126,15 @@ def _read_index(folder: Path) -> dict[bytes, tuple[int, int, int]]:
     if data[: len(MAGIC)] != MAGIC or (len(data) - len(MAGIC)) % RECORD.size:
         raise ValueError("its index is none of a static copy")
     return {digest: (size, file, at) for digest, size, file, at in RECORD.iter_unpack(data[len(MAGIC) :])}
+
+
+def _listed(folder: Path, manifest: Manifest) -> list[VersionInfo]:
+    """What versions there are, with this one."""
+    path = folder / VERSIONS
+    before = msgspec.msgpack.decode(path.read_bytes(), type=list[VersionInfo]) if path.exists() else []
+    size, tensors = sum(entry.size for entry in manifest.tensors), len(manifest.tensors)
+    info = VersionInfo(run_id=manifest.run_id, version=manifest.version, size=size, tensors=tensors)
+    return [*(other for other in before if other.version.version != info.version.version), info]
 
 
 def _unwritable(folder: Path, error: Exception) -> InvalidRequest:
