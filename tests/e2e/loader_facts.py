@@ -85,12 +85,13 @@ def ask(llm: LLM) -> Facts:
     return {"ids": list(output.outputs[0].token_ids), "logprobs": logprobs}
 
 
-def install(llm: LLM, path: Path) -> None:
-    llm.collective_rpc("ebbtide", args=("open_files",), kwargs={"weights": str(path), "changes": None})
+def install(llm: LLM, path: Path, changes: Path | None = None) -> None:
+    files = {"weights": str(path), "changes": str(changes) if changes else None}
+    llm.collective_rpc("ebbtide", args=("open_files",), kwargs=files)
     while any(llm.collective_rpc("ebbtide", args=("touch",))):
         pass
     llm.collective_rpc("start_weight_update")
-    llm.collective_rpc("update_weights", kwargs={"update_info": {}})
+    llm.collective_rpc("update_weights", kwargs={"update_info": {"in_place": changes is not None}})
     llm.collective_rpc("finish_weight_update")
 
 
@@ -155,7 +156,10 @@ def sharded(llm: LLM, first: Path, second: Path, kind: str, size: int = 2) -> Fa
 
 
 def faults(llm: LLM, first: Path, second: Path) -> Facts:
-    """What becomes of changes that vLLM refuses, and of a model that keeps its weights in another order."""
+    """What becomes of changes that vLLM refuses, and of a model that keeps its weights in another order.
+
+    `instead`: the answer of an engine that had a whole version beside such changes; `wanted`: of one booted from it.
+    """
     facts: Facts = {}
     model = load(llm, first, "_TP", 0, 1)
     before, seen = weights_of(model), observe(model, entries(first))
@@ -164,6 +168,8 @@ def faults(llm: LLM, first: Path, second: Path) -> Facts:
     save_file(changes | {f"{name}.values": changes[f"{name}.values"] * float("nan")}, first / "nan")
     facts["refused"] = in_place.apply(model, first / "nan", entries(first), frozenset())
     facts["refused_touched_nothing"] = equal(weights_of(model), before)
+    install(llm, second / "model.safetensors", first / "nan")
+    facts["instead"] = ask(llm)
     unknown = {"model.nothing.indices": torch.tensor([0]), "model.nothing.values": torch.ones(1)}
     save_file(unknown, first / "unknown")
     odd = entries(first) | {"model.nothing": (torch.float32, torch.Size([4]))}
@@ -193,7 +199,7 @@ def main(directory: str) -> None:
     llm = boot(dense[0])
     facts["tensor_parallel"] = sharded(llm, *dense, "_TP")
     facts["pipeline_parallel"] = sharded(llm, *dense, "_PP")
-    facts["faults"] = faults(llm, *dense)
+    facts["faults"] = faults(llm, *dense) | {"wanted": ask(boot(dense[1]))}
     print(json.dumps(facts))  # noqa: T201 - the test reads it
 
 

@@ -119,6 +119,10 @@ def test_changes_refused_before_the_first_write_touch_nothing(seen: Facts) -> No
     assert seen["faults"]["refused_touched_nothing"]
 
 
+def test_a_whole_version_is_installed_where_its_changes_are_refused(seen: Facts) -> None:
+    assert same(seen["faults"]["instead"], seen["faults"]["wanted"], EXACT)
+
+
 def test_changes_that_fail_amid_writing_are_told_apart(seen: Facts) -> None:
     assert "nothing" in seen["faults"]["torn"]
 
@@ -132,7 +136,7 @@ def installed_with_changes(first: Path, second: Path, ranks: int) -> Facts:
     return facts_of("rank_facts.py", first, second, changes, ranks)
 
 
-def test_two_ranks_are_updated_as_one(seen: Facts, checkpoints: Path) -> None:
+def test_two_ranks_are_updated_as_one_and_fail_as_one(seen: Facts, checkpoints: Path) -> None:
     facts = installed_with_changes(checkpoints / "tied1", checkpoints / "tied2", 2)
     assert all("pack" in obstacle for _, obstacle in facts["reports"])
     halves = [boxes["model.layers.0.mlp.up_proj.weight"] for boxes, _ in facts["reports"]]
@@ -142,6 +146,7 @@ def test_two_ranks_are_updated_as_one(seen: Facts, checkpoints: Path) -> None:
     assert same(facts["changed"], seen["tied"]["fresh"], CLOSE)
     assert same(facts["back"], facts["base"], EXACT)
     assert same(facts["reloaded"], facts["changed"], EXACT)
+    assert facts["forced"] == "EngineFailed"
 
 
 @pytest.mark.parametrize("tied", [False, True])

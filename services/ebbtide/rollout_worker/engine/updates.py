@@ -11,7 +11,7 @@ from typing import Any
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine import Shapes, version_files
+from ebbtide.rollout_worker.engine import EngineFailed, Shapes, version_files
 from ebbtide.rollout_worker.engine.boxes import Boxes, together
 from ebbtide.rollout_worker.engine.version_files import How
 
@@ -29,10 +29,8 @@ class Updates:
 
     async def learn(self) -> None:
         """Let the processes find out what they read of a version. Raises `InvalidRequest` if none can be installed."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         try:
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+            await self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
             reports = await self._ask("report")
         except Exception as error:
             raise InvalidRequest(f"cannot take new weights: {error}", field="model") from error
@@ -40,7 +38,10 @@ class Updates:
         self.boxes = together([None if boxes is None else _as_boxes(boxes) for boxes, _ in reports])
 
     async def prepare(self, version: int, weights: Path, changes: Path | None) -> How:
-        """All checks, and the files mapped, while generation goes on. Raises `InvalidRequest`; nothing is open then."""
+        """All checks, and the files mapped, while generation goes on.
+
+        Raises `InvalidRequest`, with nothing open any more, or `EngineFailed` if that cannot be said.
+        """
         try:
             entries = await asyncio.to_thread(version_files.check_weights, weights, self._shapes, self._dtypes)
             how = await self._how(changes, entries)
@@ -50,8 +51,7 @@ class Updates:
             while any(await self._ask("touch")):
                 pass
         except Exception as error:
-            if not self._llm.errored:
-                await self._ask("close_files")
+            await self._close(error)
             raise InvalidRequest(f"version {version} was refused: {error}", field="weights") from error
         return how
 
@@ -67,6 +67,12 @@ class Updates:
     async def finish(self) -> None:
         """Let the files go."""
         await self._llm.finish_weight_update()
+
+    async def _close(self, refusal: Exception) -> None:
+        try:
+            await self._ask("close_files")
+        except Exception as error:
+            raise EngineFailed(f"a version's files cannot be closed ({error}) after {refusal}") from error
 
     async def _how(self, changes: Path | None, entries: dict[str, version_files.Entry]) -> How:
         if changes is None or any(self._obstacles):
