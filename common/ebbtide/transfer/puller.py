@@ -173,6 +173,16 @@ class Puller:
         )
         return (await self._finder.find(question)).again_s
 
+    def warm_up(self) -> None:
+        """Make ready for patches in the background, which takes seconds in a process that has not seen one."""
+
+        def work() -> None:
+            from ebbtide.weights.patch.tile import warm_up
+
+            warm_up()
+
+        self._threads.submit(work)
+
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         return await retrying(call, patience_s=self._patience_s, on=_PASSING)
 

@@ -1,6 +1,8 @@
 """A mirror holds what it says, bit for bit, whatever it was before and whatever comes."""
 
 import asyncio
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -241,3 +243,18 @@ def test_a_tile_that_several_places_share_is_put_in_all_of_them() -> None:
         mirror.apply(TileTask(place, digest, 16, digest, (), 16), {digest: bytes(16)})
     assert mirror.holds(manifest)
     assert content(mirror) == {"a": bytes(32), "b": bytes(32)}
+
+
+def test_a_puller_warms_up_beside_its_work() -> None:
+    code = """
+import sys
+from ebbtide.transfer import Puller
+from ebbtide.types.weights import Holder
+puller = Puller(None, "", holder=lambda: Holder(name="x"), patience_s=0.0, open_source=None)
+assert "numba" not in sys.modules
+puller.warm_up()
+puller._threads.shutdown()
+assert "ebbtide.weights.patch.compiled" in sys.modules or "ebbtide.weights.patch.plain" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
