@@ -86,6 +86,7 @@ class Pull:
         self._broken: list[Place] = []
         self._failure: EbbtideError | None = None
         self._hurry = asyncio.Event()
+        self._going = asyncio.Event()
 
     async def close(self) -> None:
         await self._pool.close()
@@ -177,8 +178,8 @@ class Pull:
         renewal = asyncio.create_task(self._renew(again_s))
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._streams, len(self._batches))):
-                    group.create_task(self._stream())
+                for number in range(min(self._streams, len(self._batches))):
+                    group.create_task(self._stream(first=not number))
         finally:
             renewal.cancel()
         if isinstance(self._failure, NotReady):
@@ -209,14 +210,20 @@ class Pull:
                 have = order.mirror.versions(order.target.run_id, order.target.version.policy)
                 again_s = (await self._ask(have)).again_s
 
-    async def _stream(self) -> None:
-        """Batch after batch, each from one source after another until it is whole."""
-        while self._batches and self._failure is None:
-            batch = self._batches.popleft()
-            self._take_cached(batch)
-            await self._settle(batch)
-            while batch.missing and self._failure is None:
-                await self._serve(batch)
+    async def _stream(self, *, first: bool) -> None:
+        """Batch after batch, each from one source after another until it is whole. The others begin once the first has
+        got something: where a link is so slow that one blob takes its time, a blob for each would take several."""
+        if not first:
+            await self._going.wait()
+        try:
+            while self._batches and self._failure is None:
+                batch = self._batches.popleft()
+                self._take_cached(batch)
+                await self._settle(batch)
+                while batch.missing and self._failure is None:
+                    await self._serve(batch)
+        finally:
+            self._going.set()
 
     async def _serve(self, batch: Batch) -> None:
         """Have a source send what it can of a batch."""
@@ -250,6 +257,7 @@ class Pull:
                 async for digest, data in stream:
                     source.heard(self._silence_s, len(data))
                     batch.take(digest, data)
+                    self._going.set()
                     if batch.fresh_bytes >= _SETTLE_BYTES or len(batch.fresh) >= _SETTLE_BLOBS:
                         await self._settle(batch, source)
         except EbbtideError:
