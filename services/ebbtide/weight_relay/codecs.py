@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Final, TypeVar
 
-from ebbtide.weights.patch.tile import TileCodec
+from ebbtide.weights.patch.tile import TileCodec, warm_up
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -21,6 +21,7 @@ class Codecs:
     def __init__(self, threads: int) -> None:
         self._own = threading.local()
         self._window = threads * _AHEAD
+        self._warm = False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
 
     def of(self, width: int) -> TileCodec:
@@ -29,6 +30,12 @@ class Codecs:
         if width not in found:
             found[width] = TileCodec(width)
         return found[width]
+
+    def warm(self) -> None:
+        """Compile the kernels in the background, once, so that the first patch does not wait for it."""
+        if not self._warm:
+            self._warm = True
+            self._pool.submit(warm_up)
 
     async def map(self, work: Callable[[T], R], items: Iterable[T]) -> AsyncIterator[list[R]]:
         """`work` done on all items, in order, a window of them at a time: no more results are held than that."""

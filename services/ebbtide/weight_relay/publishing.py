@@ -28,6 +28,7 @@ class Publishing:
 
     async def begin(self, manifest: Manifest, patch: Patch | None, *, arriving: bool) -> list[bytes]:
         self._keys.check(manifest, patch, arriving=arriving)
+        self._codecs.warm()
         now = self._shelf.clock()
         stage = await asyncio.to_thread(make_stage, manifest, patch, self._shelf.limits, arriving=arriving, now=now)
         return await self._shelf.finish(self._begin(stage))
