@@ -104,7 +104,7 @@ class Cluster:
         flags = {"die_with_parent": os.getpid(), "ready_file": self.directory / f"{name}.json", **settings}
         command = [sys.executable, "-m", module if module.startswith("tests.") else f"ebbtide.{module}"]
         for flag, value in flags.items():
-            command += [f"--{flag.replace('_', '-')}", str(value)]
+            command += [f"--{flag.replace('_', '-')}", *([] if value is True else [str(value)])]
         program = Program(
             name=name,
             command=tuple(command),

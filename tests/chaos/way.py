@@ -31,6 +31,10 @@ class Direction:
         """Whether something waits that is not let through."""
         return self.waiting > 0 and self._holds > 0
 
+    @property
+    def held(self) -> bool:
+        return self._holds > 0
+
     def hold(self) -> None:
         """Let nothing through until each `hold` was followed by a `release`."""
         self._holds += 1
