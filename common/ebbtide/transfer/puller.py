@@ -5,10 +5,8 @@ in any way, the process's death included, leaves in the mirror what it had done;
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from msgspec import Struct
@@ -17,11 +15,13 @@ from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.rpc.retry import pauses, retrying
 from ebbtide.transfer.cache import BlobCache
 from ebbtide.transfer.changes import Changes
+from ebbtide.transfer.fetch import Means, Order
 from ebbtide.transfer.finding import Finder, Question
 from ebbtide.transfer.mirror import Mirror
 from ebbtide.transfer.pool import OpenSource
-from ebbtide.transfer.pull import Order, Pull
+from ebbtide.transfer.pull import Pull
 from ebbtide.transfer.sources import GrpcSource, Opener
+from ebbtide.transfer.threads import Threads
 from ebbtide.types.weights import FoundWay, Holder, Manifest, PolicyVersion
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 from ebbtide.weights import Limits, Place, same_geometry
@@ -66,11 +66,11 @@ class Puller:
         pull goes on without any progress. `open_source`: see `sources.opener`. `cache` gets the verified blobs.
         `streams`: how many at once. `silence_s`: for how long a source may send nothing."""
         self._relay, self._target, self._holder = relay, target, holder
-        self._patience_s, self._open_source, self._cache = patience_s, open_source, cache
-        self._streams, self._silence_s = streams, silence_s
+        self._patience_s, self._open_source = patience_s, open_source
         self._finder = Finder(relay, target, holder)
         self._rate = 0.0
-        self._threads = ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1)), "ebbtide-weights")
+        self._threads = Threads()
+        self._means = Means(threads=self._threads, cache=cache or BlobCache(0), streams=streams, silence_s=silence_s)
 
     async def manifest(
         self,
@@ -115,18 +115,7 @@ class Puller:
         start = time.monotonic()
         relay = OpenSource(GrpcSource(self._relay, self._target, self._holder()), "weight-relay", self._target, 3)
         order = Order(manifest, mirror, publisher, None if wanted is None else tuple(wanted), changes)
-        pull = Pull(
-            order,
-            self._finder,
-            relay,
-            self._open_source,
-            self._holder(),
-            threads=self._threads,
-            cache=self._cache,
-            streams=self._streams,
-            silence_s=self._silence_s,
-            bytes_per_s=self._rate,
-        )
+        pull = Pull(order, self._finder, relay, self._open_source, self._holder(), self._means, self._rate)
         try:
             await self._persist(pull)
         finally:
@@ -181,10 +170,10 @@ class Puller:
 
             warm_up()
 
-        self._threads.submit(work)
+        self._threads.begin(work)
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         return await retrying(call, patience_s=self._patience_s, on=_PASSING)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()

@@ -253,7 +253,7 @@ from ebbtide.types.weights import Holder
 puller = Puller(None, "", holder=lambda: Holder(name="x"), patience_s=0.0, open_source=None)
 assert "numba" not in sys.modules
 puller.warm_up()
-puller._threads.shutdown()
+puller._threads._pool.shutdown()
 assert "ebbtide.weights.patch.compiled" in sys.modules or "ebbtide.weights.patch.plain" in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

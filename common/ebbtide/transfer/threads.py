@@ -1,0 +1,38 @@
+"""Threads for digests and patches, which leave nothing running behind their callers.
+
+Invariant: who awaits `run` has what it started ended when it goes on, also when it goes on by being cancelled.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+#: More share the bandwidth of memory, and each has about 10 MiB of scratch.
+_MOST: Final = 4
+
+
+class Threads:
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max(1, min(_MOST, os.cpu_count() or 1)), "ebbtide-weights")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns. Cancelled, this too ends only after `work`: a mirror may be another's then."""
+        future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():
+                with suppress(asyncio.CancelledError):  # the first is raised below
+                    await asyncio.wait([future])
+            raise
+
+    def begin(self, work: Callable[[], object]) -> None:
+        """Do something that nobody waits for."""
+        self._pool.submit(work)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
