@@ -143,14 +143,20 @@ class Arrival:
     async def _fetch_window(self, window: Sequence[bytes]) -> None:
         """Bring some blobs from one source after another."""
         wanted = dict.fromkeys(window)
+        lacking: set[str] = set()
         while wanted:
+            if wait := self._pool.busy_s(lacking):
+                await asyncio.sleep(wait)
+                continue
             try:
-                source = self._pool.pick()
+                source = self._pool.pick(lacking)
             except NotReady as error:
                 raise Unavailable(f"blobs were let go meanwhile; ask for another way ({error})") from None
             try:
                 await self._read(source, wanted)
-            except (Unavailable, ChunkCorrupt, NotReady, NoCapacity) as error:
+            except NotReady:
+                lacking.add(source.address)  # a peer need not have all blobs of a way
+            except (Unavailable, ChunkCorrupt, NoCapacity) as error:
                 self._pool.drop(source, error)
                 metrics.UPSTREAM_FAILURES.labels(type(error).__name__).inc()
                 log.warning("source broke", source=source.name, address=source.address, reason=str(error))
@@ -158,7 +164,8 @@ class Arrival:
     async def _read(self, source: OpenSource, wanted: dict[bytes, None]) -> None:
         async with source.patience(_SILENCE_S, TILE_BYTES), aclosing(source.source.tiles(list(wanted))) as blobs:
             async for digest, data in blobs:
-                source.heard(_SILENCE_S)
+                source.heard(_SILENCE_S, len(data))
+                self._pool.served()
                 if digest not in wanted:
                     raise ChunkCorrupt("a blob came that was not asked for")
                 await self._put(digest, data)

@@ -11,6 +11,7 @@ import numpy as np
 from ebbtide.rollout_worker.peers import Shelf
 from ebbtide.rollout_worker.servicer import Servicer as WorkersServicer
 from ebbtide.rollout_worker.servicer import add_to_server
+from ebbtide.rollout_worker.settings import Settings
 from ebbtide.rpc.channel import Channel, open_channel
 from ebbtide.rpc.convert import from_proto
 from ebbtide.rpc.security import ClientSecurity, ServerSettings
@@ -138,7 +139,7 @@ class Reader:
         self._channel: Channel = open_channel(relay, SECURITY)
         self._cache = BlobCache(64 << 20)
         self._mirror: Mirror | None = None
-        self._shelf = Shelf(self._cache, lambda: self._mirror, 64)
+        self._shelf = Shelf(self._cache, lambda: self._mirror, Settings().peer_readers)
         self._server: Server | None = None
         self._puller = Puller(
             WeightsStub(self._channel),

@@ -225,7 +225,7 @@ async def test_a_static_copy_can_be_followed_like_a_relay(
             await export(ExportSettings(security=SECURITY, dense=False, **settings))
         await reader.pull(3)
         assert reader.holds(third)
-        assert away.versions() == [1, 2, 3]
+        await wait_until(lambda: away.versions() == [1, 2, 3])
         with pytest.raises(VersionUnavailable), translated("relay"):
             await away.find("w", 9)
     async with running(tmp_path / "late", upstream=f"{web_server}/run") as late, readers(1, late.address) as [reader]:
