@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -86,7 +86,7 @@ async def lease(fleet: Fleet) -> AsyncIterator[Lease]:
         yield lease
 
 
-async def stopped(direction: Direction, arrived: "asyncio.Future[None] | asyncio.Task[None]") -> None:
+async def stopped(direction: Direction, arrived: "asyncio.Future[Any]") -> None:
     """A version is held up on its way, or it has passed whole."""
     await wait_until(lambda: direction.silent or arrived.done(), timeout=60, what="a version under way")
 
@@ -174,7 +174,7 @@ async def trainer_dies(fleet: Fleet, boundaries: tuple[int, ...]) -> None:
         way.limit = way.passed + fleet.share(boundary)
         trainer = await publisher(fleet, relay)
         ended = asyncio.create_task(trainer.wait())
-        await wait_until(lambda ended=ended: way.silent or ended.done(), timeout=60, what="a publish under way")
+        await stopped(way, ended)
         whole = ended.done()
         if not whole:
             trainer.kill()
