@@ -1,7 +1,7 @@
 """What this worker serves to other workers: blobs that it verified, from its cache and its mirror.
 
-Invariant: `streams` has who reads now, at most `most` of them, and in how many streams each. Nothing is served that does
-not match its digest; nothing is kept here.
+Invariant: `streams` has who reads now, at most `most` of them, and in how many streams each. What is served matches its
+digest. Nothing is kept here.
 """
 
 import asyncio

@@ -1,7 +1,10 @@
 """Where this worker's weights come from, and to whom they go on: all the parts of it, put together."""
 
+import asyncio
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.cpu import is_cpu_build
@@ -16,6 +19,8 @@ from ebbtide.types.weights import Holder
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 
 _MIB: Final = 1 << 20
+#: Enough that no kernel takes a short way.
+_WARM_UNITS: Final = 1 << 12
 
 
 class Supply:
@@ -50,9 +55,24 @@ class Supply:
             readers=self.shelf.streams.total(),
         )
 
+    async def warm_up(self) -> None:
+        """Have the kernels of patches compiled, or read from their cache, before the first patch waits for them."""
+        await asyncio.to_thread(_use_codecs)
+
     def close(self) -> None:
         self.weights.close()
         self._puller.close()
+
+
+def _use_codecs() -> None:
+    from ebbtide.weights.patch.tile import TileCodec
+
+    for width in (1, 2, 4):
+        base = np.zeros(_WARM_UNITS, f"<u{width}")
+        new = base.copy()
+        new[::50] = 1
+        codec = TileCodec(width)
+        codec.apply(codec.encode(base, new), base)
 
 
 def _in_place(settings: Settings) -> bool:

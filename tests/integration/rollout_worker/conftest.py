@@ -236,17 +236,21 @@ class House:
             await self.coordinator.hear("installed")
         return worker
 
-    async def process(self, *flags: str) -> subprocess.Popen[bytes]:
-        """An attached worker as a process of its own."""
+    async def process(self, *flags: str, version: int = 1) -> subprocess.Popen[bytes]:
+        """An attached worker as a process of its own, which serves `version`; 0: none yet."""
         command = [sys.executable, "-m", "ebbtide.rollout_worker", "--engine", "scripted", "--worker-id", self.name]
         command += ["--coordinator", self._addresses[0], "--relay", self._addresses[1]]
         command += ["--flush-tokens", str(FLUSH_TOKENS), "--flush-interval-ms", "20"]
         command += ["--counter-file", str(self.counter_file), "--mirror-dir", str(self.mirrors), *flags]
+        attaches = len(self.coordinator.attaches)
         process = subprocess.Popen(command, env={**os.environ, "EBBTIDE_TOKEN": TOKEN}, stdout=subprocess.DEVNULL)  # noqa: ASYNC220
         self._processes.append(process)
-        await wait_until(lambda: self.coordinator.attaches or process.poll() is not None, timeout=30, what="an attach")
-        self.coordinator.install(self.relay.publish(1))
-        await self.coordinator.hear("installed")
+        await wait_until(
+            lambda: len(self.coordinator.attaches) > attaches or process.poll() is not None, 30, what="an attach"
+        )
+        if version:
+            self.coordinator.install(self.relay.publish(version))
+            await self.coordinator.hear("installed")
         return process
 
     def in_engine(self) -> float | None:

@@ -33,6 +33,8 @@ def tensors(file: Path) -> dict[str, bytes]:
     begin = 8 + int.from_bytes(data[:8], "little")
     found = {}
     for name, entry in header(file).items():
+        if name == "__metadata__":
+            continue
         start, end = entry["data_offsets"]
         found[name] = data[begin + start : begin + end]
     return found

@@ -10,20 +10,20 @@ from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import Signer
 from tests.integration.rollout_worker.relays import POLICY, RUN, TOKEN
 
-_ELEMENTS = 1 << 17
 _SEED = b"p" * 32
 
 
 class Trainer:
-    """Changes one element in fifty of 512 KiB at each step."""
+    """Changes one element in fifty of all at each step."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, elements: int = 1 << 18) -> None:
+        """`elements`: of two tensors in float16 together."""
         self._peer = Peer("weight-relay", address, ClientSecurity(token=TOKEN), patience_s=10.0)
         authority = Authority(self._reserve, self._announce)
         self._publisher = Relay(self._peer).publisher(RUN, POLICY, authority=authority)
         self._random = np.random.default_rng(7)
         self.weights = {
-            name: self._random.normal(size=_ELEMENTS).astype(np.float16).reshape(256, -1) for name in ("up", "down")
+            name: self._random.normal(size=elements // 2).astype(np.float16).reshape(256, -1) for name in ("up", "down")
         }
         self.number, self.key = 0, Signer(_SEED).public
         self.dense = sum(one.nbytes for one in self.weights.values())
@@ -35,6 +35,11 @@ class Trainer:
             bits[self._random.integers(0, bits.size, bits.size // 50)] += 1
         self.number += 1
         return await (await self._publisher.publish(self.weights, step=self.number, parent=self.number - 1))
+
+    def forget(self) -> None:
+        """Change everything."""
+        for one in self.weights.values():
+            one[...] = self._random.normal(size=one.shape)
 
     def exact(self) -> dict[str, bytes]:
         return {name: one.tobytes() for name, one in self.weights.items()}
