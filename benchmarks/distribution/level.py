@@ -57,8 +57,8 @@ async def _run(scale: Scale, tell: Tell) -> Row:
         tell(f"{scene.__doc__} ({time.monotonic() - began:.0f} s)")
     tell(table(rows))
     told = (
-        f"{WORKERS} workers with scripted engines, private mirrors, one machine's loopback; a policy of {scale.mib} MiB "
-        f"whose full copy takes {scale.copy_s:g} s over the slow link, patches of {DENSITY:.0%} density"
+        f"{WORKERS} workers with scripted engines, private mirrors, one machine's loopback; a policy of "
+        f"{scale.mib} MiB whose full copy takes {scale.copy_s:g} s over the slow link, patches of {DENSITY:.0%} density"
     )
     figures = _figures(rows)
     conditions = dict.fromkeys(figures, told)
