@@ -21,7 +21,7 @@ import ebbtide.runtime
 import ebbtide.telemetry
 import ebbtide.weight_relay.disk
 from ebbtide.rollout_worker.engine import scripted
-from ebbtide.transfer import Mirror
+from ebbtide.transfer import Mirror, Puller
 from tests.simulation.engine import Told, engine_class
 from tests.simulation.grpc_client import SimChannel
 from tests.simulation.grpc_server import SimServer
@@ -134,6 +134,7 @@ def patched(
         (ebbtide.runtime.Shutdown, "ready", lambda _self, _address: None),
         (disk, "ThreadPoolExecutor", Inline),
         (disk, "fcntl", SimpleNamespace(flock=lambda *_: None, LOCK_EX=0, LOCK_NB=0)),
+        (Puller, "warm_up", lambda _self: None),
         (ebbtide.rollout_worker.weights, "Mirror", lambda *args: _kept(Mirror(*args), mirrors)),
         (scripted, "ScriptedEngine", engine_class(scripted.ScriptedEngine, told)),
         (logging, "lastResort", None),

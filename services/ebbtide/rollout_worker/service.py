@@ -73,7 +73,7 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         session = Session(worker, FleetStub(coordinator), settings.coordinator, attached=_once(shutdown, worker_id))
         installing = shutdown.spawn(installer.run(), "installer")
         stack.push_async_callback(_end, installing)  # an install may not outlive the engine that it is for
-        shutdown.spawn(supply.warm_up(), "warm up")
+        supply.puller.warm_up()
         shutdown.spawn(supply.presence.run(), "presence")
         shutdown.spawn(throttle(engine, outbox, attempts), "throttle")
         streams = shutdown.spawn(session.run(), "streams")

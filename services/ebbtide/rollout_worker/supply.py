@@ -1,10 +1,7 @@
 """Where this worker's weights come from, and to whom they go on: all the parts of it, put together."""
 
-import asyncio
 from pathlib import Path
 from typing import Final
-
-import numpy as np
 
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.cpu import is_cpu_build
@@ -19,8 +16,6 @@ from ebbtide.types.weights import Holder
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 
 _MIB: Final = 1 << 20
-#: Enough that no kernel takes a short way.
-_WARM_UNITS: Final = 1 << 12
 
 
 class Supply:
@@ -30,7 +25,7 @@ class Supply:
         folder = Path(settings.mirror_dir) if settings.mirror_dir else None
         self._host = host_name(folder) if folder else f"worker:{worker_id}"
         cache = BlobCache(settings.peer_cache_mib * _MIB)
-        self._puller = puller = Puller(
+        self.puller = puller = Puller(
             stub,
             settings.relay,
             holder=self.holder,
@@ -55,24 +50,9 @@ class Supply:
             readers=self.shelf.streams.total(),
         )
 
-    async def warm_up(self) -> None:
-        """Have the kernels of patches compiled, or read from their cache, before the first patch waits for them."""
-        await asyncio.to_thread(_use_codecs)
-
     def close(self) -> None:
         self.weights.close()
-        self._puller.close()
-
-
-def _use_codecs() -> None:
-    from ebbtide.weights.patch.tile import TileCodec
-
-    for width in (1, 2, 4):
-        base = np.zeros(_WARM_UNITS, f"<u{width}")
-        new = base.copy()
-        new[::50] = 1
-        codec = TileCodec(width)
-        codec.apply(codec.encode(base, new), base)
+        self.puller.close()
 
 
 def _in_place(settings: Settings) -> bool:
