@@ -9,6 +9,7 @@ import resource
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -256,19 +257,31 @@ def _trials(sample: Sample, draw: random.Random) -> Iterator[tuple[str, Callable
     target, version = sample.manifest, sample.manifest.version
     while True:
         parts = broken_parts(sample.parts, draw)
-        yield "manifest on a bad link", lambda p=parts: read_manifest(p, version), target
+        yield "manifest on a bad link", partial(read_manifest, parts, version), target
         forged = forged_manifest(target, draw)
-        yield "manifest forged", lambda m=forged: read_manifest(_parts(m), m.version), target
-        yield "manifest replayed", lambda: read_manifest(_parts(sample.before), version), target
+        yield "manifest forged", partial(_read_forged, forged), target
+        yield "manifest replayed", partial(read_manifest, _parts(sample.before), version), target
         parts = broken_parts(sample.patch_parts, draw)
-        yield "patch on a bad link", lambda p=parts: read_patch(p, target), sample.patch
+        yield "patch on a bad link", partial(read_patch, parts, target), sample.patch
         lie = forged_patch(sample.patch, draw)
-        yield "patch forged", lambda p=lie: read_patch([_wire(q, pb.PatchPart) for q in split_patch(p)], target), lie
+        yield "patch forged", partial(_read_lie, lie, target), lie
         dtype, base, blob, young = draw.choice(sample.tiles)
         mutant = broken_bytes(blob, draw)
-        yield "blob on a bad link", lambda b=mutant, o=blob: check_tile(tile_digest(o), b) or b, blob
-        digest = tile_digest(young)
-        yield f"{dtype} blob forged", lambda b=mutant, o=base, d=digest: make_tile(b, o, d), young
+        yield "blob on a bad link", partial(_checked, tile_digest(blob), mutant), blob
+        yield f"{dtype} blob forged", partial(make_tile, mutant, base, tile_digest(young)), young
+
+
+def _read_forged(manifest: Manifest) -> Manifest:
+    return read_manifest(_parts(manifest), manifest.version)
+
+
+def _read_lie(patch: Patch, target: Manifest) -> Patch:
+    return read_patch([_wire(part, pb.PatchPart) for part in split_patch(patch)], target)
+
+
+def _checked(digest: bytes, blob: bytes) -> bytes:
+    check_tile(digest, blob)
+    return blob
 
 
 def _parts(manifest: Manifest) -> list[bytes]:

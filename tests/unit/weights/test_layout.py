@@ -42,7 +42,7 @@ def test_other_pieces_and_another_order_make_the_same_file(link: Link) -> None:
             name=name,
             dtype=entry.dtype,
             shape=entry.full_shape,
-            data=memoryview(np.frombuffer(data, np.uint8)),
+            data=memoryview(data),
         )
         for name, data in whole(link).items()
         for entry in [next(item for item in link.manifest.tensors if item.name == name)]
