@@ -128,10 +128,9 @@ class Ledger:
 class Stock:
     """Bytes of distinct blobs in use."""
 
-    def __init__(self, incoming: Mapping[bytes, int]) -> None:
+    def __init__(self) -> None:
         self._users: Counter[bytes] = Counter()
         self.bytes = 0
-        self.add([incoming])
 
     def add(self, groups: Iterable[Mapping[bytes, int]]) -> None:
         for digest, size in _items(groups):

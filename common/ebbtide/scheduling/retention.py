@@ -117,19 +117,22 @@ def _ledgers(
 
 def _press(ledgers: list[Ledger], incoming: Mapping[bytes, int], limit: int) -> tuple[int, bool]:
     """Let the ledgers shed until they fit with `incoming` into `limit`. The bytes left over, and whether any shed."""
-    stock = Stock(incoming)
-    for ledger in ledgers:
-        stock.add(ledger.blobs())
+    groups = [incoming, *(blobs for ledger in ledgers for blobs in ledger.blobs())]
+    if sum(sum(blobs.values()) for blobs in groups) <= limit:
+        return 0, False  # also if none were shared: no need to look at each
+    stock = Stock()
+    stock.add(groups)
     shed = False
     for action in _sheddings(ledgers):
         if stock.bytes <= limit:
             break
         ledger, act = action
-        before = ledger.blobs()
+        before = {id(blobs): blobs for blobs in ledger.blobs()}
         act()
         ledger.settle()
-        stock.add(ledger.blobs())
-        stock.remove(before)
+        after = {id(blobs): blobs for blobs in ledger.blobs()}
+        stock.add(after[key] for key in after.keys() - before.keys())
+        stock.remove(before[key] for key in before.keys() - after.keys())
         shed = True
     return max(0, stock.bytes - limit), shed
 

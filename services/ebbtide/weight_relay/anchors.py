@@ -83,7 +83,7 @@ class Anchors:
             shelf.index.making.add(making)
             plan = await self._retiring.plan()
             if plan.excess_bytes or stream[0] in plan.over_quota:
-                shelf.index.making.discard(making)
+                shelf.index.made(making)
                 log.warning("no room for an anchor", run_id=stream[0], policy=stream[1], version=version)
                 return
             await self._retiring.follow(plan)
@@ -92,7 +92,7 @@ class Anchors:
             await shelf.sync()
             await shelf.finish(self._finish(making, version))
         finally:
-            shelf.index.making.discard(making)
+            shelf.index.made(making)
             await shelf.finish(self._tidy())
 
     async def _fill(self, making: Making, way: FoundWay) -> None:

@@ -81,7 +81,7 @@ class Composing:
             except (EbbtideError, FileNotFoundError) as error:
                 log.warning("patch not composed", run_id=key[0][0], error=str(error))
             finally:
-                self._shelf.index.making.discard(making)
+                self._shelf.index.made(making)
                 await self._shelf.finish(self._tidy())
 
     async def _make(self, making: Making, key: Key, way: FoundWay) -> None:

@@ -24,7 +24,9 @@ class Index:
         self._patches: dict[Stream, dict[Ends, Edge]] = {}
         self._stages: dict[tuple[Stream, int], Stage] = {}
         self._serving: Counter[bytes] = Counter()  # digest -> anchors and patches that hold it
+        self._loose: set[bytes] = set()  # blobs that came or were given up lately: all that nothing uses are among them
         self.on_disk: dict[bytes, int] = {}
+        self.bytes = 0  # of all on disk
         self.making: set[Making] = set()
 
     # -- committed versions --------------------------------------------------------------------------------------
@@ -114,6 +116,7 @@ class Index:
 
     def _release(self, blobs: Mapping[bytes, int]) -> None:
         self._serving.subtract(blobs.keys())
+        self._loose.update(blobs)
         for digest in blobs:
             if not self._serving[digest]:
                 del self._serving[digest]
@@ -137,10 +140,17 @@ class Index:
         for digest, size in stage.blobs.items():
             if (found := self.on_disk.get(digest, size)) != size:
                 raise InvalidRequest(f"tile {digest.hex()} has {found} bytes, not {size}", field="tensors.digests")
+        self.unstage(stage)
         self._stages[(stage.stream, stage.number)] = stage
 
     def unstage(self, stage: Stage) -> None:
-        self._stages.pop((stage.stream, stage.number), None)
+        if before := self._stages.pop((stage.stream, stage.number), None):
+            self._loose.update(before.blobs)
+
+    def made(self, making: Making) -> None:
+        """Nothing is made any more; what was made is used by now, or goes."""
+        self.making.discard(making)
+        self._loose.update(making.blobs)
 
     def stage_of(self, stream: Stream, version: int, *, arriving: bool = False) -> Stage | None:
         found = self._stages.get((stream, version))
@@ -216,17 +226,24 @@ class Index:
         return [holding for holding in self.committed() if digest in holding.tiles], edges
 
     def stored(self, digest: bytes, size: int) -> None:
-        self.on_disk[digest] = size
+        if digest not in self.on_disk:
+            self.on_disk[digest] = size
+            self.bytes += size
+            self._loose.add(digest)
 
-    def garbage(self) -> list[bytes]:
-        """Blobs that nothing holds, takes or makes."""
+    def take_garbage(self) -> list[bytes]:
+        """Forget the blobs that nothing holds, takes or makes, and say which they were."""
         users = [*(stage.blobs for stage in self._stages.values()), *(making.blobs for making in self.making)]
-        return [
+        garbage = [
             digest
-            for digest in self.on_disk
+            for digest in self._loose
             if digest not in self._serving and not any(digest in blobs for blobs in users)
         ]
+        self._loose.clear()
+        gone = [digest for digest in garbage if digest in self.on_disk]
+        self.forget(gone)
+        return gone
 
     def forget(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
-            self.on_disk.pop(digest, None)
+            self.bytes -= self.on_disk.pop(digest, 0)

@@ -68,7 +68,7 @@ class Retiring:
     def room(self, run_id: str) -> int:
         """Bytes that the budget and the run's quota leave free now."""
         index = self._shelf.index
-        rooms = [self._rules.budget_bytes - sum(index.on_disk.values())]
+        rooms = [self._rules.budget_bytes - index.bytes]
         if self._rules.run_quota_bytes:
             own: dict[bytes, int] = {}
             for stream in index.streams():

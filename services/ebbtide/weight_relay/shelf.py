@@ -8,7 +8,7 @@ verified first. When the process dies here, publishers' stages are gone and ever
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -54,24 +54,28 @@ class Shelf:
         for refusal in found.refusals:
             log.warning("version refused", path=refusal.path, reason=refusal.reason)
         self._take(found)
-        log.info("versions found", versions=len(found.manifests), bytes=sum(self.index.on_disk.values()))
+        log.info("versions found", versions=len(found.manifests), bytes=self.index.bytes)
 
     def _take(self, found: Found) -> None:
         now = self.clock()
         for versions in found.versions.values():
             for item in versions.values():
                 tiles = tile_sizes(item.manifest) if item.anchor else {}
-                self.index.on_disk.update(tiles)
+                self._lie_there(tiles)
                 self.index.commit(
                     Holding(manifest=item.manifest, anchor=item.anchor, tiles=tiles, used_at=now, since=now)
                 )
         for patches in found.patches.values():
             for patch, composed in patches.values():
                 blobs = blob_sizes(patch)
-                self.index.on_disk.update(blobs)
+                self._lie_there(blobs)
                 self.index.connect(Edge(patch=patch, blobs=blobs, composed=composed, used_at=now))
         for arrival in found.arrivals:
             self._take_arrival(arrival, now)
+
+    def _lie_there(self, blobs: Mapping[bytes, int]) -> None:
+        for digest, size in blobs.items():
+            self.index.stored(digest, size)
 
     def _take_arrival(self, arrival: Arrival, now: float) -> None:
         stage = make_stage(arrival.manifest, arrival.patch, self.limits, arriving=True, now=now)
@@ -130,15 +134,14 @@ class Shelf:
 
     async def drop_garbage(self) -> None:
         """Delete the blobs that nothing holds, takes or makes. Under the lock."""
-        garbage = self.index.garbage()
-        self.index.forget(garbage)
+        garbage = self.index.take_garbage()
         self._unsynced.difference_update(garbage)
         with disk_errors():
             await asyncio.to_thread(self.disk.drop_tiles, garbage)
         metrics.VERSIONS.set(sum(1 for _ in self.index.committed()))
         metrics.ANCHORS.set(sum(1 for holding in self.index.committed() if holding.anchor))
         metrics.PATCHES.set(sum(len(self.index.patches(stream)) for stream in self.index.streams()))
-        metrics.BYTES_HELD.set(sum(self.index.on_disk.values()))
+        metrics.BYTES_HELD.set(self.index.bytes)
 
     async def arrival(self, digest: bytes, timeout_s: float) -> None:
         """Wait until the blob has come, or its stage has changed, or some time has passed."""
