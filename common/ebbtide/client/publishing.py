@@ -21,7 +21,7 @@ from ebbtide.client.snapshots import Snapshot, Tensors
 from ebbtide.client.staging import Staging
 from ebbtide.errors import NotReady
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weights.encode import Described
+from ebbtide.weights.encode import Described, warm_up
 
 __all__ = ["Authority", "PublishReport", "Publisher", "Publishing", "Tensors"]
 
@@ -106,6 +106,9 @@ class Publisher:
         self._shadow, self._spare = Snapshot(), Snapshot()
         self._order = asyncio.Lock()
         self._last: asyncio.Task[PublishReport] | None = None
+        self._readiness: asyncio.Task[None] | None = None
+        self._room = asyncio.Event()  # for the next version, or none is got
+        self._room.set()
 
     async def publish(self, tensors: Tensors, *, step: int = 0, parent: int = 0) -> Publishing:
         """Begin to publish `tensors`, which must not change before this returns; first, the version before must end.
@@ -116,6 +119,7 @@ class Publisher:
         async with self._order:
             if self._last is not None:
                 await asyncio.wait({self._last})
+            await self._room.wait()
             snapshot, self._spare = self._spare, Snapshot()  # whoever cancels this now may leave it half written
             began = time.monotonic()
             taken, reserved = await asyncio.gather(
@@ -137,6 +141,8 @@ class Publisher:
 
     async def settle(self, within_s: float) -> None:
         """Wait for the version that is on its way; give it up after so many seconds."""
+        if self._readiness is not None:
+            self._readiness.cancel()
         if self._last is not None and not self._last.done():
             await asyncio.wait({self._last}, timeout=within_s)
             self._last.cancel()
@@ -160,13 +166,11 @@ class Publisher:
     async def _publish(
         self, making: Making, start: Start, snapshot: Snapshot, head: Head | None, pause_s: float
     ) -> PublishReport:
-        spare = self._spare
+        if self._base is None:
+            self._room.clear()
+            self._readiness = asyncio.create_task(self._get_ready(self._spare, snapshot))
         try:
-            made, _ = await asyncio.gather(
-                making.make(start, snapshot.tensors, self._base),
-                # The next version will be copied beside this one: have the memory for it before the trainer waits.
-                asyncio.to_thread(spare.make_room, [] if self._base else snapshot.room),
-            )
+            made = await making.make(start, snapshot.tensors, self._base)
         except asyncio.CancelledError:
             self._spare = Snapshot()
             raise
@@ -179,6 +183,20 @@ class Publisher:
         self._base = Base(made.end.version.version, described, head.manifest if head else None)
         self._shadow = snapshot
         return _report(made, pause_s)
+
+    async def _get_ready(self, spare: Snapshot, snapshot: Snapshot) -> None:
+        """While the first version is on its way: memory for the next, and compiled kernels, take seconds to get."""
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            spare.make_room(snapshot.room)
+            loop.call_soon_threadsafe(self._room.set)
+            warm_up(snapshot.tensors)
+
+        try:
+            await asyncio.to_thread(work)
+        finally:
+            self._room.set()
 
 
 def _report(made: Made, pause_s: float) -> PublishReport:
