@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from blake3 import blake3
 
-from ebbtide.errors import ChunkCorrupt, InvalidRequest
+from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity
 from ebbtide.rpc.retry import pauses
 from ebbtide.transfer.changes import Changes, leads
 from ebbtide.transfer.memory import Memory, PrivateMemory, SharedMemory
@@ -57,7 +57,12 @@ class Mirror:
         tiles = self._first[-1]
         room = self.layout.size, _HEAD + tiles * (DIGEST_BYTES + 1), self.layout.header
         self._memory: Memory = PrivateMemory(*room) if folder is None else SharedMemory(folder, made(manifest), *room)
-        self._file: Bytes = np.frombuffer(mmap.mmap(self._memory.weights, self.layout.size), np.uint8)
+        try:
+            self._file: Bytes = np.frombuffer(mmap.mmap(self._memory.weights, self.layout.size), np.uint8)
+        except OSError as error:
+            self._memory.close()
+            text = f"{self.layout.size} bytes of weights cannot be mapped ({error.strerror}): raise the limit of memory"
+            raise NoCapacity(text, retry_after_s=10.0) from None
         table = np.frombuffer(self._memory.table, np.uint8)[_HEAD:]
         self._digests = table[: tiles * DIGEST_BYTES].reshape(tiles, DIGEST_BYTES)
         self._states = table[tiles * DIGEST_BYTES :]
@@ -72,13 +77,17 @@ class Mirror:
         return _descriptor(self._memory.weights)
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
-        """Keep all others, in this and other processes, from changing the weights: while pulling, while installing."""
+    async def hold(self, *, shared: bool = False) -> AsyncIterator[None]:
+        """Keep all others, in this and other processes, from changing the weights: while pulling, while installing.
+
+        `shared` with others who only read, too.
+        """
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             for pause in pauses(0.002, 0.1):
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(lock, kind | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     await asyncio.sleep(pause)
