@@ -53,7 +53,6 @@ class Weights:
         self._in_place, self._patience_s = in_place, patience_s
         self.mirror: Mirror | None = None
         self.installed: Manifest | None = None
-        self._whole = True  # what is pulled of a version is all of it, not the slices of this engine alone
 
     async def prepare(self, wanted: Installation) -> Manifest:
         """Bring the mirror to a version. Others may move it on as soon as this returns.
@@ -70,19 +69,26 @@ class Weights:
         if not wanted.publisher and (manifest.publisher or manifest.signature):
             check_signature(manifest)
         check_fit(manifest, self._engine.shapes)
-        async with self._locked(manifest) as mirror:
-            await self._fill(wanted, manifest, mirror)
-        return manifest
+        async with self._filled(wanted, manifest):
+            return manifest
 
     @asynccontextmanager
     async def ready(self, wanted: Installation, manifest: Manifest) -> AsyncIterator[tuple[Path, Path | None]]:
         """The file to install a prepared version from, and what changed in it since the installed one, if that is
         known. Nobody changes either meanwhile. Prepares it again if the mirror has moved on. Raises as `prepare`."""
-        async with self._locked(manifest) as mirror:
-            if not self._holds(mirror, manifest):
-                log.info("the mirror has moved on", version=wanted.version.version)
-                await self._fill(wanted, manifest, mirror)
+        async with self._filled(wanted, manifest) as mirror:
             yield mirror.path, self._changes(mirror, manifest)
+
+    @asynccontextmanager
+    async def _filled(self, wanted: Installation, manifest: Manifest) -> AsyncIterator[Mirror]:
+        """The mirror, locked, with all of a version that the engine needs."""
+        async with self._locked(manifest, shared=True) as mirror:
+            if self._holds(mirror, manifest):
+                yield mirror
+                return
+        async with self._locked(manifest) as mirror:
+            await self._fill(wanted, manifest, mirror)
+            yield mirror
 
     def keeps(self, manifest: Manifest) -> bool:
         """Whether all of a version is in the mirror now, to be served on."""
@@ -118,8 +124,8 @@ class Weights:
         return mirror
 
     @asynccontextmanager
-    async def _locked(self, manifest: Manifest) -> AsyncIterator[Mirror]:
-        """The mirror while nobody else changes it.
+    async def _locked(self, manifest: Manifest, *, shared: bool = False) -> AsyncIterator[Mirror]:
+        """The mirror while nobody else changes it; `shared` with those who install from it.
 
         Who has it is waited for while it changes; if it does not for `patience_s`, its holder may never go on.
         """
@@ -128,7 +134,7 @@ class Weights:
             while True:
                 try:
                     async with asyncio.timeout(self._patience_s):
-                        await stack.enter_async_context(mirror.hold())
+                        await stack.enter_async_context(mirror.hold(shared=shared))
                     break
                 except TimeoutError:
                     now = mirror.held()
@@ -141,8 +147,7 @@ class Weights:
     async def _fill(self, wanted: Installation, manifest: Manifest, mirror: Mirror) -> None:
         """Pull what the mirror lacks of a version; it is locked."""
         needed, base = self._places(manifest), self.installed
-        self._whole = needed is None or len(needed) == sum(1 for _ in places(manifest))
-        follows = self._takes_changes and base is not None and mirror.holds(base)
+        follows = base is not None and self._takes_changes(manifest) and mirror.holds(base)
         changes = Changes(manifest) if follows else None
         pulled = await self._puller.pull(
             wanted.run_id,
@@ -157,14 +162,16 @@ class Weights:
         if base is not None and changes is not None:
             await unbroken(asyncio.to_thread(mirror.keep_changes, base.version.root, manifest.version.root, changes))
 
-    @property
-    def _takes_changes(self) -> bool:
-        """Changes are those of all tensors: other workers of the host need other slices than this one."""
-        return self._in_place and self._whole
+    def _takes_changes(self, manifest: Manifest) -> bool:
+        """Only who needs all tiles: the changes kept in a mirror would be those of this or another engine's slices."""
+        if not self._in_place:
+            return False
+        needed = self._places(manifest)
+        return needed is None or len(needed) == sum(1 for _ in places(manifest))
 
     def _changes(self, mirror: Mirror, manifest: Manifest) -> Path | None:
         """What changes from what the engine serves, whoever of the host's workers pulled it."""
-        if self.installed is None or not self._takes_changes:
+        if self.installed is None or not self._takes_changes(manifest):
             return None
         return mirror.changes(self.installed.version.root, manifest.version.root)
 

@@ -99,6 +99,19 @@ async def test_who_missed_a_version_gets_no_changes_that_begin_behind_it(
     assert list(engines.values()) == [(trainer.exact(), True), (trainer.exact(), False)]
 
 
+async def test_an_engine_of_slices_is_given_no_changes_which_others_of_its_host_may_have_found_for_theirs(
+    house: House, live: LiveRelay, trainer: Trainer, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, columns = trainer.weights["up"].shape
+    monkeypatch.setattr(ScriptedEngine, "boxes", {"up": (((0, rows), (0, columns)),)})
+    await house.worker(version=0, relay=live.way.address)
+    for count in (1, 2):
+        await install(house, trainer, await trainer.step(), count)
+        [(weights, in_place)] = engines.values()
+        assert weights["up"] == trainer.exact()["up"]
+        assert not in_place
+
+
 async def test_an_engine_that_may_be_a_mixture_ends_its_worker(
     house: House, live: LiveRelay, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
 from ebbtide.testing import wait_until
 from ebbtide.transfer import Mirror
 from ebbtide.types.run import Sampling
@@ -37,6 +40,24 @@ async def test_two_at_once_fetch_each_tile_once(houses: Houses, reads: Reads) ->
         assert relay.served == 4 * number
     assert [number for number, _ in reads] == [1, 1, 2, 2, 3, 3]
     assert reads[0::2] == reads[1::2]
+
+
+async def test_the_engines_of_a_host_install_side_by_side(houses: Houses, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = [await houses(name) for name in ("w1", "w2")]
+    for house in pair:
+        await house.worker(version=0)
+    together, install = asyncio.Barrier(2), ScriptedEngine.install
+
+    async def meet(engine: ScriptedEngine, version: int, weights: Path, changes: Path | None = None) -> float:
+        await together.wait()
+        return await install(engine, version, weights, changes)
+
+    monkeypatch.setattr(ScriptedEngine, "install", meet)
+    version = pair[0].relay.publish(1)
+    for house in pair:
+        house.coordinator.install(version)
+    for house in pair:
+        await house.coordinator.hear("installed")
 
 
 async def test_a_mirror_that_was_moved_on_is_brought_back_before_the_install(houses: Houses, reads: Reads) -> None:
