@@ -21,7 +21,8 @@ from ebbtide.client.snapshots import Snapshot, Tensors
 from ebbtide.client.staging import Staging
 from ebbtide.errors import NotReady
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weights.encode import Described, warm_up
+from ebbtide.weights.encode import Described
+from ebbtide.weights.patch.tile import warm_up
 
 __all__ = ["Authority", "PublishReport", "Publisher", "Publishing", "Tensors"]
 
@@ -191,7 +192,7 @@ class Publisher:
         def work() -> None:
             spare.make_room(snapshot.room)
             loop.call_soon_threadsafe(self._room.set)
-            warm_up(snapshot.tensors)
+            warm_up()
 
         try:
             await asyncio.to_thread(work)

@@ -191,14 +191,6 @@ def encode_version(
     return encoding
 
 
-def warm_up(tensors: Sequence[NamedTensor]) -> None:
-    """Have what encodes such tensors ready: compiled kernels take seconds in the first process that wants them."""
-    for width in {unit_width(tensor.dtype) for tensor in tensors}:
-        old, new = np.zeros((2, 64), f"<u{width}")
-        new[7] = 1
-        TileCodec(width, new.nbytes).encode(old, new)
-
-
 def same_pieces(tensors: Sequence[NamedTensor], entries: Sequence[TensorEntry]) -> bool:
     """Whether tensors and entries agree in names, dtypes, shapes and pieces, so that a patch can lead to them."""
     return len(tensors) == len(entries) and all(map(_alike, tensors, entries))

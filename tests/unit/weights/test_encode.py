@@ -11,7 +11,7 @@ from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.types.weights import Patch, PolicyVersion
 from ebbtide.weights import NamedTensor, check_patch, describe, patched_tiles, seal_manifest, seal_patch, slice_tiles
 from ebbtide.weights.dtypes import CARRIERS
-from ebbtide.weights.encode import Described, Encoded, Encoding, encode_version, same_pieces, warm_up
+from ebbtide.weights.encode import Described, Encoded, Encoding, encode_version, same_pieces
 from ebbtide.weights.patch.layout import unit_width
 from ebbtide.weights.patch.tile import TileCodec
 from tests.unit.weights.chain import TILE, chain
@@ -162,11 +162,6 @@ def test_threads_that_share_the_work_give_what_one_gives() -> None:
         for done in [pool.submit(encoding.work) for _ in range(4)]:
             done.result()
     assert encoding.result() == encode_version(after, base, tile_bytes=SMALL).result()
-
-
-def test_warming_up_takes_any_tensors() -> None:
-    warm_up([tensor("w", dtype, units(4, 2 * 5)) for dtype in CARRIERS])
-    warm_up([])
 
 
 def test_encoding_that_is_stopped_gives_no_result() -> None:
