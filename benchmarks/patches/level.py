@@ -38,7 +38,7 @@ CONDITIONS: Final = {
     "astraflow_over_patch": "the same pairs, the worst; 64-bit global indices and values",
     "patch_over_best_other": "all pairs of any density and dtype, the worst; the best of dense, COO, AstraFlow's, XOR "
     "with zstd 1 and 3",
-    "encode_over_memcpy": "3 % changed, one thread, dense bytes per second over memcpy's; digests apart",
+    "encode_over_memcpy": "3 % changed, one thread, dense bytes per CPU second over memcpy's; digests apart",
     "apply_over_memcpy": "the same; in place, after a check of the whole patch that is not in it",
     "check_over_memcpy": "the same; reading the patch whole before anything is written",
     "digests_over_memcpy": "the same; the digests of all tiles of one version",
