@@ -1,5 +1,11 @@
 """The exchange of ranks that torch.distributed has brought together. torch is not imported: they have it already.
 
+    exchange = TorchExchange()  # on every rank, behind init_process_group
+    publisher = lease.publisher(exchange) if exchange.rank == 0 else client.publisher(run_id, exchange)
+    publishing = await publisher.publish(model.state_dict(), step=step, parent=parent)  # local shards, on every rank
+    ...  # the next step
+    version = await publishing
+
 Bytes travel as CPU tensors between rank 0 and each other rank, point to point, so that one that died keeps no other
 from hearing of it.
 """

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 
 from ebbtide.client import Client, Lease
 from ebbtide.client.publishing import Publishing, PublishReport
+from ebbtide.errors import AlreadyExists
 from ebbtide.runtime import race
 from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer import checkpoint
@@ -96,8 +97,11 @@ class Training:
         await self._commit(resumed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
-            if (publishing := await self._publish()) is not None:
-                self._following.announced(await publishing)
+            while (publishing := await self._publish()) is not None:
+                try:
+                    self._following.announced(await publishing)
+                except AlreadyExists as error:  # the relay remembers a run that the store forgot
+                    log.warning("taking the next number", reason=str(error))
             while self._collector.step < self._spec.trainer.steps:
                 await self._step(tasks)
             # The driver evaluates the last version, and ends the run. What still comes is dropped, and must be told.

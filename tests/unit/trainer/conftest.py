@@ -49,6 +49,7 @@ class Cluster:
         self.weights: dict[int, dict[str, Any]] = {}
         self.versions: list[PolicyVersion] = []
         self.reserved = 0
+        self.taken = 0  # the relay has versions up to it, of which this run knows nothing
         self.relay = asyncio.Event()  # cleared: versions stay on their way
         self.relay.set()
         self.leases: list[FakeLease] = []
@@ -275,6 +276,8 @@ class FakePublishing:
     async def _announce(self, lease: FakeLease, step: int) -> PolicyVersion:
         await asyncio.sleep(0)
         await lease.cluster.relay.wait()
+        if self.number <= lease.cluster.taken:
+            raise AlreadyExists(f"version {self.number} is committed with another root")
         lease._check(f"announce {step}")
         return lease.cluster.announce(step, self.number)
 

@@ -226,6 +226,15 @@ async def test_a_step_is_trained_beside_its_versions_way_only_where_staleness_al
     assert order == [f"trainer:{deed} {at}" for at in range(4) for deed in ("publish", "announce")]
 
 
+async def test_numbers_that_the_relay_remembers_of_a_forgotten_run_are_passed_over(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    cluster = make_cluster(make_spec(tiny_model, tmp_path, trainer={"steps": 1}), lambda request: None)
+    cluster.taken = 2
+    await train_to_end(cluster, make_client(cluster))
+    assert [(version.version, version.step) for version in cluster.versions] == [(3, 0), (4, 1)]
+
+
 async def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_newer_one(
     tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
