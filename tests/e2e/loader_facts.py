@@ -63,6 +63,27 @@ def make_experts(path: Path, seed: int) -> Path:
     return path
 
 
+def make_fused(path: Path, seed: int) -> Path:
+    """A Phi-3, whose checkpoints have queries, keys and values in one tensor, and gate and up in another."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Phi3Config(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=127,
+        pad_token_id=0,
+    )
+    Phi3ForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
 def boot(path: Path, **changes: Any) -> LLM:
     arguments: Facts = {
         "dtype": "float32",
@@ -193,6 +214,8 @@ def main(directory: str) -> None:
     facts: Facts = {"experts_sharded": sharded(boot(experts[0]), *experts, "_TP")}
     facts["experts"] = updated(*experts)
     facts["experts_bf16"] = updated(*experts, dtype="bfloat16")
+    fused = make_fused(root / "fused1", 1), make_fused(root / "fused2", 2)
+    facts["fused_in_checkpoint"] = sharded(boot(fused[0]), *fused, "_TP")
     facts["tied"] = updated(*tied)
     facts["int8"] = updated(*dense, dtype="bfloat16", quantization="int8_per_channel_weight_only")
     facts["fp8"] = updated(*dense, dtype="bfloat16", quantization="fp8_per_channel")

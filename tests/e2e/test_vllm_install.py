@@ -19,6 +19,8 @@ EXACT = 1e-5
 #: Ranks add up in another order.
 CLOSE = 1e-3
 
+GROUPS = ["tensor_parallel", "pipeline_parallel", "experts_sharded", "fused_in_checkpoint"]
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -68,7 +70,7 @@ def test_what_is_packed_or_quantised_is_not_changed_in_place(seen: Facts) -> Non
     assert "pack" in seen["tied"]["obstacle"]
 
 
-@pytest.mark.parametrize("group", ["tensor_parallel", "pipeline_parallel", "experts_sharded"])
+@pytest.mark.parametrize("group", GROUPS)
 def test_all_ranks_together_read_every_tensor_whole(seen: Facts, group: str) -> None:
     for name, boxes in seen[group]["union"].items():
         assert len(boxes) == 1, name
@@ -89,6 +91,14 @@ def test_a_rank_reads_its_shard_of_what_is_fused(seen: Facts) -> None:
     assert first["model.norm.weight"] == second["model.norm.weight"] == [[[0, 128]]]
 
 
+def test_a_rank_reads_its_shards_of_what_a_checkpoint_fuses(seen: Facts) -> None:
+    _, second = seen["fused_in_checkpoint"]["boxes"]
+    layer = "model.layers.1"
+    rows = [box[0] for box in second[f"{layer}.self_attn.qkv_proj.weight"]]
+    assert rows == [[64, 128], [160, 192], [224, 256]]
+    assert [box[0] for box in second[f"{layer}.mlp.gate_up_proj.weight"]] == [[128, 256], [384, 512]]
+
+
 def test_a_rank_reads_its_shard_of_each_expert(seen: Facts) -> None:
     first, second = seen["experts_sharded"]["boxes"]
     for expert in range(4):
@@ -107,7 +117,7 @@ def test_a_stage_reads_its_own_layers_alone(seen: Facts) -> None:
     assert not second["model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("group", ["tensor_parallel", "pipeline_parallel", "experts_sharded"])
+@pytest.mark.parametrize("group", GROUPS)
 def test_changes_in_place_make_what_a_load_makes_on_every_rank(seen: Facts, group: str) -> None:
     assert seen[group]["moved"] == ["", ""]
     assert seen[group]["differed"] == [True, True]
