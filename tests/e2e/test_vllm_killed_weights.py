@@ -3,13 +3,17 @@ serve the whole new one, as an engine does that was booted from it."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Final
 
 import pytest
 import pytest_asyncio
 
 from tests.chaos.cluster import Cluster
 from tests.e2e.killed_fleet import CLOSE, Fleet, stopped
-from tests.e2e.killed_versions import fresh, make_policy
+from tests.e2e.killed_versions import PROMPTS, fresh, make_policy
+
+#: Tokens of a response that is cut.
+LONG: Final = 200
 
 #: The tests share one cluster. The trainer's comes first: what the relay has of other runs is not sent to it again.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
@@ -94,13 +98,18 @@ async def test_a_worker_that_dies_amid_a_fetch_comes_back_to_the_whole_version(f
     await fleet.have("w2")
     async with fleet.run("worker") as run:
         await run.begin("w2")
+        lengths = [LONG] * len(PROMPTS)
+        whole = await run.ended(await run.submit(PROMPTS, lengths, version=1))
         way = fleet.back("w2", "relay")
         fleet.cut(way)
         await run.publish(fleet.policy.second)
         await stopped(way)
         await run.says(1, fleet.policy.first)
+        cut = await run.submit(PROMPTS, lengths)
+        await run.begun(cut)
         assert 2 not in run.installed("w2")
         fleet.kill("w2")
         way.release()
         await fleet.have("w2")
         await run.says(2, fleet.policy.second)
+        await run.are_cut(cut, whole)
