@@ -13,7 +13,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.types.weights import Holder
+from ebbtide.types.weights import FAR, SAME_HOST, Holder, distance
 
 #: Stands for the origin among sources.
 ORIGIN: Final = ""
@@ -25,9 +25,6 @@ MOST: Final = 3
 #: How long one that complained is not sent to an address again, and how many must complain for nobody to be.
 SHUN_S: Final = 30.0
 SEVERAL: Final = 3
-
-_HOST, _SITE, _FAR = range(3)
-
 
 class Copy(Struct, kw_only=True):
     """A holder's copy of one version, whole (`done`) or arriving.
@@ -59,7 +56,7 @@ def choose_sources(requester: Copy, copies: Collection[Copy], origin: Origin, sh
     requester's `source` and `depth` are set to what is chosen.
     """
     usable = [copy for copy in copies if _may_serve(copy, requester) and copy.holder.address not in shunned]
-    near = [copy for copy in usable if _distance(copy, requester) != _FAR]
+    near = [copy for copy in usable if distance(copy.holder, requester.holder) != FAR]
     readers = Counter(copy.source for copy in copies if not copy.done and copy.holder.name != requester.holder.name)
     if near:
         names = _ranked(requester, near, readers)
@@ -104,14 +101,7 @@ def _may_serve(copy: Copy, requester: Copy) -> bool:
         return False
     if copy.done:
         return True
-    return copy.order < requester.order and _distance(copy, requester) != _FAR
-
-
-def _distance(copy: Copy, requester: Copy) -> int:
-    one, other = copy.holder, requester.holder
-    if one.host and one.host == other.host:
-        return _HOST
-    return _SITE if one.site == other.site else _FAR
+    return copy.order < requester.order and distance(holder, requester.holder) != FAR
 
 
 def _ranked(requester: Copy, copies: Iterable[Copy], readers: Counter[str | None]) -> list[str]:
@@ -120,7 +110,8 @@ def _ranked(requester: Copy, copies: Iterable[Copy], readers: Counter[str | None
         # Who is read from stays, unless somebody nearer came: what is on its way would be asked for again.
         stays = 0 if copy.holder.name == requester.source else 1
         depth = 0 if copy.done else copy.depth
-        return _distance(copy, requester), stays, load >= FEW, load + depth, copy.holder.readers, copy.order
+        far = distance(copy.holder, requester.holder)
+        return far, stays, load >= FEW, load + depth, copy.holder.readers, copy.order
 
     return [copy.holder.name for copy in sorted(copies, key=cost)]
 
@@ -131,7 +122,7 @@ def _place_of_origin(
     """Behind all peers, unless it is a relay of the site itself, which may serve a few of them."""
     if origin.trainers or origin.site != requester.holder.site:
         return len(names)
-    on_host = sum(1 for copy in near if _distance(copy, requester) == _HOST)
+    on_host = sum(1 for copy in near if distance(copy.holder, requester.holder) == SAME_HOST)
     if on_host:
         return on_host
     if requester.source == ORIGIN:

@@ -109,12 +109,8 @@ class Fetch:
         except EbbtideError as error:
             self._failure = error
             return
-        try:
+        with self._pool.blaming(source, batch.lacking):
             await self._read(source, batch)
-        except NotReady:
-            batch.lacking.add(source.address)  # it may well have the next batch
-        except EbbtideError as error:
-            self._pool.drop(source, error)
 
     async def _read(self, source: OpenSource, batch: Batch) -> None:
         """Get what is missing of a batch. Raises why not all of it came; what came before is used, and is its doing."""

@@ -8,13 +8,13 @@ was not listed. A source that failed is asked again only if the relay names it a
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from ebbtide.errors import EbbtideError, NoCapacity, NotReady, Unavailable
 from ebbtide.transfer.sources import Opener, Source
-from ebbtide.types.weights import BlobSource, Holder
+from ebbtide.types.weights import FAR, BlobSource, Holder, distance
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,12 @@ _SHORTEST_WAIT_S: Final = 0.05
 _LONGEST_WAIT_S: Final = 2.0
 #: So long is waited for what is near and busy before what is far is asked.
 _BUSY_S: Final = 20.0
+#: The tier of what comes last.
+UNLISTED: Final = FAR + 1
 
 
 class OpenSource:
-    """A source in use. `tier` 0: same host, 1: same site, 2: farther, 3: the relay, unlisted."""
+    """A source in use. `tier`: its distance from the reader; `UNLISTED`: the relay, which was not listed."""
 
     def __init__(self, source: Source, name: str, address: str, tier: int) -> None:
         self.source, self.name, self.address, self.tier = source, name, address, tier
@@ -152,7 +154,7 @@ class Pool:
         if address in self._failed:
             return None
         if address == self._relay.address:
-            self._relay.tier = self._tier(listed)
+            self._relay.tier = distance(listed, self._reader)
             return self._relay
         if address not in self._open:
             try:
@@ -160,13 +162,19 @@ class Pool:
             except EbbtideError as error:
                 self._failed[address] = error
                 return None
-            self._open[address] = OpenSource(source, listed.name, address, self._tier(listed))
+            self._open[address] = OpenSource(source, listed.name, address, distance(listed, self._reader))
         return self._open[address]
 
-    def _tier(self, source: BlobSource) -> int:
-        if source.host and source.host == self._reader.host:
-            return 0
-        return 1 if source.site == self._reader.site else 2
+    @contextmanager
+    def blaming(self, source: OpenSource, lacking: set[str]) -> Iterator[None]:
+        """Whatever error the source answers with is its own: it is dropped for it, and others go on. What it has not
+        got makes it one of `lacking`, since it may well have other blobs."""
+        try:
+            yield
+        except NotReady:
+            lacking.add(source.address)
+        except EbbtideError as error:
+            self.drop(source, error)
 
     def drop(self, source: OpenSource, error: EbbtideError) -> None:
         """It has failed; or it is busy, which passes."""

@@ -18,7 +18,7 @@ from ebbtide.transfer.changes import Changes
 from ebbtide.transfer.fetch import Means, Order
 from ebbtide.transfer.finding import Finder, Question
 from ebbtide.transfer.mirror import Mirror
-from ebbtide.transfer.pool import OpenSource
+from ebbtide.transfer.pool import UNLISTED, OpenSource
 from ebbtide.transfer.pull import Pull
 from ebbtide.transfer.sources import GrpcSource, Opener
 from ebbtide.transfer.threads import Threads
@@ -113,7 +113,7 @@ class Puller:
         if not same_geometry(manifest, mirror.manifest):
             raise InvalidRequest("has other tensors than the mirror was made for: make another", field="manifest")
         start = time.monotonic()
-        relay = OpenSource(GrpcSource(self._relay, self._target, self._holder()), "weight-relay", self._target, 3)
+        relay = OpenSource(GrpcSource(self._relay, self._target, self._holder()), "weight-relay", self._target, UNLISTED)
         order = Order(manifest, mirror, publisher, None if wanted is None else tuple(wanted), changes)
         pull = Pull(order, self._finder, relay, self._open_source, self._holder(), self._means, self._rate)
         try:

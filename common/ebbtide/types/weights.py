@@ -11,6 +11,9 @@ DIGEST_BYTES: Final = 32
 KEY_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 
+#: How far apart two are that blobs go between: they share memory, or a site, or neither.
+SAME_HOST, SAME_SITE, FAR = range(3)
+
 #: A slice of a tensor: first index and end of each dimension.
 Box: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -135,6 +138,13 @@ class BlobSource(Struct, frozen=True, kw_only=True):
     address: str
     site: str = ""
     host: str = ""
+
+
+def distance(one: Holder | BlobSource, other: Holder | BlobSource) -> int:
+    """`SAME_HOST`, `SAME_SITE` or `FAR`: blobs are to come from the nearest."""
+    if one.host and one.host == other.host:
+        return SAME_HOST
+    return SAME_SITE if one.site == other.site else FAR
 
 
 class FoundWay(Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from ebbtide.scheduling.ways import Step, find_ways
 from ebbtide.transfer import opener
 from ebbtide.transfer.finding import Found
 from ebbtide.transfer.http import HttpSource
-from ebbtide.transfer.pool import OpenSource, Pool
+from ebbtide.transfer.pool import UNLISTED, OpenSource, Pool
 from ebbtide.types.weights import FoundWay, Holder, Manifest, VersionInfo
 from ebbtide.weight_relay.export.static_copy import VERSIONS, StaticVersion, file_of
 from ebbtide.weight_relay.records import Stream, dense_bytes
@@ -47,7 +47,7 @@ class StaticUpstream:
             await self._session.close()
 
     def pool(self) -> Pool:
-        return Pool(OpenSource(self._blobs, "upstream", self.target, 3), self._open_source, self._holder)
+        return Pool(OpenSource(self._blobs, "upstream", self.target, UNLISTED), self._open_source, self._holder)
 
     async def watch(self) -> AsyncIterator[VersionInfo]:
         """The versions that are there, then each new one."""

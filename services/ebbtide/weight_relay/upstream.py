@@ -10,7 +10,7 @@ from ebbtide.rpc.security import ClientSecurity
 from ebbtide.rpc.status import translated
 from ebbtide.transfer import GrpcSource, opener
 from ebbtide.transfer.finding import Finder, Found, Question, is_usable
-from ebbtide.transfer.pool import OpenSource, Pool
+from ebbtide.transfer.pool import UNLISTED, OpenSource, Pool
 from ebbtide.types.weights import FoundWay, Holder, Manifest, VersionInfo
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
@@ -48,7 +48,7 @@ class RelayUpstream:
 
     def pool(self) -> Pool:
         """Sources of blobs, the upstream the last of them; to be closed by who asked."""
-        itself = OpenSource(GrpcSource(self._stub, self.target, self._holder), "upstream", self.target, 3)
+        itself = OpenSource(GrpcSource(self._stub, self.target, self._holder), "upstream", self.target, UNLISTED)
         return Pool(itself, self._open_source, self._holder)
 
     async def watch(self) -> AsyncIterator[VersionInfo]:
