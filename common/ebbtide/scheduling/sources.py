@@ -26,6 +26,7 @@ MOST: Final = 3
 SHUN_S: Final = 30.0
 SEVERAL: Final = 3
 
+
 class Copy(Struct, kw_only=True):
     """A holder's copy of one version, whole (`done`) or arriving.
 

@@ -113,7 +113,9 @@ class Puller:
         if not same_geometry(manifest, mirror.manifest):
             raise InvalidRequest("has other tensors than the mirror was made for: make another", field="manifest")
         start = time.monotonic()
-        relay = OpenSource(GrpcSource(self._relay, self._target, self._holder()), "weight-relay", self._target, UNLISTED)
+        relay = OpenSource(
+            GrpcSource(self._relay, self._target, self._holder()), "weight-relay", self._target, UNLISTED
+        )
         order = Order(manifest, mirror, publisher, None if wanted is None else tuple(wanted), changes)
         pull = Pull(order, self._finder, relay, self._open_source, self._holder(), self._means, self._rate)
         try:
