@@ -1,12 +1,9 @@
 """A static copy of versions behind any web server or object store that honours byte ranges.
 
-Below its URL lies `index`: 16 bytes (b"EbStatic", u32 format 1, u32 zero), then 48 for each blob, ascending by digest:
-32 bytes digest, u32 size, u32 file, u64 offset, little-endian. And `NNNNN.blobs`, the files: blobs one behind another.
-The index is replaced last, and at once. Nothing here is trusted: the puller checks each blob.
+Below its URL lie the files of `ebbtide.weights.static`. Nothing here is trusted: the puller checks each blob.
 """
 
 import asyncio
-import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -16,14 +13,11 @@ import numpy as np
 from msgspec import Struct
 
 from ebbtide.errors import ChunkCorrupt, EbbtideError, Unavailable, VersionUnavailable
-from ebbtide.types.weights import DIGEST_BYTES, TILE_BYTES
+from ebbtide.types.weights import TILE_BYTES
+from ebbtide.weights.static import HEAD, INDEX, RECORD, blobs_file, index_records
 
-HEAD: Final = struct.Struct("<8sII")
-RECORD: Final = struct.Struct(f"<{DIGEST_BYTES}sIIQ")
-MAGIC: Final = b"EbStatic"
-FORMAT: Final = 1
 #: As many blobs as a manifest may have tiles.
-_MOST_INDEX: Final = HEAD.size + RECORD.size * (4 << 20)
+_MOST_INDEX: Final = len(HEAD) + RECORD.size * (4 << 20)
 #: Bytes not asked for that are read to save a request, and most that one request asks for.
 _GAP: Final = 32 << 10
 _SPAN: Final = 8 << 20
@@ -44,14 +38,8 @@ class Index:
 
     def __init__(self, data: bytes) -> None:
         """Raises `ChunkCorrupt` for what is no index of this format."""
-        if (
-            len(data) < HEAD.size
-            or HEAD.unpack_from(data) != (MAGIC, FORMAT, 0)
-            or (len(data) - HEAD.size) % RECORD.size
-        ):
-            raise ChunkCorrupt("is no index of a static copy, or a broken one")
-        self._data = data
-        records = np.frombuffer(data, np.uint8, offset=HEAD.size).reshape(-1, RECORD.size)
+        self._records = index_records(data)
+        records = np.frombuffer(self._records, np.uint8).reshape(-1, RECORD.size)
         self._keys = np.ascontiguousarray(records[:, :8]).view(">u8").reshape(-1)
 
     def spots(self, digests: Sequence[bytes]) -> list[Spot]:
@@ -62,7 +50,7 @@ class Index:
 
     def _spot(self, row: int, digest: bytes) -> Spot:
         for at in range(row, min(row + 4, len(self._keys))):
-            found, size, file, offset = RECORD.unpack_from(self._data, HEAD.size + at * RECORD.size)
+            found, size, file, offset = RECORD.unpack_from(self._records, at * RECORD.size)
             if found == digest and size <= TILE_BYTES:
                 return Spot(file, offset, size, digest)
         raise VersionUnavailable(f"blob {digest.hex()[:16]} is not in the static copy")
@@ -99,19 +87,19 @@ class HttpSource:
         return self._index.spots(digests) if self._index is not None else []
 
     async def _load(self) -> bytes:
-        async with self._get("index") as answer:
+        async with self._get(INDEX) as answer:
             if answer.status != 200:
-                raise self._refused("index", answer.status)
+                raise self._refused(INDEX, answer.status)
             data = bytearray()
             async for part in answer.content.iter_chunked(1 << 18):
                 data += part
                 if len(data) > _MOST_INDEX:
-                    raise ChunkCorrupt(f"{self._url}/index has more than {_MOST_INDEX} bytes")
+                    raise ChunkCorrupt(f"{self._url}/{INDEX} has more than {_MOST_INDEX} bytes")
             return bytes(data)
 
     async def _read(self, span: Sequence[Spot]) -> AsyncGenerator[tuple[bytes, bytes], None]:
         first, end = span[0].offset, max(spot.offset + spot.size for spot in span)
-        name = f"{span[0].file:05d}.blobs"
+        name = blobs_file(span[0].file)
         async with self._get(name, {"Range": f"bytes={first}-{end - 1}"}) as answer:
             if answer.status != 206 or not answer.headers.get("Content-Range", "").startswith(
                 f"bytes {first}-{end - 1}/"

@@ -10,8 +10,9 @@ from aiohttp import web
 
 from ebbtide.errors import ChunkCorrupt, Unavailable, VersionUnavailable
 from ebbtide.transfer import Mirror
-from ebbtide.transfer.http import HEAD, RECORD, HttpSource, Index, Spot, spans
+from ebbtide.transfer.http import HttpSource, Index, Spot, spans
 from ebbtide.types.weights import BlobSource
+from ebbtide.weights.static import HEAD, RECORD
 from tests.integration.transfer.conftest import needed
 from tests.integration.transfer.test_puller import NEWEST, pull
 from tests.unit.transfer.filling import assert_right
@@ -30,7 +31,7 @@ def write(folder: Path, blobs: dict[bytes, bytes], *, gap: int = 0, files: int =
         data[file] += blob + bytes(gap)
     for number, content in enumerate(data):
         (folder / f"{number:05d}.blobs").write_bytes(content)
-    index = HEAD.pack(b"EbStatic", 1, 0) + b"".join(RECORD.pack(*record) for record in sorted(records))
+    index = HEAD + b"".join(RECORD.pack(*record) for record in sorted(records))
     (folder / "index").write_bytes(index)
 
 
@@ -170,7 +171,7 @@ def record(digest: bytes, size: int) -> bytes:
         b"EbStatic",
         struct.pack("<8sII", b"Another!", 1, 0),
         struct.pack("<8sII", b"EbStatic", 2, 0),
-        HEAD.pack(b"EbStatic", 1, 0) + bytes(47),
+        HEAD + bytes(47),
     ],
 )
 def test_what_is_no_index_is_refused(data: bytes) -> None:
@@ -180,13 +181,12 @@ def test_what_is_no_index_is_refused(data: bytes) -> None:
 
 def test_an_index_that_lies_about_order_or_sizes_only_lacks_blobs() -> None:
     a, b = b"a" * 32, b"b" * 32
-    head = HEAD.pack(b"EbStatic", 1, 0)
-    assert Index(head + record(a, 5) + record(b, 6)).spots([b, a]) == [Spot(0, 0, 6, b), Spot(0, 0, 5, a)]
-    for data in (head, head + record(a, 1 << 31), head + record(b"a" * 8 + b"x" * 24, 5)):
+    assert Index(HEAD + record(a, 5) + record(b, 6)).spots([b, a]) == [Spot(0, 0, 6, b), Spot(0, 0, 5, a)]
+    for data in (HEAD, HEAD + record(a, 1 << 31), HEAD + record(b"a" * 8 + b"x" * 24, 5)):
         with pytest.raises(VersionUnavailable):
             Index(data).spots([a])
     close = b"a" * 8 + b"\0" * 24
-    assert Index(head + record(close, 5) + record(a, 6)).spots([a]) == [Spot(0, 0, 6, a)]
+    assert Index(HEAD + record(close, 5) + record(a, 6)).spots([a]) == [Spot(0, 0, 6, a)]
 
 
 def test_spans_hold_what_lies_together() -> None:

@@ -1,8 +1,7 @@
 """A static copy of versions: files that any web server or object store serves by ranges.
 
-    index              16 bytes: `EbStatic`, format 1, 0; then 48 bytes per blob, sorted by digest:
-                       digest, size (u32), file number (u32), offset (u64), little-endian
-    00000.blobs ...    blobs one after another: a patch's before the dense tiles, each in the manifest's order
+    index, NNNNN.blobs as `ebbtide.weights.static` says; a patch's blobs before the dense tiles, each in the manifest's
+                       order
     version-N.msgpack  the manifest of version N, and the patches to it
     versions.msgpack   what versions there are
 
@@ -12,21 +11,19 @@ signed, and whoever fetches checks each blob by its digest.
 """
 
 import os
-import struct
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 from msgspec import Struct
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.runtime import fsync
 from ebbtide.types.weights import Manifest, Patch, VersionInfo
 from ebbtide.weights import blob_sizes, check_tile, tile_sizes
+from ebbtide.weights.static import HEAD, INDEX, RECORD, blobs_file, index_records
 
-MAGIC: Final = struct.pack("<8sII", b"EbStatic", 1, 0)
 VERSIONS: Final = "versions.msgpack"
-RECORD: Final = struct.Struct("<32sIIQ")
 #: Large enough that few files serve a policy of any size, small enough to be uploaded again after a break.
 FILE_BYTES: Final = 1 << 30
 
@@ -65,7 +62,7 @@ class Writer:
             folder.mkdir(parents=True, exist_ok=True)
             self._records = _read_index(folder)
             self._number = max((int(path.stem) for path in folder.glob("?????.blobs")), default=-1)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ChunkCorrupt) as error:
             raise _unwritable(folder, error) from None
 
     @property
@@ -80,7 +77,7 @@ class Writer:
             if self._out is None or self._offset + len(data) > self._file_bytes:
                 self.close()
                 self._number, self._offset = self._number + 1, 0
-                self._out = (self._folder / f"{self._number:05d}.blobs").open("xb")
+                self._out = (self._folder / blobs_file(self._number)).open("xb")
             self._out.write(data)
         except OSError as error:
             raise _unwritable(self._folder, error) from None
@@ -97,7 +94,7 @@ class Writer:
         try:
             self.close()
             self._replace(file_of(manifest.version.version), msgspec.msgpack.encode(self._version))
-            self._replace("index", MAGIC + b"".join(RECORD.pack(*record) for record in records))
+            self._replace(INDEX, HEAD + b"".join(RECORD.pack(*record) for record in records))
             self._replace(VERSIONS, msgspec.msgpack.encode(_listed(self._folder, manifest)))
         except OSError as error:
             raise _unwritable(self._folder, error) from None
@@ -119,13 +116,11 @@ class Writer:
 
 
 def _read_index(folder: Path) -> dict[bytes, tuple[int, int, int]]:
-    """Size, file and offset of each blob that is there. Raises `ValueError` for what is no index."""
-    if not (folder / "index").exists():
+    """Size, file and offset of each blob that is there. Raises `ChunkCorrupt` for what is no index."""
+    if not (folder / INDEX).exists():
         return {}
-    data = (folder / "index").read_bytes()
-    if data[: len(MAGIC)] != MAGIC or (len(data) - len(MAGIC)) % RECORD.size:
-        raise ValueError("its index is none of a static copy")
-    return {digest: (size, file, at) for digest, size, file, at in RECORD.iter_unpack(data[len(MAGIC) :])}
+    records = index_records((folder / INDEX).read_bytes())
+    return {digest: (size, file, at) for digest, size, file, at in RECORD.iter_unpack(records)}
 
 
 def _listed(folder: Path, manifest: Manifest) -> list[VersionInfo]:

@@ -1,0 +1,29 @@
+"""The index of a static copy: where blobs lie in files that any web server or object store serves by ranges.
+
+index              16 bytes: `EbStatic`, u32 format 1, u32 0; then 48 bytes per blob, ascending by digest:
+                   32 bytes digest, u32 size, u32 file number, u64 offset, little-endian
+NNNNN.blobs        the files, by number: blobs one behind another
+"""
+
+import struct
+from typing import Final
+
+from ebbtide.errors import ChunkCorrupt
+from ebbtide.types.weights import DIGEST_BYTES
+
+INDEX: Final = "index"
+HEAD: Final = struct.pack("<8sII", b"EbStatic", 1, 0)
+#: Digest, size, file number and offset of one blob.
+RECORD: Final = struct.Struct(f"<{DIGEST_BYTES}sIIQ")
+
+
+def blobs_file(number: int) -> str:
+    """The name of a file of blobs."""
+    return f"{number:05d}.blobs"
+
+
+def index_records(data: bytes) -> memoryview:
+    """The records of an index. Raises `ChunkCorrupt` for what is no index of this format."""
+    if not data.startswith(HEAD) or (len(data) - len(HEAD)) % RECORD.size:
+        raise ChunkCorrupt("is no index of a static copy, or a broken one")
+    return memoryview(data)[len(HEAD) :]
