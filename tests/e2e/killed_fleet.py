@@ -1,7 +1,7 @@
 """A cluster with real engines and a trainer of its own process, and runs on it whose every token is compared with what
 a fresh engine says.
 
-Invariant: at most two workers live, both booted before the run begins whose versions they are to have.
+Invariant: `living` are the workers that were booted and not killed since, two at most: w1 and w2. One trainer lives.
 """
 
 import asyncio
