@@ -7,12 +7,19 @@ no write to its mapping can fail; `table` is of zeros when the weights were laid
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
-from ebbtide.transfer.shared import SharedFolder, reserve
+from ebbtide.errors import NoCapacity
+from ebbtide.transfer.shared import SharedFolder, refused, reserve
 
 Buffer: TypeAlias = bytearray | mmap.mmap
+#: Writes to a descriptor all that a file is to hold.
+Writer: TypeAlias = Callable[[int], None]
+#: Most of a small file that is read.
+_SMALL: Final = 1 << 16
 
 
 class Memory(Protocol):
@@ -23,15 +30,9 @@ class Memory(Protocol):
         """A small file whole; nothing if it is not there."""
         ...
 
-    def replace(self, name: str, data: bytes) -> None:
-        """Make `data` all of a small file, at once or not at all."""
+    def replace(self, name: str, write: Writer) -> None:
+        """Make what `write` puts into a new file all of a file, at once; raises what it does, and the old one stays."""
         ...
-
-    def begin(self, name: str) -> int:
-        """A descriptor of a new, empty file, that `end` will put in place of the old."""
-        ...
-
-    def end(self, name: str, file: int) -> None: ...
 
     def open(self, name: str) -> int | None:
         """A descriptor of a file, to be closed by the caller; None if it is not there."""
@@ -44,26 +45,28 @@ class PrivateMemory:
     """Memory that ends with the process. It comes as it is written, so parts that are not cost nothing."""
 
     def __init__(self, size: int, table: int, header: bytes) -> None:
+        """Raises `NoCapacity` if there is no room."""
         self.table: Buffer = bytearray(table)
-        self._small: dict[str, bytes] = {}
         self._files: dict[str, int] = {}
-        self.weights = os.memfd_create("ebbtide-weights")
-        os.ftruncate(self.weights, size)
-        os.pwrite(self.weights, header, 0)
+
+        def lay_out(file: int) -> None:
+            os.ftruncate(file, size)
+            os.pwrite(file, header, 0)
+
+        try:
+            self.weights = _memory("weights", lay_out)
+        except OSError as error:
+            text = f"{size} bytes of weights cannot be kept in memory ({error.strerror}): raise the limit that says so"
+            raise NoCapacity(text, retry_after_s=10.0) from None
 
     def read(self, name: str) -> bytes:
-        return self._small.get(name, b"")
+        return os.pread(self._files[name], _SMALL, 0) if name in self._files else b""
 
-    def replace(self, name: str, data: bytes) -> None:
-        self._small[name] = data
-
-    def begin(self, name: str) -> int:
-        return os.memfd_create(f"ebbtide-{name}")
-
-    def end(self, name: str, file: int) -> None:
-        if (old := self._files.pop(name, None)) is not None:
+    def replace(self, name: str, write: Writer) -> None:
+        new = _memory(name, write)
+        if (old := self._files.get(name)) is not None:
             os.close(old)
-        self._files[name] = file
+        self._files[name] = new
 
     def open(self, name: str) -> int | None:
         return os.dup(self._files[name]) if name in self._files else None
@@ -73,16 +76,39 @@ class PrivateMemory:
             os.close(file)
 
 
+def _memory(name: str, write: Writer) -> int:
+    """A descriptor of memory that `write` has filled."""
+    file = os.memfd_create(f"ebbtide-{name}")
+    try:
+        write(file)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
 class SharedMemory:
     """Files below `folder` for the mirrors that are `made` alike (32 bytes); see `shared`."""
 
     def __init__(self, folder: Path, made: bytes, size: int, table: int, header: bytes) -> None:
         """Raises `InvalidRequest` for a folder that is not this user's alone, `NoCapacity` if it has no room."""
         self._folder = SharedFolder(folder, made)
-        self.weights = self._folder.open("weights")
+        self.weights = -1
+        try:
+            self.weights = self._folder.open("weights")
+            self.table: Buffer = self._lay_out(folder, made, size, table, header)
+        except OSError as error:
+            self.close()
+            raise refused(folder, error) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _lay_out(self, folder: Path, made: bytes, size: int, table: int, header: bytes) -> mmap.mmap:
+        """The table, once all is in place."""
         digests = self._folder.open("digests")
         try:
-            fcntl.flock(digests, fcntl.LOCK_EX)  # for as long as it takes to lay out
+            fcntl.flock(digests, fcntl.LOCK_EX)  # for as long as it takes
             sizes = os.fstat(digests).st_size, os.fstat(self.weights).st_size
             if sizes != (table, size) or os.pread(digests, len(made), 0) != made:
                 os.ftruncate(digests, 0)
@@ -90,10 +116,7 @@ class SharedMemory:
                 reserve(self.weights, size, str(folder))
                 os.pwrite(self.weights, header, 0)
                 os.pwrite(digests, made, 0)  # last: who is killed before has it done again
-            self.table: Buffer = mmap.mmap(digests, table)
-        except BaseException:
-            self.close()
-            raise
+            return mmap.mmap(digests, table)
         finally:
             fcntl.flock(digests, fcntl.LOCK_UN)  # the mapping keeps a copy of the descriptor
             os.close(digests)
@@ -102,25 +125,25 @@ class SharedMemory:
         if (file := self._folder.find(name)) is None:
             return b""
         with os.fdopen(file, "rb") as whole:
-            return whole.read(1 << 16)
+            return whole.read(_SMALL)
 
-    def replace(self, name: str, data: bytes) -> None:
-        file = self.begin(name)
-        os.write(file, data)
-        self.end(name, file)
-        os.close(file)
-
-    def begin(self, name: str) -> int:
-        file = self._folder.open(f"{name}.new")
-        os.ftruncate(file, 0)
-        return file
-
-    def end(self, name: str, file: int) -> None:  # noqa: ARG002 - it has a name already
-        self._folder.rename(f"{name}.new", name)
+    def replace(self, name: str, write: Writer) -> None:
+        new = self._folder.open(f"{name}.new")
+        try:
+            os.ftruncate(new, 0)
+            write(new)
+            self._folder.rename(f"{name}.new", name)
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(new, 0)  # give back the room that it took
+            raise
+        finally:
+            os.close(new)
 
     def open(self, name: str) -> int | None:
         return self._folder.find(name)
 
     def close(self) -> None:
-        os.close(self.weights)
+        if self.weights >= 0:
+            os.close(self.weights)
         self._folder.leave()

@@ -3,7 +3,8 @@
 Invariant: a tile whose state is KNOWN has the digest recorded for it, at every instruction: before it is written its
 state becomes WRITING, and only behind it digest and state are set; a state is one byte, so never half. A process killed
 anywhere leaves every tile KNOWN and right, or WRITING, which `mend` looks at again. Nothing is written that was not
-verified. Only who has `hold` may `apply`, in as many threads as it likes, each place in one of them.
+verified. Only who has `hold` may `apply`, in as many threads as it likes, each place in one of them. The count of beats
+is a hint, written by whoever holds it.
 """
 
 import asyncio
@@ -15,10 +16,10 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from blake3 import blake3
@@ -27,17 +28,16 @@ from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity
 from ebbtide.rpc.retry import pauses
 from ebbtide.transfer.changes import Changes, leads
 from ebbtide.transfer.memory import Memory, PrivateMemory, SharedMemory
+from ebbtide.transfer.scratch import Own
 from ebbtide.types.weights import DIGEST_BYTES, Manifest, TensorEntry
 from ebbtide.weights import Layout, NamedTensor, Place, TileTask, places, same_geometry, tile_digest
 from ebbtide.weights.layout import Bytes
 from ebbtide.weights.patch.layout import unit_width
 from ebbtide.weights.tiles import tile_size
 
-if TYPE_CHECKING:
-    from ebbtide.weights.patch.tile import TileCodec
-
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _CONTEXT: Final = "ebbtide 2026-11 geometry"
-#: Bytes of the digests' file before them: the geometry, written when all else is in place.
+#: Bytes of the digests' file before them: the geometry, written when all else is in place, and the count of beats.
 _HEAD: Final = 64
 _UNKNOWN, _WRITING, _KNOWN = 0, 1, 2
 #: Versions remembered: pulls broken off one after another, each of which left some tiles.
@@ -66,7 +66,8 @@ class Mirror:
         table = np.frombuffer(self._memory.table, np.uint8)[_HEAD:]
         self._digests = table[: tiles * DIGEST_BYTES].reshape(tiles, DIGEST_BYTES)
         self._states = table[tiles * DIGEST_BYTES :]
-        self._own = threading.local()
+        self._beats = np.frombuffer(self._memory.table, np.uint64, 1, DIGEST_BYTES)
+        self._own = Own(self.layout.tile_bytes)
         self._rows = threading.Lock()
         self._changes: list[int] = []
         self._closed = False
@@ -88,6 +89,7 @@ class Mirror:
             for pause in pauses(0.002, 0.1):
                 try:
                     fcntl.flock(lock, kind | fcntl.LOCK_NB)
+                    self.beat()
                     break
                 except BlockingIOError:
                     await asyncio.sleep(pause)
@@ -97,6 +99,15 @@ class Mirror:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # also where a forked child has inherited the descriptor
         finally:
             os.close(lock)
+
+    def beat(self) -> None:
+        """Show those who wait that the one who holds it goes on. Of two at once one may be lost."""
+        self._beats += np.uint64(1)
+
+    @property
+    def beats(self) -> int:
+        """Changes when somebody gets hold of it, or goes on with what he does."""
+        return int(self._beats[0])
 
     # -- what is here --------------------------------------------------------------------------------------------
 
@@ -125,9 +136,10 @@ class Mirror:
             return []
 
     def remember(self, run_id: str, policy: str, versions: Iterable[int]) -> None:
-        """Say so, the last ones last."""
-        last = list(dict.fromkeys(versions))[-_VERSIONS:]
-        self._memory.replace("versions", json.dumps([[run_id, policy], last]).encode())
+        """Say so, the last ones last; where memory is full, nothing is remembered."""
+        text = json.dumps([[run_id, policy], list(dict.fromkeys(versions))[-_VERSIONS:]]).encode()
+        with suppress(OSError):
+            self._memory.replace("versions", lambda file: _write(file, text))
 
     def read(self, digest: bytes) -> bytes | None:
         """A dense tile that is here, verified; None if it is not, or is being written over."""
@@ -209,22 +221,16 @@ class Mirror:
         dense = np.frombuffer(blobs[task.dense], np.uint8) if task.dense else None
         if dense is not None and not task.patches:
             return dense
-        scratch = self._scratch()
         width = unit_width(entry.dtype)
-        new = scratch.bytes[: task.length]
+        new = self._own.bytes[: task.length]
         new[:] = self.layout.read(self._file, *task.place) if dense is None else dense
         try:
             units = new.view(f"<u{width}")
             for patch in task.patches:
-                scratch.codec(width).apply(blobs[patch], units)
+                self._own.codec(width).apply(blobs[patch], units)
         except (InvalidRequest, ValueError) as error:
             raise ChunkCorrupt(f"a patch of {entry.name} cannot be applied ({error}): fetch the tile whole") from None
         return new
-
-    def _scratch(self) -> "_Scratch":
-        if (found := getattr(self._own, "scratch", None)) is None:
-            found = self._own.scratch = _Scratch(self.layout.tile_bytes)
-        return found
 
     @contextmanager
     def _lone(self, tensor: int) -> Iterator[None]:
@@ -246,15 +252,10 @@ class Mirror:
         is no room, or it has given up. Takes the place of what was kept before."""
         if changes.given_up:
             return False
-        file = self._memory.begin("changes")
         try:
-            changes.write(_descriptor(file), base_root, root)
-            self._memory.end("changes", os.dup(file))
+            self._memory.replace("changes", lambda file: changes.write(_descriptor(file), base_root, root))
         except OSError:
-            os.ftruncate(file, 0)
             return False
-        finally:
-            os.close(file)
         return True
 
     def changes(self, base_root: bytes, root: bytes) -> Path | None:
@@ -277,27 +278,18 @@ class Mirror:
             self._memory.close()
 
 
-class _Scratch:
-    """What one thread applies patches with."""
-
-    def __init__(self, tile_bytes: int) -> None:
-        self.bytes: Bytes = np.empty(tile_bytes, np.uint8)
-        self._codecs: dict[int, TileCodec] = {}
-
-    def codec(self, width: int) -> "TileCodec":
-        """For units of `width` bytes. Its modules come late, with the first patch."""
-        if width not in self._codecs:
-            from ebbtide.weights.patch.tile import TileCodec
-
-            self._codecs[width] = TileCodec(width)
-        return self._codecs[width]
-
-
 def made(manifest: Manifest) -> bytes:
-    """The digest, 32 bytes, of all that makes two mirrors one: policy and geometry."""
+    """The digest, 32 bytes, of all that makes two mirrors one: policy, geometry, and the boot of the machine. What a
+    file outside memory kept of the boot before may be half of what was written to it."""
     text = [[entry.name, entry.dtype, entry.shape, entry.start, entry.full] for entry in manifest.tensors]
-    whole = [manifest.run_id, manifest.version.policy, manifest.tile_bytes, text]
+    boot = _BOOT.read_text() if _BOOT.is_file() else ""
+    whole = [manifest.run_id, manifest.version.policy, manifest.tile_bytes, text, boot]
     return blake3(json.dumps(whole).encode(), derive_key_context=_CONTEXT).digest()
+
+
+def _write(file: int, data: bytes) -> None:
+    with open(file, "wb", closefd=False) as out:
+        out.write(data)
 
 
 def _descriptor(file: int) -> Path:

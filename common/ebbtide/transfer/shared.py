@@ -14,12 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from ebbtide.errors import InvalidRequest, NoCapacity
+from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity
 
 #: What the errors call the folder: the setting that names it.
 SETTING: Final = "mirror_dir"
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_ROOM: Final = {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT, errno.EMFILE, errno.ENFILE}
 _NAME: Final = re.compile(r"mirror-[0-9a-f]{32}")
 #: All that ever lies in a sub-folder, in the order in which it is removed.
 _FILES: Final = ("versions.new", "versions", "changes.new", "changes", "weights", "digests", "users")
@@ -51,7 +52,7 @@ class SharedFolder:
             pass
         except OSError as error:
             self._close()
-            raise _refused(self._folder, error) from None
+            raise refused(self._folder, error) from None
         self._close()
         return False
 
@@ -90,7 +91,7 @@ def reserve(file: int, size: int, where: str) -> None:
         if size:
             os.posix_fallocate(file, 0, size)
     except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT}:
+        if error.errno not in _NO_ROOM:
             raise
         os.ftruncate(file, 0)
         text = f"{SETTING}: {where} has no room for {size} bytes of weights; free some, or name another folder"
@@ -102,7 +103,7 @@ def _open_top(folder: Path) -> int:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         top = os.open(folder, _FOLDER)
     except OSError as error:
-        raise _refused(folder, error) from None
+        raise refused(folder, error) from None
     state = os.fstat(top)
     if state.st_uid != os.geteuid() or stat.S_IMODE(state.st_mode) & 0o077:
         os.close(top)
@@ -157,6 +158,10 @@ def _remove(top: int, name: str, inner: int) -> None:
         os.rmdir(name, dir_fd=top)
 
 
-def _refused(folder: Path, error: OSError) -> InvalidRequest:
+def refused(folder: Path, error: OSError) -> EbbtideError:
+    """What an error of the files in `folder` means to who wants a mirror there."""
+    if error.errno in _NO_ROOM:
+        text = f"{SETTING}: {folder} has no room ({error.strerror}); free some, or name another folder"
+        return NoCapacity(text, retry_after_s=10.0)
     text = f"{folder} cannot be used ({error.strerror}): name a folder that is this user's alone"
     return InvalidRequest(text, field=SETTING)
