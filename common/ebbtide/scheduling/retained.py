@@ -6,16 +6,18 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from ebbtide.scheduling.ways import Step, find_ways, legs_to, passed, whole_versions
+from ebbtide.scheduling.ways import Leg, Step, find_ways, legs_to, passed, whole_versions
 
 Stream: TypeAlias = tuple[str, str]
+#: A version of a stream.
+Node: TypeAlias = tuple[Stream, int]
 
 
 class HeldVersion(Struct, frozen=True, kw_only=True):
     """A committed version. `tiles` maps the digests of its dense tiles to bytes, if it is an `anchor`; none else.
 
     `size`: bytes of its dense tiles, held or not. `idle_s` counts since it was published or read, `age_s` since it
-    came.
+    came. `elsewhere`: a holder that lasts (none on a spot machine) has all of it, too.
     """
 
     stream: Stream
@@ -25,6 +27,7 @@ class HeldVersion(Struct, frozen=True, kw_only=True):
     size: int = 0
     idle_s: float = 0.0
     age_s: float = 0.0
+    elsewhere: bool = False
 
 
 class HeldPatch(Struct, frozen=True, kw_only=True):
@@ -56,11 +59,12 @@ class Ledger:
             item.version: item.size or sum(item.tiles.values()) for item in versions.values() if item.anchor
         }
         self.whole = whole_versions(self._anchors, self._steps.values())
-        self.live = live & versions.keys()
+        self.live = set(live & versions.keys())
         self._pinned = pinned & self.whole
         self.kept: set[int] = set()
         self.abandoned = False
         self._nodes: set[int] = set()
+        self._sources: set[int] = set()
         self._dense: set[int] = set()
         self._edges: set[tuple[int, int]] = set()
 
@@ -71,15 +75,22 @@ class Ledger:
             way = next(iter(find_ways(self._anchors, self._steps.values(), version, ())))
             self._dense.add(way.start)
             self._stay(way.start, way.via)
-        if self.kept:
-            self._keep_live_ways(max(self.kept))
+        self._sources = set(self._nodes)
+        newest, legs = max(self.kept, default=0), self.live_legs()
+        for version in legs.keys() & self.live:
+            self._stay(version, passed(version, newest, legs))
         among = self.kept | (self.live & self._nodes)
         self._edges |= {ends for ends in self._steps if ends[0] in among and ends[1] in among}
 
-    def _keep_live_ways(self, newest: int) -> None:
-        legs = legs_to(newest, self._steps.values())
-        for version in self.live & legs.keys():
-            self._stay(version, passed(version, newest, legs))
+    def live_legs(self, *more: Step) -> dict[int, Leg]:
+        """Ways to the newest kept version that are cheaper than one from an anchor: what live holders gain by.
+
+        `more`: patches beside those that are here.
+        """
+        steps = [*self._steps.values(), *more]
+        legs = legs_to(max(self.kept), steps) if self.kept else {}
+        dense = [size + legs[version].size for version, size in self._anchors.items() if version in legs]
+        return {version: leg for version, leg in legs.items() if leg.size < min(dense)}
 
     def _stay(self, start: int, via: tuple[int, ...]) -> None:
         self._nodes |= {start, *via}
@@ -98,16 +109,12 @@ class Ledger:
         ends = patch.base, patch.version
         step = self._steps.pop(ends)
         lost = not self.whole <= whole_versions(self._anchors, self._steps.values())
-        if lost or self._cuts_off_live(step):
+        if lost or self.live & (self.live_legs(step).keys() - self.live_legs().keys()):
             self._steps[ends] = step
 
-    def _cuts_off_live(self, step: Step) -> bool:
-        if not self.kept:
-            return False
-        newest = max(self.kept)
-        now = legs_to(newest, self._steps.values())
-        before = legs_to(newest, [*self._steps.values(), step])
-        return any(version in before and version not in now for version in self.live)
+    def shed_live(self, version: int) -> None:
+        """Leave the live holders of a version to the anchors."""
+        self.live.discard(version)
 
     # -- what goes -----------------------------------------------------------------------------------------------
 
@@ -122,7 +129,7 @@ class Ledger:
 
     def ancestors(self) -> list[HeldVersion]:
         """What stays only because kept versions were made of it."""
-        return [self.versions[version] for version in sorted(self._nodes - self.kept - self.live - self._pinned)]
+        return [self.versions[version] for version in sorted(self._sources - self.kept - self.live - self._pinned)]
 
 
 class Stock:

@@ -1,19 +1,16 @@
-"""What a relay lets go: by count, age and bytes, and never what a kept version or a live holder still needs.
+"""What a relay lets go: by count, age and bytes, never what a kept version needs, and late what live holders do.
 
 A stream is one policy of one run. A version is *kept* for its own sake, or stays as a passage: every kept version has
-a way from an anchor, and from each version that a live holder has, a way by patches to the newest, if there was one.
-Blobs that several versions and patches share count once.
+a way from an anchor, and from each version that a live holder has, a way by patches to the newest, if there was one
+that costs less than an anchor and while room allows. Blobs that several versions and patches share count once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
-from typing import TypeAlias
 
 from msgspec import Struct
 
-from ebbtide.scheduling.retained import HeldPatch, HeldVersion, Ledger, Stock, Stream
-
-Node: TypeAlias = tuple[Stream, int]
+from ebbtide.scheduling.retained import HeldPatch, HeldVersion, Ledger, Node, Stock, Stream
 
 #: Ancestors that no rule keeps may be older than the oldest kept version by this factor before an anchor is made.
 _AGED = 1.5
@@ -56,9 +53,11 @@ def plan_retention(
 ) -> RetentionPlan:
     """Plan so that what stays fits, with the blobs `incoming` by run, into the budget and each run's quota.
 
-    Where it does not, composed patches go first; then kept versions, longest idle first, that are not the newest of
-    their stream; then the newest of abandoned streams. Never: the newest of a live stream, what `pinned` versions
-    (bases of publishes under way) need, and the ways of `needed` ones, which live holders have.
+    Where it does not, composed patches go first; then kept versions that are not the newest of their stream, those
+    that are safe elsewhere before others, longest idle first; then the ways of `needed` versions, which live holders
+    have, dearest first: from then on an anchor serves these holders; then the newest of abandoned streams, which no
+    live holder has. Never: the newest of another stream, and what `pinned` versions (bases of publishes under way)
+    need.
     """
     ledgers = _ledgers(held, patches, rules, needed, pinned)
     over: dict[str, int] = {}
@@ -109,7 +108,8 @@ def _ledgers(
         for version in newest_first[: rules.keep_versions]:
             if version == newest_first[0] or not rules.max_age_s or own[version].age_s <= rules.max_age_s:
                 ledger.kept.add(version)
-        ledger.abandoned = bool(newest_first) and all(item.idle_s >= rules.abandoned_s for item in own.values())
+        idle = all(item.idle_s >= rules.abandoned_s for item in own.values())
+        ledger.abandoned = bool(newest_first) and idle and not ledger.live
         ledger.settle()
         ledgers[stream] = ledger
     return ledgers
@@ -143,9 +143,17 @@ def _sheddings(ledgers: list[Ledger]) -> Iterable[tuple[Ledger, Callable[[], Non
     for patch, ledger in sorted(composed, key=lambda item: (-item[0].idle_s, item[0].version, item[0].base)):
         yield ledger, partial(ledger.shed_patch, patch)
     older = [(ledger.versions[version], ledger) for ledger in ledgers for version in sorted(ledger.kept)[:-1]]
-    for item, ledger in sorted(older, key=lambda item: (-item[0].idle_s, item[0].version)):
+    for item, ledger in sorted(older, key=lambda item: (not item[0].elsewhere, -item[0].idle_s, item[0].version)):
         yield ledger, partial(ledger.kept.discard, item.version)
-    forsaken = [ledger for ledger in ledgers if ledger.abandoned and not ledger.live]
+    live = [
+        (leg.size, version, ledger)
+        for ledger in ledgers
+        for version, leg in ledger.live_legs().items()
+        if version in ledger.live
+    ]
+    for _, version, ledger in sorted(live, key=lambda item: (-item[0], item[1])):
+        yield ledger, partial(ledger.shed_live, version)
+    forsaken = [ledger for ledger in ledgers if ledger.abandoned]
     for ledger in sorted(forsaken, key=lambda ledger: -min(item.idle_s for item in ledger.versions.values())):
         yield ledger, ledger.kept.clear
 

@@ -1,13 +1,15 @@
 """Which policy versions, dense tiles and patches a relay lets go."""
 
+import itertools
 import random
 from collections.abc import Set
 
+import msgspec
 import pytest
 
 from ebbtide.scheduling.retained import HeldPatch, HeldVersion, Stream
 from ebbtide.scheduling.retention import RetentionPlan, Rules, plan_retention
-from ebbtide.scheduling.ways import Step, legs_to, whole_versions
+from ebbtide.scheduling.ways import Step, find_ways, legs_to, whole_versions
 
 STREAM: Stream = ("run", "policy")
 
@@ -59,6 +61,10 @@ def plan(
         needed={(STREAM, version) for version in needed},
         pinned={(STREAM, version) for version in pinned},
     )
+
+
+def _step(item: HeldPatch) -> Step:
+    return Step(item.base, item.version, sum(item.blobs.values()))
 
 
 def evicted(result: RetentionPlan) -> list[tuple[str, int]]:
@@ -126,12 +132,58 @@ def test_a_composed_patch_goes_before_any_version() -> None:
     assert not result.evict
 
 
-def test_a_composed_patch_that_alone_leads_a_live_holder_on_stays() -> None:
-    versions = [held(1), held(3, "c")]
-    result = plan(*versions, patches=[patch(1, 3, composed=True)], keep=1, budget=5, needed={1})
+def test_a_composed_patch_that_alone_leads_a_live_holder_on_goes_with_that_way() -> None:
+    versions = [held(1), held(2, "b", "x", idle_s=9), held(3, "c")]
+    result = plan(*versions, patches=[patch(1, 3, composed=True)], keep=2, budget=12, needed={1})
+    assert evicted(result) == [("run", 2)]
     assert not result.patches
+    result = plan(*versions, patches=[patch(1, 3, composed=True)], keep=2, budget=11, needed={1})
+    assert evicted(result) == [("run", 1), ("run", 2)]
+    assert [(item.base, item.version) for item in result.patches] == [(1, 3)]
+    assert not result.excess_bytes
+
+
+def test_a_live_holders_way_goes_when_an_anchor_is_as_cheap() -> None:
+    """One holder of version 1 of 200: patches of 2 bytes, an anchor of 10."""
+    versions = [*(held(n) for n in range(1, 200)), held(200, "d")]
+    result = plan(*versions, patches=chain(1, 200), keep=4, budget=30, incoming="e", needed={1})
+    assert [item.version for item in result.evict] == list(range(1, 200))
+    assert not result.excess_bytes
+    result = plan(*versions, patches=chain(1, 200), keep=4, budget=30, incoming="e", needed={1, 196})
+    assert [item.version for item in result.evict] == list(range(1, 196))
+    assert not result.excess_bytes
+
+
+def test_the_dearest_of_live_ways_makes_room_before_anything_is_refused_and_before_an_abandoned_stream_goes() -> None:
+    versions = [*(held(n) for n in range(1, 5)), held(5, "d"), held(1, "o", run="other", idle_s=100)]
+    patches = chain(1, 5)
+    assert not plan(*versions, patches=patches, keep=1, budget=28, needed={1, 3}).evict
+    result = plan(*versions, patches=patches, keep=1, budget=27, needed={1, 3})
+    assert evicted(result) == [("run", 1), ("run", 2)]
+    result = plan(*versions, patches=patches, keep=1, budget=20, needed={1, 3})
+    assert evicted(result) == [("run", n) for n in range(1, 5)]
+    assert not result.excess_bytes
+
+
+def test_live_holders_keep_the_newest_of_an_abandoned_stream_even_where_their_ways_have_gone() -> None:
+    versions = [held(1, idle_s=100), held(2, "b", idle_s=100)]
+    result = plan(*versions, patches=chain(1, 2), keep=1, budget=5, needed={1})
+    assert evicted(result) == [("run", 1)]
+    assert result.excess_bytes == 5
+
+
+def test_what_is_safe_elsewhere_makes_room_before_what_is_not() -> None:
+    versions = [held(1, "a", idle_s=50), held(2, "b", idle_s=5), held(3, "c")]
+    versions[1] = msgspec.structs.replace(versions[1], elsewhere=True)
+    assert evicted(plan(*versions, budget=30, incoming="d")) == [("run", 2)]
+    assert evicted(plan(*versions, budget=20, incoming="d")) == [("run", 1), ("run", 2)]
+
+
+def test_passages_of_live_holders_are_no_reason_for_an_anchor() -> None:
+    versions = [held(1, age_s=400), held(2, age_s=350), held(3, "c", age_s=10), held(4)]
+    result = plan(*versions, patches=chain(1, 4), keep=1, max_age_s=200.0, needed={1})
     assert not result.evict
-    assert result.excess_bytes == 7
+    assert not result.anchors
 
 
 def test_versions_that_are_too_old_go_but_for_the_newest() -> None:
@@ -188,16 +240,21 @@ def test_whatever_goes_all_that_stays_can_be_reached(seed: int) -> None:
     gone = {item.version for item in result.evict}
     dense = {item.version for item in versions if item.anchor} - gone - {item.version for item in result.thin}
     dropped = {(item.base, item.version) for item in result.patches}
-    steps = [Step(p.base, p.version, 1) for p in patches if (p.base, p.version) not in dropped]
+    steps = [_step(p) for p in patches if (p.base, p.version) not in dropped]
     assert not [step for step in steps if {step.base, step.version} & gone]
     whole = whole_versions(dense, steps)
     assert count in whole
-    before, after = legs_to(count, [Step(p.base, p.version, 1) for p in patches]), legs_to(count, steps)
-    assert not [version for version in needed if version in before and version not in after]
+    before, after = legs_to(count, [_step(p) for p in patches]), legs_to(count, steps)
+    bound = min(before[item.version].size + item.size for item in versions if item.anchor and item.version in before)
+    worth = {version for version in needed if version in before and before[version].size < bound}
     left = {t: 10 for item in versions if item.version in dense for t in item.tiles}
     left |= {d: s for p in patches if (p.base, p.version) not in dropped for d, s in p.blobs.items()}
     assert sum(left.values()) - budget <= result.excess_bytes
-    if not result.excess_bytes and not needed:
-        assert sum(left.values()) <= budget
-    if budget == 10_000:
+    every = {t: 10 for item in versions for t in item.tiles} | {d: s for p in patches for d, s in p.blobs.items()}
+    if sum(every.values()) <= budget:
         assert set(range(max(1, count - keep + 1), count + 1)) <= whole
+        assert all(version in after and after[version].size == before[version].size for version in worth)
+    if result.excess_bytes:  # all that may go has gone
+        (way,) = find_ways(dict.fromkeys(dense, 10), steps, count, ())
+        assert dense == {way.start}
+        assert {(step.base, step.version) for step in steps} == set(itertools.pairwise((way.start, *way.via)))
