@@ -3,6 +3,7 @@ serve the whole new one, as an engine does that was booted from it."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Final
 
 import pytest
@@ -29,12 +30,11 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
     assert first.gap(second) > 100 * CLOSE
     cluster = Cluster(folder)
     fleet = Fleet(cluster, policy, {policy.first: first, policy.second: second})
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(cluster.close)
         await fleet.boot()
+        stack.push_async_callback(fleet.close)
         yield fleet
-    finally:
-        await fleet.close()
-        await cluster.close()
 
 
 async def test_a_trainer_that_dies_amid_a_publish_leaves_the_old_version_serving(fleet: Fleet) -> None:
