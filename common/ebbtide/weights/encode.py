@@ -2,7 +2,8 @@
 
 A tile is compared with the base's before anything else is done with it: one that stayed is neither hashed nor kept, and
 one that changed is read once more for its digest. Tile patches beyond what may be kept are made again when asked for,
-which gives the same bytes: so a version is encoded in the memory of one tile for each thread, whatever its size.
+which gives the same bytes: so a version is encoded in the memory of one tile for each thread, whatever its size. What a
+GPU has found to have changed is not looked for again; it is kept while the version is encoded.
 """
 
 from bisect import bisect_right
@@ -15,6 +16,7 @@ from msgspec import Struct
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.types.weights import TILE_BYTES, TensorEntry, TensorPatch
 from ebbtide.weights.dtypes import carrier
+from ebbtide.weights.found import Found
 from ebbtide.weights.patch.alphabet import Array
 from ebbtide.weights.patch.layout import SPARSE_HEAD, Kind, TilePatch, read_tile, unit_width
 from ebbtide.weights.patch.tile import TileCodec
@@ -59,11 +61,15 @@ class Encoding:
         *,
         tile_bytes: int = TILE_BYTES,
         keep_bytes: int = 0,
+        found: Sequence[Found | None] = (),
     ) -> None:
-        """Raises `InvalidRequest` naming the tensor whose bytes do not fill it, or that is not one of the base's."""
+        """`found`: of each tensor, if anything is known, how it differs from the base.
+
+        Raises `InvalidRequest` naming the tensor whose bytes do not fill it, or that is not one of the base's.
+        """
         self._tensors, self._tile_bytes, self._keep_bytes = tensors, tile_bytes, keep_bytes
         self._sizes = [tensor_size(tensor) for tensor in tensors]
-        self._base = base
+        self._base, self._found = base, found
         if base is not None:
             _check_geometry(tensors, base.entries, tile_bytes)
         counts = [tile_count(size, tile_bytes) for size in self._sizes]
@@ -167,7 +173,11 @@ class Encoding:
             codec = self._codecs[width].pop()
         except IndexError:
             codec = TileCodec(width, self._tile_bytes)
-        patch = codec.encode(base, new)
+        patch = None
+        if self._found and (found := self._found[tensor]) and (changes := found[start // self._tile_bytes]):
+            patch = codec.encode_changes(*changes, len(new))
+        if patch is None:
+            patch = codec.encode(base, new)
         self._codecs[width].append(codec)
         return patch, _changed(read_tile(patch, width, len(new)), base, new, itemsize)
 

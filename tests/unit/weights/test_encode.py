@@ -12,6 +12,7 @@ from ebbtide.types.weights import Patch, PolicyVersion
 from ebbtide.weights import NamedTensor, check_patch, describe, patched_tiles, seal_manifest, seal_patch, slice_tiles
 from ebbtide.weights.dtypes import CARRIERS
 from ebbtide.weights.encode import Described, Encoded, Encoding, encode_version, same_pieces
+from ebbtide.weights.found import Found, apply_found
 from ebbtide.weights.patch.layout import unit_width
 from ebbtide.weights.patch.tile import TileCodec
 from tests.unit.weights.chain import TILE, chain
@@ -162,6 +163,38 @@ def test_threads_that_share_the_work_give_what_one_gives() -> None:
         for done in [pool.submit(encoding.work) for _ in range(4)]:
             done.result()
     assert encoding.result() == encode_version(after, base, tile_bytes=SMALL).result()
+
+
+def looked_for(before: np.ndarray, after: np.ndarray, whole: float) -> Found:
+    """The changes of each tile, or None where more than this share of it changed."""
+    size, found = SMALL // before.itemsize, []
+    for start in range(0, len(before), size):
+        old, new = before[start : start + size], after[start : start + size]
+        positions = np.flatnonzero(old != new).astype(np.uint32)
+        known = len(positions) <= whole * len(old)
+        found.append((positions, new[positions] - old[positions]) if known else None)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "F64", "F8_E4M3"])
+@pytest.mark.parametrize("whole", [0.0, 0.3, 1.0])
+def test_changes_that_were_found_elsewhere_make_the_version_and_the_same_blobs(dtype: str, whole: float) -> None:
+    before = units(unit_width(dtype), 20_000)
+    densities = [0.0, 0.01, 0.2, 0.6, 1.0]
+    after = np.concatenate([changed(one, at, most=1) for one, at in zip(np.split(before, 5), densities, strict=True)])
+    found = looked_for(before, after, whole)
+    copy = after.copy()
+    for number, changes in enumerate(found):  # what is known is made, and the rest is there already
+        if changes is not None:
+            copy.view(np.uint8)[number * SMALL : (number + 1) * SMALL] = 0
+    apply_found(found, before.view(np.uint8), copy.view(np.uint8), SMALL)
+    assert copy.tobytes() == after.tobytes()
+    old, new = tensor("w", dtype, before), tensor("w", dtype, after)
+    base = described([old, old])
+    encoding = Encoding([new, new], base, tile_bytes=SMALL, found=[found, None])
+    encoding.work()
+    assert decoded(encoding, base) == [after.tobytes()] * 2
+    assert encoding.result() == encode_version([new, new], base, tile_bytes=SMALL).result()
 
 
 def test_encoding_that_is_stopped_gives_no_result() -> None:

@@ -246,6 +246,7 @@ def warm_up() -> None:
     for width in (1, 2, 4):
         codec, base = TileCodec(width), np.zeros(64, f"<u{width}")
         codec.apply(codec.encode(base, base + np.array(1, base.dtype)), base)
+        codec.encode_changes(np.zeros(1, np.uint32), base[:1], len(base))
 
 
 def _kernels(compiled: bool | None) -> ModuleType:
