@@ -1,5 +1,5 @@
 """Runs what needs a GPU, where there is one: the trainer's step on it, and a real engine of vLLM's ordinary wheel; and
-measures how fast weight patches are made of tensors on it.
+measures how fast weight patches are made of tensors on it, and how long publishing them holds the trainer up.
 
     python benchmarks/gpu.py
 
@@ -24,12 +24,16 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
 
 from benchmarks.patches.synthetic import rate_for, step  # noqa: E402 - after the path
-from ebbtide.trainer.gpu_changes import encode_changes, find_changes  # noqa: E402
+from ebbtide.client.snapshots import Snapshot  # noqa: E402
+from ebbtide.trainer.gpu_changes import KeptTensor, KeptTensors, find_changes  # noqa: E402
 from ebbtide.types.weights import TILE_BYTES  # noqa: E402
+from ebbtide.weights.found import Found  # noqa: E402
+from ebbtide.weights.patch.tile import TileCodec  # noqa: E402
 
 CHECKS = (
     "tests/unit/trainer/learning/test_learner.py",
     "tests/unit/trainer/learning/test_gpu_changes.py",
+    "tests/unit/trainer/learning/test_learning.py",
     "tests/e2e/test_vllm_engine.py",
 )
 #: Elements of bf16 that are encoded, and the share of them that changed.
@@ -49,19 +53,25 @@ def outcome(case: ET.Element) -> str:
     return next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
 
 
-def patch_speeds(device: str, elements: int = ELEMENTS, rounds: int = 7) -> dict[str, Any]:
-    """GB/s of dense bytes (medians over rounds that do all): a copy on the device, and one to pinned memory of the
-    host; comparison and compaction alone; and the whole encoding, whose coding one core of the host does."""
+def made_pair(device: str, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16, and it after a step that changed `DENSITY` of it."""
     spread = 0.02
     pair = step(elements, spread, rate_for(DENSITY, [spread]), 9)
     base, new = (torch.from_numpy(units.view(np.int16)).view(torch.bfloat16).to(device) for units in pair)
-    there, here = torch.empty_like(new), torch.empty(elements, dtype=new.dtype, pin_memory=device != "cpu")
+    return base, new
+
+
+def patch_speeds(device: str, base: torch.Tensor, new: torch.Tensor, rounds: int = 7) -> dict[str, Any]:
+    """GB/s of dense bytes (medians over rounds that do all): a copy on the device, and one to pinned memory of the
+    host; comparison and compaction alone; and the whole encoding, whose coding one core of the host does."""
+    there, here = torch.empty_like(new), torch.empty(new.numel(), dtype=new.dtype, pin_memory=device != "cpu")
     old, young = base.view(torch.int16), new.view(torch.int16)
+    kept, versions = KeptTensor(base), [base, new]
     works: dict[str, Callable[[], object]] = {
         "copy_on_device": lambda: there.copy_(new),
         "copy_to_host": lambda: here.copy_(new),
         "find_changes": lambda: find_changes(old, young, TILE_BYTES // 2),
-        "encode": lambda: sum(map(len, encode_changes(base, new))),
+        "encode": lambda: encode(kept, versions, here.view(torch.uint8).numpy()),
     }
     times: dict[str, list[float]] = {name: [] for name in works}
     for index in range(rounds + 1):  # the first compiles, and makes allocations that later ones reuse
@@ -70,7 +80,52 @@ def patch_speeds(device: str, elements: int = ELEMENTS, rounds: int = 7) -> dict
             times[name] += [seconds] if index else []
     found = {name: new.nbytes / median(values) / 1e9 for name, values in times.items()}
     over = {f"{name}_over_copy_on_device": found[name] / found["copy_on_device"] for name in ("find_changes", "encode")}
-    return {"elements": elements, "density": DENSITY, "gb_per_s": found, **over}
+    return {"elements": new.numel(), "density": DENSITY, "gb_per_s": found, **over}
+
+
+def encode(kept: KeptTensor, versions: list[torch.Tensor], into: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+    """Bytes of the patch to the version that is not the kept one's; digests are not in it."""
+    versions.reverse()
+    kept.follow(versions[0])
+    found, codec = kept.fetch(into), TileCodec(2)
+    units = (min(TILE_BYTES, len(into) - number * TILE_BYTES) // 2 for number in range(len(found)))
+    patches = [
+        codec.encode_changes(*changes, size) for changes, size in zip(found, units, strict=True) if changes is not None
+    ]
+    return sum(len(patch) for patch in patches if patch is not None)
+
+
+def publishing(device: str, base: torch.Tensor, new: torch.Tensor, rounds: int = 7) -> dict[str, dict[str, float]]:
+    """How long the trainer is held up by a version, seconds until its bits are on the host, and bytes that came over
+    the bus: all of it copied, and with the last version kept on the device. Medians of versions after the second.
+
+    Raises `ValueError` if the bits on the host are not those of the tensor.
+    """
+    versions, results = [base, new], dict[str, dict[str, float]]()
+    for way in ("copied", "kept"):
+        snapshots, taken = [Snapshot(), Snapshot()], list[tuple[float, float, float]]()
+        for number in range(rounds + 2):
+            snapshot, before, weights = snapshots[number % 2], snapshots[1 - number % 2], {"w": versions[number % 2]}
+            snapshot.follow(before.give_up())
+            began = time.perf_counter()
+            snapshot.take(KeptTensors(weights.items, device) if way == "kept" else weights)
+            pause = time.perf_counter() - began
+            found = snapshot.fetch()[0]
+            taken.append((pause, time.perf_counter() - began, float(crossed(found, base.nbytes))))
+        on_host = torch.frombuffer(bytearray(snapshot.tensors[0].data), dtype=torch.int16)
+        if not torch.equal(on_host, weights["w"].view(torch.int16).cpu()):
+            raise ValueError(f"the bits on the host are not the tensor's, {way}")
+        names = ("pause_s", "seconds", "bytes")
+        results[way] = {name: median(values) for name, values in zip(names, zip(*taken[2:], strict=True), strict=True)}
+    return results
+
+
+def crossed(found: Found | None, size: int) -> int:
+    """Bytes that came to the host for a tensor of `size` bytes."""
+    if found is None:
+        return size
+    whole = sum(min(TILE_BYTES, size - at * TILE_BYTES) for at, changes in enumerate(found) if changes is None)
+    return whole + sum(array.nbytes for changes in found if changes is not None for array in changes)
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:
@@ -91,16 +146,21 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         checks = run_checks(Path(folder) / "report.xml")
-    speeds = patch_speeds("cuda")
+    pair = made_pair("cuda", ELEMENTS)
+    speeds, pauses = patch_speeds("cuda", *pair), publishing("cuda", *pair)
     results = ROOT / "benchmarks" / "results"
     results.mkdir(exist_ok=True)
     device = torch.cuda.get_device_name()
-    (results / "gpu.json").write_text(json.dumps({"device": device, "checks": checks, "patches": speeds}, indent=2))
-    print(f"on {device}")
+    told = {"device": device, "checks": checks, "patches": speeds, "publishing": pauses}
+    (results / "gpu.json").write_text(json.dumps(told, indent=2))
+    print(f"on {device}, {ELEMENTS * 2 / 1e6:.0f} MB of bf16, {DENSITY:.0%} of it changed")
     for check in checks:
         print(f"{check['outcome']:8} {check['seconds']:8.1f} s  {check['name']}")
     for name, value in speeds["gb_per_s"].items():
-        print(f"{name:16} {value:8.1f} GB/s of {ELEMENTS * 2 / 1e6:.0f} MB of bf16, {DENSITY:.0%} of it changed")
+        print(f"{name:16} {value:8.1f} GB/s")
+    for way, found in pauses.items():
+        pause, whole = (1e3 * found[name] for name in ("pause_s", "seconds"))
+        print(f"published, {way}: {pause:.1f} ms pause, {whole:.1f} ms to the host, {found['bytes'] / 1e6:.1f} MB")
     return int(any(check["outcome"] in {"failure", "error"} for check in checks))
 
 

@@ -15,10 +15,10 @@ from msgspec import Struct
 
 from ebbtide.client.exchange import End, Exchange, Failure, M, Put, Share, Start, Wanted, pack, unpack
 from ebbtide.client.head import Head
+from ebbtide.client.snapshots import Snapshot
 from ebbtide.client.staging import Staging
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, NotReady, Unavailable
 from ebbtide.types.weights import Manifest
-from ebbtide.weights import NamedTensor
 from ebbtide.weights.encode import Described, Encoded, Encoding, same_pieces
 
 #: Tile patches that are kept for the upload, by the bytes of the version: more are encoded again.
@@ -51,13 +51,13 @@ class Making:
         self._staging, self._exchange, self._threads, self._head = staging, exchange, threads, head
         self._failure = failure
 
-    async def make(self, start: Start, tensors: Sequence[NamedTensor], base: Base | None) -> Made:
-        """Raises what this rank or another met; `start` is rank 0's."""
+    async def make(self, start: Start, snapshot: Snapshot, base: Base | None) -> Made:
+        """Raises what this rank or another met; `start` is rank 0's. What `snapshot` follows is `base`."""
         start = await self._told(start)
         began = time.monotonic()
         if start.failure is not None:
             raise self._failure or start.failure.error()
-        encoding, share = await self._share(tensors, base if base and base.version == start.base else None)
+        encoding, share = await self._share(snapshot, base if base and base.version == start.base else None)
         encoded = time.monotonic()
         shares = await self._gathered(share)
         wanted = Wanted()
@@ -74,20 +74,21 @@ class Making:
             if self._head is not None:
                 wanted = await self._head.go_on(puts)
 
-    async def _share(self, tensors: Sequence[NamedTensor], base: Base | None) -> tuple[Encoding | None, Share]:
+    async def _share(self, snapshot: Snapshot, base: Base | None) -> tuple[Encoding | None, Share]:
         if self._failure is not None:
             return None, Share(failure=Failure.of(self._failure))
         try:
-            encoding = await self._encode(tensors, base)
+            encoding = await self._encode(snapshot, base)
             return encoding, Share(encoded=await asyncio.to_thread(encoding.result))
         except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised here when they know
             self._failure = error
             return None, Share(failure=Failure.of(error))
 
-    async def _encode(self, tensors: Sequence[NamedTensor], base: Base | None) -> Encoding:
+    async def _encode(self, snapshot: Snapshot, base: Base | None) -> Encoding:
+        found, tensors = await asyncio.to_thread(snapshot.fetch), snapshot.tensors
         known = base.described if base and same_pieces(tensors, base.described.entries) else None
         keep = int(_KEPT * sum(tensor.data.nbytes for tensor in tensors))
-        encoding = Encoding(tensors, known, keep_bytes=keep)
+        encoding = Encoding(tensors, known, keep_bytes=keep, found=found)
         threads = [asyncio.to_thread(encoding.work) for _ in range(self._threads)]
         try:
             for outcome in await asyncio.gather(*threads, return_exceptions=True):

@@ -113,6 +113,7 @@ class Publisher:
 
     async def publish(self, tensors: Tensors, *, step: int = 0, parent: int = 0) -> Publishing:
         """Begin to publish `tensors`, which must not change before this returns; first, the version before must end.
+        A `Keeper` (`ebbtide.client.snapshots`) has them compared where they lie.
 
         All ranks call it, with their own tensors; `step` and `parent` are rank 0's. Raises `InvalidRequest` naming the
         tensor, and `LeaseSuperseded`; with several ranks, those come when the version is awaited.
@@ -122,6 +123,7 @@ class Publisher:
                 await asyncio.wait({self._last})
             await self._room.wait()
             snapshot, self._spare = self._spare, Snapshot()  # whoever cancels this now may leave it half written
+            snapshot.follow(self._shadow.give_up())
             began = time.monotonic()
             taken, reserved = await asyncio.gather(
                 asyncio.to_thread(snapshot.take, tensors, first=self._exchange.rank == 0),
@@ -171,7 +173,7 @@ class Publisher:
             self._room.clear()
             self._readiness = asyncio.create_task(self._get_ready(self._spare, snapshot))
         try:
-            made = await making.make(start, snapshot.tensors, self._base)
+            made = await making.make(start, snapshot, self._base)
         except asyncio.CancelledError:
             self._spare = Snapshot()
             raise

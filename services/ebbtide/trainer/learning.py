@@ -6,7 +6,7 @@ devices takes this one's place.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from random import Random
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer import checkpoint
+from ebbtide.trainer import checkpoint, gpu_changes
 from ebbtide.trainer.checkpoint import TrainingState
 from ebbtide.trainer.experience import samples_of, summary
 from ebbtide.trainer.failure import RunFailed
@@ -29,8 +29,11 @@ class Learning:
     """Weights and optimiser are float32 with `trainer.dtype` bfloat16 too, as small updates would be lost in it: only
     what the network computes with, and what is published, is bfloat16 then."""
 
-    def __init__(self, spec: RunSpec, *, source: Path, device: str) -> None:
-        """Loads the weights in `source`: the run's model, or a checkpoint of it. Raises `InvalidRequest`."""
+    def __init__(self, spec: RunSpec, *, source: Path, device: str, keep_published: bool = True) -> None:
+        """Loads the weights in `source`: the run's model, or a checkpoint of it. Raises `InvalidRequest`.
+
+        `keep_published`: on the GPU too, if it has room for it once a step was trained.
+        """
         _check(spec)
         self._spec = spec
         self._device = device
@@ -40,6 +43,7 @@ class Learning:
         if spec.trainer.kl_coefficient:
             reference = load_network(Path(spec.model)).to(device).requires_grad_(False)
         self._learner = Learner(self._network, _settings(spec), version=0, reference=reference)
+        self._keeps: bool | None = None if keep_published else False  # None: not known yet
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Optimiser and scheduler, as `checkpoint` wrote them."""
@@ -59,6 +63,8 @@ class Learning:
         if samples:
             with self._precision():
                 stats = self._learner.step(samples, Random(f"{self._spec.seed}/{step}"))
+            if self._keeps is None:
+                self._keeps = gpu_changes.has_room(self._tensors(), self._device)
             values |= {name: float(value) for name, value in asdict(stats).items() if value is not None}
             values["tokens"] = float(sum(trajectory.loss_mask.count(1) for trajectory in trajectories))
         if not self._spec.trainer.kl_coefficient:
@@ -67,8 +73,11 @@ class Learning:
             raise RunFailed(f"step {step}: {', '.join(bad)} not finite; lower trainer.learning_rate")
         return values
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The weights to publish, named as in checkpoints, tied ones once; to be read before the next step."""
+        return gpu_changes.KeptTensors(self._tensors, self._network.device.type) if self._keeps else self._tensors()
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
         for name, tensor in self._network.state_dict().items():
             if tensor.numel() and tensor.data_ptr() in seen:

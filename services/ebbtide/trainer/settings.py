@@ -29,3 +29,6 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
     threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0: its own choice")] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda if there is one")] = "auto"
     keep_checkpoints: Annotated[int, Meta(ge=1, description="newest checkpoints kept of a run")] = 2
+    keep_published: Annotated[
+        bool, Meta(description="keep what was published last on the GPU too, if it has room, and find changes there")
+    ] = True

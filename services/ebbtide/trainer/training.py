@@ -128,12 +128,14 @@ class Training:
         """The run's model, or its newest checkpoint with the state of training; again if a superseded trainer, not yet
         aware of it, wrote a newer one meanwhile and removed this one.
         """
-        device = choose_device(self._settings.device)
+        device, keep = choose_device(self._settings.device), self._settings.keep_published
         while True:
             found = await asyncio.to_thread(checkpoint.prepare, self._folder)
             source = found or Path(self._spec.model)
             try:
-                learning = await asyncio.to_thread(Learning, self._spec, source=source, device=device)
+                learning = await asyncio.to_thread(
+                    Learning, self._spec, source=source, device=device, keep_published=keep
+                )
                 if found is None:
                     return learning, None
                 state, learner = await asyncio.to_thread(checkpoint.read_state, found, run_id=self._lease.run_id)

@@ -16,11 +16,11 @@ from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weights import NamedTensor, Signer, named_tensor
+from tests.integration.client.models import GIVEN, Given, model, noise, same, step
 from tests.integration.client.reader import Reader
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
 SEED = bytes(range(32))
-Model = dict[str, torch.Tensor]
 
 
 @pytest.fixture
@@ -32,58 +32,20 @@ async def reader(relay: str) -> AsyncIterator[Reader]:
     await peer.close()
 
 
-def model(seed: int = 0) -> Model:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "layers.0.weight": torch.randn(700, 1000, generator=generator).to(torch.bfloat16),
-        "layers.1.weight": torch.randn(900, 800, generator=generator).to(torch.bfloat16).T,
-        "norm": torch.randn(64, generator=generator),
-        "scalar": torch.tensor(3.0),
-        "empty": torch.zeros(0, 4),
-    }
-
-
-def noise(seed: int) -> Model:
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-(1 << 15), 1 << 15, (700, 1000), dtype=torch.int16, generator=generator)
-    return {"w": bits.view(torch.bfloat16)}
-
-
-def step(weights: Model, density: float = 0.03, seed: int = 1) -> Model:
-    """The weights after an update that changes about so many of them."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.where(torch.rand(tensor.shape, generator=generator) < density, tensor * 1.01, tensor).to(
-            tensor.dtype
-        )
-        for name, tensor in weights.items()
-    }
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(named_tensor("w", tensor).data)
-
-
-def same(found: Model, expected: Model) -> bool:
-    return found.keys() == expected.keys() and all(
-        (found[name].dtype, found[name].shape, bits(found[name])) == (tensor.dtype, tensor.shape, bits(tensor))
-        for name, tensor in expected.items()
-    )
-
-
 def announced(script: Any) -> list[int]:
     return [request.version.version for request in script.calls("AnnounceVersion")]
 
 
+@GIVEN
 async def test_what_changed_is_sent_and_read_bit_for_bit_by_who_follows_and_by_who_comes_late(
-    both: Client, relay: str, reader: Reader
+    given: Given, both: Client, relay: str, reader: Reader
 ) -> None:
     versions = [model()]
     for number in range(3):
         versions.append(step(versions[-1], seed=number))
     async with both.claim("run") as lease:
         for number, weights in enumerate(versions):
-            publishing = await lease.publishing(weights, step=number, parent=number)
+            publishing = await lease.publishing(given(weights), step=number, parent=number)
             version = await publishing
             report = publishing.report
             assert (version.version, report.version) == (number + 1, version)
@@ -103,12 +65,13 @@ async def test_what_changed_is_sent_and_read_bit_for_bit_by_who_follows_and_by_w
     late.close()
 
 
-async def test_tensors_may_change_as_soon_as_they_are_copied(both: Client, reader: Reader) -> None:
+@GIVEN
+async def test_tensors_may_change_as_soon_as_they_are_copied(given: Given, both: Client, reader: Reader) -> None:
     weights = model()
     copies = [{name: tensor.clone() for name, tensor in weights.items()}]
     async with both.claim("run") as lease:
         for number in range(3):
-            publishing = await lease.publishing(weights, step=number)
+            publishing = await lease.publishing(given(weights), step=number)
             for tensor in weights.values():
                 tensor.mul_(1.5 if number else 2.0)
             version = await publishing
@@ -154,8 +117,11 @@ async def test_every_kind_of_tensor_is_taken_whole_or_in_pieces(both: Client, re
             assert (found["eight"].dtype, bool(found["flag"])) == (torch.float8_e4m3fn, change > 0)
 
 
+@GIVEN
 @pytest.mark.parametrize("why", ["another shape", "another name", "another order", "another dtype", "all changed"])
-async def test_where_a_patch_leads_nowhere_all_is_published(why: str, both: Client, reader: Reader, relay: str) -> None:
+async def test_where_a_patch_leads_nowhere_all_is_published(
+    given: Given, why: str, both: Client, reader: Reader
+) -> None:
     first, second = model(), step(model())
     norm = second.pop("norm")
     match why:
@@ -170,29 +136,30 @@ async def test_where_a_patch_leads_nowhere_all_is_published(why: str, both: Clie
         case "all changed":
             first, second = noise(1), noise(2)
     async with both.claim("run") as lease:
-        await lease.publish(first, step=0)
-        publishing = await lease.publishing(second, step=1)
+        await lease.publish(given(first), step=0)
+        publishing = await lease.publishing(given(second), step=1)
         await publishing
         assert (publishing.report.kind, publishing.report.base) == ("anchor", 0)
-        third = await lease.publishing(second, step=2)
+        third = await lease.publishing(given(second), step=2)
         await third
         assert (third.report.kind, third.report.base) == ("patch", 2)
         assert (third.report.bytes_sent, third.report.density) == (0, 0.0)
     assert same(await reader.read(3), second)
 
 
+@GIVEN
 async def test_a_relay_that_lost_the_base_is_given_all_of_the_version(
-    both: Client, server: Any, reader: Reader
+    given: Given, both: Client, server: Any, reader: Reader
 ) -> None:
     weights = [model(), step(model()), step(model(), seed=2)]
     async with both.claim("run") as lease:
-        await lease.publish(weights[0], step=0)
+        await lease.publish(given(weights[0]), step=0)
         await server.forget()
-        publishing = await lease.publishing(weights[1], step=1)
+        publishing = await lease.publishing(given(weights[1]), step=1)
         await publishing
         assert (publishing.report.kind, publishing.report.bytes_sent) == ("anchor", publishing.report.dense_bytes)
         assert same(await reader.read(2), weights[1])
-        assert (await lease.publish(weights[2], step=2)).version == 3
+        assert (await lease.publish(given(weights[2]), step=2)).version == 3
         assert same(await reader.read(3), weights[2])
 
 
@@ -225,22 +192,23 @@ async def test_a_relay_that_starts_again_in_between_gets_the_rest(
     assert same(await reader.read(version.version), second)
 
 
+@GIVEN
 async def test_a_relay_that_is_away_is_named_and_its_return_is_made_use_of(
-    coordinator: Any, server: Any, script: Any, reader: Reader
+    given: Given, coordinator: Any, server: Any, script: Any, reader: Reader
 ) -> None:
     script.ttl_s = 60.0
     weights = [model(), step(model()), step(model(), seed=2)]
     client = Client(coordinator.address, server.address, security=SECURITY, patience_s=0.5)
     async with client, client.claim("run") as lease:
-        await lease.publish(weights[0], step=0)
+        await lease.publish(given(weights[0]), step=0)
         await server.stop()
-        publishing = await lease.publishing(weights[1], step=1)
+        publishing = await lease.publishing(given(weights[1]), step=1)
         with pytest.raises(NotReady, match="still on its way"):
             _ = publishing.report
         with pytest.raises(Unavailable, match="weight-relay"):
             await publishing
         await server.start()
-        third = await lease.publishing(weights[2], step=2)
+        third = await lease.publishing(given(weights[2]), step=2)
         version = await third
         assert (third.report.kind, third.report.base) == ("patch", 1)
     assert announced(script) == [1, 3]
@@ -274,16 +242,19 @@ async def test_what_cannot_be_published_is_named_and_leaves_the_base_as_it_was(b
     assert announced(script) == [1, publishing.number]
 
 
-async def test_a_publish_that_is_cancelled_spoils_nothing(both: Client, reader: Reader, script: Any) -> None:
+@GIVEN
+async def test_a_publish_that_is_cancelled_spoils_nothing(
+    given: Given, both: Client, reader: Reader, script: Any
+) -> None:
     weights = [model(), step(model()), step(model(), seed=2), step(model(), seed=3)]
     async with both.claim("run") as lease:
-        await lease.publish(weights[0], step=0)
-        cut = asyncio.create_task(lease.publish(weights[1], step=1))
+        await lease.publish(given(weights[0]), step=0)
+        cut = asyncio.create_task(lease.publish(given(weights[1]), step=1))
         await wait_until(lambda: len(script.calls("ReserveVersion")) == 2, interval=0.0005)
         cut.cancel()
         await asyncio.wait({cut})
         for at in (2, 3):
-            version = await lease.publish(weights[at], step=at)
+            version = await lease.publish(given(weights[at]), step=at)
             assert same(await reader.read(version.version), weights[at])
 
 
