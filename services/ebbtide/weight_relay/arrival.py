@@ -7,8 +7,8 @@ process dies, is begun again and asks for the rest.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from typing import Final, TypeAlias
 
 from msgspec import Struct
@@ -57,8 +57,8 @@ class Arrival:
     async def run(self) -> None:
         """Go on from what is here until the version is committed. Raises what broke it.
 
-        `VersionUnavailable` if the upstream has not got it (any more). After `Unavailable`, `ChunkCorrupt` and
-        `NoCapacity` call it again: it passes over sources that broke.
+        `VersionUnavailable` if the upstream has not got it (any more). After `Unavailable`, `ChunkCorrupt`,
+        `NoCapacity` and `Internal` call it again: it passes over sources that broke.
         """
         self._have = tuple(sorted(self._relay.index.whole(self.stream)))
         found = await self._find()
@@ -150,16 +150,12 @@ class Arrival:
                 continue
             try:
                 source = self._pool.pick(lacking)
-            except NotReady as error:
-                raise Unavailable(f"blobs were let go meanwhile; ask for another way ({error})") from None
-            try:
+            except NoCapacity:
+                raise
+            except EbbtideError as error:  # theirs, and none of the version's
+                raise Unavailable(f"no source is left; ask for others, or another way ({error})") from None
+            with self._pool.blaming(source, lacking), _counted():
                 await self._read(source, wanted)
-            except NotReady:
-                lacking.add(source.address)  # a peer need not have all blobs of a way
-            except (Unavailable, ChunkCorrupt, NoCapacity) as error:
-                self._pool.drop(source, error)
-                metrics.UPSTREAM_FAILURES.labels(type(error).__name__).inc()
-                log.warning("source broke", source=source.name, address=source.address, reason=str(error))
 
     async def _read(self, source: OpenSource, wanted: dict[bytes, None]) -> None:
         async with source.patience(_SILENCE_S, TILE_BYTES), aclosing(source.source.tiles(list(wanted))) as blobs:
@@ -180,6 +176,15 @@ class Arrival:
             raise
         except EbbtideError as error:
             raise _OwnFault(error) from None
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    try:
+        yield
+    except EbbtideError as error:
+        metrics.UPSTREAM_FAILURES.labels(type(error).__name__).inc()
+        raise
 
 
 class _OwnFault(Exception):
