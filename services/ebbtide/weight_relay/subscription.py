@@ -1,9 +1,9 @@
 """What this relay brings here from its upstream: the newest version of every policy, and any that is asked for here.
 
 Invariant: of each stream one version arrives at a time, so that no blob crosses the link twice; only `_Arrivals.work`
-starts and ends arrivals. The newest wins: an older one is given up once nobody reads it here, and its blobs go only
-when the next has begun, which may want them too. All of it is in memory: a restarted relay hears of the versions again,
-and finds on disk what had come.
+starts and ends arrivals. What was asked for here takes turns with the newest. An older arrival is given up once nobody
+reads it here, and its blobs go only when the next has begun, which may want them too. All of it is in memory: a
+restarted relay hears of the versions again, and finds on disk what had come.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from contextlib import suppress
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.errors import ChunkCorrupt, EbbtideError, NoCapacity, Unavailable
+from ebbtide.errors import ChunkCorrupt, EbbtideError, Internal, NoCapacity, Unavailable
 from ebbtide.rpc.retry import pauses
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.arrival import Arrival
-from ebbtide.weight_relay.holders import AGAIN_S, Holders
+from ebbtide.weight_relay.holders import AGAIN_S, LOST_S, Holders
 from ebbtide.weight_relay.records import Stream
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weight_relay.upstream import Upstream, best_way
@@ -28,6 +28,8 @@ log = telemetry.get_logger(__name__)
 PATIENCE_S: Final = 10.0
 #: How often it is seen whether an outdated arrival still has readers.
 _LOOK_S: Final = 0.2
+#: Within which one who asked for a version is to be heard of as its reader; till then it is not given up.
+_GRACE_S: Final = LOST_S
 
 
 class Subscription:
@@ -62,7 +64,7 @@ class Subscription:
             return version
         try:
             async with asyncio.timeout(self._patience_s):
-                if not version or stream not in self._streams:
+                if not version or stream not in self._streams or version > self._streams[stream].newest:
                     version = await self._resolve(stream, version)
                 await self._arrivals(stream).ask(version)
         except TimeoutError:
@@ -75,7 +77,8 @@ class Subscription:
 
     async def _resolve(self, stream: Stream, version: int) -> int:
         """The number of a version that the upstream has; `version` 0: its newest."""
-        way = best_way(await self._upstream.find(stream, version, ()), ())
+        have = sorted(self._relay.index.whole(stream))
+        way = best_way(await self._upstream.find(stream, version, have), have)
         return (way.start, *way.via)[-1]
 
     def _arrivals(self, stream: Stream) -> "_Arrivals":
@@ -112,20 +115,23 @@ class _Arrivals:
 
     def __init__(self, stream: Stream, relay: Relay, holders: Holders, upstream: Upstream) -> None:
         self._stream, self._relay, self._holders, self._upstream = stream, relay, holders, upstream
-        self._newest, self._heard_at = 0, 0.0
-        self._asked: dict[int, asyncio.Future[None]] = {}
+        self.newest, self._heard_at = 0, 0.0
+        self._asked: dict[int, asyncio.Future[None]] = {}  # in the order of their turns
+        self._turn_of_newest = False
         self._changed = asyncio.Event()
         self._readable: frozenset[int] = frozenset()  # on their way now
+        self._spared_until = 0.0  # what is on its way
 
     def heard(self, version: int) -> None:
         """The upstream has this version."""
-        if version > self._newest:
-            self._newest, self._heard_at = version, time.monotonic()
+        if version > self.newest:
+            self.newest, self._heard_at = version, time.monotonic()
             self._changed.set()
 
     async def ask(self, version: int) -> None:
         """Return when the version can be read here. Raises what keeps it away."""
         if version in self._readable:
+            self._spared_until = time.monotonic() + _GRACE_S
             return
         if version not in self._asked:
             self._asked[version] = asyncio.get_running_loop().create_future()
@@ -133,20 +139,28 @@ class _Arrivals:
         await asyncio.shield(self._asked[version])
 
     async def work(self) -> None:
-        """For ever: bring what is wanted, the newest first."""
+        """For ever: bring what is wanted."""
         while True:
             self._changed.clear()
             held = self._relay.index.stream(self._stream)
             self._answer(held)
-            # An upstream lists its older versions too; of those only what is asked for is brought.
-            newer = {self._newest} if self._newest > max(held, default=0) else set()
-            if version := max(newer | self._asked.keys(), default=0):
+            if version := self._next(max(held, default=0)):
                 await self._bring(version)
             else:
                 await self._changed.wait()
 
+    def _next(self, newest_here: int) -> int:
+        """What has been asked for longest, and the newest, in turns; 0: nothing is wanted."""
+        asked = next(iter(self._asked), 0)
+        # An upstream lists its older versions too; of those only what is asked for is brought.
+        newer = self.newest if self.newest > newest_here else 0
+        version = newer if newer and (self._turn_of_newest or not asked) else asked
+        self._turn_of_newest = version != newer
+        return version
+
     async def _bring(self, version: int) -> None:
         """Bring one version, until it is here, cannot be had, or is outdated."""
+        self._spared_until = 0.0
         arrival = Arrival(self._relay, self._upstream, self._stream, version, began=self._began)
         task = asyncio.create_task(self._persist(arrival))
         outcome = "given_up"
@@ -161,7 +175,7 @@ class _Arrivals:
             await arrival.close()
             self._readable = frozenset()
         metrics.ARRIVALS.labels(outcome).inc()
-        if outcome == "committed" and version == self._newest:
+        if outcome == "committed" and version == self.newest:
             metrics.ARRIVAL_SECONDS.observe(time.monotonic() - self._heard_at)
         log.info("arrival ended", run_id=self._stream[0], policy=self._stream[1], version=version, outcome=outcome)
 
@@ -178,7 +192,7 @@ class _Arrivals:
         while True:
             try:
                 await arrival.run()
-            except (Unavailable, ChunkCorrupt, NoCapacity) as error:
+            except (Unavailable, ChunkCorrupt, NoCapacity, Internal) as error:
                 wait = max(next(waits), error.retry_after_s if isinstance(error, NoCapacity) else 0.0)
                 log.info("arrival broken", version=arrival.version, reason=str(error), again_s=wait)
                 await asyncio.sleep(wait)
@@ -190,8 +204,8 @@ class _Arrivals:
 
     def _refuse(self, version: int, error: EbbtideError) -> None:
         log.error("version not taken from upstream", stream=self._stream, version=version, reason=str(error))
-        if version == self._newest:
-            self._newest = 0  # until it, or a newer one, is heard of again
+        if version == self.newest:
+            self.newest = 0  # until it, or a newer one, is heard of again
         if waiting := self._asked.pop(version, None):
             waiting.set_exception(error)
             waiting.exception()  # those who waited may have gone
@@ -199,6 +213,8 @@ class _Arrivals:
     async def _began(self, versions: frozenset[int]) -> None:
         """These can be read now. What else is staged and nobody reads was given up, and has given what it could."""
         self._readable = versions
+        if versions & self._asked.keys():
+            self._spared_until = time.monotonic() + _GRACE_S
         self._answer(versions)
         for stage in self._relay.index.stages:
             outdated = stage.arriving and stage.stream == self._stream and stage.number not in versions
@@ -210,5 +226,5 @@ class _Arrivals:
             self._asked.pop(version).set_result(None)
 
     def _outdated(self, version: int) -> bool:
-        wanted = version in self._asked or self._holders.fetching(self._stream, version)
-        return version < max({*self._asked, self._newest}) and not wanted
+        wanted = version in self._asked or time.monotonic() < self._spared_until
+        return version < self.newest and not wanted and not self._holders.fetching(self._stream, version)

@@ -1,0 +1,111 @@
+"""What a relay brings from its upstream, in which order, and that odd sources keep nothing from it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from ebbtide.errors import EbbtideError, Internal, InvalidRequest, Unauthenticated, VersionUnavailable
+from ebbtide.scheduling.sources import Origin
+from ebbtide.testing import wait_until
+from ebbtide.types.weights import BlobSource, Holder
+from ebbtide.weight_relay.holders import Holders, WayRequest
+from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.subscription import Subscription
+from tests.integration.weight_relay.lines import Line
+from tests.unit.weight_relay.relays import SMALL, held, relay_at
+from tests.unit.weight_relay.upstreams import LineUpstream
+
+PEER = BlobSource(name="peer", address="peer:1", site="here")
+
+
+class Following:
+    """A relay that follows an upstream."""
+
+    def __init__(self, relay: Relay, upstream: LineUpstream) -> None:
+        self.relay, self.upstream = relay, upstream
+        self.holders = Holders(Origin(site="here", trainers=False))
+        self.subscription = Subscription(relay, self.holders, upstream, patience_s=5.0)
+
+    def ask(self, version: int) -> asyncio.Task[int]:
+        return asyncio.create_task(self.subscription.ask("run", "policy", version))
+
+    def arriving(self) -> set[int]:
+        return {stage.number for stage in self.relay.index.stages if stage.arriving}
+
+
+@asynccontextmanager
+async def following(folder: Path, upstream: LineUpstream) -> AsyncIterator[Following]:
+    relay = relay_at(folder)
+    await relay.open()
+    found = Following(relay, upstream)
+    running = asyncio.create_task(found.subscription.run())
+    try:
+        yield found
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await relay.close()
+
+
+@pytest.mark.parametrize("error", [Internal("odd"), Unauthenticated("who?"), InvalidRequest("no", field="digest")])
+async def test_a_source_with_an_odd_error_is_passed_over(tmp_path: Path, error: EbbtideError) -> None:
+    upstream = LineUpstream(Line(1, sizes=SMALL), 0, error, peers=[PEER])
+    async with following(tmp_path, upstream) as relay:
+        upstream.publish(1)
+        await wait_until(lambda: held(relay.relay) == [1])
+
+
+async def test_an_upstream_with_an_odd_error_is_asked_again(tmp_path: Path) -> None:
+    line = Line(1, sizes=SMALL)
+    upstream = LineUpstream(line, 0)
+    upstream.blobs = type(upstream.blobs)(line, Internal("odd"), Internal("odd"))
+    async with following(tmp_path, upstream) as relay:
+        upstream.publish(1)
+        await wait_until(lambda: held(relay.relay) == [1])
+
+
+async def test_what_was_asked_for_has_its_turn_before_the_next_newest(tmp_path: Path) -> None:
+    upstream = LineUpstream(Line(4, sizes=SMALL), 0)
+    async with following(tmp_path, upstream) as relay:
+        upstream.blobs.open.clear()
+        upstream.publish(2)
+        await wait_until(lambda: relay.arriving() == {2})
+        asked = relay.ask(1)
+        for number in (3, 4):  # newer ones come, faster than the link is
+            upstream.publish(number)
+        await asked
+        assert relay.arriving() == {1}
+        upstream.blobs.open.set()
+        await wait_until(lambda: {1, 4} <= set(held(relay.relay)))
+        assert upstream.asked == [2, 1, 4]
+
+
+async def test_what_was_asked_for_is_not_given_up_before_its_reader_is_known(tmp_path: Path) -> None:
+    upstream = LineUpstream(Line(3, sizes=SMALL), 1)
+    async with following(tmp_path, upstream) as relay:
+        upstream.blobs.open.clear()
+        await relay.ask(1)
+        upstream.publish(3)
+        await wait_until(upstream.news.empty)
+        request = WayRequest(run_id="run", policy="policy", version=1, holder=Holder(name="reader"))
+        assert await relay.ask(1) == 1
+        relay.holders.told(request, 1)
+        upstream.blobs.open.set()
+        await wait_until(lambda: held(relay.relay) == [1, 3])
+        assert upstream.asked == [1, 3]
+
+
+async def test_a_number_that_is_not_there_disturbs_no_arrival(tmp_path: Path) -> None:
+    upstream = LineUpstream(Line(2, sizes=SMALL), 0)
+    async with following(tmp_path, upstream) as relay:
+        upstream.blobs.open.clear()
+        upstream.publish(1)
+        await wait_until(lambda: relay.arriving() == {1})
+        with pytest.raises(VersionUnavailable):
+            await asyncio.wait_for(relay.ask(99), 2.0)
+        upstream.blobs.open.set()
+        await wait_until(lambda: held(relay.relay) == [1])
+        assert upstream.asked == [1]
