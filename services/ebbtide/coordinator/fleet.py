@@ -218,6 +218,10 @@ class Fleet:
             run.failed_installs.pop(message.version.version, None)
             run.fitted = True
             run.misfits.clear()
+        self._state.wake.set()
+        if not message.pull_s and not message.pause_s:
+            return  # it had the version already: nothing was installed
+        if run:
             self.news.installed(run, session, message)
         metrics.install_seconds.labels("pull").observe(message.pull_s)
         metrics.install_seconds.labels("pause").observe(message.pause_s)
@@ -229,7 +233,6 @@ class Fleet:
             pull_s=message.pull_s,
             pause_s=message.pause_s,
         )
-        self._state.wake.set()
 
     def _install_failed(self, session: Session, message: InstallFailed) -> None:
         session.target = None

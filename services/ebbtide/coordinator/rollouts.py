@@ -30,7 +30,8 @@ class RolloutService:
     """Holds nothing of its own. All methods raise `StoreUnavailable`, `NotFound` and `LeaseSuperseded`."""
 
     def __init__(self, parts: Parts) -> None:
-        self._settings, self._state, self._store, self._bells, self._fleet, self._attempts, self._recovery = parts[:7]
+        self._settings, self._state, self._store, self._bells = parts.settings, parts.state, parts.store, parts.bells
+        self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
 
     async def submit(self, lease: LeaseRef, requests: Sequence[RolloutRequest]) -> list[SubmitOutcome]:
         """Queue rollouts, all or none. Raises `InvalidRequest`, `AlreadyExists`, `NoCapacity`."""

@@ -25,7 +25,8 @@ class RunService:
     """Holds nothing of its own. All methods raise `StoreUnavailable`, and `NotFound` for a run that is not there."""
 
     def __init__(self, parts: Parts) -> None:
-        self._settings, self._state, self._store, self._bells, self._fleet, self._attempts, self._recovery = parts[:7]
+        self._settings, self._state, self._store, self._bells = parts.settings, parts.state, parts.store, parts.bells
+        self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
         self._publishers = parts.publishers
 
     @property

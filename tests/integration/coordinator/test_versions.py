@@ -40,6 +40,18 @@ async def test_watchers_are_told_how_long_an_install_took_and_held_generation(cl
     assert dict(event.labels) == {"worker": "w1"}
 
 
+async def test_a_worker_that_has_the_version_already_is_no_install_to_tell_of(cluster: Any) -> None:
+    run = await cluster.run()
+    worker = await cluster.worker("w1", installs=False)
+    await wait_until(lambda: worker.installed == [1])
+    version = (await run.get()).newest
+    for pause_s in (0.0, 0.25):
+        pull_s = 2 * pause_s
+        await worker.say(installed=fleet_pb2.Installed(version=version, run_id="r", pull_s=pull_s, pause_s=pause_s))
+    (event,) = await run.events("installed", 1)
+    assert event.values["pause_s"] == 0.25
+
+
 async def test_a_worker_updates_in_flight_where_nothing_holds_it(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
