@@ -1,12 +1,16 @@
 """What the demo's weights cost: bytes of each version against dense ones, and how long anybody stood still for them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.cli.progress import Progress
+from ebbtide.cli.progress import Install, Progress
 from ebbtide.cli.tables import amount
+
+#: Of a step's values: seconds until the trainer could go on behind its publishing, the copy included.
+_PUBLISH: Final = "seconds_publish"
 
 
 class Published(Struct, frozen=True, kw_only=True):
@@ -26,7 +30,9 @@ class Published(Struct, frozen=True, kw_only=True):
 
 class WeightsFigures(Struct, frozen=True, kw_only=True):
     """`bytes_over_dense`: of all versions `published`. Seconds and shares are of one worker and one version: generation
-    stood still for `install_stop_s`, on average, which is that share of the mean step's time. None: not known.
+    stood still for `install_stop_s`, on average, which is that share of the mean step's time. The trainer stood still
+    for `trainer_stop_s`, for the copy alone; its steps had `publish_step_s` for publishing, which also waits where the
+    version before is still on its way. None: not known.
     """
 
     published: list[Published]
@@ -35,6 +41,7 @@ class WeightsFigures(Struct, frozen=True, kw_only=True):
     bytes_over_dense: float | None
     density: float | None
     trainer_stop_s: float | None
+    publish_step_s: float | None
     installs: int
     pull_s: float | None
     install_stop_s: float | None
@@ -43,9 +50,9 @@ class WeightsFigures(Struct, frozen=True, kw_only=True):
 
 
 def weights_figures(progress: Progress) -> WeightsFigures:
-    """Out of the events of a run; installs count from the first step's version on, as each worker's first is a boot."""
+    """Out of the events of a run; of each worker's installs all but the first, which is its boot."""
     published = [one for _, values in sorted(progress.steps.items()) if (one := _published(values)) is not None]
-    installs = [one for one in progress.installs if one.version > 1]
+    installs = list(_updates(progress.installs))
     took, dense = sum(one.bytes for one in published), sum(one.dense_bytes for one in published)
     stop_s, step_s = _mean([one.pause_s for one in installs]), _step_s(progress.steps)
     return WeightsFigures(
@@ -55,6 +62,7 @@ def weights_figures(progress: Progress) -> WeightsFigures:
         bytes_over_dense=took / dense if dense else None,
         density=_mean([one.density for one in published]),
         trainer_stop_s=_mean([one.pause_s for one in published]),
+        publish_step_s=_mean([values[_PUBLISH] for values in progress.steps.values() if _PUBLISH in values]),
         installs=len(installs),
         pull_s=_mean([one.pull_s for one in installs]),
         install_stop_s=stop_s,
@@ -72,7 +80,9 @@ def told(figures: WeightsFigures) -> Iterator[tuple[str, str]]:
         by = f"{patches} of {len(figures.published)} versions by patches"
         yield "weights", f"{amount(size)} per version, {share:.1%} of {amount(dense)} dense{changed}; {by}"
     if figures.trainer_stop_s is not None:
-        yield "publishing", f"the trainer stood still {1000 * figures.trainer_stop_s:,.0f} ms per version"
+        of_step = figures.publish_step_s
+        whole = f", and {1000 * of_step:,.0f} ms of a step went to publishing" if of_step is not None else ""
+        yield "publishing", f"the trainer stood still {1000 * figures.trainer_stop_s:,.0f} ms for the copy{whole}"
     stop_s, worst_s, of_step = (
         figures.install_stop_s,
         figures.install_stop_worst_s,
@@ -82,6 +92,14 @@ def told(figures: WeightsFigures) -> Iterator[tuple[str, str]]:
         part = f", {of_step:.2%} of a step" if of_step is not None else ""
         worst = f"at most {1000 * worst_s:,.0f} ms, {figures.installs} installs"
         yield "installing", f"generation stood still {1000 * stop_s:,.0f} ms per version{part} ({worst})"
+
+
+def _updates(installs: Iterable[Install]) -> Iterator[Install]:
+    booted: set[str] = set()
+    for one in installs:
+        if one.worker in booted:
+            yield one
+        booted.add(one.worker)
 
 
 def _published(values: Mapping[str, float]) -> Published | None:

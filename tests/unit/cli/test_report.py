@@ -68,9 +68,10 @@ def progress() -> Progress:
     made.apply(RunEvent(kind="resumed", values={"offset": 17.0}, labels=labels))
     made.apply(RunEvent(kind="checkpoint", values={"step": 2.0}, labels={"path": "somewhere/step-000002"}))
     made.apply(evaluation(2, 0.65, at=15.5))
-    for version, pause_s in ((1, 9.0), (2, 0.02), (3, 0.06)):
+    installs = [("worker-1", 1, 9.0), ("worker-1", 2, 0.02), ("worker-3", 2, 8.0), ("worker-3", 3, 0.06)]
+    for name, version, pause_s in installs:  # worker-3 took another's place in the middle of the run
         values = {"version": float(version), "pull_s": 0.5, "pause_s": pause_s}
-        made.apply(RunEvent(kind="installed", values=values, labels={"worker": "worker-1"}))
+        made.apply(RunEvent(kind="installed", values=values, labels={"worker": name}))
     return made
 
 
@@ -127,7 +128,8 @@ def test_bytes_of_versions_are_told_against_dense_ones(report: Report) -> None:
         said["weights"]
         == "60 kB per version, 6.0% of 1 MB dense, as 5.0% of the elements change; 2 of 2 versions by patches"
     )
-    assert said["publishing"] == "the trainer stood still 40 ms per version"
+    assert weights.publish_step_s == 0.5
+    assert said["publishing"] == "the trainer stood still 40 ms for the copy, and 500 ms of a step went to publishing"
 
 
 def test_an_installs_stop_is_told_as_a_share_of_the_step_without_the_boots(report: Report) -> None:
