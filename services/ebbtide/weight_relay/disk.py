@@ -43,7 +43,7 @@ _SYNCS: Final = 16
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-class Arrival(Struct, frozen=True):
+class StagedFile(Struct, frozen=True):
     """A stage from upstream, as it lies on disk."""
 
     manifest: Manifest
@@ -142,7 +142,7 @@ class Disk:
     def put_arrival(self, manifest: Manifest, patch: Patch | None) -> None:
         """Let a restart find what has come of a version from upstream."""
         path = self.arrival_path(stream_of(manifest), manifest.version.version)
-        self._put(path, _ENCODER.encode(Arrival(manifest, patch)), self.arrivals)
+        self._put(path, _ENCODER.encode(StagedFile(manifest, patch)), self.arrivals)
 
     def drop_arrival(self, stream: Stream, version: int) -> None:
         self._drop(self.arrival_path(stream, version))

@@ -12,7 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, VersionUnavailable
 from ebbtide.scheduling.ways import Step, whole_versions
 from ebbtide.types.weights import FoundWay, Manifest, Patch, PolicyVersion
-from ebbtide.weight_relay.records import Edge, Ends, Holding, Making, Stage, Stream, Units, dense_bytes, step_of
+from ebbtide.weight_relay.records import (
+    Edge,
+    Ends,
+    Holding,
+    Making,
+    Node,
+    Stage,
+    Stream,
+    Units,
+    dense_bytes,
+    step_of,
+)
 from ebbtide.weights import tile_sizes
 
 __all__ = ["Index", "Stream"]
@@ -22,7 +33,7 @@ class Index:
     def __init__(self) -> None:
         self._versions: dict[Stream, dict[int, Holding]] = {}
         self._patches: dict[Stream, dict[Ends, Edge]] = {}
-        self._stages: dict[tuple[Stream, int], Stage] = {}
+        self._stages: dict[Node, Stage] = {}
         self._serving: Counter[bytes] = Counter()  # digest -> anchors and patches that hold it
         self._loose: set[bytes] = set()  # blobs that came or were given up lately: all that nothing uses are among them
         self.on_disk: dict[bytes, int] = {}

@@ -8,7 +8,7 @@ from ebbtide.errors import ChunkCorrupt, VersionUnavailable
 from ebbtide.types.weights import Manifest, Patch, VersionInfo
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.disk import disk_errors
-from ebbtide.weight_relay.records import Stream
+from ebbtide.weight_relay.records import Node
 from ebbtide.weight_relay.retiring import Retiring
 from ebbtide.weight_relay.shelf import Shelf
 
@@ -60,7 +60,7 @@ class Reading:
 
     async def watch(self, run_id: str, policy: str) -> AsyncIterator[VersionInfo]:
         """The versions held, oldest first, then each as it is committed; be it let go while others are told."""
-        seen: set[tuple[Stream, int]] = set()
+        seen: set[Node] = set()
         while True:
             changed = self._shelf.changed
             held = self._held(run_id, policy)
@@ -69,7 +69,7 @@ class Reading:
             seen = set(held)
             await changed.wait()
 
-    def _held(self, run_id: str, policy: str) -> dict[tuple[Stream, int], VersionInfo]:
+    def _held(self, run_id: str, policy: str) -> dict[Node, VersionInfo]:
         index = self._shelf.index
         return {
             (stream, version): holding.info

@@ -5,12 +5,27 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.scheduling.retained import Node, Stream
 from ebbtide.scheduling.ways import Step
 from ebbtide.types.weights import Manifest, Patch, VersionInfo
 from ebbtide.weights import Limits, blob_sizes, check_manifest, check_patch, patched_tiles, tile_size, tile_sizes
 from ebbtide.weights.patch.layout import unit_width
 
-Stream: TypeAlias = tuple[str, str]
+__all__ = [
+    "Edge",
+    "Ends",
+    "Holding",
+    "Making",
+    "Node",
+    "Stage",
+    "Stream",
+    "Units",
+    "dense_bytes",
+    "make_stage",
+    "step_of",
+    "stream_of",
+]
+
 #: A patch of a stream: its base and its version.
 Ends: TypeAlias = tuple[int, int]
 #: What a tile patch is for: bytes of a unit, and units of its tile.

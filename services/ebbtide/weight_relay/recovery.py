@@ -10,13 +10,13 @@ from msgspec import Struct
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.scheduling.ways import Step, passages, whole_versions
 from ebbtide.types.weights import Manifest, Patch
-from ebbtide.weight_relay.disk import ANCHOR, COMPOSED, PATCHED, PUBLISHED, Arrival, Disk, blob_files
-from ebbtide.weight_relay.records import Ends, Stream, stream_of
-from ebbtide.weights import blob_sizes, check_manifest, check_patch, check_tile, same_geometry, tile_sizes
+from ebbtide.weight_relay.disk import ANCHOR, COMPOSED, PATCHED, PUBLISHED, Disk, StagedFile, blob_files
+from ebbtide.weight_relay.records import Ends, Stage, Stream, make_stage, stream_of
+from ebbtide.weights import Limits, blob_sizes, check_manifest, check_patch, check_tile, same_geometry, tile_sizes
 
 _MANIFEST: Final = msgspec.msgpack.Decoder(Manifest)
 _PATCH: Final = msgspec.msgpack.Decoder(Patch)
-_ARRIVAL: Final = msgspec.msgpack.Decoder(Arrival)
+_STAGED: Final = msgspec.msgpack.Decoder(StagedFile)
 
 
 class Refusal(Struct, frozen=True):
@@ -36,7 +36,7 @@ class Found(Struct):
 
     versions: dict[Stream, dict[int, Version]] = {}
     patches: dict[Stream, dict[Ends, tuple[Patch, bool]]] = {}  # with whether it was composed here
-    arrivals: list[Arrival] = []
+    stages: list[Stage] = []
     refusals: list[Refusal] = []
 
     @property
@@ -44,14 +44,17 @@ class Found(Struct):
         return [item.manifest for versions in self.versions.values() for item in versions.values()]
 
 
-def recover(disk: Disk) -> Found:
-    """Looks at sizes alone, since digests are checked at reads; an arrival's blobs, maybe unsynced, it checks."""
-    return _Recovery(disk).run()
+def recover(disk: Disk, limits: Limits | None = None) -> Found:
+    """Looks at sizes alone, since digests are checked at reads; an arrival's blobs, maybe unsynced, it checks.
+
+    `limits` are those of arrivals: one beyond them could not be taken now, and is deleted.
+    """
+    return _Recovery(disk, limits or Limits()).run()
 
 
 class _Recovery:
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
+    def __init__(self, disk: Disk, limits: Limits) -> None:
+        self._disk, self._limits = disk, limits
         self._found = Found()
         self._blobs: dict[str, int] = {}
 
@@ -112,21 +115,20 @@ class _Recovery:
         return known.setdefault(ends, (patch, path.suffix == COMPOSED))[0] is patch
 
     def _arrival(self, path: Path) -> bool:
-        arrival = _ARRIVAL.decode(path.read_bytes())
-        manifest, patch = arrival.manifest, arrival.patch
-        check_manifest(manifest)
-        stream, number = stream_of(manifest), manifest.version.version
-        if self._disk.arrival_path(stream, number) != path:
+        staged = _STAGED.decode(path.read_bytes())
+        stage = make_stage(staged.manifest, staged.patch, self._limits, arriving=True, now=0.0)
+        if self._disk.arrival_path(stage.stream, stage.number) != path:
             raise InvalidRequest("lies under another version's name")
-        if number in self._found.versions.get(stream, {}):
+        if stage.number in self._found.versions.get(stage.stream, {}):
             return False
-        if patch is not None:
-            check_patch(patch, manifest)
         kept = self._used()
-        for digest, size in _blobs_of(arrival).items():
+        for digest, size in stage.blobs.items():
+            found = self._blobs.get(digest.hex(), size)
+            if digest in kept and found != size:
+                raise InvalidRequest(f"has a tile {digest.hex()} of {size} bytes, which has {found} elsewhere")
             if digest.hex() in self._blobs and digest not in kept:
                 self._verify(digest, size)
-        self._found.arrivals.append(arrival)
+        self._found.stages.append(stage)
         return True
 
     def _verify(self, digest: bytes, size: int) -> None:
@@ -165,10 +167,6 @@ class _Recovery:
         for patches in self._found.patches.values():
             for patch, _ in patches.values():
                 used.update(blob_sizes(patch))
-        for arrival in self._found.arrivals:
-            used.update(digest for digest in _blobs_of(arrival) if digest.hex() in self._blobs)
+        for stage in self._found.stages:
+            used.update(digest for digest in stage.blobs if digest.hex() in self._blobs)
         return used
-
-
-def _blobs_of(arrival: Arrival) -> dict[bytes, int]:
-    return blob_sizes(arrival.patch) if arrival.patch is not None else tile_sizes(arrival.manifest)

@@ -10,22 +10,20 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weight_relay import metrics
-from ebbtide.weight_relay.disk import Arrival, Disk, disk_errors
+from ebbtide.weight_relay.disk import Disk, disk_errors
 from ebbtide.weight_relay.index import Index
-from ebbtide.weight_relay.records import Edge, Holding, Making, Stream, make_stage
+from ebbtide.weight_relay.records import Edge, Holding, Making, Node, Stage, Stream
 from ebbtide.weight_relay.recovery import Found, recover
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import Limits, blob_sizes, check_tile, tile_sizes
 
 T = TypeVar("T")
-#: A version of a stream.
-Node: TypeAlias = tuple[Stream, int]
 log = telemetry.get_logger(__name__)
 
 
@@ -40,6 +38,8 @@ class Shelf:
         self.changed = asyncio.Event()
         #: What live holders have or fetch; its ways to the newest version stay.
         self.needed: Callable[[], set[Node]] = set
+        #: How many holders that last have all of a version.
+        self.lasting: Callable[[Stream, int], int] = lambda _stream, _version: 0
         self._unsynced: set[bytes] = set()
         self._unbroken: set[asyncio.Task[object]] = set()
         self._arrivals: dict[bytes, asyncio.Event] = {}
@@ -47,7 +47,7 @@ class Shelf:
     async def open(self) -> None:
         """Find what is whole on disk and delete everything else. Raises `InvalidRequest` for what resists both."""
         try:
-            found = await asyncio.to_thread(recover, self.disk)
+            found = await asyncio.to_thread(recover, self.disk, self.limits)
         except OSError as error:
             text = f"{error.filename} cannot be read or deleted ({error.strerror}); remove it"
             raise InvalidRequest(text, field="data_dir") from None
@@ -70,15 +70,15 @@ class Shelf:
                 blobs = blob_sizes(patch)
                 self._lie_there(blobs)
                 self.index.connect(Edge(patch=patch, blobs=blobs, composed=composed, used_at=now))
-        for arrival in found.arrivals:
-            self._take_arrival(arrival, now)
+        for stage in found.stages:
+            self._take_stage(stage, now)
 
     def _lie_there(self, blobs: Mapping[bytes, int]) -> None:
         for digest, size in blobs.items():
             self.index.stored(digest, size)
 
-    def _take_arrival(self, arrival: Arrival, now: float) -> None:
-        stage = make_stage(arrival.manifest, arrival.patch, self.limits, arriving=True, now=now)
+    def _take_stage(self, stage: Stage, now: float) -> None:
+        stage.used_at = now
         for digest, size in stage.blobs.items():
             if (self.disk.tiles / digest.hex()).exists():
                 self.index.stored(digest, size)

@@ -83,7 +83,7 @@ def used(found: Found, on_disk: set[str]) -> set[str]:
     tiles = [tile_sizes(item.manifest) for item in found.versions.get(STREAM, {}).values() if item.anchor]
     patches = [blob_sizes(patch) for patch, _ in found.patches.get(STREAM, {}).values()]
     names = {digest.hex() for blobs in tiles + patches for digest in blobs}
-    coming = {digest.hex() for item in found.arrivals if item.patch for digest in blob_sizes(item.patch)}
+    coming = {digest.hex() for item in found.stages if item.patch for digest in blob_sizes(item.patch)}
     return names | (coming & on_disk)
 
 
@@ -202,6 +202,6 @@ def test_what_arrived_damaged_is_wanted_again_after_a_restart(tmp_path: Path) ->
         disk.put_tile(bad[0], bad[1][:-1] + bytes([bad[1][-1] ^ 1]))
         found = recover(disk)
     names = {path.name for path in (tmp_path / "tiles").iterdir()}
-    assert [item.manifest.version.version for item in found.arrivals] == [4]
+    assert [item.manifest.version.version for item in found.stages] == [4]
     assert good[0].hex() in names
     assert bad[0].hex() not in names
