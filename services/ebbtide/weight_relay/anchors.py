@@ -2,24 +2,24 @@
 
 Invariant: a version is marked as an anchor only when all its dense tiles were checked against its manifest, written and
 synced. One is made at a time, tile by tile, in threads, beside commits and reads. When the process dies here, the tiles
-made so far are deleted at the next start, and the anchor is made then. A version that its patches do not make is
-withdrawn.
+made so far are deleted at the next start, and the anchor is made then. A patch that does not make its version is
+withdrawn, and the version too if nothing else leads there.
 """
 
 import asyncio
 from collections.abc import Iterator, Sequence
 
 from ebbtide import telemetry
-from ebbtide.errors import ChunkCorrupt, EbbtideError, InvalidRequest
+from ebbtide.errors import ChunkCorrupt, EbbtideError, InvalidRequest, NoCapacity
 from ebbtide.scheduling.ways import find_ways, wants_anchor
 from ebbtide.types.weights import FoundWay, Manifest, Patch
 from ebbtide.weight_relay import metrics, refusals
 from ebbtide.weight_relay.codecs import Codecs
 from ebbtide.weight_relay.disk import disk_errors
 from ebbtide.weight_relay.rebuild import first_wrong, rebuild
-from ebbtide.weight_relay.records import Making, Stream
+from ebbtide.weight_relay.records import Ends, Making, Node, Stream
 from ebbtide.weight_relay.retiring import Retiring
-from ebbtide.weight_relay.shelf import Node, Shelf, named
+from ebbtide.weight_relay.shelf import Shelf, named
 from ebbtide.weights import Planner, TileTask, Way, places, tile_sizes
 from ebbtide.weights.patch.layout import unit_width
 
@@ -43,14 +43,16 @@ class Anchors:
 
     async def _work(self) -> None:
         tried: set[Node] = set()
-        try:
-            while node := next((node for node in self._due() if node not in tried), None):
-                tried.add(node)  # one that fails is tried again at the next occasion, not for ever
+        while node := next((node for node in self._due() if node not in tried), None):
+            tried.add(node)  # one that fails is tried again at the next occasion, not for ever
+            try:
                 await self._make(*node)
-        except EbbtideError as error:
-            log.warning("anchor not made", error=str(error))
-        except OSError:
-            log.exception("anchor not made")
+            except _Wrong:
+                tried.discard(node)  # by another way, if there is one: this one is gone
+            except EbbtideError as error:
+                log.warning("anchor not made", error=str(error))
+            except OSError:
+                log.exception("anchor not made")
 
     def _due(self) -> Iterator[Node]:
         index, settings = self._shelf.index, self._shelf.settings
@@ -81,24 +83,25 @@ class Anchors:
             versions = frozenset({way.start, *way.via})
             making = Making(stream, versions, dict(tile_sizes(shelf.index.stream(stream)[version].manifest)))
             shelf.index.making.add(making)
-            plan = await self._retiring.plan()
-            if plan.excess_bytes or stream[0] in plan.over_quota:
-                shelf.index.made(making)
-                log.warning("no room for an anchor", run_id=stream[0], policy=stream[1], version=version)
-                return
-            await self._retiring.follow(plan)
         try:
+            await shelf.finish(self._make_room(stream, version))
             await self._fill(making, way)
             await shelf.sync()
             await shelf.finish(self._finish(making, version))
         finally:
-            shelf.index.made(making)
-            await shelf.finish(self._tidy())
+            await shelf.finish(self._retiring.made(making))
+
+    async def _make_room(self, stream: Stream, version: int) -> None:
+        async with self._shelf.lock:
+            plan = await self._retiring.plan()
+            if plan.excess_bytes or stream[0] in plan.over_quota:
+                raise NoCapacity(f"no room for an anchor at version {version} of {stream[1]} of run {stream[0]}")
+            await self._retiring.follow(plan)
 
     async def _fill(self, making: Making, way: FoundWay) -> None:
         stream, numbers = making.stream, (way.start, *way.via)
         index = self._shelf.index
-        start, *manifests = (index.stream(stream)[number].manifest for number in numbers)
+        start, *manifests = (index.find(*stream, number).manifest for number in numbers)
         chain = list(zip(manifests, index.chain(stream, way), strict=True))
         job = _Job(start, chain, self._codecs, self._shelf)
         try:
@@ -106,9 +109,11 @@ class Anchors:
                 for digest, data in made:
                     await self._shelf.store_made(making, digest, data)
         except _Wrong as wrong:
-            refusals.count("patch", run_id=stream[0], **named(manifests[-1].version), error=str(wrong))
-            await self._shelf.finish(self._retiring.withdraw_version(stream, wrong.version))
-            raise InvalidRequest(str(wrong), field="patch") from None
+            edge = index.patches(stream).get(wrong.ends)
+            if edge is not None and not edge.composed:
+                refusals.count("patch", run_id=stream[0], **named(edge.patch.version), error=str(wrong))
+            await self._shelf.finish(self._retiring.withdraw_patch(stream, wrong.ends))
+            raise
         except _Damaged as damaged:
             raise await self._shelf.finish(self._retiring.withdraw_blob(damaged.digest, str(damaged))) from None
 
@@ -124,15 +129,11 @@ class Anchors:
             metrics.ANCHORS_MADE.inc()
             log.info("anchor made", run_id=making.stream[0], **named(holding.manifest.version))
 
-    async def _tidy(self) -> None:
-        async with self._shelf.lock:
-            await self._retiring.tidy()
-
 
 class _Wrong(Exception):
-    def __init__(self, version: int) -> None:
-        super().__init__(f"the patches to version {version} do not make what its manifest says; it was withdrawn")
-        self.version = version
+    def __init__(self, ends: Ends) -> None:
+        super().__init__(f"the patch from version {ends[0]} to {ends[1]} does not make what that one's manifest says")
+        self.ends = ends
 
 
 class _Damaged(Exception):
@@ -163,8 +164,10 @@ class _Job:
         try:
             return task.digest, rebuild(task, unit_width(tensor.dtype), self._codecs, self._read)
         except InvalidRequest:
-            wrong = first_wrong(task.place, self._start, self._chain, self._codecs, self._read)
-            raise _Wrong(wrong or self._target.version.version) from None
+            ends = first_wrong(task.place, self._start, self._chain, self._codecs, self._read)
+            if ends is None:
+                raise  # not again: the fault was no patch's
+            raise _Wrong(ends) from None
 
     def _read(self, digest: bytes) -> bytes:
         try:

@@ -71,27 +71,26 @@ class Composing:
 
     async def _compose(self, key: Key, way: FoundWay) -> None:
         making = Making(key[0], frozenset({way.start, *way.via}), {})
-        async with self._turn:
-            self._shelf.index.making.add(making)
-            try:
+        self._shelf.index.making.add(making)  # before its turn: what the way passes is to be there still
+        try:
+            async with self._turn:
                 await self._make(making, key, way)
-            except InvalidRequest as error:
-                self._failed = {failed for failed in self._failed if self._here(failed)} | {key}
-                log.info("patch not composed", run_id=key[0][0], base=key[1][0], version=key[1][1], error=str(error))
-            except (EbbtideError, FileNotFoundError) as error:
-                log.warning("patch not composed", run_id=key[0][0], error=str(error))
-            finally:
-                self._shelf.index.made(making)
-                await self._shelf.finish(self._tidy())
+        except InvalidRequest as error:
+            self._failed = {failed for failed in self._failed if self._here(failed)} | {key}
+            log.info("patch not composed", run_id=key[0][0], base=key[1][0], version=key[1][1], error=str(error))
+        except (EbbtideError, FileNotFoundError) as error:
+            log.warning("patch not composed", run_id=key[0][0], error=str(error))
+        finally:
+            await self._shelf.finish(self._retiring.made(making))
 
     async def _make(self, making: Making, key: Key, way: FoundWay) -> None:
         index, loop = self._shelf.index, asyncio.get_running_loop()
-        base, target = (index.stream(key[0])[number].manifest for number in key[1])
+        base, target = (index.find(*key[0], number).manifest for number in key[1])
         patches = index.chain(key[0], way)
         job = TileComposer(base, target, patches, self._codecs, self._shelf.read_verified)
         if index.whole(key[0]).get(key[1][1]):
             whole = find_ways(index.anchors(key[0]), index.steps(key[0]), key[1][1], ())[0]
-            start = index.stream(key[0])[whole.start].manifest
+            start = index.find(*key[0], whole.start).manifest
             job.from_anchor = Way(start=start, patches=tuple(index.chain(key[0], whole)), anchor=True)
         begun, outcome = loop.time(), Outcome(target)
         async for made in self._codecs.map(job.make, job.tasks()):
@@ -122,7 +121,3 @@ class Composing:
 
     def _here(self, key: Key) -> bool:
         return set(key[1]) <= self._shelf.index.stream(key[0]).keys()
-
-    async def _tidy(self) -> None:
-        async with self._shelf.lock:
-            await self._retiring.tidy()

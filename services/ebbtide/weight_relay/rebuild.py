@@ -8,6 +8,7 @@ import numpy as np
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import Manifest, Patch
 from ebbtide.weight_relay.codecs import Codecs
+from ebbtide.weight_relay.records import Ends
 from ebbtide.weights import Place, Planner, TileTask, Way, tile_digest
 from ebbtide.weights.patch.layout import unit_width
 
@@ -38,8 +39,10 @@ def rebuild(task: TileTask, width: int, codecs: Codecs, read: Read) -> bytes:
 
 def first_wrong(
     place: Place, start: Manifest, way: Sequence[tuple[Manifest, Patch]], codecs: Codecs, read: Read
-) -> int:
-    """The first version on `way` (each with the patch to it) whose tile its patch does not make. 0: none of them.
+) -> Ends | None:
+    """Base and version of the first patch on `way` that does not make its version's tile out of its base's.
+
+    `way`: versions with the patches to them. None if all of them do.
 
     Raises `ChunkCorrupt` and `FileNotFoundError` if blobs are damaged or gone.
     """
@@ -52,5 +55,6 @@ def first_wrong(
             if isinstance(task, TileTask):
                 rebuild(task, width, codecs, read)
         except InvalidRequest:
-            return target.version.version
-    return 0
+            patch = way[length - 1][1]
+            return patch.base.version, patch.version.version
+    return None

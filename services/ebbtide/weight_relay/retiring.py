@@ -10,8 +10,8 @@ from ebbtide.scheduling.retention import RetentionPlan, Rules, plan_retention
 from ebbtide.scheduling.ways import passages
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.disk import disk_errors
-from ebbtide.weight_relay.records import Edge, Holding, Stage, Stream, dense_bytes
-from ebbtide.weight_relay.shelf import Node, Shelf, named
+from ebbtide.weight_relay.records import Edge, Ends, Holding, Making, Node, Stage, Stream, dense_bytes
+from ebbtide.weight_relay.shelf import Shelf, named
 
 log = telemetry.get_logger(__name__)
 #: Seconds after a start in which holders tell what they have: several of their rounds.
@@ -45,7 +45,7 @@ class Retiring:
     async def plan(self) -> RetentionPlan:
         """What may go now. Worked out in a thread: it counts every blob."""
         index, now = self._shelf.index, self._shelf.clock()
-        versions = [_held_version(item, now) for item in index.committed()]
+        versions = [self._held_version(item, now) for item in index.committed()]
         patches = [
             _held_patch(stream, edge, now) for stream in index.streams() for edge in index.patches(stream).values()
         ]
@@ -63,6 +63,18 @@ class Retiring:
             needed = needed | self._found
         return await asyncio.to_thread(
             plan_retention, versions, patches, rules=self._rules, incoming=incoming, needed=needed, pinned=pinned
+        )
+
+    def _held_version(self, item: Holding, now: float) -> HeldVersion:
+        return HeldVersion(
+            stream=item.stream,
+            version=item.number,
+            tiles=item.tiles,
+            anchor=item.anchor,
+            size=dense_bytes(item.manifest),
+            idle_s=now - item.used_at,
+            age_s=now - item.since,
+            elsewhere=self._shelf.lasting(item.stream, item.number) > 0,
         )
 
     def room(self, run_id: str) -> int:
@@ -99,6 +111,15 @@ class Retiring:
         """Plan and let go."""
         await self.follow(await self.plan())
 
+    async def made(self, making: Making) -> None:
+        """Let go what was made for nothing, and what had to stay for it. Takes the lock; logs what the disk refuses."""
+        self._shelf.index.made(making)
+        async with self._shelf.lock:
+            try:
+                await self.tidy()
+            except (EbbtideError, OSError) as error:
+                log.warning("what was made in vain is still there", run_id=making.stream[0], error=str(error))
+
     async def _remove(self, stream: Stream, version: int) -> None:
         index, disk = self._shelf.index, self._shelf.disk
         edges = [ends for ends in index.patches(stream) if version in ends]
@@ -122,11 +143,12 @@ class Retiring:
     # -- stages --------------------------------------------------------------------------------------------------
 
     async def unstage(self, stage: Stage) -> None:
-        """Give a stage up; its blobs go with the next garbage."""
-        self._shelf.index.unstage(stage)
+        """Give a stage up; its blobs go with the next garbage. It stays where the disk fails."""
         if stage.arriving:
             with disk_errors():
                 await asyncio.to_thread(self._shelf.disk.drop_arrival, stage.stream, stage.number)
+        self._shelf.index.unstage(stage)
+        if stage.arriving:
             self._shelf.wake()
 
     async def drop_dead_stages(self) -> None:
@@ -167,11 +189,15 @@ class Retiring:
         with disk_errors():
             await asyncio.to_thread(self._shelf.disk.drop_tiles, [digest])
 
-    async def withdraw_version(self, stream: Stream, version: int) -> None:
-        """Let go of a version that is not what its patches make, and of those that only it leads to."""
+    async def withdraw_patch(self, stream: Stream, ends: Ends) -> None:
+        """Let go of a patch that does not make its version; of that, and what it leads to, if no other way does."""
+        index = self._shelf.index
         async with self._shelf.lock:
-            if version in self._shelf.index.stream(stream):
-                await self._remove(stream, version)
+            if edge := index.patches(stream).get(ends):
+                await self._cut(edge)
+                log.error("patch withdrawn", run_id=stream[0], **named(edge.patch.version), base=ends[0])
+            if ends[1] in index.stream(stream) and ends[1] not in index.whole(stream):
+                await self._remove(stream, ends[1])
             await self._prune()
 
     async def _prune(self) -> None:
@@ -182,18 +208,6 @@ class Retiring:
                 await self._remove(stream, version)
                 log.warning("no way is left to version", run_id=stream[0], policy=stream[1], version=version)
         await self._shelf.drop_garbage()
-
-
-def _held_version(item: Holding, now: float) -> HeldVersion:
-    return HeldVersion(
-        stream=item.stream,
-        version=item.number,
-        tiles=item.tiles,
-        anchor=item.anchor,
-        size=dense_bytes(item.manifest),
-        idle_s=now - item.used_at,
-        age_s=now - item.since,
-    )
 
 
 def _held_patch(stream: Stream, edge: Edge, now: float) -> HeldPatch:

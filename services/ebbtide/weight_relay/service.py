@@ -8,7 +8,8 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from ebbtide.errors import VersionUnavailable
+from ebbtide import telemetry
+from ebbtide.errors import EbbtideError, VersionUnavailable
 from ebbtide.scheduling.ways import find_ways
 from ebbtide.types.weights import FoundWay, Manifest, Patch, PolicyVersion, VersionInfo
 from ebbtide.weight_relay.anchors import Anchors
@@ -18,9 +19,12 @@ from ebbtide.weight_relay.index import Index
 from ebbtide.weight_relay.keys import Keys, known_keys
 from ebbtide.weight_relay.publishing import Publishing
 from ebbtide.weight_relay.reading import Reading
+from ebbtide.weight_relay.records import Node, Stream
 from ebbtide.weight_relay.retiring import Retiring
 from ebbtide.weight_relay.settings import RelaySettings
-from ebbtide.weight_relay.shelf import Node, Shelf
+from ebbtide.weight_relay.shelf import Shelf
+
+log = telemetry.get_logger(__name__)
 
 
 class Relay:
@@ -50,6 +54,15 @@ class Relay:
     @needed.setter
     def needed(self, needed: Callable[[], set[Node]]) -> None:
         self._shelf.needed = needed
+
+    @property
+    def lasting(self) -> Callable[[Stream, int], int]:
+        """How many holders that last have all of a version."""
+        return self._shelf.lasting
+
+    @lasting.setter
+    def lasting(self, lasting: Callable[[Stream, int], int]) -> None:
+        self._shelf.lasting = lasting
 
     async def open(self) -> None:
         """Find what lies in the directory. Looks at sizes alone; digests are checked at reads.
@@ -154,8 +167,14 @@ class Relay:
     # -- let go --------------------------------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """For ever: forget stages of publishers that went silent, and what retention by age lets go."""
+        """For ever: forget stages of publishers that went silent, and what retention by age lets go.
+
+        Versions and stages that a failing disk did not let go are tried again the next time.
+        """
         while True:
             await asyncio.sleep(self.settings.stage_ttl_s / 4)
-            await self._shelf.finish(self._retiring.drop_dead_stages())
+            try:
+                await self._shelf.finish(self._retiring.drop_dead_stages())
+            except (EbbtideError, OSError) as error:
+                log.warning("sweep failed", error=str(error))
             self._anchors.consider()

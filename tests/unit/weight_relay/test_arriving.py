@@ -1,6 +1,7 @@
 """Versions from upstream are readable while they come."""
 
 import asyncio
+import errno
 from pathlib import Path
 
 import msgspec
@@ -8,6 +9,8 @@ import pytest
 
 from ebbtide.errors import NotReady, VersionUnavailable
 from ebbtide.testing import wait_until
+from ebbtide.weight_relay.disk import Disk
+from ebbtide.weight_relay.records import Stream
 from ebbtide.weight_relay.service import Relay
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, Clock, held, publish, put, relay_at
@@ -112,4 +115,44 @@ async def test_watchers_of_everything_hear_of_all_runs(tmp_path: Path) -> None:
         await put(relay, line[1])
         await relay.commit(run_id, line[1].manifest.version)
         assert (await anext(versions)).run_id == run_id
+    await relay.close()
+
+
+async def test_what_is_arriving_and_does_not_fit_a_lowered_budget_is_let_go_at_the_start(tmp_path: Path) -> None:
+    relay, line = await opened(tmp_path), Line(1, sizes={"w": ("BF16", "<u2", 600_000)})
+    first, *_ = await relay.begin(line[1].manifest, arriving=True)
+    await relay.put(first, line[1].tiles[first])
+    await relay.close()
+    relay = relay_at(tmp_path, budget_bytes=1 << 20)
+    await relay.open()
+    assert not list((tmp_path / "arriving").rglob("*.stage"))
+    assert not list((tmp_path / "tiles").iterdir())
+    with pytest.raises(VersionUnavailable):
+        relay.manifest("run", "policy", 1)
+    await relay.close()
+
+
+async def test_a_disk_that_fails_does_not_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    relay, line = relay_at(tmp_path, clock, stage_ttl_s=0.04), Line(1, sizes=SMALL)
+    await relay.open()
+    await relay.begin(line[1].manifest, arriving=True)
+    drop, refused = Disk.drop_arrival, list[OSError]()
+
+    def fails_once(disk: Disk, stream: Stream, version: int) -> None:
+        if not refused:
+            refused.append(OSError(errno.EIO, "Input/output error"))
+            raise refused[0]
+        drop(disk, stream, version)
+
+    monkeypatch.setattr(Disk, "drop_arrival", fails_once)
+    clock.now = 1.0
+    sweep = asyncio.create_task(relay.sweep())
+    await wait_until(
+        lambda: sweep.done() or not list((tmp_path / "arriving").rglob("*.stage")), what="the dead stage's end"
+    )
+    assert refused
+    assert not sweep.done()
+    sweep.cancel()
+    await asyncio.gather(sweep, return_exceptions=True)
     await relay.close()

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from ebbtide.errors import VersionUnavailable
+from ebbtide.testing import wait_until
 from ebbtide.types.weights import FoundWay
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weights import Planner, TileTask, Way, check_patch, places, tile_digest
 from ebbtide.weights.patch.layout import unit_width
 from ebbtide.weights.patch.tile import TileCodec
 from tests.integration.weight_relay.lines import Line, Version
-from tests.unit.weight_relay.relays import SMALL, patches, publish, publish_all, relay_at
+from tests.unit.weight_relay.relays import SMALL, held, patches, publish, publish_all, relay_at
 
 SLOW, FAST = 1.0, 1e12
 
@@ -96,4 +98,39 @@ async def test_no_patch_is_composed_where_room_lacks(tmp_path: Path) -> None:
     line, relay = Line(5, share=0.05, sizes=sizes), await opened(tmp_path, run_quota_bytes=900_000)
     await publish_all(relay, line)
     assert [way.via for way in await relay.ways("run", "policy", 5, [1], bytes_per_s=SLOW)] == [(2, 3, 4, 5)]
+    await relay.close()
+
+
+async def test_what_waits_for_its_turn_keeps_what_it_is_composed_of(tmp_path: Path) -> None:
+    line, relay = (
+        Line(4, share=0.3, sizes=SMALL),
+        relay_at(tmp_path, keep_versions=1, anchor_every=99, anchor_share=99.0),
+    )
+    await relay.open()
+    for number in (1, 2, 3):
+        await publish(relay, line[number])
+    before = composed()
+    async with relay._composing._turn:
+        asking = asyncio.create_task(relay.ways("run", "policy", 3, [1], bytes_per_s=SLOW))
+        await wait_until(lambda: relay._composing._tasks, what="a composition")
+        await publish(relay, line[4], whole=True)
+        assert held(relay) == [1, 2, 3, 4]
+    with pytest.raises(VersionUnavailable):  # retention's turn came behind it
+        await asking
+    assert composed() == before + 1
+    assert held(relay) == [4]
+    await relay.close()
+
+
+async def test_a_version_that_goes_before_its_patch_is_composed_is_no_fault(tmp_path: Path) -> None:
+    line, relay = Line(3, share=0.3, sizes=SMALL), await opened(tmp_path)
+    await publish_all(relay, line)
+    async with relay._composing._turn:
+        asking = asyncio.create_task(relay.ways("run", "policy", 3, [1], bytes_per_s=SLOW))
+        await wait_until(lambda: relay._composing._tasks, what="a composition")
+        (task,) = relay._composing._tasks.values()
+        relay.index.evict(("run", "policy"), 3)
+    with pytest.raises(VersionUnavailable, match="no way leads"):
+        await asking
+    assert task.exception() is None
     await relay.close()

@@ -8,6 +8,9 @@ from prometheus_client import REGISTRY
 
 from ebbtide.errors import InvalidRequest, NoCapacity
 from ebbtide.testing import wait_until
+from ebbtide.types.weights import Holder
+from ebbtide.weight_relay.fanout import Fanout
+from ebbtide.weight_relay.holders import WayRequest
 from ebbtide.weight_relay.service import Relay
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, Clock, anchors, held, patches, publish, publish_all, relay_at
@@ -134,4 +137,17 @@ async def test_anchors_and_patches_outlive_a_restart_that_comes_amid_the_making(
     relay = await opened(tmp_path, anchor_every=2)
     assert anchors(relay) == [1, 4]
     assert patches(relay) == [(1, 2), (2, 3), (3, 4)]
+    await relay.close()
+
+
+async def test_what_a_lasting_holder_has_too_makes_room_before_what_only_spot_machines_have(tmp_path: Path) -> None:
+    relay = await opened(tmp_path, budget_bytes=2_500_000)
+    line, holders = Line(4, sizes={"w": ("BF16", "<u2", 400_000)}, share=1.0), Fanout(relay).holders
+    for number in (1, 2, 3):
+        await publish(relay, line[number], whole=True)
+    for name, version, lasting in (("spot", 1, False), ("reserved", 2, True)):
+        holder = Holder(name=name, lasting=lasting)
+        holders.told(WayRequest(run_id="run", policy="policy", holder=holder, version=version, done=True), version)
+    await publish(relay, line[4], whole=True)
+    assert held(relay) == [1, 3, 4]
     await relay.close()

@@ -1,0 +1,109 @@
+"""Anchors whose making finds a patch that is wrong, or a version that goes meanwhile."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ebbtide.scheduling.retention import RetentionPlan
+from ebbtide.testing import wait_until
+from ebbtide.types.weights import Manifest, Patch, TensorPatch
+from ebbtide.weight_relay.records import Edge
+from ebbtide.weight_relay.service import Relay
+from ebbtide.weights import blob_sizes, seal_patch
+from tests.integration.weight_relay.lines import SIGNER, Line
+from tests.unit.weight_relay.relays import SMALL, anchors, held, patches, publish_all, put, relay_at
+
+STREAM = "run", "policy"
+
+
+async def opened(folder: Path, *, anchor_every: int = 99) -> Relay:
+    relay = relay_at(folder, keep_versions=9, anchor_every=anchor_every, anchor_share=99.0)
+    await relay.open()
+    return relay
+
+
+def lead(relay: Relay, patch: Patch, blobs: Mapping[bytes, bytes], *, composed: bool) -> None:
+    """Have the relay hold a patch, be it right or not."""
+    shelf, ends = relay._shelf, (patch.base.version, patch.version.version)
+    if ends in relay.index.patches(STREAM):
+        shelf.disk.drop_patch(STREAM, ends)
+        relay.index.cut(STREAM, ends)
+    for digest, data in blobs.items():
+        shelf.disk.put_tile(digest, data)
+        shelf.stored(digest, len(data))
+    shelf.disk.put_patch(patch, composed=composed)
+    relay.index.connect(Edge(patch=patch, blobs=blob_sizes(patch), composed=composed, used_at=0.0))
+
+
+def between(base: Manifest, target: Manifest, tensors: tuple[TensorPatch, ...]) -> Patch:
+    made = Patch(run_id="run", base=base.version, version=target.version, tensors=tensors, changed=1, elements=23_000)
+    return seal_patch(made)
+
+
+async def test_a_composed_patch_that_is_wrong_goes_and_its_version_stays(tmp_path: Path) -> None:
+    relay, line = await opened(tmp_path), Line(5, sizes=SMALL)
+    await publish_all(relay, line)
+    assert line[2].patch is not None
+    lead(relay, between(line[1].manifest, line[5].manifest, line[2].patch.tensors), {}, composed=True)
+    await relay.close()
+    relay = await opened(tmp_path, anchor_every=1)
+    await wait_until(lambda: anchors(relay) == [1, 5] or held(relay) != [1, 2, 3, 4, 5], what="the anchor")
+    assert held(relay) == [1, 2, 3, 4, 5]
+    assert patches(relay) == [(1, 2), (2, 3), (3, 4), (4, 5)]
+    for digest, tile in line[5].tiles.items():
+        assert await relay.tile(digest) == tile
+    await relay.close()
+
+
+async def test_a_published_patch_that_is_wrong_takes_no_version_along_to_which_another_leads(tmp_path: Path) -> None:
+    relay, line = await opened(tmp_path), Line(3, sizes=SMALL)
+    await publish_all(relay, line)
+    assert line[2].patch is not None
+    assert line[3].patch is not None
+    wrong = msgspec.structs.replace(line[3].patch, tensors=line[2].patch.tensors)
+    lead(relay, SIGNER.sign_patch(seal_patch(wrong)), {}, composed=False)
+    dense = tuple(
+        TensorPatch(sizes=tuple(len(line[3].tiles[digest]) for digest in entry.digests), digests=entry.digests)
+        for entry in line[3].manifest.tensors
+    )
+    lead(relay, between(line[1].manifest, line[3].manifest, dense), line[3].tiles, composed=True)
+    await relay.close()
+    relay = await opened(tmp_path, anchor_every=1)
+    await wait_until(lambda: anchors(relay) == [1, 3] or held(relay) != [1, 2, 3], what="the anchor")
+    assert held(relay) == [1, 2, 3]
+    assert patches(relay) == [(1, 2), (1, 3)]
+    await relay.close()
+
+
+async def test_a_version_that_goes_while_its_anchor_is_made_costs_no_other_anchor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = await opened(tmp_path)
+    for run_id in ("run", "other"):
+        line = Line(2, sizes=SMALL, run_id=run_id)
+        for version in line:
+            await put(relay, version)
+            await relay.commit(run_id, version.manifest.version)
+    await relay.close()
+    relay = relay_at(tmp_path, keep_versions=9, anchor_every=1)
+    follow, gone = relay._retiring.follow, set[Any]()
+
+    async def loses_one(plan: RetentionPlan) -> None:
+        await follow(plan)
+        for making in [] if gone else list(relay.index.making):
+            gone.add(making.stream)
+            await relay._retiring._remove(making.stream, 2)
+
+    monkeypatch.setattr(relay._retiring, "follow", loses_one)
+    await relay.open()
+    task = relay._anchors._task
+    assert task is not None
+    await wait_until(task.done, what="the anchors' rest")
+    (first,) = gone
+    (second,) = {("run", "policy"), ("other", "policy")} - gone
+    assert sorted(relay.index.stream(first)) == [1]
+    assert sorted(relay.index.anchors(second)) == [1, 2]
+    await relay.close()
