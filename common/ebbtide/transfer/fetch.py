@@ -12,7 +12,7 @@ from typing import Final
 
 from msgspec import Struct, field
 
-from ebbtide.errors import ChunkCorrupt, EbbtideError, NotReady, Unavailable
+from ebbtide.errors import ChunkCorrupt, EbbtideError, NoCapacity, NotReady, Unavailable
 from ebbtide.transfer.batches import Batch, Work
 from ebbtide.transfer.cache import BlobCache
 from ebbtide.transfer.changes import Changes
@@ -38,12 +38,14 @@ class Order(Struct, frozen=True):
 
 
 class Means(Struct, frozen=True, kw_only=True):
-    """What it is done with. `streams`: how many at once; `silence_s`: for how long a source may send nothing."""
+    """What it is done with. `streams`: how many at once; `silence_s`: for how long a source may send nothing; `rates`:
+    bytes/s that sources of each tier sent in the last pulls."""
 
     threads: Threads
     cache: BlobCache
     streams: int
     silence_s: float
+    rates: dict[int, float] = field(default_factory=dict)
 
 
 class Tally(Struct):
@@ -117,13 +119,17 @@ class Fetch:
         missing, silence_s = batch.missing, self._means.silence_s
         try:
             patience = source.patience(silence_s, max(batch.sizes[digest] for digest in missing))
-            async with patience, aclosing(source.source.tiles(missing)) as stream:
+            async with patience as clock, aclosing(source.source.tiles(missing)) as stream:
                 async for digest, data in stream:
                     source.heard(silence_s, len(data))
                     batch.take(digest, data)
                     self._going.set()
                     if batch.fresh_bytes >= _SETTLE_BYTES or len(batch.fresh) >= _SETTLE_BLOBS:
-                        await self._settle(batch, source)
+                        with source.resting(clock, silence_s):
+                            await self._settle(batch, source)
+                    if batch.missing and self._pool.lags(source, batch.lacking):
+                        self.hurry.set()
+                        raise NoCapacity(f"{source.name} at {source.address} is slow", retry_after_s=0.0)
         except EbbtideError:
             await self._settle(batch, source)
             raise

@@ -44,7 +44,7 @@ class Pull:
         self.ways: list[FoundWay] = []
         self._order, self._finder, self._means, self._bytes_per_s = order, finder, means, bytes_per_s
         self._threads = means.threads
-        self._pool = Pool(relay, open_source, reader)
+        self._pool = Pool(relay, open_source, reader, means.rates)
         self._lists: dict[FoundWay, Way] = {}
         self._refused: set[FoundWay] = set()
         self._scratch = False
@@ -114,8 +114,9 @@ class Pull:
         )
 
     async def _ask(self, have: list[int]) -> Found:
-        found = await self._finder.find(self._question(have))
-        self._pool.renew(found.sources)
+        question, dropped = self._question(have), self._pool.dropped
+        found = await self._finder.find(question)
+        self._pool.renew(found.sources, dropped)
         return found
 
     async def _plan(self, found: Found, have: list[int], held: dict[Place, bytes]) -> Work:

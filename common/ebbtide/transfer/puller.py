@@ -1,7 +1,7 @@
 """Getting versions: for the fewest bytes from where a mirror is, by whoever has them, believing nobody.
 
-Invariant: `Puller` holds nothing between pulls but manifests, channels' states and the rate last seen. A pull that ends
-in any way, the process's death included, leaves in the mirror what it had done; the next one goes on from there.
+Invariant: `Puller` holds nothing between pulls but manifests, channels' states and the rates last seen. A pull that
+ends in any way, the process's death included, leaves in the mirror what it had done; the next one goes on from there.
 """
 
 import asyncio

@@ -6,7 +6,15 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, NotReady, Unavailable, VersionUnavailable
+from ebbtide.errors import (
+    ChunkCorrupt,
+    Internal,
+    InvalidRequest,
+    NoCapacity,
+    NotReady,
+    Unavailable,
+    VersionUnavailable,
+)
 from ebbtide.transfer.pool import OpenSource, Pool
 from ebbtide.types.weights import BlobSource, Holder
 
@@ -32,10 +40,10 @@ def source(name: str, *, site: str = "far", host: str = "") -> BlobSource:
 class Scene:
     """A pool, and what it opened."""
 
-    def __init__(self, *sources: BlobSource) -> None:
+    def __init__(self, *sources: BlobSource, rates: dict[int, float] | None = None) -> None:
         self.opened: list[Mute] = []
         self.relay = OpenSource(Mute(), "weight-relay", "relay:1", 3)
-        self.pool = Pool(self.relay, self._open, Holder(name="me", site="here", host="mine"))
+        self.pool = Pool(self.relay, self._open, Holder(name="me", site="here", host="mine"), rates)
         self.pool.renew(sources)
 
     def _open(self, found: BlobSource, reader: Holder) -> Mute:
@@ -70,7 +78,7 @@ def test_the_relay_is_asked_when_all_others_failed_or_where_it_was_listed() -> N
     assert Scene(source("far"), listed).picked(1) == ["weight-relay"]
 
 
-def test_when_nobody_is_left_the_last_error_is_raised() -> None:
+def test_when_nobody_is_left_the_relays_own_error_is_raised() -> None:
     scene = Scene(source("peer"))
     scene.pool.drop(scene.pool.pick(), ChunkCorrupt("lied"))
     scene.pool.drop(scene.pool.pick(), Unavailable("gone"))
@@ -78,6 +86,57 @@ def test_when_nobody_is_left_the_last_error_is_raised() -> None:
         scene.pool.pick()
     scene.pool.renew([source("peer")])
     assert scene.picked(1) == ["peer"]
+
+
+@pytest.mark.parametrize("first", ["peer", "relay"])
+def test_what_a_peer_says_last_does_not_count_for_more_than_what_the_relay_says(first: str) -> None:
+    scene = Scene(source("peer"))
+    peer = scene.pool.pick()
+    failures = [(peer, Internal("a fault of the peer")), (scene.relay, Unavailable("the relay starts anew"))]
+    for failed, error in failures if first == "peer" else reversed(failures):
+        scene.pool.drop(failed, error)
+    with pytest.raises(Unavailable, match="the relay starts anew"):
+        scene.pool.pick()
+
+
+def test_a_peers_fault_is_waited_out_where_the_relay_has_not_got_it() -> None:
+    scene = Scene(source("peer"))
+    scene.pool.drop(scene.pool.pick(), Internal("a fault of the peer"))
+    with pytest.raises(Unavailable, match="failed"):
+        scene.pool.pick({"relay:1"})
+
+
+def test_who_failed_while_the_relay_was_asked_is_not_asked_again() -> None:
+    scene = Scene(source("one", site="here"), source("two", site="here"))
+    scene.pool.drop(scene.pool.pick(), Unavailable("gone"))
+    dropped = scene.pool.dropped
+    scene.pool.drop(scene.pool.pick(), Unavailable("gone"))
+    scene.pool.renew([source("one", site="here"), source("two", site="here")], dropped)
+    assert scene.picked(2) == ["one", "one"]
+    assert scene.pool.failed == ("two:1",)
+
+
+async def test_a_dropped_source_is_closed_as_soon_as_nobody_reads_from_it() -> None:
+    scene = Scene(source("one"), source("two"))
+    one = scene.pool.pick()
+    async with one.patience(5.0, 10):
+        scene.pool.drop(one, Unavailable("gone"))
+        await scene.pool.close_dropped()
+        assert scene.opened[0].closed == 0
+    await scene.pool.close_dropped()
+    assert scene.opened[0].closed == 1
+    await scene.pool.close()
+    assert scene.opened[0].closed == 1
+
+
+def test_a_stream_of_a_source_dropped_before_says_nothing_of_the_one_opened_since() -> None:
+    scene = Scene(source("one", site="here"))
+    old = scene.pool.pick()
+    scene.pool.drop(old, Unavailable("gone"))
+    scene.pool.renew([source("one", site="here")])
+    new = scene.pool.pick()
+    scene.pool.drop(old, Unavailable("gone"))
+    assert scene.pool.pick() is new is not old
 
 
 def test_only_faults_are_told() -> None:
@@ -186,6 +245,32 @@ async def test_a_blob_in_one_stream_is_a_sign_of_life_for_all(monkeypatch: pytes
         now += 1.0
         found.heard(5.0, 10)
         assert [clock.when() for clock in found._clocks] == [now + 5.0 + 4.0] * 2
+    monkeypatch.undo()
+
+
+async def test_what_a_reader_does_meanwhile_is_not_a_sources_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, loop = 1000.0, asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "time", lambda: now)
+    found = Scene().relay
+    async with found.patience(5.0, 1 << 20) as clock:
+        found.heard(5.0, 1 << 20)
+        with found.resting(clock, 5.0):
+            assert clock.when() is None
+            now += 1000.0
+        assert allowance(found) == pytest.approx(5.0), "no pause of its own was seen yet"
+    monkeypatch.undo()
+
+
+async def test_a_reader_that_rests_leaves_the_others_clocks_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, loop = 1000.0, asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "time", lambda: now)
+    found = Scene().relay
+    async with found.patience(5.0, 10) as one, found.patience(5.0, 10) as two:
+        with found.resting(one, 5.0):
+            now += 2.0
+            found.heard(5.0, 10)
+            assert (one.when(), two.when()) == (None, now + 5.0 + 8.0)
+        assert one.when() == now + 5.0 + 8.0
     monkeypatch.undo()
 
 
