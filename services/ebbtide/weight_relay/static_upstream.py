@@ -67,15 +67,21 @@ class StaticUpstream:
         number = version or await self._newest(stream)
         anchors: dict[int, int] = {}
         steps: list[Step] = []
+        seen: set[int] = set(have)
         open_ends = {number}
         for _ in range(_STEPS):
             for end in sorted(open_ends):
-                found = await self._version(stream, end)
+                try:
+                    found = await self._version(stream, end)
+                except VersionUnavailable:
+                    if end == number:
+                        raise
+                    continue  # a copy may begin with a version that has a parent
                 if found.dense:
                     anchors[end] = dense_bytes(found.manifest)
                 steps += [Step(patch.base.version, end, patch.size) for patch in found.patches]
-            bases = {step.base for step in steps}
-            open_ends = bases - {step.version for step in steps} - set(have) - set(anchors)
+            seen |= open_ends
+            open_ends = {step.base for step in steps} - seen - set(anchors)
             if not open_ends:
                 break
         ways = find_ways(anchors, steps, number, have, scratch=scratch)
@@ -88,12 +94,14 @@ class StaticUpstream:
         return (await self._version(stream, version or await self._newest(stream))).manifest
 
     async def way(self, found: FoundWay, target: Manifest) -> Way:
-        """The patches of a way, and its first manifest if that is there."""
+        """The patches of a way, and its first manifest if that is there. Raises `VersionUnavailable` without them."""
         stream = target.run_id, target.version.policy
         patches = []
         for base, number in pairwise((found.start, *found.via)):
-            there = (await self._version(stream, number)).patches
-            patches.append(next(patch for patch in there if patch.base.version == base))
+            there = {patch.base.version: patch for patch in (await self._version(stream, number)).patches}
+            if base not in there:
+                raise VersionUnavailable(f"{self.target} has no patch from version {base} to {number}")
+            patches.append(there[base])
         start = await self.manifest(stream, found.start) if found.anchor else target
         return Way(start, tuple(patches), found.anchor)
 

@@ -15,8 +15,10 @@ from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
 from ebbtide.testing.link import ShapedLink
 from ebbtide.testing.process import free_port
+from ebbtide.types.weights import FoundWay, Holder
 from ebbtide.weight_relay import static_upstream
 from ebbtide.weight_relay.export.__main__ import ExportSettings, export
+from ebbtide.weights import Limits
 from tests.integration.weight_relay.fanout import (
     KIB,
     SECURITY,
@@ -231,6 +233,27 @@ async def test_a_static_copy_can_be_followed_like_a_relay(
     async with running(tmp_path / "late", upstream=f"{web_server}/run") as late, readers(1, late.address) as [reader]:
         await reader.pull(0)
         assert reader.holds(third)
+
+
+async def test_a_static_copy_may_begin_with_a_version_that_has_a_parent(web_server: str, tmp_path: Path) -> None:
+    first = Version(1)
+    second = Version(2, base=first)
+    url = f"{web_server}/run"
+    async with running(tmp_path / "home", anchor_every=1) as home:
+        for version in (first, second):
+            await version.publish(home.relay)
+        await wait_until(lambda: 2 in home.relay.index.anchors(STREAM), what="the anchor")
+        folder = tmp_path / "copies" / "run"
+        await export(ExportSettings(run="run", folder=str(folder), relay=home.address, security=SECURITY))
+    assert not (folder / "version-1.msgpack").exists()
+    async with running(tmp_path / "away", upstream=url) as away:
+        await wait_until(lambda: away.versions() == [2])
+    upstream = static_upstream.StaticUpstream(url, SECURITY, Holder(name="reader"), Limits())
+    target = await upstream.manifest(STREAM, 2)
+    assert len((await upstream.way(FoundWay(start=1, anchor=False, via=(2,)), target)).patches) == 1
+    with pytest.raises(VersionUnavailable, match="no patch from version 7 to 2"):
+        await upstream.way(FoundWay(start=7, anchor=False, via=(2,)), target)
+    await upstream.close()
 
 
 async def test_only_what_is_here_can_be_exported(home: RunningRelay, tmp_path: Path) -> None:
