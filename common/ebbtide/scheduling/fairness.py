@@ -34,6 +34,10 @@ class Bucket:
         self._at = now
         return max(0.0, -self._level / self._rate)
 
+    def is_full(self, now: float) -> bool:
+        """Whether it is as a new one would be."""
+        return not self._rate or (self.wait(now) == 0.0 and self._level == self._burst)
+
     def take(self, size: int) -> None:
         """Take `size` bytes, just after `wait` gave 0."""
         if self._rate:
@@ -79,7 +83,10 @@ class _Link:
 
 
 class Turns:
-    """Asks that wait, and whose turn it is. Written by one task at a time; kept in memory alone."""
+    """Asks that wait, and whose turn it is. Written by one task at a time; kept in memory alone.
+
+    Invariant: of links for which nothing waits, only those are kept that have sent more than they had saved up.
+    """
 
     def __init__(self, *, total: float, rate_of: Callable[[str], float], now: float) -> None:
         """`total` bytes per second for all links together and `rate_of(link)` for each; 0: no limit."""
@@ -93,6 +100,7 @@ class Turns:
             link = self._links[ask.link] = _Link(self._rate_of(ask.link), now)
         if not link.waiting:
             self._level.enter(ask.link)
+            self._level.forget(self._links)
         if ask.reader not in link.waiting:
             link.level.enter(ask.reader)
             link.level.forget(link.waiting)
@@ -109,6 +117,8 @@ class Turns:
         """The ask whose turn it is, which waits no longer; None when there is none, or none before `wait` is over."""
         if self._total.wait(now):
             return None
+        for name in [name for name, link in self._links.items() if not link.waiting and link.bucket.is_full(now)]:
+            del self._links[name]
         ready = [name for name, link in self._links.items() if link.waiting and not link.bucket.wait(now)]
         if not ready:
             return None

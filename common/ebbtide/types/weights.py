@@ -11,6 +11,9 @@ DIGEST_BYTES: Final = 32
 KEY_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 
+#: Longest name of a holder, and of a site.
+NAME_CHARS: Final = 256
+SITE_CHARS: Final = 128
 #: How far apart two are that blobs go between: they share memory, or a site, or neither.
 SAME_HOST, SAME_SITE, FAR = range(3)
 
@@ -123,8 +126,8 @@ class Holder(Struct, frozen=True, kw_only=True):
     none. `lasting`: not on a spot machine, so that it counts as a copy. `readers`: streams that it is serving now.
     """
 
-    name: Annotated[str, Meta(max_length=256)]
-    site: Annotated[str, Meta(max_length=128)] = ""
+    name: Annotated[str, Meta(max_length=NAME_CHARS)]
+    site: Annotated[str, Meta(max_length=SITE_CHARS)] = ""
     host: Annotated[str, Meta(max_length=256)] = ""
     address: Annotated[str, Meta(max_length=512)] = ""
     lasting: bool = False

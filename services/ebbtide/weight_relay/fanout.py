@@ -15,7 +15,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.channel import check_address
 from ebbtide.scheduling.fairness import parse_limits
 from ebbtide.scheduling.sources import Origin
-from ebbtide.types.weights import BlobSource, FoundWay, Holder, WeightsState
+from ebbtide.types.weights import NAME_CHARS, SITE_CHARS, BlobSource, FoundWay, Holder, WeightsState
 from ebbtide.weight_relay.describe import describe
 from ebbtide.weight_relay.holders import AGAIN_S, Holders, WayRequest
 from ebbtide.weight_relay.links import Links, host_of
@@ -41,10 +41,13 @@ class Fanout:
             limits = parse_limits(settings.link_limits)
         except ValueError as error:
             raise InvalidRequest(str(error), field="link_limits") from None
+        if settings.static_copies and settings.upstream:
+            text = "is for a relay without an upstream; name the copy as `upstream`, or to the relay that is followed"
+            raise InvalidRequest(text, field="static_copies")
         origin = Origin(site=settings.site, trainers=not settings.upstream)
         self.holders = Holders(origin, settings.static_copies)
         self.links = Links(limits, settings.egress_limit)
-        relay.needed = self.holders.needed
+        relay.needed, relay.lasting = self.holders.needed, self.holders.lasting
         self._upstream = _upstream(settings, relay) if settings.upstream else None
         self._subscription = (
             Subscription(relay, self.holders, self._upstream, settings.upstream_runs) if self._upstream else None
@@ -74,7 +77,13 @@ class Fanout:
         return FoundWays(tuple(ways), tuple(sources))
 
     def reader(self, site: str, name: str, peer: str) -> Callable[[int], Awaitable[None]]:
-        """What waits until so many bytes may be sent to a reader that calls from `peer`, and counts them."""
+        """What waits until so many bytes may be sent to a reader that calls from `peer`, and counts them.
+
+        Raises `InvalidRequest` for names longer than a holder's.
+        """
+        for field, text, most in (("site", site, SITE_CHARS), ("reader", name, NAME_CHARS)):
+            if len(text) > most:
+                raise InvalidRequest(f"may have {most} characters", field=field)
         link = self.links.name(site, peer)
         return lambda size: self.links.turn(link, name or host_of(peer), size)
 

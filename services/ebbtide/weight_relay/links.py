@@ -31,12 +31,15 @@ class Links:
         self._timer: asyncio.TimerHandle | None = None
 
     def name(self, site: str, peer: str) -> str:
-        """The link of a reader of `site` that calls from `peer` (as gRPC names peers)."""
+        """The link of a reader of `site` that calls from `peer` (as gRPC names peers), told apart from now on."""
         name = site or host_of(peer)
-        return name if name in self._sent or len(self._sent) < MAX_LINKS else OTHERS
+        if name not in self._sent and len(self._sent) >= MAX_LINKS:
+            name = OTHERS
+        self._sent.setdefault(name, Rate(self._clock()))
+        return name
 
     async def turn(self, link: str, reader: str, size: int) -> None:
-        """Wait until `size` bytes may be sent to `reader` over `link`, and count them."""
+        """Wait until `size` bytes may be sent to `reader` over `link`, as `name` gave it, and count them."""
         ask = Ask(link, reader, size)
         turn = self._waiting[ask] = asyncio.get_running_loop().create_future()
         self._turns.add(ask, self._clock())
@@ -47,7 +50,7 @@ class Links:
             if self._waiting.pop(ask, None) is not None:
                 self._turns.drop(ask)
             raise
-        self._sent.setdefault(link, Rate(self._clock())).add(size, self._clock())
+        self._sent[link].add(size, self._clock())
         metrics.LINK_BYTES.labels(link).inc(size)
 
     def states(self) -> list[LinkState]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.weight_relay.fanout import Fanout
@@ -91,6 +92,22 @@ async def test_what_a_relay_knows_of_a_run_is_told(relay: RunningRelay) -> None:
     shown = [(item.holder.name, item.version, item.done, item.install_s) for item in state.holders]
     assert shown == [("w0", 2, False, 0.0), ("w1", 2, True, 0.5)]
     assert all(item.seen_s < 10 for item in state.holders)
+
+
+async def test_names_longer_than_a_holders_are_refused(relay: RunningRelay) -> None:
+    for field, long in (("reader", "x" * 257), ("site", "x" * 129)):
+        with pytest.raises(InvalidRequest, match=field), translated("relay"):
+            async for _ in relay.stub.FetchTiles(pb.FetchTilesRequest(**{field: long})):  # type: ignore[arg-type]
+                pass
+    assert (await relay.describe()).links == ()
+
+
+async def test_static_copies_beside_an_upstream_are_refused_by_name(tmp_path: Path) -> None:
+    both = RelaySettings(data_dir=str(tmp_path / "relay"), upstream="127.0.0.1:1", static_copies=("http://copy",))
+    relay = Relay(both)
+    with pytest.raises(InvalidRequest, match="static_copies: is for a relay without an upstream"):
+        Fanout(relay)
+    await relay.close()
 
 
 async def test_limits_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:

@@ -90,6 +90,34 @@ def test_an_ask_that_was_dropped_gets_no_turn_and_holds_up_nobody() -> None:
     assert turns.wait(0.0) == float("inf")
 
 
+def test_idle_links_are_forgotten_once_they_owe_nothing() -> None:
+    made: list[str] = []
+
+    def rate_of(link: str) -> float:
+        made.append(link)
+        return float(MIB) if link == "slow" else 0.0
+
+    turns = Turns(total=0.0, rate_of=rate_of, now=0.0)
+
+    def send(link: str, now: float) -> bool:
+        turns.add(Ask(link, "r", MIB), now)
+        sent = turns.next(now) is not None
+        assert turns.next(now) is None
+        return sent
+
+    assert send("slow", 0.0)
+    assert all(send(f"host{number}", 0.0) for number in range(100))
+    assert not send("slow", 0.5), "what it owes is not forgotten"
+    assert send("host7", 0.5)
+    assert (made.count("host7"), made.count("host8"), made.count("slow")) == (2, 1, 1)
+    assert turns.next(2.0) is not None
+    assert send("slow", 9.0)
+    assert made.count("slow") == 1
+    assert turns.next(99.0) is None
+    assert send("slow", 99.0)
+    assert made.count("slow") == 2
+
+
 def test_without_limits_nobody_waits() -> None:
     turns = Turns(total=0.0, rate_of=lambda _: 0.0, now=0.0)
     for _ in range(1000):
