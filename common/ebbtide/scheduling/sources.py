@@ -92,8 +92,9 @@ class Complaints:
 
 
 def lasting_copies(copies: Iterable[Copy]) -> int:
-    """Whole copies that may count as safe: those on spot machines serve, but are gone at any moment."""
-    return sum(1 for copy in copies if copy.done and copy.holder.lasting)
+    """Whole copies that may count as safe: those on spot machines are gone at any moment, and those without an address
+    lie in engines, which nobody can fetch from."""
+    return sum(1 for copy in copies if copy.done and copy.holder.lasting and copy.holder.address)
 
 
 def _may_serve(copy: Copy, requester: Copy) -> bool:

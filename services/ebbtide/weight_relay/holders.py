@@ -28,7 +28,11 @@ Place = tuple[Stream, int]
 
 
 class WayRequest(Struct, frozen=True, kw_only=True):
-    """FindWay's request, as `weights.proto` says. Without a holder nothing is noted."""
+    """FindWay's request, as `weights.proto` says. Without a holder nothing is noted.
+
+    A holder without an address for which a version is `done` has it in its engine alone: it is no source, and needs
+    nothing but the way on from there.
+    """
 
     run_id: str
     policy: str
@@ -50,10 +54,11 @@ class Holders:
     def __init__(
         self, origin: Origin, copies: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`copies`: URLs of static copies, which take load from a trainer's relay."""
+        """`copies`: URLs of static copies, which readers are sent to in place of this relay."""
         self._origin, self._clock = origin, clock
-        self._static = [BlobSource(name=url, address=url) for url in copies if origin.trainers]
+        self._static = [BlobSource(name=url, address=url) for url in copies]
         self._copies: dict[Place, dict[str, Copy]] = {}
+        self._count = 0  # of all copies
         self._have: dict[tuple[Stream, str], tuple[tuple[int, ...], float]] = {}
         self._complaints = Complaints()
         self._order = 0
@@ -68,9 +73,9 @@ class Holders:
         if request.holder is None:
             return self._itself(())
         name = request.holder.name
-        self._complaints.add(name, request.failed, now)
         self._forget_lost(now)
         copy = self._copy(request, request.holder, (request.stream, version), now)
+        self._complaints.add(name, request.failed, now)
         self._have[request.stream, name] = request.have, now
         if copy.done:
             return []
@@ -122,12 +127,16 @@ class Holders:
         ]
 
     def _copy(self, request: WayRequest, holder: Holder, place: Place, now: float) -> Copy:
-        copies = self._copies.setdefault(place, {})
-        copy = copies.get(holder.name)
+        copy = self._copies.get(place, {}).get(holder.name)
+        if copy is None:
+            if self._count >= MAX_COPIES:
+                raise NoCapacity(f"{MAX_COPIES} copies are known to this relay; add relays", retry_after_s=AGAIN_S)
+            self._count += 1
         if copy is None or (copy.done and not request.done):
             # One that has lost what it held stands behind all that may read from it.
             self._order += 1
-            copy = copies[holder.name] = Copy(holder=holder, order=self._order, seen=now)
+            copy = Copy(holder=holder, order=self._order, seen=now)
+            self._copies.setdefault(place, {})[holder.name] = copy
         copy.holder, copy.seen, copy.done = holder, now, request.done
         if request.install_s and request.install_s != copy.install_s:
             copy.install_s = request.install_s
@@ -149,10 +158,8 @@ class Holders:
                 del self._copies[place]
         for key in [key for key, (_, seen) in self._have.items() if now - seen >= LOST_S]:
             del self._have[key]
-        held = sum(map(len, self._copies.values()))
-        metrics.HOLDERS.set(held)
-        if held >= MAX_COPIES:
-            raise NoCapacity(f"{MAX_COPIES} copies are known to this relay; add relays", retry_after_s=AGAIN_S)
+        self._count = sum(map(len, self._copies.values()))
+        metrics.HOLDERS.set(self._count)
 
     def _itself(self, shunned: Collection[str]) -> list[BlobSource]:
         """This relay, or the static copies in its place."""

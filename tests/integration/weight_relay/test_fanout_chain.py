@@ -120,6 +120,18 @@ async def test_of_all_that_the_upstream_lists_the_newest_is_brought_and_others_o
             assert reader.holds(versions[0])
 
 
+async def test_a_version_that_a_holder_has_in_its_engine_alone_is_not_brought_for_it(
+    home: RunningRelay, away: RunningRelay
+) -> None:
+    for number in (1, 2):
+        await Version(number, tiles=4).publish(home.relay)
+    await wait_until(lambda: 2 in away.versions())
+    before = away.versions()
+    assert await away.find("w", 7, site="away", done=True) == []
+    assert (away.versions(), away.arriving()) == (before, {})
+    assert away.fanout.holders.needed() == {(STREAM, 7)}
+
+
 async def test_what_the_upstream_has_not_got_is_refused_at_once(home: RunningRelay, away: RunningRelay) -> None:
     start = time.monotonic()
     with pytest.raises(VersionUnavailable), translated("relay"):

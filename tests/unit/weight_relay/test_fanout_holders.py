@@ -80,6 +80,16 @@ def test_who_is_done_needs_no_sources_and_counts_as_a_copy_if_it_lasts(holders: 
     assert (holders.lasting(STREAM, 5), holders.fetching(STREAM, 5)) == (1, 1)
 
 
+def test_who_has_a_version_in_its_engine_alone_needs_the_way_from_it_and_is_nothing_else(holders: Holders) -> None:
+    holders.told(ask("w0"), 5)
+    assert addresses(holders, ask("w1")) == ["w0:1"]
+    held = Holder(name="w0", site="a", lasting=True)  # without an address
+    assert holders.told(WayRequest(run_id="run", policy="policy", holder=held, done=True), 5) == []
+    assert holders.needed() == {(STREAM, 5)}
+    assert addresses(holders, ask("w1")) == [""]
+    assert (holders.fetching(STREAM, 5), holders.lasting(STREAM, 5)) == (1, 0)
+
+
 def test_versions_that_live_holders_have_or_fetch_are_needed(holders: Holders, clock: Clock) -> None:
     holders.told(ask("w0", have=(2, 3)), 5)
     assert holders.needed() == {(STREAM, 2), (STREAM, 3), (STREAM, 5)}
@@ -101,8 +111,12 @@ def test_holders_are_bounded(holders: Holders, clock: Clock, monkeypatch: pytest
     monkeypatch.setattr(module, "MAX_COPIES", 3)
     for name in ("w0", "w1", "w2"):
         holders.told(ask(name), 5)
-    clock.now += 1.0
-    with pytest.raises(NoCapacity):
-        holders.told(ask("w3"), 5)
+    for now in (0.0, 1.0):
+        clock.now += now
+        with pytest.raises(NoCapacity):
+            holders.told(ask("w3"), 5)
+        holders.told(ask("w0", done=True), 5)
+        holders.told(ask("w0"), 5)
+    assert {state.holder.name for state in holders.states("run")} == {"w0", "w1", "w2"}
     clock.now += LOST_S
     holders.told(ask("w3"), 5)
