@@ -146,7 +146,7 @@ async def test_what_a_lasting_holder_has_too_makes_room_before_what_only_spot_ma
     for number in (1, 2, 3):
         await publish(relay, line[number], whole=True)
     for name, version, lasting in (("spot", 1, False), ("reserved", 2, True)):
-        holder = Holder(name=name, lasting=lasting)
+        holder = Holder(name=name, address=f"{name}:1", lasting=lasting)
         holders.told(WayRequest(run_id="run", policy="policy", holder=holder, version=version, done=True), version)
     await publish(relay, line[4], whole=True)
     assert held(relay) == [1, 3, 4]
