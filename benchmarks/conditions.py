@@ -4,7 +4,7 @@ import os
 import platform
 import subprocess
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ _ROOT = Path(__file__).parents[1]
 
 
 def conditions() -> dict[str, Any]:
-    """The machine, the software and the commit; `load` is the machine's mean load of the last minute before."""
+    """The machine, the software and the commit; `load` is the machine's mean load of the last minute before. Without
+    `numba` the kernels for patches are numpy's."""
     return {
         "commit": _git("rev-parse", "--short=12", "HEAD") or "unknown",
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
@@ -23,8 +24,16 @@ def conditions() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "grpcio": version("grpcio"),
+        "grpcio": _version("grpcio"),
+        "numba": _version("numba"),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _git(*words: str) -> str:
