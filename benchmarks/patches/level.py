@@ -32,6 +32,7 @@ SPEED_ELEMENTS: Final = 100_000_000
 QUICK_SPEED_ELEMENTS: Final = 32_000_000
 #: The densities that a patch is to come near its entropy at.
 _NEAR: Final = (0.005, 0.05)
+_SPEEDS: Final = ("encode", "apply", "check", "publish", "pull", "digests")
 CONDITIONS: Final = {
     "patch_over_entropy_bound": "bf16 pairs with 0.5 to 5 % of the elements changed, the worst; order-0 entropy",
     "xor_zstd_over_patch": "the same pairs, the worst; the better one of zstd's levels 1 and 3",
@@ -39,8 +40,11 @@ CONDITIONS: Final = {
     "patch_over_best_other": "all pairs of any density and dtype, the worst; the best of dense, COO, AstraFlow's, XOR "
     "with zstd 1 and 3",
     "encode_over_memcpy": "3 % changed, one thread, dense bytes per CPU second over memcpy's; digests apart",
-    "apply_over_memcpy": "the same; in place, after a check of the whole patch that is not in it",
-    "check_over_memcpy": "the same; reading the patch whole before anything is written",
+    "apply_over_memcpy": "the same; in place, tile by tile, each patch checked as it is read",
+    "check_over_memcpy": "the same; reading all patches, and writing nothing",
+    "publish_over_memcpy": "the same, by what publishers encode with, less the digests of its tiles",
+    "pull_over_memcpy": "the same, by what workers patch a mirror with: each tile a copy that is hashed, and then "
+    "written; less the digests of its tiles",
     "digests_over_memcpy": "the same; the digests of all tiles of one version",
     "memory_overhead": "the larger of encode's and apply's peak beyond both versions of 100 M elements, over one",
 }
@@ -119,6 +123,6 @@ def figures_of(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def speed_figures(row: dict[str, Any], taken: dict[str, Any]) -> dict[str, float]:
-    figures = {f"{name}_over_memcpy": row["over_memcpy"][name] for name in ("encode", "apply", "check", "digests")}
+    figures = {f"{name}_over_memcpy": row["over_memcpy"][name] for name in _SPEEDS}
     most = max(taken["encode_bytes"], taken["apply_bytes"])
     return figures | {"memory_overhead": most / taken["model_bytes"]}

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import numpy as np
 
 from benchmarks.patches.speeds import SPREAD
 from benchmarks.patches.synthetic import rate_for, step
-from ebbtide.weights.patch.tensor import check_patch, encode_patch, install_patch, read_patch
+from ebbtide.types.weights import TILE_BYTES
+from ebbtide.weights.patch.alphabet import Array
+from ebbtide.weights.patch.tile import TileCodec, warm_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,25 +54,35 @@ def peak(work: Callable[[], object]) -> int:
 
 def measure(elements: int) -> dict[str, Any]:
     chunk = step(min(elements, 1 << 22), SPREAD, rate_for(0.03, [SPREAD]), 9)
-    first, second = (np.resize(array, 1 << 16).view(np.uint8).data for array in chunk)
-    small = read_patch(b"".join(encode_patch("BF16", first, second)), "BF16", 1 << 16)
-    check_patch(small)
-    install_patch(small, first)  # the kernels are compiled now
+    warm_up()  # the kernels are compiled now
     alone = resident("VmRSS")
-    base, new = (np.resize(array, elements).view(np.uint8).data for array in chunk)
+    base, new = (np.resize(array, elements) for array in chunk)
     kept: list[bytes] = []
-    encode = peak(lambda: kept.append(b"".join(encode_patch("BF16", base, new))))
-    patch = read_patch(kept[0], "BF16", elements)
-
-    def apply() -> None:
-        check_patch(patch)
-        install_patch(patch, base)
-
-    applied = peak(apply) + len(kept[0])
-    if base != new:
+    encode = peak(lambda: kept.extend(_encoded(base, new)))
+    patch_bytes = sum(map(len, kept))
+    applied = peak(lambda: _apply(kept, base)) + patch_bytes
+    if not np.array_equal(base, new):
         raise SystemExit("the applied patch does not give the new weights")
-    model = {"elements": elements, "model_bytes": len(base), "patch_bytes": len(kept[0]), "process_bytes": alone}
+    model = {"elements": elements, "model_bytes": base.nbytes, "patch_bytes": patch_bytes, "process_bytes": alone}
     return {**model, "encode_bytes": encode, "apply_bytes": applied}
+
+
+def _encoded(base: Array, new: Array) -> Iterator[bytes]:
+    codec = TileCodec(2)
+    for part in _parts(base):
+        yield codec.encode(base[part], new[part])
+
+
+def _apply(patches: list[bytes], base: Array) -> None:
+    codec = TileCodec(2)
+    for patch, part in zip(patches, _parts(base), strict=True):
+        codec.apply(patch, base[part])
+
+
+def _parts(units: Array) -> Iterator[slice]:
+    stride = TILE_BYTES // 2
+    for start in range(0, len(units), stride):
+        yield slice(start, start + stride)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,6 @@
-"""The bytes of a patch: headers, kinds and limits. All numbers are little-endian and unsigned.
+"""The bytes of a tile patch: headers, kinds and limits. All numbers are little-endian and unsigned.
 
-A *patch* turns one tensor piece of a named version into that of another. Header, 32 bytes, then the tiles in order:
-
-    4s magic "EbPt" · u16 format 1 · u16 zero · 8s dtype, zero-padded · u64 elements · u32 bytes of a tile · u32 tiles
-
-A *tile patch* stands for itself too. Header, 12 bytes, then its payload:
+A *tile patch* turns one tile into that of another version. Header, 12 bytes, then its payload:
 
     u8 format 1 · u8 kind · u8 bytes of a unit (1, 2, 4) · u8 zero · u32 units · u32 bytes of the payload
 
@@ -22,7 +18,6 @@ A *frame* is a zstd frame (RFC 8878) of a single segment, with its content size,
 
 import enum
 import struct
-from collections.abc import Iterator
 from typing import Final, TypeAlias
 
 from msgspec import Struct
@@ -33,9 +28,7 @@ from ebbtide.weights.dtypes import carrier
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-MAGIC: Final = b"EbPt"
 FORMAT: Final = 1
-PATCH_HEAD: Final = struct.Struct("<4sHH8sQII")
 TILE_HEAD: Final = struct.Struct("<BBBBII")
 SPARSE_HEAD: Final = struct.Struct("<II")
 #: Parts of a series: a chain of patches seldom mixes kinds that cannot be added up, and each part costs a pass.
@@ -109,71 +102,3 @@ def _take_tile(data: memoryview, width: int, units: int) -> tuple[TilePatch, mem
     if end > len(data):
         raise InvalidRequest("ends within the payload of a tile", field="patch")
     return TilePatch(_KINDS[kind], width, units, data[TILE_HEAD.size : end]), data[end:]
-
-
-class PatchHead(Struct, frozen=True):
-    """What the tiles of a patch share: `elements` of `dtype`, cut every `tile_bytes`."""
-
-    dtype: str
-    elements: int
-    tile_bytes: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of the dense piece."""
-        return self.elements * carrier(self.dtype).itemsize
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.size // self.tile_bytes)
-
-    @property
-    def width(self) -> int:
-        """Bytes of a unit."""
-        return unit_width(self.dtype)
-
-    def slices(self) -> Iterator[slice]:
-        """The units of each tile in order."""
-        units, step = self.size // self.width, self.tile_bytes // self.width
-        for start in range(0, units, step):
-            yield slice(start, min(start + step, units))
-
-    def to_bytes(self) -> bytes:
-        return PATCH_HEAD.pack(MAGIC, FORMAT, 0, self.dtype.encode(), self.elements, self.tile_bytes, self.tiles)
-
-
-def checked_head(dtype: str, elements: int, tile_bytes: int) -> PatchHead:
-    """The head of a patch, if its parts fit together. Raises `InvalidRequest` naming the field."""
-    itemsize = carrier(dtype).itemsize
-    if not 0 <= elements < 1 << 60:
-        raise InvalidRequest("must be an unsigned 60-bit number", field="elements")
-    if not 1 <= tile_bytes <= TILE_BYTES or tile_bytes % min(itemsize, 4):
-        raise InvalidRequest(f"must be 1 to {TILE_BYTES}, in whole units", field="tile_bytes")
-    return PatchHead(dtype, elements, tile_bytes)
-
-
-def cut_patch(data: Bytes, dtype: str, elements: int) -> tuple[PatchHead, tuple[memoryview, ...]]:
-    """Check the headers of a patch for a piece of `elements` of `dtype`, and cut it into its tile patches, not copied.
-
-    Allocates one view for every 12 bytes at most. Raises `InvalidRequest`.
-    """
-    if len(data) < PATCH_HEAD.size:
-        raise InvalidRequest("ends within its header", field="patch")
-    magic, form, zero, name, found, tile_bytes, count = PATCH_HEAD.unpack_from(data)
-    if magic != MAGIC or form != FORMAT or zero:
-        raise InvalidRequest(f"is no patch of format {FORMAT}", field="patch")
-    if name != dtype.encode().ljust(8, b"\0") or found != elements:
-        text = f"is for {found} elements of {name!r}, not for {elements} of {dtype}"
-        raise InvalidRequest(text, field="patch")
-    head = checked_head(dtype, elements, tile_bytes)
-    rest = memoryview(data)[PATCH_HEAD.size :]
-    if count != head.tiles or count * TILE_HEAD.size > len(rest):
-        raise InvalidRequest(f"has {count} tiles in {len(rest)} bytes where {head.tiles} are wanted", field="patch")
-    tiles = []
-    for part in head.slices():
-        _, behind = _take_tile(rest, head.width, part.stop - part.start)
-        tiles.append(rest[: len(rest) - len(behind)])
-        rest = behind
-    if len(rest):
-        raise InvalidRequest(f"{len(rest)} bytes follow the last tile", field="patch")
-    return head, tuple(tiles)

@@ -91,17 +91,6 @@ class TileCodec:
         for part in parts:
             self._add(into, part)
 
-    def changes(self, patch: Bytes, units: int) -> tuple[Array, Array] | None:
-        """Positions (uint32, ascending) and differences (units; new - base modulo 2^bits) of a SPARSE tile patch.
-
-        Views of the scratch, good until the next call. None for other kinds. Raises `InvalidRequest` as `check` does.
-        """
-        part = read_tile(patch, self._dtype.itemsize, units)
-        if part.kind != Kind.SPARSE:
-            return None
-        count = self._decode(part)
-        return self._positions[:count], self._differences[:count]
-
     def encode_changes(self, positions: Array, differences: Array, units: int) -> bytes | None:
         """The SPARSE (or SAME) tile patch of changes found elsewhere, on a GPU say.
 
@@ -223,7 +212,7 @@ class TileCodec:
             raise InvalidRequest("ends within the head of its changes", field="patch")
         count, size = SPARSE_HEAD.unpack_from(payload)
         length = len(payload) - head - size
-        if not 1 <= count <= part.units or not 0 <= length <= self._letters.raw_bytes(count):
+        if not 1 <= count <= min(part.units, self._units) or not 0 <= length <= self._letters.raw_bytes(count):
             raise InvalidRequest(f"{count} changes do not fit their bytes or their tile", field="patch")
         symbols = np.frombuffer(self._frames.unpack(payload[head : head + size], count), np.uint8)
         self._raw_view[:length] = payload[head + size :]

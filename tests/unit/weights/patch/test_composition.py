@@ -8,7 +8,6 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.weights.patch.layout import Kind, read_tile, write_tile
-from ebbtide.weights.patch.tensor import apply_patch, compose_patches, encode_patch, read_patch
 from ebbtide.weights.patch.tile import TileCodec
 from tests.unit.weights.patch.changes import Array, changed, units
 
@@ -99,29 +98,3 @@ def test_a_broken_patch_is_refused_wherever_it_stands(codec_of: Codecs) -> None:
     for chosen in ([broken], [broken, good], [good, broken]):
         with pytest.raises(InvalidRequest):
             codec.compose(chosen, LENGTH)
-
-
-def test_patches_of_tensors_compose_tile_by_tile() -> None:
-    versions = [units(2, LENGTH)]
-    for seed, density in enumerate((0.01, 0.0, 1.0, 0.02)):
-        versions.append(changed(versions[-1], density, seed))
-    data = [v.tobytes() for v in versions]
-    patches = [
-        read_patch(b"".join(encode_patch("BF16", old, new, 1024)), "BF16", LENGTH) for old, new in pairwise(data)
-    ]
-    found = bytearray(data[0])
-    apply_patch(read_patch(b"".join(compose_patches(patches)), "BF16", LENGTH), found)
-    assert found == data[-1]
-
-
-def test_patches_of_different_pieces_do_not_compose() -> None:
-    data = units(2, LENGTH).tobytes()
-    one = read_patch(b"".join(encode_patch("BF16", data, data, 1024)), "BF16", LENGTH)
-    for other in (
-        read_patch(b"".join(encode_patch("F16", data, data, 1024)), "F16", LENGTH),
-        read_patch(b"".join(encode_patch("BF16", data, data, 2048)), "BF16", LENGTH),
-    ):
-        with pytest.raises(InvalidRequest, match="same"):
-            list(compose_patches([one, other]))
-    with pytest.raises(InvalidRequest):
-        list(compose_patches([]))

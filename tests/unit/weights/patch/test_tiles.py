@@ -50,17 +50,6 @@ def test_a_full_tile_of_each_width_is_exact_at_any_density(codec_of: Codecs) -> 
             assert np.array_equal(found, new)
 
 
-def test_changes_tell_positions_and_differences_for_an_install_elsewhere(codec_of: Codecs) -> None:
-    codec, base = codec_of(2), units(2, 5000)
-    new = changed(base, 0.03)
-    found = codec.changes(codec.encode(base, new), len(base))
-    assert found is not None
-    positions, differences = found
-    assert np.array_equal(positions, np.flatnonzero(base != new))
-    assert np.array_equal(differences, (new - base)[positions])
-    assert codec.changes(codec.encode(base, units(2, 5000, 3)), len(base)) is None
-
-
 def test_changes_found_elsewhere_make_the_patch_of_the_whole_tile(codec_of: Codecs) -> None:
     codec, base = codec_of(2), units(2, 5000)
     new = changed(base, 0.03)
@@ -159,5 +148,5 @@ def test_without_numba_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_numba_is_imported_for_the_first_codec_and_not_before() -> None:
-    code = "import sys, ebbtide.weights.patch.tensor; sys.exit('numba' in sys.modules)"
+    code = "import sys, ebbtide.weights.patch.tile; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
