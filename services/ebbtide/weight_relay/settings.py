@@ -53,5 +53,5 @@ class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     egress_limit: Annotated[float, Meta(ge=0, description="bytes per second of all that it sends; 0: no limit")] = 0.0
     static_copies: Annotated[
         tuple[str, ...],
-        Meta(description="URLs of static copies (weights-export) for readers to use before this relay; not beside upstream"),
+        Meta(description="URLs of static copies that readers use before this relay; not with an upstream"),
     ] = ()
