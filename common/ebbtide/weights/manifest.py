@@ -17,14 +17,16 @@ from msgspec import Meta, Struct
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.types.ids import check_id
-from ebbtide.types.weights import DIGEST_BYTES, TILE_BYTES, Box, Manifest, PolicyVersion, TensorEntry
+from ebbtide.types.weights import DIGEST_BYTES, TILE_BYTES, Manifest, PolicyVersion, TensorEntry
 from ebbtide.weights.dtypes import carrier
+from ebbtide.weights.pieces import check_pieces
 from ebbtide.weights.tensors import NamedTensor
 from ebbtide.weights.tiles import describe, tile_count, tile_size
 
 _CONTEXT: Final = "ebbtide 2026-11 manifest"
 # Letters first, so that no name can climb out of a folder or hide; dots inside, as parameters are named.
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,511}")
+_METADATA: Final = "__metadata__"  # what is no tensor in a safetensors file
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -34,7 +36,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     tensors: Annotated[int, Meta(ge=1)] = 1 << 20
     tiles: Annotated[int, Meta(ge=1)] = 4 << 20  # their digests take 128 MiB
     rank: Annotated[int, Meta(ge=0)] = 16
-    pieces: Annotated[int, Meta(ge=1)] = 4096  # of one tensor: each is compared with the others
+    pieces: Annotated[int, Meta(ge=1)] = 4096  # of one tensor
+    cuts: Annotated[int, Meta(ge=1)] = 6  # dimensions along which one tensor is cut: the corners of its pieces double
 
 
 def build_manifest(
@@ -134,11 +137,10 @@ class Tally:
                 raise InvalidRequest(f"more than {most} {what} in all", field="tensors")
 
     def close(self) -> None:
-        """The tensor before is over. Raises `InvalidRequest` if its pieces leave something out."""
-        if self._pieces:
-            first, self._pieces, pieces = self._pieces[0], [], self._pieces
-            if sum(math.prod(piece.shape) for piece in pieces) != math.prod(first.full):
-                raise InvalidRequest(f"is not all of {list(first.full)} in its pieces", field=first.name)
+        """The tensor before is over. Raises `InvalidRequest` if its pieces are not all of it, or overlap."""
+        pieces, self._pieces = self._pieces, []
+        if pieces:
+            check_pieces(pieces, self._limits.cuts)
 
     def _add_piece(self, entry: TensorEntry) -> None:
         first = self._pieces[0]
@@ -146,13 +148,7 @@ class Tally:
             raise InvalidRequest("has pieces of different tensors", field=entry.name)
         if len(self._pieces) == self._limits.pieces:
             raise InvalidRequest(f"more than {self._limits.pieces} pieces", field=entry.name)
-        if any(_overlap(entry.box, piece.box) for piece in self._pieces):
-            raise InvalidRequest("has pieces that overlap", field=entry.name)
         self._pieces.append(entry)
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def check_head(run_id: str, version: PolicyVersion, tile_bytes: int) -> None:
@@ -173,8 +169,7 @@ def check_head(run_id: str, version: PolicyVersion, tile_bytes: int) -> None:
 
 def check_entry(entry: TensorEntry, tile_bytes: int, limits: Limits) -> None:
     """Refuse an entry whose name, dtype, shape, size and digests do not fit together. Raises `InvalidRequest`."""
-    if not _NAME.fullmatch(entry.name) or ".." in entry.name:
-        raise InvalidRequest(f"{entry.name[:64]!r} must be made of letters, digits and _ . : -", field="tensors.name")
+    _check_name(entry.name)
     width = carrier(entry.dtype, field=entry.name).itemsize
     if len(entry.shape) > limits.rank:
         raise InvalidRequest(f"has more than {limits.rank} dimensions", field=entry.name)
@@ -193,6 +188,13 @@ def check_entry(entry: TensorEntry, tile_bytes: int, limits: Limits) -> None:
         raise InvalidRequest(f"{size} bytes are not {len(entry.digests)} tiles of {tile_bytes}", field=entry.name)
     if any(len(digest) != DIGEST_BYTES for digest in entry.digests):
         raise InvalidRequest(f"has a digest that is not {DIGEST_BYTES} bytes", field=entry.name)
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise InvalidRequest(f"{name[:64]!r} must be made of letters, digits and _ . : -", field="tensors.name")
+    if name == _METADATA:
+        raise InvalidRequest(f"{name!r} is no name for a tensor in a safetensors file", field="tensors.name")
 
 
 def _check_piece(entry: TensorEntry, limits: Limits) -> None:
