@@ -17,6 +17,7 @@ from ebbtide.types.weights import (
     TensorPatch,
 )
 from ebbtide.weights.manifest import Limits, Tally, check_entry, check_head
+from ebbtide.weights.patches import check_tensor_patch
 
 T = TypeVar("T")
 
@@ -164,14 +165,15 @@ class PatchJoiner:
         return self._head is not None
 
     def add(self, part: PatchPart) -> None:
-        """Take the next part. Raises `InvalidRequest` for parts out of order, or more than the target's tensors."""
+        """Take the next part. Raises `InvalidRequest` for parts out of order, or other than the target's tensors."""
         if (self._head is None) != (part.head is not None):
             raise InvalidRequest("the first part carries the head, and no other", field="patch.head")
         self._head = self._head or part.head
         for tensor in part.tensors:
             at = len(self._tensors)
-            if at == len(self._target.tensors) or len(tensor.sizes) != len(self._target.tensors[at].digests):
-                raise InvalidRequest("has other tensors than the manifest", field="patch.tensors")
+            if at == len(self._target.tensors):
+                raise InvalidRequest("has more tensors than the manifest", field="patch.tensors")
+            check_tensor_patch(self._target.tensors[at], tensor, self._target.tile_bytes)
             self._tensors.append(tensor)
 
     def join(self) -> Patch:

@@ -63,7 +63,7 @@ def check_patch(patch: Patch, target: Manifest) -> None:
         raise InvalidRequest("must be from 0 to all elements", field="patch.changed")
     sizes: dict[bytes, int] = {}
     for entry, tensor in zip(target.tensors, patch.tensors, strict=True):
-        _check_tensor(entry, tensor, target.tile_bytes)
+        check_tensor_patch(entry, tensor, target.tile_bytes)
         for _, size, digest in patched_tiles(tensor):
             if sizes.setdefault(digest, size) != size:
                 raise InvalidRequest("gives one tile patch two sizes", field=entry.name)
@@ -73,7 +73,8 @@ def check_patch(patch: Patch, target: Manifest) -> None:
         check_patch_signature(patch, target.publisher)
 
 
-def _check_tensor(entry: TensorEntry, tensor: TensorPatch, tile_bytes: int) -> None:
+def check_tensor_patch(entry: TensorEntry, tensor: TensorPatch, tile_bytes: int) -> None:
+    """Refuse what is no patch of the entry's tiles. Raises `InvalidRequest` naming the tensor."""
     if len(tensor.sizes) != len(entry.digests):
         raise InvalidRequest(f"has a patch of {len(tensor.sizes)} tiles", field=entry.name)
     if len(tensor.digests) != sum(1 for size in tensor.sizes if size):

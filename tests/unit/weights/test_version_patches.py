@@ -110,10 +110,28 @@ def test_parts_join_to_the_same_patch_and_hold_no_more_than_the_target(patch: Pa
     for part in parts:
         joiner.add(part)
     assert joiner.join() == patch
-    with pytest.raises(InvalidRequest, match="other tensors"):
+    with pytest.raises(InvalidRequest, match="more tensors"):
         joiner.add(parts[-1])
     with pytest.raises(InvalidRequest, match="first part"):
         PatchJoiner(target).add(parts[1])
+
+
+BOMBS: dict[str, Callable[[TensorPatch], TensorPatch]] = {
+    "digests that no tile has": lambda it: replace(it, digests=(D,) * 100_000),
+    "digests of any length": lambda it: replace(it, digests=(bytes(1 << 20), *it.digests[1:])),
+    "tiles that the tensor has not": lambda it: replace(it, sizes=(0,) * 100_000),
+    "tiles beyond their size": lambda it: replace(it, sizes=(1 << 40, *it.sizes[1:])),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
+def test_a_part_with_more_than_a_patch_of_its_tensor_is_refused_as_it_comes(
+    bomb: Callable[[TensorPatch], TensorPatch], patch: Patch, target: Manifest
+) -> None:
+    (part,) = split_patch(tensor(patch, 0, bomb), part_bytes=1 << 30)
+    with pytest.raises(InvalidRequest) as refusal:
+        PatchJoiner(target).add(part)
+    assert refusal.value.field == target.tensors[0].name
 
 
 def test_only_the_publisher_of_the_run_can_sign(target: Manifest, patch: Patch) -> None:
