@@ -144,12 +144,16 @@ class Retiring:
 
     async def unstage(self, stage: Stage) -> None:
         """Give a stage up; its blobs go with the next garbage. It stays where the disk fails."""
-        if stage.arriving:
+        self._shelf.index.unstage(stage)
+        if not stage.arriving:
+            return
+        try:
             with disk_errors():
                 await asyncio.to_thread(self._shelf.disk.drop_arrival, stage.stream, stage.number)
-        self._shelf.index.unstage(stage)
-        if stage.arriving:
-            self._shelf.wake()
+        except EbbtideError:
+            self._shelf.index.stage(stage)
+            raise
+        self._shelf.wake()
 
     async def drop_dead_stages(self) -> None:
         shelf = self._shelf
