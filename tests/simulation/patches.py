@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
-import ebbtide.rollout_worker.weights
+import ebbtide.rollout_worker.mirrors
 import ebbtide.rpc.server
 import ebbtide.runtime
 import ebbtide.telemetry
@@ -135,7 +135,7 @@ def patched(
         (disk, "ThreadPoolExecutor", Inline),
         (disk, "fcntl", SimpleNamespace(flock=lambda *_: None, LOCK_EX=0, LOCK_NB=0)),
         (Puller, "warm_up", lambda _self: None),
-        (ebbtide.rollout_worker.weights, "Mirror", lambda *args: _kept(Mirror(*args), mirrors)),
+        (ebbtide.rollout_worker.mirrors, "Mirror", lambda *args: _kept(Mirror(*args), mirrors)),
         (scripted, "ScriptedEngine", engine_class(scripted.ScriptedEngine, told)),
         (logging, "lastResort", None),
     ]

@@ -71,10 +71,11 @@ class Finder:
         self._relay, self._target, self._holder = relay, target, holder
         self._manifests: OrderedDict[tuple[str, str, int], Manifest] = OrderedDict()
 
-    async def find(self, question: Question) -> Found:
-        """Ways and sources. Raises `VersionUnavailable` if the relay has not got the version."""
+    async def find(self, question: Question, holder: Holder | None = None) -> Found:
+        """Ways and sources, for `holder` or who asks else. Raises `VersionUnavailable` if the relay has not got the
+        version."""
         request = to_proto(question, pb.FindWayRequest)
-        request.holder.CopyFrom(to_proto(self._holder(), pb.Holder))
+        request.holder.CopyFrom(to_proto(holder or self._holder(), pb.Holder))
         with translated("weight-relay", self._target):
             answer = await self._relay.FindWay(request)
         found = from_proto(answer, Found)

@@ -89,10 +89,11 @@ class Mirror:
             for pause in pauses(0.002, 0.1):
                 try:
                     fcntl.flock(lock, kind | fcntl.LOCK_NB)
-                    self.beat()
                     break
                 except BlockingIOError:
                     await asyncio.sleep(pause)
+            if not shared:
+                self.beat()
             try:
                 yield
             finally:
@@ -106,7 +107,7 @@ class Mirror:
 
     @property
     def beats(self) -> int:
-        """Changes when somebody gets hold of it, or goes on with what he does."""
+        """Changes when somebody gets hold of it alone, or goes on with what he does."""
         return int(self._beats[0])
 
     # -- what is here --------------------------------------------------------------------------------------------

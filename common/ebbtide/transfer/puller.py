@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.rpc.retry import pauses, retrying
@@ -150,19 +151,25 @@ class Puller:
                     raise
             await asyncio.sleep(wait)
 
-    async def tell(self, run_id: str, version: PolicyVersion, *, done: bool = True, install_s: float = 0.0) -> float:
-        """Tell the relay that this holder still has, and serves, a version, or took `install_s` to install it; returns
-        in how many seconds it wants to hear that again. Raises what the relay does, at once."""
+    async def tell(self, run_id: str, version: PolicyVersion, *, kept: bool = True, install_s: float = 0.0) -> float:
+        """Tell the relay that this holder has done with a version, and took `install_s` to install it; returns in how
+        many seconds it wants to hear that again. Raises what the relay does, at once.
+
+        `kept`: it still has all of it, and serves it on; without, it is told as one whom nobody reaches.
+        """
         question = Question(
             run_id=run_id,
             policy=version.policy,
             version=version.version,
-            have=(version.version,) if done else (),
+            have=(version.version,) if kept else (),
             bytes_per_s=self._rate,
-            done=done,
+            done=True,
             install_s=install_s,
         )
-        return (await self._finder.find(question)).again_s
+        holder = self._holder()
+        if not kept:
+            holder = replace(holder, address="", lasting=False)
+        return (await self._finder.find(question, holder)).again_s
 
     def warm_up(self) -> None:
         """Make ready for patches in the background, which takes seconds in a process that has not seen one."""

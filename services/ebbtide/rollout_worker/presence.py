@@ -1,8 +1,8 @@
 """Keeps telling the relay what this worker holds, so that it sends others here and keeps what leads on from there.
 
-Invariant: what is told is the version that the engine serves, as held whole while the mirror has all of it; a relay
-that is away, or knows nothing of it, is told again later. A pull tells of itself. Nothing survives the process: a relay
-forgets who is silent.
+Invariant: what is told is the version that the engine serves; and an address only while the mirror has all of it, so
+that nobody is sent here for what others of the host have brought to another version. A relay that is away, or knows
+nothing of it, is told again later. A pull tells of itself. Nothing survives the process: a relay forgets who is silent.
 """
 
 import asyncio
@@ -52,9 +52,9 @@ class Presence:
 
     async def _once(self, manifest: Manifest) -> float:
         """Tell it; seconds until it is to be told again."""
-        run_id, version, done = manifest.run_id, manifest.version, self._weights.keeps(manifest)
+        run_id, version, kept = manifest.run_id, manifest.version, self._weights.keeps(manifest)
         try:
-            return await self._puller.tell(run_id, version, done=done, install_s=self._install_s) or _AGAIN_S
+            return await self._puller.tell(run_id, version, kept=kept, install_s=self._install_s) or _AGAIN_S
         except EbbtideError as error:
             log.debug("the relay was not told", version=version.version, reason=str(error))
             return _AGAIN_S

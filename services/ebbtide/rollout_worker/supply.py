@@ -21,9 +21,8 @@ _MIB: Final = 1 << 20
 class Supply:
     def __init__(self, settings: Settings, worker_id: str, engine: Engine, stub: WeightsStub) -> None:
         self._settings, self._worker_id = settings, worker_id
-        # Who shares memory with nobody must not be taken to: then others would wait for what it fetches.
         folder = Path(settings.mirror_dir) if settings.mirror_dir else None
-        self._host = host_name(folder) if folder else f"worker:{worker_id}"
+        self._host = host_name(folder) if folder else ""
         cache = BlobCache(settings.peer_cache_mib * _MIB)
         self.puller = puller = Puller(
             stub,
@@ -44,7 +43,8 @@ class Supply:
         return Holder(
             name=self._worker_id,
             site=self._settings.site,
-            host=self._host,
+            # Who shares memory with nobody must not be taken to: then others would wait for what it fetches.
+            host=self._host if self.weights.shared else f"worker:{self._worker_id}",
             address=self.shelf.address,
             lasting=self._settings.kind is WorkerKind.RESERVED,
             readers=self.shelf.streams.total(),

@@ -2,27 +2,26 @@
 
 Invariant: an engine reads the mirror only under its lock, after a look at the digests of all tiles that it needs: so
 what it reads is one version, whoever else brings the mirror to others in between. `installed` is the manifest of what
-the engine serves, None before the first. A mirror whose lock somebody holds who does nothing with it is left alone, for
-one in memory of this process's own. When the process dies, the mirror keeps what it verified.
+the engine serves, None before the first. When the process dies, the host's mirror keeps what it verified.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
-from ebbtide import telemetry
-from ebbtide.errors import InvalidRequest, NoCapacity
+from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, Shapes
 from ebbtide.rollout_worker.engine.checkpoint import architecture, misfits
+from ebbtide.rollout_worker.mirrors import Mirrors, unbroken
 from ebbtide.transfer import Changes, Mirror, Pulled, Puller
 from ebbtide.types.weights import Manifest, PolicyVersion
-from ebbtide.weights import Place, check_signature, places, places_of, same_geometry
+from ebbtide.weights import Place, check_signature, places_of, same_geometry
 
-T = TypeVar("T")
-log = telemetry.get_logger(__name__)
+#: An engine that takes longer to install is not waited for by the host's other workers.
+_INSTALL_S: Final = 600.0
 
 
 class OtherArchitecture(InvalidRequest):
@@ -48,11 +47,20 @@ class Weights:
         self, engine: Engine, puller: Puller, folder: Path | None, *, in_place: bool, patience_s: float
     ) -> None:
         """`folder`: of the host's mirrors; None for one of this worker's own. `in_place`: whether the engine makes use
-        of what changes between versions. `patience_s`: see `_locked`."""
-        self._engine, self._puller, self._folder = engine, puller, folder
-        self._in_place, self._patience_s = in_place, patience_s
-        self.mirror: Mirror | None = None
+        of what changes between versions. `patience_s`: see `Mirrors`."""
+        self._engine, self._puller, self._in_place = engine, puller, in_place
+        self._mirrors = Mirrors(folder, patience_s)
         self.installed: Manifest | None = None
+
+    @property
+    def mirror(self) -> Mirror | None:
+        """The one in use now."""
+        return self._mirrors.current
+
+    @property
+    def shared(self) -> bool:
+        """Whether the host's other workers find in the mirror what this one fetched."""
+        return self._mirrors.shared
 
     async def prepare(self, wanted: Installation) -> Manifest:
         """Bring the mirror to a version. Others may move it on as soon as this returns.
@@ -69,6 +77,7 @@ class Weights:
         if not wanted.publisher and (manifest.publisher or manifest.signature):
             check_signature(manifest)
         check_fit(manifest, self._engine.shapes)
+        await self._mirrors.come_back()
         async with self._filled(wanted, manifest):
             return manifest
 
@@ -76,18 +85,20 @@ class Weights:
     async def ready(self, wanted: Installation, manifest: Manifest) -> AsyncIterator[tuple[Path, Path | None]]:
         """The file to install a prepared version from, and what changed in it since the installed one, if that is
         known. Nobody changes either meanwhile. Prepares it again if the mirror has moved on. Raises as `prepare`."""
-        async with self._filled(wanted, manifest) as mirror:
+        async with self._filled(wanted, manifest) as mirror, self._mirrors.at_work(mirror, _INSTALL_S):
             yield mirror.path, self._changes(mirror, manifest)
 
     @asynccontextmanager
     async def _filled(self, wanted: Installation, manifest: Manifest) -> AsyncIterator[Mirror]:
         """The mirror, locked, with all of a version that the engine needs."""
-        async with self._locked(manifest, shared=True) as mirror:
+        async with self._mirrors.locked(manifest, shared=True) as mirror:
             if self._holds(mirror, manifest):
                 yield mirror
                 return
-        async with self._locked(manifest) as mirror:
-            await self._fill(wanted, manifest, mirror)
+        async with self._mirrors.locked(manifest) as mirror:
+            if not self._holds(mirror, manifest):  # as it is if another has filled it meanwhile
+                async with self._mirrors.at_work(mirror):
+                    await self._fill(wanted, manifest, mirror)
             yield mirror
 
     def keeps(self, manifest: Manifest) -> bool:
@@ -96,53 +107,7 @@ class Weights:
 
     def close(self) -> None:
         """Give the mirror up. It goes when no other worker uses it."""
-        if self.mirror is not None:
-            self.mirror.close()
-            self.mirror = None
-
-    async def _open(self, manifest: Manifest) -> Mirror:
-        """A mirror that has room for this version. The one for tensors of another kind goes."""
-        if self.mirror is not None and _alike(self.mirror.manifest, manifest):
-            return self.mirror
-        self.close()
-        try:
-            return await unbroken(asyncio.to_thread(self._make, manifest))
-        except NoCapacity as error:
-            if self._folder is None:
-                raise
-            log.warning("weights are kept in memory of this worker's own", reason=str(error))
-            return await self._go_alone(manifest)
-
-    async def _go_alone(self, manifest: Manifest) -> Mirror:
-        self.close()
-        self._folder = None
-        return await unbroken(asyncio.to_thread(self._make, manifest))
-
-    def _make(self, manifest: Manifest) -> Mirror:
-        """In a thread: memory for it is found first."""
-        self.mirror = mirror = Mirror(manifest, self._folder)
-        return mirror
-
-    @asynccontextmanager
-    async def _locked(self, manifest: Manifest, *, shared: bool = False) -> AsyncIterator[Mirror]:
-        """The mirror while nobody else changes it; `shared` with those who install from it.
-
-        Who has it is waited for while it changes; if it does not for `patience_s`, its holder may never go on.
-        """
-        async with AsyncExitStack() as stack:
-            mirror, before = await self._open(manifest), None
-            while True:
-                try:
-                    async with asyncio.timeout(self._patience_s):
-                        await stack.enter_async_context(mirror.hold(shared=shared))
-                    break
-                except TimeoutError:
-                    now = mirror.held()
-                    if now == before:
-                        log.warning("the host's mirror stays locked: weights are kept in memory of this worker's own")
-                        mirror = await self._go_alone(manifest)
-                    before = now
-            yield mirror
+        self._mirrors.close()
 
     async def _fill(self, wanted: Installation, manifest: Manifest, mirror: Mirror) -> None:
         """Pull what the mirror lacks of a version; it is locked."""
@@ -164,10 +129,7 @@ class Weights:
 
     def _takes_changes(self, manifest: Manifest) -> bool:
         """Only who needs all tiles: the changes kept in a mirror would be those of this or another engine's slices."""
-        if not self._in_place:
-            return False
-        needed = self._places(manifest)
-        return needed is None or len(needed) == sum(1 for _ in places(manifest))
+        return self._in_place and self._places(manifest) is None
 
     def _changes(self, mirror: Mirror, manifest: Manifest) -> Path | None:
         """What changes from what the engine serves, whoever of the host's workers pulled it."""
@@ -177,8 +139,10 @@ class Weights:
 
     def _places(self, manifest: Manifest) -> list[Place] | None:
         """The tiles that the engine needs; None: all."""
-        boxes = self._engine.boxes
-        return None if boxes is None else places_of(manifest, boxes)
+        if (boxes := self._engine.boxes) is None:
+            return None
+        found = places_of(manifest, boxes)
+        return None if len(found) == sum(len(entry.digests) for entry in manifest.tensors) else found
 
     def _holds(self, mirror: Mirror, manifest: Manifest) -> bool:
         needed = self._places(manifest)
@@ -186,22 +150,6 @@ class Weights:
             return mirror.holds(manifest)
         held = mirror.held()
         return all(held.get(place) == manifest.tensors[place[0]].digests[place[1]] for place in needed)
-
-
-async def unbroken(work: Awaitable[T]) -> T:
-    """Wait for what goes on in a thread, also when cancelled: nobody else may touch the same meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
-
-
-def _alike(one: Manifest, other: Manifest) -> bool:
-    """Whether two versions are of one run's policy, and of one geometry."""
-    whose = [(manifest.run_id, manifest.version.policy) for manifest in (one, other)]
-    return whose[0] == whose[1] and same_geometry(one, other)
 
 
 def _count(pulled: Pulled) -> None:

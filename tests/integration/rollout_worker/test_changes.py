@@ -9,6 +9,7 @@ import pytest
 
 from ebbtide.rollout_worker.engine import EngineFailed
 from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+from ebbtide.transfer import Puller
 from tests.integration.rollout_worker.reading import tensors
 from tests.integration.rollout_worker.training import Trainer
 
@@ -110,6 +111,26 @@ async def test_an_engine_of_slices_is_given_no_changes_which_others_of_its_host_
         [(weights, in_place)] = engines.values()
         assert weights["up"] == trainer.exact()["up"]
         assert not in_place
+
+
+async def test_an_engine_of_slices_that_cover_all_of_it_holds_versions_as_one_that_takes_them_whole(
+    house: House, live: LiveRelay, trainer: Trainer, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boxes = {name: (tuple((0, size) for size in array.shape),) for name, array in trainer.weights.items()}
+    monkeypatch.setattr(ScriptedEngine, "boxes", boxes)
+    pulls: list[Any] = []
+    pull = Puller.pull
+
+    async def watch(puller: Puller, *args: Any, wanted: Any = None, **options: Any) -> Any:
+        pulls.append(wanted)
+        return await pull(puller, *args, wanted=wanted, **options)
+
+    monkeypatch.setattr(Puller, "pull", watch)
+    await house.worker(version=0, relay=live.way.address)
+    for count in (1, 2):
+        await install(house, trainer, await trainer.step(), count)
+        assert list(engines.values()) == [(trainer.exact(), count > 1)]
+    assert pulls == [None, None]
 
 
 async def test_an_engine_that_may_be_a_mixture_ends_its_worker(

@@ -1,6 +1,7 @@
 """Workers of one host share one mirror: what one fetched, the others find, and no engine ever reads a mixture."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import pytest
 
 from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+from ebbtide.rollout_worker.weights import Weights
 from ebbtide.testing import wait_until
 from ebbtide.transfer import Mirror
+from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.run import Sampling
 from tests.integration.rollout_worker.reading import Reads
 
@@ -97,21 +100,126 @@ async def test_a_mirror_whose_puller_left_is_filled_by_the_next(houses: Houses, 
     assert len(first.coordinator.heard["installed"]) == 1
 
 
-async def test_a_mirror_locked_by_one_who_does_nothing_is_left_alone(house: House, reads: Reads) -> None:
+def hosts(house: House, number: int) -> list[str]:
+    """The hosts that a worker named itself of, in what it told the relay of a version."""
+    return [one.holder.host for one in house.relay.told if (one.holder.name, one.version) == (house.name, number)]
+
+
+async def test_a_mirror_locked_by_one_who_does_nothing_is_left_alone_until_that_one_has_ended(
+    house: House, reads: Reads
+) -> None:
     await house.worker(pull_patience_s=0.2)
     mirror = await asyncio.to_thread(Mirror, house.relay.manifests[1], house.mirrors)
     async with mirror.hold():
-        house.coordinator.install(house.relay.publish(2))
-        await house.coordinator.hear("installed", 2)
+        for number in (2, 3):
+            house.coordinator.install(house.relay.publish(number))
+            await house.coordinator.hear("installed", number)
+            assert reads[-1][0] == number
         assert mirror.holds(house.relay.manifests[1]), "untouched"
+        assert hosts(house, 3)[-1] != hosts(house, 1)[0], "it shares nothing now"
+    house.coordinator.install(house.relay.publish(4))
+    await house.coordinator.hear("installed", 4)
+    assert mirror.holds(house.relay.manifests[4])
+    assert hosts(house, 4)[-1] == hosts(house, 1)[0]
     mirror.close()
-    assert reads[-1][0] == 2
+
+
+async def test_who_is_kept_waiting_by_a_relay_is_waited_for_longer_than_anybodys_patience(houses: Houses) -> None:
+    first, second = await houses("w1"), await houses("w2")
+    for house in (first, second):
+        await house.worker(pull_patience_s=0.2)
+    relay = first.relay
+    relay.flowing.clear()
+    asked = relay.asked
+    version = relay.publish(2)
+    first.coordinator.install(version)
+    await wait_until(lambda: relay.asked > asked)
+    second.coordinator.install(version)
+    seen = time.monotonic()
+    await wait_until(lambda: time.monotonic() - seen > 1.5, what="many times the patience")
+    relay.flowing.set()
+    for house in (first, second):
+        await house.coordinator.hear("installed", 2)
+    assert relay.served == 8
+    assert set(hosts(second, 2)) == set(hosts(first, 2))
+
+
+async def test_a_slow_install_is_waited_for_longer_than_anybodys_patience(
+    houses: Houses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await houses("w1"), await houses("w2")
+    for house in (first, second):
+        await house.worker(pull_patience_s=0.2)
+    relay, going, install = first.relay, asyncio.Event(), ScriptedEngine.install
+    begun: list[int] = []
+
+    async def wait(engine: ScriptedEngine, version: int, weights: Path, changes: Path | None = None) -> float:
+        begun.append(version)
+        await going.wait()
+        return await install(engine, version, weights, changes)
+
+    monkeypatch.setattr(ScriptedEngine, "install", wait)
+    first.coordinator.install(relay.publish(2))
+    await wait_until(lambda: begun == [2])
+    second.coordinator.install(relay.publish(3))
+    seen = time.monotonic()
+    await wait_until(lambda: time.monotonic() - seen > 1.5, what="many times the patience")
+    assert begun == [2], "the mirror is read still"
+    going.set()
+    for house in (first, second):
+        await house.coordinator.hear("installed", 2)
+    assert set(hosts(second, 3)) == set(hosts(first, 2))
+
+
+async def test_who_finds_the_mirror_filled_meanwhile_asks_nobody(
+    houses: Houses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = [await houses(name) for name in ("w1", "w2")]
+    for house in pair:
+        await house.worker()
+    relay, looks, holds = pair[0].relay, [0], Weights._holds
+
+    def look(weights: Weights, mirror: Mirror, manifest: Any) -> bool:
+        looks[0] += 1
+        return holds(weights, mirror, manifest)
+
+    monkeypatch.setattr(Weights, "_holds", look)
+    asked, version = relay.asked, relay.publish(2)
+    mirror = await asyncio.to_thread(Mirror, relay.manifests[1], pair[0].mirrors)
+    async with mirror.hold(shared=True):  # both may look, and neither may fill it
+        for house in pair:
+            house.coordinator.install(version)
+        await wait_until(lambda: looks[0] >= 2)
+    for house in pair:
+        await house.coordinator.hear("installed", 2)
+    assert relay.asked - asked <= 3, "the streams of one pull"
+    pulls = {one.holder.name for one in relay.told if one.version == 2 and not one.done}
+    assert len(pulls) == 1
+    mirror.close()
+
+
+async def test_a_worker_whose_mirror_was_moved_on_sends_nobody_to_itself(houses: Houses) -> None:
+    first, second = await houses("w1"), await houses("w2")
+    await first.worker(peer_listen="127.0.0.1:0", kind=WorkerKind.RESERVED)
+    await second.worker()
+    relay = first.relay
+
+    def told() -> list[Any]:
+        return [one for one in relay.told if (one.holder.name, one.version) == (first.name, 1)]
+
+    await wait_until(lambda: any(one.done and one.holder.address and one.holder.lasting for one in told()))
+    second.coordinator.install(relay.publish(2))
+    await second.coordinator.hear("installed", 2)
+    before = len(told())
+    await wait_until(lambda: len(told()) > before)
+    last = told()[-1]
+    assert (last.done, last.holder.address, last.holder.lasting, list(last.have)) == (True, "", False, [])
 
 
 async def test_a_host_without_room_for_a_mirror_keeps_weights_in_a_workers_own_memory(
     house: House, reads: Reads, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    import ebbtide.rollout_worker.weights as module
+    import ebbtide.rollout_worker.mirrors as module
     from ebbtide.errors import NoCapacity
 
     def make(manifest: Any, folder: Path | None) -> Mirror:
