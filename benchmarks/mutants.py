@@ -17,6 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from msgspec import Struct
 
+from benchmarks.forging import TILE, broken_bytes, broken_parts, forged_manifest, forged_patch
 from ebbtide.errors import EbbtideError
 from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion, TensorPatch
@@ -33,25 +34,32 @@ from ebbtide.weights import (
     check_patch,
     check_signature,
     check_tile,
-    root_digest,
     seal_patch,
     slice_tiles,
     split_manifest,
     split_patch,
     tile_digest,
 )
+from ebbtide.weights.patch.alphabet import Array
 from ebbtide.weights.patch.tile import TileCodec
 
-replace = msgspec.structs.replace
-TILE: Final = 512
 _SIGNER: Final = Signer(bytes(range(32)))
-_OTHER: Final = Signer(bytes(32))
+#: Name, shape, and where it lies in which shape, if it is a piece of a sharded tensor.
+_SHAPES: Final[tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]] = (
+    ("embed.weight", (37, 40), (), ()),
+    ("layers.0.norm", (64,), (), ()),
+    ("layers.0.o_proj.weight", (40, 20), (0, 0), (40, 32)),
+    ("layers.0.o_proj.weight", (40, 12), (0, 20), (40, 32)),
+    ("layers.0.up_proj.weight", (50, 33), (), ()),
+)
 
 
 class Verdict(Struct):
-    """`accepted` and `crashed` name the kind of mutant; `peak_bytes` is the most that one of them made us allocate."""
+    """`accepted` and `crashed` name the kind of mutant; `allowed` counts lies that the form of a patch cannot tell, and
+    that blobs do; `peak_bytes` is the most that one of them made us allocate."""
 
     tried: int = 0
+    allowed: int = 0
     refused: Counter[str] = msgspec.field(default_factory=Counter)
     accepted: list[str] = msgspec.field(default_factory=list)
     crashed: list[str] = msgspec.field(default_factory=list)
@@ -72,9 +80,8 @@ class Sample(Struct, frozen=True):
 
 def make_sample(seed: int = 0) -> Sample:
     rng = np.random.default_rng(seed)
-    shapes = {"embed.weight": (37, 40), "layers.0.norm": (64,), "layers.0.up_proj.weight": (50, 33)}
-    old = {name: rng.integers(0, 1 << 16, shape, dtype=np.uint16) for name, shape in shapes.items()}
-    new = {name: bits + (rng.random(bits.shape) < 0.05).astype(np.uint16) for name, bits in old.items()}
+    old = [rng.integers(0, 1 << 16, shape, dtype=np.uint16) for _, shape, _, _ in _SHAPES]
+    new = [bits + (rng.random(bits.shape) < 0.05).astype(np.uint16) for bits in old]
     versions = [PolicyVersion(policy="policy", version=n, parent=n - 1, step=n) for n in (1, 2)]
     both = [_tensors(bits) for bits in (old, new)]
     before, after = (
@@ -93,7 +100,14 @@ def make_sample(seed: int = 0) -> Sample:
             digests.append(tile_digest(blob))
             tiles.append((one.dtype, bytes(base), blob, bytes(young)))
         parts.append(TensorPatch(sizes=tuple(sizes), digests=tuple(digests)))
-    patch = Patch(run_id="run", base=before.version, version=after.version, tensors=tuple(parts))
+    patch = Patch(
+        run_id="run",
+        base=before.version,
+        version=after.version,
+        tensors=tuple(parts),
+        changed=sum(int(np.count_nonzero(one != other)) for one, other in zip(old, new, strict=True)),
+        elements=sum(bits.size for bits in old),
+    )
     patch = _SIGNER.sign_patch(seal_patch(patch))
     return Sample(
         before,
@@ -105,10 +119,11 @@ def make_sample(seed: int = 0) -> Sample:
     )
 
 
-def _tensors(bits: dict[str, Any]) -> list[NamedTensor]:
+def _tensors(bits: list[Array]) -> list[NamedTensor]:
+    data = [array.reshape(-1).view("u1").data for array in bits]
     return [
-        NamedTensor(name=name, dtype="BF16", shape=array.shape, data=memoryview(array.reshape(-1).view(np.uint8)))
-        for name, array in bits.items()
+        NamedTensor(name=name, dtype="BF16", shape=shape, data=flat, start=start, full=full)
+        for (name, shape, start, full), flat in zip(_SHAPES, data, strict=True)
     ]
 
 
@@ -149,111 +164,11 @@ def make_tile(blob: bytes, base: bytes, digest: bytes) -> bytes:
     return copy.tobytes()
 
 
-# -- how they are broken ------------------------------------------------------------------------------------------
-
-
-def broken_bytes(data: bytes, draw: random.Random) -> bytes:
-    """Flipped, cut, doubled, zeroed, stuffed or swapped somewhere."""
-    out = bytearray(data)
-    at = draw.randrange(len(out)) if out else 0
-    span = draw.randint(1, 16)
-    match draw.randrange(7):
-        case 0:
-            out[at] ^= 1 << draw.randrange(8)
-        case 1:
-            del out[at:]
-        case 2:
-            del out[at : at + span]
-        case 3:
-            out[at:at] = out[at : at + span]
-        case 4:
-            out[at : at + span] = bytes(len(out[at : at + span]))
-        case 5:
-            out[at:at] = draw.randbytes(span)
-        case _:
-            out[at : at + 4] = draw.choice((0xFFFFFFFF, 0x7FFFFFFF, 1 << 20, 0)).to_bytes(4, "little")
-    return bytes(out)
-
-
-def broken_parts(parts: Sequence[bytes], draw: random.Random) -> list[bytes]:
-    """A part broken, left out, sent twice, or out of order."""
-    out = list(parts)
-    at, to = draw.randrange(len(out)), draw.randrange(len(out))
-    match draw.randrange(5):
-        case 0:
-            del out[at]
-        case 1:
-            out.insert(to, out[at])
-        case 2:
-            out[at], out[to] = out[to], out[at]
-        case _:
-            out[at] = broken_bytes(out[at], draw)
-    return out
-
-
-_NAMES: Final = ("../x", "/etc/passwd", "", "a\0b", "x" * 600, "embed.weight", ".hidden")
-_NUMBERS: Final = (0, 1, 3, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1)
-
-
-def forged_manifest(manifest: Manifest, draw: random.Random) -> Manifest:
-    """A field changed to something else, and the root made to fit: only the signature stands in the way."""
-    tensors, version = list(manifest.tensors), manifest.version
-    at = draw.randrange(len(tensors))
-    entry = tensors[at]
-    number = draw.choice(_NUMBERS)
-    changes: list[Callable[[], Any]] = [
-        lambda: replace(entry, name=draw.choice(_NAMES)),
-        lambda: replace(entry, dtype=draw.choice(("F32", "F16", "F8_E4M3", "F128", ""))),
-        lambda: replace(entry, shape=(number, *entry.shape[1:])),
-        lambda: replace(entry, shape=entry.shape[::-1] + (1,) * draw.randrange(3)),
-        lambda: replace(entry, size=number),
-        lambda: replace(entry, digests=tuple(draw.sample(entry.digests, len(entry.digests)))),
-        lambda: replace(entry, digests=(draw.randbytes(32), *entry.digests[1:])),
-        lambda: replace(entry, start=(number,) * len(entry.shape), full=entry.shape),
-    ]
-    tensors[at] = draw.choice(changes)()
-    match draw.randrange(4):
-        case 0:
-            tensors = draw.sample(tensors, len(tensors))
-        case 1:
-            field = draw.choice(("version", "parent", "step"))
-            version = replace(version, **{field: min(number, (1 << 32) - 1)})
-    changed = replace(manifest, tensors=tuple(tensors), version=version)
-    try:
-        version = replace(version, root=root_digest(changed))
-    except Exception:  # noqa: BLE001 - a number that no root can hold
-        return changed
-    changed = replace(changed, version=version)
-    return _OTHER.sign(changed) if draw.random() < 0.3 else changed
-
-
-def forged_patch(patch: Patch, draw: random.Random) -> Patch:
-    """A size, digest or version changed, and the root made to fit, as any relay can."""
-    tensors = list(patch.tensors)
-    at = draw.randrange(len(tensors))
-    item = tensors[at]
-    sizes, digests = list(item.sizes), list(item.digests)
-    match draw.randrange(5):
-        case 0:
-            sizes[draw.randrange(len(sizes))] = draw.choice((0, 1, TILE, TILE + 1, 1 << 20, (1 << 32) - 1))
-        case 1:
-            draw.shuffle(sizes)
-            digests = digests[: draw.randrange(len(digests) + 1)]
-        case 2:
-            digests[draw.randrange(len(digests))] = draw.randbytes(draw.choice((0, 31, 33)))
-        case 3:
-            sizes.append(1)
-        case _:
-            return seal_patch(replace(patch, base=replace(patch.base, policy="other")))
-    tensors[at] = TensorPatch(sizes=tuple(sizes), digests=tuple(digests))
-    return seal_patch(replace(patch, tensors=tuple(tensors)))
-
-
 # -- the trial ----------------------------------------------------------------------------------------------------
 
 
 def _trials(sample: Sample, draw: random.Random) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    """Kind, an attempt to read a mutant, and what the sound thing reads as."""
+    """Kind, an attempt to read a mutant, and what alone it may be read as: nothing, if that is None."""
     target, version = sample.manifest, sample.manifest.version
     while True:
         parts = broken_parts(sample.parts, draw)
@@ -263,8 +178,8 @@ def _trials(sample: Sample, draw: random.Random) -> Iterator[tuple[str, Callable
         yield "manifest replayed", partial(read_manifest, _parts(sample.before), version), target
         parts = broken_parts(sample.patch_parts, draw)
         yield "patch on a bad link", partial(read_patch, parts, target), sample.patch
-        lie = forged_patch(sample.patch, draw)
-        yield "patch forged", partial(_read_lie, lie, target), lie
+        lie, forbidden = forged_patch(sample.patch, draw)
+        yield "patch forged", partial(_read_lie, lie, target), None if forbidden else lie
         dtype, base, blob, young = draw.choice(sample.tiles)
         mutant = broken_bytes(blob, draw)
         yield "blob on a bad link", partial(_checked, tile_digest(blob), mutant), blob
@@ -289,7 +204,7 @@ def _parts(manifest: Manifest) -> list[bytes]:
 
 
 def offer(count: int, seed: int = 0) -> Verdict:
-    """Offer `count` mutants. A patch forged within what its form allows is sound; that is why blobs are checked too."""
+    """Offer `count` mutants. What a patch's form allows its reader cannot refuse; that is why blobs are checked too."""
     sample, draw, verdict = make_sample(seed), random.Random(seed), Verdict()
     make_tile(sample.tiles[0][2], sample.tiles[0][1], tile_digest(sample.tiles[0][3]))  # compiles, imports
     tracemalloc.start()
@@ -309,6 +224,7 @@ def offer(count: int, seed: int = 0) -> Verdict:
             else:
                 if read != sound:
                     verdict.accepted.append(kind)
+                verdict.allowed += kind == "patch forged" and read == sound
             verdict.peak_bytes = max(verdict.peak_bytes, tracemalloc.get_traced_memory()[1] - before)
     finally:
         tracemalloc.stop()

@@ -103,6 +103,7 @@ def mutants(verdict: Any) -> dict[str, Any]:
     figures = {
         "mutants_accepted": len(verdict.accepted),
         "mutants_tried": verdict.tried,
+        "mutants_that_only_blobs_tell": verdict.allowed,
         "mutants_that_crashed_a_reader": len(verdict.crashed),
         "mutants_peak_bytes": verdict.peak_bytes,
     }

@@ -82,7 +82,7 @@ def test_files_that_are_no_pair_end_with_2(files: tuple[Path, Path], tmp_path: P
 def test_a_mutant_that_passed_and_a_part_that_failed_end_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verdict = SimpleNamespace(accepted=["forged"], tried=9, crashed=[], peak_bytes=5, refused={"broken": 8})
+    verdict = SimpleNamespace(accepted=["forged"], tried=9, allowed=0, crashed=[], peak_bytes=5, refused={"broken": 8})
     monkeypatch.setattr(weights, "run_part", lambda part, *_: weights.mutants(verdict))
     status, told = run(tmp_path, "--parts", "mutants")
     assert (status, told["figures"]["mutants_accepted"]) == (1, 1)
