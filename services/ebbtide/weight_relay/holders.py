@@ -14,7 +14,7 @@ from ebbtide.errors import NoCapacity
 from ebbtide.scheduling.sources import ORIGIN, Complaints, Copy, Origin, choose_sources, lasting_copies
 from ebbtide.types.weights import BlobSource, Holder, HolderState
 from ebbtide.weight_relay import metrics
-from ebbtide.weight_relay.records import Stream
+from ebbtide.weight_relay.records import Node, Stream
 
 #: How often holders are to ask again while they fetch or serve, and behind which silence they count as gone.
 AGAIN_S: Final = 5.0
@@ -23,8 +23,6 @@ LOST_S: Final = 3 * AGAIN_S
 MAX_COPIES: Final = 1 << 16
 _VERSIONS = Annotated[tuple[int, ...], Meta(max_length=1024)]
 _ADDRESSES = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=64)]
-
-Place = tuple[Stream, int]
 
 
 class WayRequest(Struct, frozen=True, kw_only=True):
@@ -57,7 +55,7 @@ class Holders:
         """`copies`: URLs of static copies, which readers are sent to in place of this relay."""
         self._origin, self._clock = origin, clock
         self._static = [BlobSource(name=url, address=url) for url in copies]
-        self._copies: dict[Place, dict[str, Copy]] = {}
+        self._copies: dict[Node, dict[str, Copy]] = {}
         self._count = 0  # of all copies
         self._have: dict[tuple[Stream, str], tuple[tuple[int, ...], float]] = {}
         self._complaints = Complaints()
@@ -98,7 +96,7 @@ class Holders:
         """Whole copies that count as safe, besides this relay's own."""
         return lasting_copies(self._live((stream, version)))
 
-    def needed(self) -> set[Place]:
+    def needed(self) -> set[Node]:
         """Versions that somebody holds or fetches: ways from and to these are asked for."""
         now = self._clock()
         have = {
@@ -107,7 +105,7 @@ class Holders:
             if now - seen < LOST_S
             for version in versions
         }
-        return have | {place for place in self._copies if any(True for _ in self._live(place))}
+        return have | {node for node in self._copies if any(True for _ in self._live(node))}
 
     def states(self, run_id: str) -> list[HolderState]:
         """All copies of a run's versions, in the order of policy, version and name."""
@@ -126,8 +124,8 @@ class Holders:
             if run == run_id and now - copy.seen < LOST_S
         ]
 
-    def _copy(self, request: WayRequest, holder: Holder, place: Place, now: float) -> Copy:
-        copy = self._copies.get(place, {}).get(holder.name)
+    def _copy(self, request: WayRequest, holder: Holder, node: Node, now: float) -> Copy:
+        copy = self._copies.get(node, {}).get(holder.name)
         if copy is None:
             if self._count >= MAX_COPIES:
                 raise NoCapacity(f"{MAX_COPIES} copies are known to this relay; add relays", retry_after_s=AGAIN_S)
@@ -136,26 +134,26 @@ class Holders:
             # One that has lost what it held stands behind all that may read from it.
             self._order += 1
             copy = Copy(holder=holder, order=self._order, seen=now)
-            self._copies.setdefault(place, {})[holder.name] = copy
+            self._copies.setdefault(node, {})[holder.name] = copy
         copy.holder, copy.seen, copy.done = holder, now, request.done
         if request.install_s and request.install_s != copy.install_s:
             copy.install_s = request.install_s
             metrics.INSTALL_SECONDS.observe(request.install_s)
         return copy
 
-    def _live(self, place: Place) -> Iterable[Copy]:
+    def _live(self, node: Node) -> Iterable[Copy]:
         oldest = self._clock() - LOST_S
-        return (copy for copy in self._copies.get(place, {}).values() if copy.seen > oldest)
+        return (copy for copy in self._copies.get(node, {}).values() if copy.seen > oldest)
 
     def _forget_lost(self, now: float) -> None:
         if now - self._looked_at < 1.0:
             return
         self._looked_at = now
-        for place, copies in list(self._copies.items()):
+        for node, copies in list(self._copies.items()):
             for name in [name for name, copy in copies.items() if now - copy.seen >= LOST_S]:
                 del copies[name]
             if not copies:
-                del self._copies[place]
+                del self._copies[node]
         for key in [key for key, (_, seen) in self._have.items() if now - seen >= LOST_S]:
             del self._have[key]
         self._count = sum(map(len, self._copies.values()))
