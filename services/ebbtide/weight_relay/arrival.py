@@ -82,10 +82,10 @@ class Arrival:
             await self._upstream.tell(self.stream, self.version)
 
     async def _find(self) -> Found:
-        found = await self._upstream.find(
-            self.stream, self.version, self._have, failed=self._pool.failed, scratch=self._scratch
-        )
-        self._pool.renew(found.sources)
+        failed, dropped = self._pool.failed, self._pool.dropped
+        found = await self._upstream.find(self.stream, self.version, self._have, failed=failed, scratch=self._scratch)
+        self._pool.renew(found.sources, dropped)
+        await self._pool.close_dropped()
         return found
 
     async def _renew(self, again_s: float) -> None:
@@ -155,17 +155,21 @@ class Arrival:
             except EbbtideError as error:  # theirs, and none of the version's
                 raise Unavailable(f"no source is left; ask for others, or another way ({error})") from None
             with self._pool.blaming(source, lacking), _counted():
-                await self._read(source, wanted)
+                await self._read(source, wanted, lacking)
 
-    async def _read(self, source: OpenSource, wanted: dict[bytes, None]) -> None:
-        async with source.patience(_SILENCE_S, TILE_BYTES), aclosing(source.source.tiles(list(wanted))) as blobs:
+    async def _read(self, source: OpenSource, wanted: dict[bytes, None], lacking: set[str]) -> None:
+        patience = source.patience(_SILENCE_S, TILE_BYTES)
+        async with patience as clock, aclosing(source.source.tiles(list(wanted))) as blobs:
             async for digest, data in blobs:
                 source.heard(_SILENCE_S, len(data))
                 self._pool.served()
                 if digest not in wanted:
                     raise ChunkCorrupt("a blob came that was not asked for")
-                await self._put(digest, data)
+                with source.resting(clock, _SILENCE_S):
+                    await self._put(digest, data)
                 del wanted[digest]
+                if wanted and self._pool.lags(source, lacking):
+                    raise NoCapacity(f"{source.name} at {source.address} is slow", retry_after_s=0.0)
         if wanted:
             raise Unavailable(f"{source.name} at {source.address} left out {len(wanted)} blobs")
 

@@ -11,6 +11,7 @@ from ebbtide.errors import EbbtideError, Internal, InvalidRequest, Unauthenticat
 from ebbtide.scheduling.sources import Origin
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import BlobSource, Holder
+from ebbtide.weight_relay import arrival
 from ebbtide.weight_relay.holders import Holders, WayRequest
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weight_relay.subscription import Subscription
@@ -67,6 +68,22 @@ async def test_an_upstream_with_an_odd_error_is_asked_again(tmp_path: Path) -> N
         await wait_until(lambda: held(relay.relay) == [1])
 
 
+async def test_a_slow_disk_here_is_no_silence_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival, "_SILENCE_S", 0.05)
+    upstream = LineUpstream(Line(1, sizes=SMALL), 0)
+    async with following(tmp_path, upstream) as relay:
+        put = relay.relay.put
+
+        async def slow_put(digest: bytes, data: bytes) -> None:
+            await asyncio.sleep(0.5)
+            await put(digest, data)
+
+        monkeypatch.setattr(relay.relay, "put", slow_put)
+        upstream.publish(1)
+        await wait_until(lambda: held(relay.relay) == [1])
+        assert upstream.blobs.calls == 2, "one for each blob"
+
+
 async def test_what_was_asked_for_has_its_turn_before_the_next_newest(tmp_path: Path) -> None:
     upstream = LineUpstream(Line(4, sizes=SMALL), 0)
     async with following(tmp_path, upstream) as relay:
@@ -77,7 +94,7 @@ async def test_what_was_asked_for_has_its_turn_before_the_next_newest(tmp_path: 
         for number in (3, 4):  # newer ones come, faster than the link is
             upstream.publish(number)
         await asked
-        assert relay.arriving() == {1}
+        assert 1 in relay.arriving()
         upstream.blobs.open.set()
         await wait_until(lambda: {1, 4} <= set(held(relay.relay)))
         assert upstream.asked == [2, 1, 4]

@@ -18,10 +18,12 @@ class Blobs:
     def __init__(self, line: Line, *errors: EbbtideError) -> None:
         self._tiles = {digest: tile for version in line for digest, tile in version.tiles.items()}
         self._errors = list(errors)
+        self.calls = 0
         self.open = asyncio.Event()
         self.open.set()
 
     async def tiles(self, digests: Sequence[bytes]) -> AsyncGenerator[tuple[bytes, bytes], None]:
+        self.calls += 1
         await self.open.wait()
         if self._errors:
             raise self._errors.pop(0)
