@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ebbtide.client import Client, SyncClient
+from ebbtide.client.exchange import Alone
 from ebbtide.client.retry import Peer
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotReady, Unavailable
 from ebbtide.rpc.security import ClientSecurity
@@ -274,6 +275,20 @@ async def test_a_superseded_trainers_version_is_not_announced(both: Client, scri
         with pytest.raises(LeaseSuperseded):
             await lease.publishing(model(), step=1)
     assert not script.calls("AnnounceVersion") or announced(script) == [1]  # refused there, by its fence
+
+
+async def test_a_lease_has_one_publisher_and_refuses_another_exchange_for_it(both: Client) -> None:
+    async with both.claim("run") as lease:
+        await lease.publish(model(), step=0)
+        with pytest.raises(InvalidRequest, match="exchange"):
+            lease.publisher(Alone())
+        assert lease.publisher() is lease.publisher()
+    async with both.claim("run") as lease:
+        exchange = Alone()
+        assert lease.publisher(exchange) is lease.publisher(exchange)
+        with pytest.raises(InvalidRequest, match="exchange"):
+            lease.publisher(Alone())
+        assert (await lease.publish(model(), step=1)).step == 1
 
 
 async def test_versions_are_signed_by_the_runs_key(both: Client, script: Any, reader: Reader) -> None:
