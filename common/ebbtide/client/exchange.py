@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide import errors
-from ebbtide.errors import EbbtideError, Internal, InvalidRequest
+from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights.encode import Encoded
 
@@ -48,17 +48,20 @@ class Failure(Struct, frozen=True):
     kind: str
     text: str
     field: str = ""
+    retry_after_s: float = 0.0
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        if isinstance(error, InvalidRequest):
-            return cls(InvalidRequest.__name__, str(error), error.field)
         kind = type(error) if isinstance(error, EbbtideError) else Internal
-        return cls(kind.__name__, str(error) or type(error).__name__)
+        field = error.field if isinstance(error, InvalidRequest) else ""
+        retry_after_s = error.retry_after_s if isinstance(error, NoCapacity) else 0.0
+        return cls(kind.__name__, str(error) or type(error).__name__, field, retry_after_s)
 
     def error(self) -> EbbtideError:
         if self.kind == InvalidRequest.__name__:
             return InvalidRequest(self.text, field=self.field)
+        if self.kind == NoCapacity.__name__:
+            return NoCapacity(self.text, retry_after_s=self.retry_after_s)
         kind = getattr(errors, self.kind, Internal)
         made: EbbtideError = kind(self.text)
         return made

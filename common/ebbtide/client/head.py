@@ -62,10 +62,11 @@ class Head:
 
     async def go_on(self, puts: Sequence[Put]) -> Wanted:
         """Have put what is still missing; once that is nothing, commit and announce."""
-        self._sent += sum(put.sent for put in puts)
+        sent = sum(put.sent for put in puts)
+        self._sent += sent
         if failures := [put.failure for put in puts if put.failure]:
             return Wanted(failure=failures[0])
-        return await self._told(self._go_on([put.again for put in puts if put.again]))
+        return await self._told(self._go_on([put.again for put in puts if put.again], sent))
 
     async def _told(self, work: Awaitable[Wanted]) -> Wanted:
         try:
@@ -97,11 +98,15 @@ class Head:
             return manifest, None
         return manifest, self._signer.sign_patch(seal_patch(patch))
 
-    async def _go_on(self, again: Sequence[Failure]) -> Wanted:
-        if not again:
-            return await self._next()
-        await self._wait(again[0].error())
-        return await self._next()
+    async def _go_on(self, again: Sequence[Failure], sent: int) -> Wanted:
+        before = self._lacking
+        if again:
+            await self._wait(again[0].error())
+        wanted = await self._next()
+        if not (again or sent) and len(wanted.digests) >= before:
+            text = f"the relay still lacks {len(wanted.digests)} blobs, and no rank has them; publish again"
+            await self._wait(NotReady(text))
+        return wanted
 
     async def _wait(self, error: EbbtideError) -> None:
         """Before trying again. Raises `error` when that is not worth it any more."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ebbtide.client.batches import batches
 from ebbtide.client.hold import LEAVE_S, Hold
 from ebbtide.client.retry import Peer
-from ebbtide.errors import NoCapacity
+from ebbtide.errors import InvalidRequest, NoCapacity
 from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import (
@@ -134,7 +134,8 @@ class Lease(Hold):
 
     def publisher(self, exchange: "Exchange | None" = None) -> "Publisher":
         """What publishes under this lease, made by the first call. With an `exchange`, it is rank 0's among several
-        that publish together; the others have theirs of `Client.publisher`.
+        that publish together; the others have theirs of `Client.publisher`. Raises `InvalidRequest` if it was made
+        with another exchange, or none.
         """
         if self._publisher is None:
             from ebbtide.client.publishing import Authority
@@ -143,6 +144,9 @@ class Lease(Hold):
             self._publisher = self._relay().publisher(
                 self.run_id, self.run.spec.policy, authority=authority, exchange=exchange
             )
+        elif exchange is not None and exchange is not self._publisher.exchange:
+            text = "another publishes under this lease since its first call; give that one the exchange"
+            raise InvalidRequest(text, field="exchange")
         return self._publisher
 
     async def release(self) -> None:

@@ -101,7 +101,7 @@ class Publisher:
         """`authority` is rank 0's. `threads` encode; 0: half of the processors, eight at most."""
         self._staging = Staging(peer)
         self._run_id, self._policy = run_id, policy
-        self._authority, self._exchange = authority, exchange or Alone()
+        self._authority, self.exchange = authority, exchange or Alone()
         self._threads = threads or max(1, min(8, (os.cpu_count() or 2) // 2))
         self._base: Base | None = None
         self._shadow, self._spare = Snapshot(), Snapshot()
@@ -126,19 +126,19 @@ class Publisher:
             snapshot.follow(self._shadow.give_up())
             began = time.monotonic()
             taken, reserved = await asyncio.gather(
-                asyncio.to_thread(snapshot.take, tensors, first=self._exchange.rank == 0),
+                asyncio.to_thread(snapshot.take, tensors, first=self.exchange.rank == 0),
                 self._reserve(step, parent),
                 return_exceptions=True,
             )
             pause_s = time.monotonic() - began
             failure = next((one for one in (reserved, taken) if isinstance(one, BaseException)), None)
-            if failure is not None and (self._exchange.size == 1 or not isinstance(failure, Exception)):
+            if failure is not None and (self.exchange.size == 1 or not isinstance(failure, Exception)):
                 self._spare = snapshot
                 raise failure
             start, head = Start(failure=Failure.of(failure) if failure else None), None
             if failure is None and not isinstance(reserved, BaseException):
                 start, head = self._head(reserved)
-            making = Making(self._staging, self._exchange, self._threads, head, failure)
+            making = Making(self._staging, self.exchange, self._threads, head, failure)
             self._last = asyncio.create_task(self._publish(making, start, snapshot, head, pause_s), name="publishing")
             return Publishing(self._last, start.version.version if start.version else 0, pause_s)
 

@@ -1,0 +1,47 @@
+"""What rank 0 does with a relay that does not go on, and what one rank's error is when another tells it."""
+
+import pytest
+
+from ebbtide.client.exchange import Failure, pack, unpack
+from ebbtide.errors import Draining, EbbtideError, Internal, InvalidRequest, NoCapacity, NotReady
+from ebbtide.types.weights import Manifest
+from tests.unit.client.ranks import MemoryRelay, tensor
+
+
+@pytest.mark.parametrize("lacking", [1, 3])
+async def test_a_relay_that_lacks_what_nobody_has_is_given_up_after_some_tries(
+    lacking: int, relay: MemoryRelay
+) -> None:
+    relay.lacks = lambda manifest: [bytes([n]) * 32 for n in range(lacking)]
+    publishing = await relay.publisher().publish([tensor("w")])
+    with pytest.raises(NotReady, match=f"still lacks {lacking} blobs"):
+        await publishing
+    assert 2 < relay.begun < 10
+    assert not relay.committed
+
+
+async def test_a_relay_that_lacks_less_each_time_is_not_given_up(relay: MemoryRelay) -> None:
+    def lacks(manifest: Manifest) -> list[bytes]:
+        return [bytes([n]) * 32 for n in range(12 - relay.begun)]
+
+    relay.lacks = lacks
+    assert (await (await relay.publisher().publish([tensor("w")]))).version == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoCapacity("full", retry_after_s=7.5),
+        InvalidRequest("is wrong", field="w"),
+        Draining("leaving"),
+        Internal("see the log"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_that_is_told_is_the_same_where_it_is_heard(error: EbbtideError) -> None:
+    heard = unpack(pack(Failure.of(error)), Failure).error()
+    assert (type(heard), str(heard), vars(heard)) == (type(error), str(error), vars(error))
+
+
+def test_any_other_error_is_told_as_an_internal_one() -> None:
+    assert isinstance(Failure.of(ZeroDivisionError("by zero")).error(), Internal)
