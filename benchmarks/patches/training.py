@@ -23,6 +23,7 @@ from benchmarks.patches.plans import PLANS, RECORD, Plan, version_file
 from ebbtide.trainer.threads import limit_threads
 
 ROOT = Path(__file__).parents[2]
+_SHAPE = ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "feed_forward_size")
 DEMO = ROOT / "services" / "ebbtide" / "cli" / "demo.toml"
 
 
@@ -32,6 +33,8 @@ class Supervision:
     def __init__(self, plan: Plan) -> None:
         import torch
 
+        from ebbtide.trainer.base_model import new_network
+        from ebbtide.trainer.base_model_plan import BaseModelPlan
         from ebbtide.trainer.characters import character_tokenizer
         from ebbtide.trainer.environments import load_source
 
@@ -40,7 +43,8 @@ class Supervision:
         self._source: Any = load_source(environment["name"], environment["params"], 0)
         self._tokenizer = character_tokenizer()
         self._plan = plan
-        self.network = network_of(plan, self._tokenizer)
+        shape = {name: getattr(plan, name) for name in _SHAPE}
+        self.network: Any = new_network(BaseModelPlan(context=256, **shape), self._tokenizer)
         self._optimizer = torch.optim.AdamW(self.network.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
         self._taken = 0
 
@@ -82,24 +86,6 @@ class Supervision:
         count = len(ids) - 1  # all but the first: these networks learn what words look like, too
         zeros = np.zeros(count, np.int64)
         return Sample(np.array(ids), np.ones(count, np.bool_), zeros.astype(np.float32), zeros, 0.0)
-
-
-def network_of(plan: Plan, tokenizer: Any) -> Any:
-    """The plan's network, random."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=plan.hidden_size,
-        intermediate_size=plan.feed_forward_size,
-        num_hidden_layers=plan.layers,
-        num_attention_heads=plan.heads,
-        num_key_value_heads=plan.kv_heads,
-        head_dim=plan.head_dim,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    return Qwen3ForCausalLM(config).float()
 
 
 def keep(network: Any, path: Path, *, masters: bool = False) -> None:

@@ -64,7 +64,7 @@ def make_base_model(
     tokenizer = character_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = _new_network(plan, tokenizer)
+        network = new_network(plan, tokenizer)
         end = _Supervision(network, tokenizer, source, plan, seed).run(progress)
     record = json.dumps({**inputs(source, seed, plan), **asdict(end)}, indent=2)
     save_network(network.eval(), tokenizer, path, notes={RECORD: record})
@@ -164,7 +164,8 @@ def _prompt(tokenizer: Tokenizer, messages: list[Message]) -> str:
     return rendered
 
 
-def _new_network(plan: BaseModelPlan, tokenizer: Tokenizer) -> Network:
+def new_network(plan: BaseModelPlan, tokenizer: Tokenizer) -> Network:
+    """The plan's network, float32, random."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=plan.hidden_size,
