@@ -6,41 +6,27 @@ import os
 import secrets
 import subprocess
 import sys
-from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
+from benchmarks.staged import Staged
 from ebbtide.testing import EmbeddedRedis, wait_until
 
 ROOT: Final = Path(__file__).parents[2]
 
 
-class House:
-    """An async context manager; all processes die with this one."""
+class House(Staged):
+    """All processes die with this one."""
 
     def __init__(self) -> None:
-        self._stack = AsyncExitStack()
+        super().__init__()
         self.token = secrets.token_hex(16)
         self.redis = EmbeddedRedis()
         self.address = ""
         self.coordinator = 0  # pid
 
-    async def __aenter__(self) -> Self:
-        self._stack.enter_context(self.redis)
-        try:
-            await self._start()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
-
     async def _start(self) -> None:
+        self._stack.enter_context(self.redis)
         ready = self.redis.directory / "ready.json"
         log = self._stack.enter_context((self.redis.directory / "coordinator.log").open("wb"))
         process = await self._process(

@@ -10,13 +10,26 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any, Final
+from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from benchmarks.distribution.policy import Policy
 from benchmarks.distribution.raw import one_transfer
+from benchmarks.distribution.report import (
+    FROM_PEERS,
+    FULL,
+    PATCHES,
+    PATCHES_FROM_PEERS,
+    STAR,
+    SWEEP,
+    Row,
+    figures,
+    row,
+    table,
+    told,
+)
 from benchmarks.distribution.scene import Scene, Update
 from ebbtide.testing import wait_until
 
@@ -24,28 +37,29 @@ DENSITY: Final = 0.03
 WORKERS: Final = 8
 LATENCY_S: Final = 0.01
 Tell = Callable[[str], None]
-Row = dict[str, Any]
 
 
 class Scale(Struct, frozen=True):
-    """`copy_s`: how long one full copy takes on the slow link; `sweep`: the same, for the sweep of rates."""
+    """`copy_s`: how long one full copy takes on the slow link; `sweep`: the same, for the sweep of rates. `repeats`
+    of the full copies, `updates` by patches."""
 
     mib: int
     copy_s: float
     star_copy_s: float
+    repeats: int
     updates: int
     missed: tuple[int, ...]
     sweep: tuple[float, ...]
     kills: int
 
 
-FULL: Final = Scale(64, 16.0, 8.0, 5, (1, 5, 20), (32.0, 8.0, 2.0, 0.5, 0.0), 24)
-QUICK: Final = Scale(16, 8.0, 2.0, 3, (1, 5), (2.0, 0.0), 4)
+WHOLE: Final = Scale(64, 16.0, 8.0, 3, 5, (1, 5, 20), (32.0, 8.0, 2.0, 0.5, 0.0), 24)
+QUICK: Final = Scale(16, 8.0, 1.0, 2, 3, (1, 5), (2.0, 0.0), 4)
 
 
 def run_level(*, quick: bool = False, tell: Tell = lambda _: None) -> Row:
     """All scenes one after another, on this machine's loopback: rows, and `figures` of the whole."""
-    return asyncio.run(_run(QUICK if quick else FULL, tell))
+    return asyncio.run(_run(QUICK if quick else WHOLE, tell))
 
 
 async def _run(scale: Scale, tell: Tell) -> Row:
@@ -56,17 +70,14 @@ async def _run(scale: Scale, tell: Tell) -> Row:
             rows += await scene(Path(folder), scale, tell)
         tell(f"{scene.__doc__} ({time.monotonic() - began:.0f} s)")
     tell(table(rows))
-    told = (
+    under = (
         f"{WORKERS} workers with scripted engines, private mirrors, one machine's loopback; a policy of "
         f"{scale.mib} MiB whose full copy takes {scale.copy_s:g} s over the slow link, patches of {DENSITY:.0%} density"
     )
-    figures = _figures(rows)
-    conditions = dict.fromkeys(figures, told)
-    return {"rows": rows, "figures": figures, "conditions": conditions, "scale": _asdict(scale)}
-
-
-def _asdict(scale: Scale) -> Row:
-    return {name: getattr(scale, name) for name in scale.__struct_fields__}
+    found = figures(rows)
+    conditions = dict.fromkeys(found, under)
+    less = "" if scale is WHOLE else f"{asdict(scale)} in place of {asdict(WHOLE)}"
+    return {"rows": rows, "figures": found, "conditions": conditions, "scale": asdict(scale), "less": less}
 
 
 async def _star(folder: Path, scale: Scale, _: Tell) -> list[Row]:
@@ -80,7 +91,7 @@ async def _star(folder: Path, scale: Scale, _: Tell) -> list[Row]:
         once = await _shape(scene, policy, scale.star_copy_s)
         policy.step(1.0)  # every tile changes, as if there were no patches
         await scene.claim()
-        return [_row("star of full copies", await scene.update(policy, 1), policy, once)]
+        return [row(STAR, await scene.update(policy, 1), policy, once)]
 
 
 async def _pipelined(folder: Path, scale: Scale, tell: Tell) -> list[Row]:
@@ -92,52 +103,56 @@ async def _pipelined(folder: Path, scale: Scale, tell: Tell) -> list[Row]:
         await scene.start_workers(_names(WORKERS))
         await scene.settled()
         once = await _shape(scene, policy, scale.copy_s)
-        rows.append(await _full(scene, policy, once, "full copies, passed on while they come"))
-        tell(_told(rows[-1]))
+        for _ in range(scale.repeats):
+            rows.append(await _full(scene, policy, once, FULL))
+            tell(told(rows[-1]))
         for _ in range(scale.updates):
             policy.step(DENSITY)
-            rows.append(_row("patches", await scene.update(policy, scene.steps), policy, once))
-            tell(_told(rows[-1]))
+            rows.append(row(PATCHES, await scene.update(policy, scene.steps), policy, once))
+            tell(told(rows[-1]))
         rows += await _newcomers(scene, policy, once, scale.missed)
         rows.append(await _killed(scene, policy, once, scale.kills))
         for copy_s in scale.sweep:
             rate = await _shape(scene, policy, copy_s)
-            rows.append(await _full(scene, policy, rate, "sweep: full copies"))
+            rows.append(await _full(scene, policy, rate, SWEEP))
             policy.step(DENSITY)
-            rows.append(_row("sweep: patches", await scene.update(policy, scene.steps), policy, rate))
-            tell(_told(rows[-1]))
+            rows.append(row("sweep: patches", await scene.update(policy, scene.steps), policy, rate))
+            tell(told(rows[-1]))
     return rows
 
 
-async def _peers(folder: Path, scale: Scale, _: Tell) -> list[Row]:
+async def _peers(folder: Path, scale: Scale, tell: Tell) -> list[Row]:
     """no relay on the far side: workers pass on what they have verified"""
-    policy = Policy(scale.mib)
+    policy, rows = Policy(scale.mib), []
     async with Scene(folder, site_relay=False, peers=True) as scene:
         await scene.claim()
         await scene.publish(policy, 0)
         await scene.start_workers(_names(WORKERS))
         await scene.settled()
         once = await _shape(scene, policy, scale.copy_s)
-        rows = [await _full(scene, policy, once, "full copies, from peers")]
-        policy.step(DENSITY)
-        rows.append(_row("patches, from peers", await scene.update(policy, scene.steps), policy, once))
-        return rows
+        for _ in range(scale.repeats):
+            rows.append(await _full(scene, policy, once, FROM_PEERS))
+            tell(told(rows[-1]))
+        for _ in range(scale.repeats):
+            policy.step(DENSITY)
+            rows.append(row(PATCHES_FROM_PEERS, await scene.update(policy, scene.steps), policy, once))
+    return rows
 
 
 async def _full(scene: Scene, policy: Policy, once: float, what: str) -> Row:
     policy.step(1.0)
     await scene.claim()  # a new publisher knows no base: all tiles
-    return _row(what, await scene.update(policy, scene.steps), policy, once)
+    return row(what, await scene.update(policy, scene.steps), policy, once)
 
 
 async def _newcomers(scene: Scene, policy: Policy, once: float, missed: tuple[int, ...]) -> list[Row]:
     """One that begins with nothing, and those that were away for some versions."""
     rows = []
-    before, since = scene.link.received, time.time()
+    before, since = scene.passed(), time.time()
     version = scene.latest
     await scene.start_workers(["late"])
     rows.append(
-        _row(
+        row(
             "late joiner, its start included", await scene.arrival(version, ["late"], before, since=since), policy, once
         )
     )
@@ -147,10 +162,10 @@ async def _newcomers(scene: Scene, policy: Policy, once: float, missed: tuple[in
         for _ in range(count):
             policy.step(DENSITY)
             update = await scene.update(policy, scene.steps, others)
-        before, since = scene.link.received, time.time()
+        before, since = scene.passed(), time.time()
         scene.cluster.thaw("late")
         rows.append(
-            _row(f"missed {count}", await scene.arrival(update.version, ["late"], before, since=since), policy, once)
+            row(f"missed {count}", await scene.arrival(update.version, ["late"], before, since=since), policy, once)
         )
     return rows
 
@@ -168,7 +183,7 @@ async def _killed(scene: Scene, policy: Policy, once: float, kills: int) -> Row:
         await wait_until(there, timeout=600, interval=0.005, what="a part of the version")
         scene.cluster.kill("site")
         await scene.start_site_relay()
-    return _row(f"full copies, the far relay killed {kills} times", await updating, policy, once)
+    return row(f"full copies, the far relay killed {kills} times", await updating, policy, once)
 
 
 def _passed(scene: Scene, mark: int, updating: "asyncio.Task[Update]") -> bool:
@@ -184,52 +199,3 @@ async def _shape(scene: Scene, policy: Policy, copy_s: float) -> float:
 
 def _names(count: int) -> list[str]:
     return [f"w{number + 1}" for number in range(count)]
-
-
-def _row(what: str, update: Update, policy: Policy, once: float) -> Row:
-    seconds = update.seconds
-    return {
-        "what": what,
-        "workers": len(seconds),
-        "one_transfer_s": once,
-        "p50_s": median(seconds),
-        "p99_s": quantiles(seconds, n=100, method="inclusive")[98] if len(seconds) > 1 else seconds[0],
-        "last_s": seconds[-1],
-        "last_over_one_transfer": seconds[-1] / once,
-        "stall_s": sum(update.stalls),
-        "crossed": update.crossed,
-        "crossed_over_one_copy": update.crossed / policy.size,
-    }
-
-
-def table(rows: list[Row]) -> str:
-    """Seconds from a version's commit at the trainer's relay, and what crossed the slow link, in copies."""
-    lines = [f"{'':<44}{'plain copy':>11}{'p50':>8}{'p99':>8}{'last':>8}{'/ plain':>9}{'stalls':>9}{'copies':>9}"]
-    lines += [
-        f"{row['what']:<44}{row['one_transfer_s']:>9.2f} s{row['p50_s']:>8.2f}{row['p99_s']:>8.2f}{row['last_s']:>8.2f}"
-        f"{row['last_over_one_transfer']:>9.2f}{row['stall_s']:>9.4f}{row['crossed_over_one_copy']:>9.3f}"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
-def _told(row: Row) -> str:
-    return f"{row['what']}: last of {row['workers']} after {row['last_s']:.2f} s, {row['crossed']:,} bytes crossed"
-
-
-def _figures(rows: list[Row]) -> Row:
-    def of(what: str, field: str) -> list[float]:
-        return [row[field] for row in rows if row["what"] == what]
-
-    full, patches = "full copies, passed on while they come", "patches"
-    return {
-        "slow_link_bytes_over_one_copy": max(
-            of(full, "crossed_over_one_copy") + of("full copies, from peers", "crossed_over_one_copy")
-        ),
-        "last_install_over_one_transfer": max(of(full, "last_over_one_transfer")),
-        "last_install_over_one_transfer_from_peers": max(of("full copies, from peers", "last_over_one_transfer")),
-        "star_over_pipelined": max(of("star of full copies", "last_over_one_transfer"))
-        / max(of(full, "last_over_one_transfer")),
-        "full_over_patches": max(of(full, "last_s")) / median(of(patches, "last_s")),
-        "patch_stall_s_per_worker": median(of(patches, "stall_s")) / WORKERS,
-    }

@@ -6,17 +6,16 @@ site (`site`). All that has to do with weights crosses `link`, and nothing else 
 """
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from msgspec import Struct
 
 from benchmarks.distribution.policy import Policy
+from benchmarks.staged import Staged
 from ebbtide.client import Lease
 from ebbtide.testing import wait_until
 from ebbtide.testing.link import ShapedLink
@@ -31,19 +30,20 @@ _KEEP: Final = 24
 
 class Update(Struct, frozen=True):
     """One version on its way to some workers. Seconds count from its commit at the trainer's relay; `stalls` are those
-    for which generation stood still; `crossed` bytes came over the slow link."""
+    for which generation stood still; `crossed` bytes went over the slow link, of which `sent` towards the trainer."""
 
     version: PolicyVersion
     seconds: tuple[float, ...]
     stalls: tuple[float, ...]
     crossed: int
+    sent: int
 
 
-class Scene:
-    """An async context manager; all processes die with this one."""
+class Scene(Staged):
+    """All processes die with this one."""
 
     def __init__(self, directory: Path, *, site_relay: bool, peers: bool = False) -> None:
-        self._stack = AsyncExitStack()
+        super().__init__()
         self.cluster = Cluster(directory)
         self._site_relay, self._peers = site_relay, peers
         self.link = ShapedLink("")
@@ -53,20 +53,7 @@ class Scene:
         self.steps = 0  # published so far
         self._claim = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
-        try:
-            await self._boot()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
-
-    async def _boot(self) -> None:
+    async def _start(self) -> None:
         self._stack.push_async_callback(self.cluster.close)
         self.cluster.store()
         keep: dict[str, Any] = {"keep_versions": _KEEP, "site": "near", "name": "origin"}
@@ -126,20 +113,30 @@ class Scene:
             raise RuntimeError("publish first")
         return self.newest
 
+    def passed(self) -> tuple[int, int]:
+        """Bytes that the link has passed so far, from the trainer's side and towards it."""
+        return self.link.received, self.link.sent
+
     async def settled(self) -> None:
         """All workers have the newest version."""
-        await self.arrival(self.latest, self.workers, 0)
+        await self.arrival(self.latest, self.workers, self.passed())
 
     async def update(self, policy: Policy, step: int, workers: Sequence[str] = (), limit_s: float = 300.0) -> Update:
         """Publish, and wait until `workers` (default: all) have installed it."""
-        before = self.link.received
+        before = self.passed()
         version = await self.publish(policy, step)
         return await self.arrival(version, workers or self.workers, before, limit_s)
 
     async def arrival(
-        self, version: PolicyVersion, workers: Sequence[str], before: int, limit_s: float = 300.0, since: float = 0.0
+        self,
+        version: PolicyVersion,
+        workers: Sequence[str],
+        before: tuple[int, int],
+        limit_s: float = 300.0,
+        since: float = 0.0,
     ) -> Update:
-        """Wait until `workers` have installed `version`, timed from its commit, or from `since` by the wall clock."""
+        """Wait until `workers` have installed `version`, timed from its commit, or from `since` by the wall clock.
+        `before`: what the link had `passed` when it began."""
         entries: dict[str, dict[str, Any]] = {}
 
         def there() -> bool:
@@ -155,7 +152,8 @@ class Scene:
             since = _at(commit)
         seconds = tuple(sorted(_at(entry) - since for entry in entries.values()))
         stalls = tuple(float(entry["pause_s"]) for entry in entries.values())
-        return Update(version, seconds, stalls, self.link.received - before)
+        came, sent = (now - then for now, then in zip(self.passed(), before, strict=True))
+        return Update(version, seconds, stalls, came + sent, sent)
 
 
 def _is(entry: dict[str, Any], version: PolicyVersion) -> bool:
@@ -164,8 +162,3 @@ def _is(entry: dict[str, Any], version: PolicyVersion) -> bool:
 
 def _at(entry: dict[str, Any]) -> float:
     return datetime.fromisoformat(entry["timestamp"]).timestamp()
-
-
-def now() -> float:
-    """The wall clock, as logs have it."""
-    return time.time()
