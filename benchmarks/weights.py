@@ -9,8 +9,8 @@ mutants  broken manifests, patches and tiles, offered to what reads them
 
 The first run trains the networks whose consecutive versions are compared (minutes), and keeps them below
 `runs/bench-weights`. Prints tables and writes a JSON file with `figures`, the `conditions` that they hold under, and
-all that the parts found. A figure that was not measured is null, and `missing` says why. Ends with 1 if a part failed
-or a mutant passed; with 2 if the input is at fault.
+all that the parts found: `weights.json` if all of them ran, else `weights-PARTS.json`. A figure that was not measured
+is null, and `missing` says why. Ends with 1 if a part failed or a mutant passed; with 2 if the input is at fault.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from benchmarks.conditions import conditions  # noqa: E402
 from ebbtide.errors import InvalidRequest  # noqa: E402
 
 MUTANTS: Final = 10_000
-OUT: Final = ROOT / "benchmarks" / "results" / "weights.json"
+RESULTS: Final = ROOT / "benchmarks" / "results"
 #: Part -> its module. `run_level(quick=, tell=)` of the first two gives an object with `figures`.
 PARTS: Final = {"codec": "benchmarks.patches", "links": "benchmarks.distribution", "mutants": "benchmarks.mutants"}
 #: Figure -> the part that measures it, and what is promised of it.
@@ -49,6 +49,7 @@ PROMISED: Final[dict[str, tuple[str, str, float]]] = {
     "memory_overhead": ("codec", "<=", 0.1),
     "slow_link_bytes_over_one_copy": ("links", "<=", 1.02),
     "last_install_over_one_transfer": ("links", "<=", 1.3),
+    "full_over_patches": ("links", ">=", 15.0),
     "mutants_accepted": ("mutants", "<=", 0),
     "mutants_that_crashed_a_reader": ("mutants", "<=", 0),
 }
@@ -68,14 +69,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--to", dest="new", type=Path, help="the version after it")
     parser.add_argument("--quick", action="store_true", help="the same on less data: 4 minutes on two cores")
     parser.add_argument("--threads", type=arguments.count, default=1, help="to train networks with")
-    parser.add_argument("--out", type=arguments.output, default=str(OUT))
+    parser.add_argument("--out", type=arguments.output, help=f"default: weights.json in {RESULTS}, if all parts run")
     options = parser.parse_args(argv)
     if (options.base is None) != (options.new is None):
         parser.error("--from and --to name a pair: give both")
     if options.base and options.parts not in {None, ("codec",)}:
         parser.error("--from and --to are for the codec alone")
     options.parts = options.parts or (("codec",) if options.base else tuple(present()))
+    try:
+        options.out = options.out or arguments.output(str(RESULTS / _name(options)))
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--out: {error}")
     return options
+
+
+def _name(options: argparse.Namespace) -> str:
+    """Figures of some parts, or of somebody's pair, are not to take the place of those of the whole."""
+    if options.base:
+        return "weights-given.json"
+    return "weights.json" if set(options.parts) == set(PARTS) else f"weights-{'-'.join(options.parts)}.json"
 
 
 def _parts(text: str) -> tuple[str, ...]:
@@ -161,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures, missing = combine(found, options.parts)
     seconds = round(time.monotonic() - began, 1)
     under |= {"quick": options.quick, "parts": list(options.parts), "seconds": seconds}
+    under["less"] = {part: result["less"] for part, result in found.items() if result.get("less")}
     under |= {
         "figures": {name: text for result in found.values() for name, text in result.get("conditions", {}).items()}
     }

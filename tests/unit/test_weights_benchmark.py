@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks import weights
+from benchmarks.distribution import report as links
+from benchmarks.patches import level
 from benchmarks.patches.formats import bound, entropy, sizes
 from benchmarks.patches.level import figures_of, row_of
 from benchmarks.patches.memory import peak
@@ -24,7 +26,7 @@ from ebbtide.errors import InvalidRequest
 #: Figures that readers of the file rely on, whatever else is in there.
 FIGURES = {
     "patch_over_entropy_bound", "xor_zstd_over_patch", "astraflow_over_patch", "patch_over_best_other",
-    "encode_over_memcpy", "apply_over_memcpy", "memory_overhead", "slow_link_bytes_over_one_copy",
+    "encode_over_memcpy", "apply_over_memcpy", "memory_overhead", "slow_link_bytes_over_one_copy", "full_over_patches",
     "last_install_over_one_transfer", "mutants_accepted",
 }  # fmt: skip
 TINY = Plan(
@@ -65,6 +67,54 @@ def test_a_pair_of_files_gives_the_figures_on_sizes_and_says_why_others_are_miss
     assert told["missing"]["mutants_accepted"] == "mutants was not asked for"
     assert told["conditions"].keys() >= {"commit", "cores", "load", "quick", "seconds", "figures"}
     assert told["parts"]["codec"]["sizes"][0]["elements"] == 200_007
+
+
+def test_figures_of_some_parts_do_not_take_the_place_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "RESULTS", tmp_path / "results")
+    for words, name in (
+        (["--from", "a", "--to", "b"], "weights-given.json"),
+        (["--parts", "codec,mutants"], "weights-codec-mutants.json"),
+        (["--quick"], "weights.json"),
+        (["--parts", "codec", "--out", str(tmp_path / "mine.json")], "mine.json"),
+    ):
+        assert weights.parse(words).out.name == name
+
+
+def test_what_a_part_did_less_of_stands_in_the_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    less = {"codec": "fewer pairs", "links": ""}
+    monkeypatch.setattr(weights, "run_part", lambda part, *_: {"figures": {}, "less": less[part]})
+    _, told = run(tmp_path, "--quick", "--parts", "codec,links")
+    assert (told["conditions"]["quick"], told["conditions"]["less"]) == (True, {"codec": "fewer pairs"})
+    assert "numba" in told["conditions"]
+
+
+def link_row(what: str, last_s: float, once: float = 8.0, crossed: float = 1.0) -> dict[str, Any]:
+    row = {"what": what, "workers": 8, "one_transfer_s": once, "last_s": last_s, "stall_s": 0.08}
+    return {**row, "last_over_one_transfer": last_s / once, "crossed_over_one_copy": crossed}
+
+
+def test_figures_of_links_are_of_the_worst_scene_and_repetition() -> None:
+    rows = [
+        link_row(links.STAR, 64.0),
+        link_row(links.FULL, 8.0),
+        link_row(links.FULL, 8.8, crossed=1.01),
+        *(link_row(links.PATCHES, last_s, crossed=0.02) for last_s in (0.3, 0.5, 0.4)),
+        link_row(links.FROM_PEERS, 9.6),
+        link_row(links.PATCHES_FROM_PEERS, 0.6, crossed=0.03),
+        link_row(links.SWEEP, 40.0, once=32.0, crossed=1.005),
+        link_row(links.SWEEP, 0.4, once=0.1),  # the machine is what limits there
+    ]
+    found = links.figures(rows)
+    assert found["last_install_over_one_transfer"] == 40 / 32
+    assert found["last_install_over_one_transfer_from_peers"] == 9.6 / 8
+    assert found["slow_link_bytes_over_one_copy"] == 1.01
+    assert found["full_over_patches"] == 8.0 / 0.5
+    assert found["star_over_pipelined"] == 8 / 1.1
+    assert found["patch_stall_s_per_worker"] == 0.01
+    assert weights.kept("full_over_patches", 15.0)
+    assert not weights.kept("full_over_patches", 14.9)
 
 
 def test_files_that_are_no_pair_end_with_2(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -126,6 +176,15 @@ def test_figures_are_of_the_worst_pair_that_they_are_about() -> None:
     lines = size_table(rows).splitlines()
     assert [group_of(row["density"]) for row in rows] == ["below 0.3 %", "0.3 to 1 %", "1 to 5 %", "above 20 %"]
     assert len(lines) == 2 + 4 + 4
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_pairs_at_both_ends_of_what_is_promised_count(end: int) -> None:
+    density = [density for density in level.DENSITIES if 0.005 <= density <= 0.05][-end]
+    row = row_of(synthetic_pair(level.QUICK_ELEMENTS, density))
+    assert 0.005 <= row["density"] <= 0.05
+    assert row["density"] == pytest.approx((0.005, 0.05)[end], rel=0.05)
+    assert figures_of([row])["patch_over_entropy_bound"] is not None
 
 
 def test_masters_are_rounded_as_torch_rounds_them() -> None:
