@@ -1,7 +1,8 @@
 """Those of whom blobs may be had. What they send is for the puller to check: no source is trusted."""
 
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from ebbtide.errors import InvalidRequest, NotReady, Unavailable
 from ebbtide.rpc.channel import open_channel
@@ -10,6 +11,10 @@ from ebbtide.rpc.status import translated
 from ebbtide.types.weights import BlobSource, Holder
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
+
+_PEER: Final = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]{1,253})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})")
+#: What a client of gRPC takes for the beginning of another kind of address, though it may look like a host's name.
+_SCHEMES: Final = frozenset({"unix", "unix-abstract", "dns", "ipv4", "ipv6", "vsock", "xds", "google-c2p"})
 
 
 class Source(Protocol):
@@ -57,21 +62,34 @@ class Closable(Protocol):
     async def close(self) -> None: ...
 
 
+def check_peer(address: str, *, field: str) -> str:
+    """Return `address` if it is host:port of another machine's service, and nothing else that a client of gRPC would
+    understand; raise `InvalidRequest` naming `field` otherwise. Whoever names it, all of a fleet may go there."""
+    found = _PEER.fullmatch(address)
+    if found is None or int(found["port"]) >= 1 << 16 or (found["name"] or "").lower() in _SCHEMES:
+        raise InvalidRequest(f"{address!r} is no address of a peer: give host:port", field=field)
+    return address
+
+
 def opener(security: ClientSecurity) -> Opener:
-    """Opens sources by their addresses: host:port of a Weights service, or the URL of a static copy."""
+    """Opens sources: the URL of a static copy if the relay's settings name it, and host:port of holders else.
+
+    What it returns raises `InvalidRequest` for any other address, before anything is connected."""
 
     def open_source(source: BlobSource, reader: Holder) -> Source:
-        if source.address.startswith(("http://", "https://")):
-            try:
-                from ebbtide.transfer.http import HttpSource
-            except ImportError:
-                raise NotReady(
-                    "static copies are read with aiohttp, which is not installed: pip install aiohttp"
-                ) from None
-            return HttpSource(source.address)
-        if "://" in source.address:
-            raise InvalidRequest(f"{source.address!r} is neither host:port nor a URL of http", field="address")
-        channel = open_channel(source.address, security)
+        if source.static:
+            return _static_copy(source.address)
+        channel = open_channel(check_peer(source.address, field="address"), security)
         return GrpcSource(WeightsStub(channel), source.address, reader, channel)
 
     return open_source
+
+
+def _static_copy(url: str) -> Source:
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"{url!r} is no URL of a static copy: give http:// or https://", field="address")
+    try:
+        from ebbtide.transfer.http import HttpSource
+    except ImportError:
+        raise NotReady("static copies are read with aiohttp, which is not installed: pip install aiohttp") from None
+    return HttpSource(url)

@@ -135,12 +135,14 @@ class Holder(Struct, frozen=True, kw_only=True):
 
 
 class BlobSource(Struct, frozen=True, kw_only=True):
-    """Where blobs may be had: `address` of a Weights service, or http:// or https:// of a static copy."""
+    """Where blobs may be had: `address` of a Weights service; or, `static`, the URL of a static copy that the relay's
+    own settings name. No holder makes itself static: nobody but who runs a relay has readers ask a web server."""
 
     name: str
     address: str
     site: str = ""
     host: str = ""
+    static: bool = False
 
 
 def distance(one: Holder | BlobSource, other: Holder | BlobSource) -> int:

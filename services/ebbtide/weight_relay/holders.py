@@ -54,7 +54,7 @@ class Holders:
     ) -> None:
         """`copies`: URLs of static copies, which readers are sent to in place of this relay."""
         self._origin, self._clock = origin, clock
-        self._static = [BlobSource(name=url, address=url) for url in copies]
+        self._static = [BlobSource(name=url, address=url, static=True) for url in copies]
         self._copies: dict[Node, dict[str, Copy]] = {}
         self._count = 0  # of all copies
         self._have: dict[tuple[Stream, str], tuple[tuple[int, ...], float]] = {}

@@ -87,12 +87,25 @@ async def test_a_pull_takes_tiles_from_a_static_copy(links: list[Link], site: An
     write(folder, links[4].blobs)
     relay = await serve(links)
     relay.script.ways = [NEWEST]
-    relay.script.sources = [BlobSource(name="copy", address=url, site="here")]
+    relay.script.sources = [BlobSource(name="copy", address=url, site="here", static=True)]
     mirror = Mirror(links[0].manifest, None)
     done = await pull(pullers(relay), mirror, links[4])
     assert_right(mirror, links[4])
     assert done.bytes_by_source == {"copy": needed(links, NEWEST)}
     assert asked
+
+
+async def test_a_url_that_a_holder_told_is_never_asked(links: list[Link], site: Any, serve: Any, pullers: Any) -> None:
+    url, folder, asked, _ = site
+    write(folder, links[4].blobs)
+    relay = await serve(links)
+    relay.script.ways = [NEWEST]
+    relay.script.sources = [BlobSource(name="w1", address=url, site="here")]
+    mirror = Mirror(links[0].manifest, None)
+    done = await pull(pullers(relay), mirror, links[4])
+    assert_right(mirror, links[4])
+    assert set(done.bytes_by_source) == {"weight-relay"}
+    assert not asked
 
 
 async def test_a_copy_that_has_grown_is_looked_at_again(links: list[Link], site: Any) -> None:
@@ -153,7 +166,7 @@ async def test_lies_of_a_copy_are_noticed_by_the_puller(links: list[Link], site:
     (folder / "00000.blobs").write_bytes(content)
     relay = await serve(links)
     relay.script.ways = [NEWEST]
-    relay.script.sources = [BlobSource(name="copy", address=url, site="here")]
+    relay.script.sources = [BlobSource(name="copy", address=url, site="here", static=True)]
     mirror = Mirror(links[0].manifest, None)
     done = await pull(pullers(relay), mirror, links[4])
     assert_right(mirror, links[4])
