@@ -69,12 +69,13 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         stack.callback(supply.close)
         installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put)
         worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
+        presence = shutdown.spawn(supply.presence.run(), "presence")
+        stack.push_async_callback(_end, presence)  # it may not outlive the channel that it tells by
         await stack.enter_async_context(serving(settings, supply.shelf, worker.leaving, supply.presence.again))
         session = Session(worker, FleetStub(coordinator), settings.coordinator, attached=_once(shutdown, worker_id))
         installing = shutdown.spawn(installer.run(), "installer")
         stack.push_async_callback(_end, installing)  # an install may not outlive the engine that it is for
         supply.puller.warm_up()
-        shutdown.spawn(supply.presence.run(), "presence")
         shutdown.spawn(throttle(engine, outbox, attempts), "throttle")
         streams = shutdown.spawn(session.run(), "streams")
         shutdown.spawn(_on_signal(shutdown, worker), "signals")

@@ -118,6 +118,16 @@ async def test_readers_of_a_worker_that_leaves_are_told_to_go_elsewhere(house: H
             await reader
 
 
+@pytest.mark.parametrize("version", [0, 1])
+async def test_a_worker_that_serves_others_ends_without_a_failure(house: House, version: int) -> None:
+    for _ in range(5):
+        worker = await house.worker(version=version, **PEER)
+        await worker.end()
+        assert worker.shutdown.failure is None
+        house.coordinator.heard.clear()
+        house.coordinator.attaches.clear()
+
+
 async def pair(houses: Houses, tmp_path: Path, **changes: Any) -> tuple[House, House, str]:
     """A worker that serves version 1, one of another host that has none, and the address of the first."""
     first, second = await houses("w1"), await houses("w2")
