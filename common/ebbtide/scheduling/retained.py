@@ -17,12 +17,14 @@ class HeldVersion(Struct, frozen=True, kw_only=True):
     """A committed version. `tiles` maps the digests of its dense tiles to bytes, if it is an `anchor`; none else.
 
     `size`: bytes of its dense tiles, held or not. `idle_s` counts since it was published or read, `age_s` since it
-    came. `elsewhere`: a holder that lasts (none on a spot machine) has all of it, too.
+    came. `elsewhere`: a holder that lasts (none on a spot machine) has all of it, too. `record`: the version's own
+    file, by name and bytes, which takes room as blobs do.
     """
 
     stream: Stream
     version: int
     tiles: Mapping[bytes, int] = {}
+    record: Mapping[bytes, int] = {}
     anchor: bool = True
     size: int = 0
     idle_s: float = 0.0
@@ -31,12 +33,14 @@ class HeldVersion(Struct, frozen=True, kw_only=True):
 
 
 class HeldPatch(Struct, frozen=True, kw_only=True):
-    """A patch, its blobs by digest and bytes. `composed`: made here out of others, so that it can be made again."""
+    """A patch, its blobs by digest and bytes. `composed`: made here out of others, so that it can be made again.
+    `record` as of a version."""
 
     stream: Stream
     base: int
     version: int
     blobs: Mapping[bytes, int] = {}
+    record: Mapping[bytes, int] = {}
     composed: bool = False
     idle_s: float = 0.0
 
@@ -97,9 +101,11 @@ class Ledger:
         self._edges |= set(zip((start, *via), via, strict=False))
 
     def blobs(self) -> list[Mapping[bytes, int]]:
-        """The blobs of all that stays."""
+        """The blobs and records of all that stays."""
         dense = [self.versions[version].tiles for version in self._dense]
-        return dense + [self._patches[ends].blobs for ends in self._edges]
+        patches = [self._patches[ends] for ends in self._edges]
+        records = [self.versions[version].record for version in self._nodes]
+        return dense + records + [blobs for patch in patches for blobs in (patch.blobs, patch.record)]
 
     def composed(self) -> list[HeldPatch]:
         return [self._patches[ends] for ends in self._steps if self._patches[ends].composed]
@@ -133,21 +139,22 @@ class Ledger:
 
 
 class Stock:
-    """Bytes of distinct blobs in use."""
+    """Bytes of distinct blobs in use, of which each takes `block` bytes at least."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = 1) -> None:
+        self._block = block
         self._users: Counter[bytes] = Counter()
         self.bytes = 0
 
     def add(self, groups: Iterable[Mapping[bytes, int]]) -> None:
         for digest, size in _items(groups):
-            self.bytes += 0 if self._users[digest] else size
+            self.bytes += 0 if self._users[digest] else max(size, self._block)
             self._users[digest] += 1
 
     def remove(self, groups: Iterable[Mapping[bytes, int]]) -> None:
         for digest, size in _items(groups):
             self._users[digest] -= 1
-            self.bytes -= 0 if self._users[digest] else size
+            self.bytes -= 0 if self._users[digest] else max(size, self._block)
 
 
 def _items(groups: Iterable[Mapping[bytes, int]]) -> Iterable[Any]:

@@ -18,13 +18,15 @@ _AGED = 1.5
 
 class Rules(Struct, frozen=True, kw_only=True):
     """`keep_versions` newest of each stream, younger than `max_age_s` (0: any age); bytes in all, and of each run
-    (0: no bound). A stream idle for `abandoned_s` may lose its newest version too."""
+    (0: no bound). A stream idle for `abandoned_s` may lose its newest version too. A blob takes `block_bytes` at least,
+    however small it is: a disk gives files whole blocks."""
 
     keep_versions: int
     budget_bytes: int
     abandoned_s: float
     max_age_s: float = 0.0
     run_quota_bytes: int = 0
+    block_bytes: int = 1
 
 
 class RetentionPlan(Struct, frozen=True, kw_only=True):
@@ -65,12 +67,12 @@ def plan_retention(
     if rules.run_quota_bytes:
         for run in {stream[0] for stream in ledgers} | incoming.keys():
             own = [ledger for stream, ledger in ledgers.items() if stream[0] == run]
-            excess, some = _press(own, incoming.get(run, {}), rules.run_quota_bytes)
+            excess, some = _press(own, incoming.get(run, {}), rules.run_quota_bytes, rules.block_bytes)
             shed = shed or some
             if excess:
                 over[run] = excess
     blobs = {digest: size for some_blobs in incoming.values() for digest, size in some_blobs.items()}
-    excess, some = _press(list(ledgers.values()), blobs, rules.budget_bytes)
+    excess, some = _press(list(ledgers.values()), blobs, rules.budget_bytes, rules.block_bytes)
     pressed = shed or some or excess > 0 or bool(over)
     return RetentionPlan(
         evict=tuple(item for ledger in ledgers.values() for item in ledger.evicted()),
@@ -115,12 +117,12 @@ def _ledgers(
     return ledgers
 
 
-def _press(ledgers: list[Ledger], incoming: Mapping[bytes, int], limit: int) -> tuple[int, bool]:
+def _press(ledgers: list[Ledger], incoming: Mapping[bytes, int], limit: int, block: int) -> tuple[int, bool]:
     """Let the ledgers shed until they fit with `incoming` into `limit`. The bytes left over, and whether any shed."""
     groups = [incoming, *(blobs for ledger in ledgers for blobs in ledger.blobs())]
-    if sum(sum(blobs.values()) for blobs in groups) <= limit:
+    if sum(sum(blobs.values()) + block * len(blobs) for blobs in groups) <= limit:
         return 0, False  # also if none were shared: no need to look at each
-    stock = Stock()
+    stock = Stock(block)
     stock.add(groups)
     shed = False
     for action in _sheddings(ledgers):

@@ -158,8 +158,10 @@ class Arrival:
                 await self._read(source, wanted, lacking)
 
     async def _read(self, source: OpenSource, wanted: dict[bytes, None], lacking: set[str]) -> None:
-        patience = source.patience(_SILENCE_S, TILE_BYTES)
-        async with patience as clock, aclosing(source.source.tiles(list(wanted))) as blobs:
+        async with (
+            source.patience(_SILENCE_S, TILE_BYTES) as clock,
+            aclosing(source.source.tiles(list(wanted))) as blobs,
+        ):
             async for digest, data in blobs:
                 source.heard(_SILENCE_S, len(data))
                 self._pool.served()

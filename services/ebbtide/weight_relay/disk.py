@@ -26,13 +26,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
 from ebbtide.runtime import fsync
 from ebbtide.types.weights import Manifest, Patch
-from ebbtide.weight_relay.records import Ends, Stream, stream_of
+from ebbtide.weight_relay.records import Ends, Stream, encode, stream_of
 
 ANCHOR: Final = ".manifest"
 PATCHED: Final = ".patched"
@@ -40,7 +39,6 @@ PUBLISHED: Final = ".patch"
 COMPOSED: Final = ".composed"
 #: Syncs at once: file systems write several to the disk in one go.
 _SYNCS: Final = 16
-_ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class StagedFile(Struct, frozen=True):
@@ -104,14 +102,14 @@ class Disk:
     def put_manifest(self, manifest: Manifest, *, anchor: bool = True) -> None:
         """Make a version visible after a restart, durably; what it stands on must be so already."""
         path = self.version_path(stream_of(manifest), manifest.version.version, ANCHOR if anchor else PATCHED)
-        self._put(path, _ENCODER.encode(manifest), self.versions)
+        self._put(path, encode(manifest), self.versions)
 
     def put_patch(self, patch: Patch, *, composed: bool = False) -> None:
         """Record a patch, durably; its blobs must have been synced."""
         ends = patch.base.version, patch.version.version
         stream = patch.run_id, patch.version.policy
         path = self.patch_path(stream, ends, COMPOSED if composed else PUBLISHED)
-        self._put(path, _ENCODER.encode(patch), self.versions)
+        self._put(path, encode(patch), self.versions)
 
     def mark(self, stream: Stream, version: int, *, anchor: bool) -> None:
         """Record, durably, that a version has become an anchor, or is none any more. Idempotent."""
@@ -142,7 +140,7 @@ class Disk:
     def put_arrival(self, manifest: Manifest, patch: Patch | None) -> None:
         """Let a restart find what has come of a version from upstream."""
         path = self.arrival_path(stream_of(manifest), manifest.version.version)
-        self._put(path, _ENCODER.encode(StagedFile(manifest, patch)), self.arrivals)
+        self._put(path, encode(StagedFile(manifest, patch)), self.arrivals)
 
     def drop_arrival(self, stream: Stream, version: int) -> None:
         self._drop(self.arrival_path(stream, version))

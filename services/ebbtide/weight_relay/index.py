@@ -22,6 +22,7 @@ from ebbtide.weight_relay.records import (
     Stream,
     Units,
     dense_bytes,
+    on_disk,
     step_of,
 )
 from ebbtide.weights import tile_sizes
@@ -37,7 +38,7 @@ class Index:
         self._serving: Counter[bytes] = Counter()  # digest -> anchors and patches that hold it
         self._loose: set[bytes] = set()  # blobs that came or were given up lately: all that nothing uses are among them
         self.on_disk: dict[bytes, int] = {}
-        self.bytes = 0  # of all on disk
+        self.bytes = 0  # that all of it takes on disk, files of versions and patches too
         self.making: set[Making] = set()
 
     # -- committed versions --------------------------------------------------------------------------------------
@@ -92,6 +93,7 @@ class Index:
         """Make a version visible, with the patch to it; it is no longer a stage."""
         self._stages.pop((holding.stream, holding.number), None)
         self._versions.setdefault(holding.stream, {})[holding.number] = holding
+        self._recorded(holding)
         self._serving.update(holding.tiles.keys())
         if edge is not None:
             self.connect(edge)
@@ -100,17 +102,22 @@ class Index:
         """Add a patch between versions held here."""
         stream = edge.patch.run_id, edge.patch.version.policy
         self._patches.setdefault(stream, {})[edge.ends] = edge
+        self._recorded(edge)
         self._serving.update(edge.blobs.keys())
 
     def cut(self, stream: Stream, ends: Ends) -> None:
         """Take a patch away."""
-        self._release(self._patches[stream].pop(ends).blobs)
+        edge = self._patches[stream].pop(ends)
+        self._recorded(edge, -1)
+        self._release(edge.blobs)
 
     def evict(self, stream: Stream, version: int) -> None:
         """Take a version away, and its patches."""
         for ends in [ends for ends in self.patches(stream) if version in ends]:
             self.cut(stream, ends)
-        self._release(self._versions[stream].pop(version).tiles)
+        holding = self._versions[stream].pop(version)
+        self._recorded(holding, -1)
+        self._release(holding.tiles)
         if not self._versions[stream]:
             del self._versions[stream]
             self._patches.pop(stream, None)
@@ -124,6 +131,9 @@ class Index:
         """Keep an anchor as a version that patches lead to."""
         self._release(holding.tiles)
         holding.anchor, holding.tiles = False, {}
+
+    def _recorded(self, item: Holding | Edge, sign: int = 1) -> None:
+        self.bytes += sign * sum(map(on_disk, item.record.values()))
 
     def _release(self, blobs: Mapping[bytes, int]) -> None:
         self._serving.subtract(blobs.keys())
@@ -239,7 +249,7 @@ class Index:
     def stored(self, digest: bytes, size: int) -> None:
         if digest not in self.on_disk:
             self.on_disk[digest] = size
-            self.bytes += size
+            self.bytes += on_disk(size)
             self._loose.add(digest)
 
     def take_garbage(self) -> list[bytes]:
@@ -257,4 +267,5 @@ class Index:
 
     def forget(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
-            self.bytes -= self.on_disk.pop(digest, 0)
+            if digest in self.on_disk:
+                self.bytes -= on_disk(self.on_disk.pop(digest))

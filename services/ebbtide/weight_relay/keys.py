@@ -27,6 +27,11 @@ class Keys:
         for run_id, text in (await asyncio.to_thread(self._disk.keys)).items():
             self._pinned[run_id] = _key(text, f"data_dir: keys/{run_id}")
 
+    @property
+    def pins(self) -> int:
+        """How many lie on disk."""
+        return len(self._pinned)
+
     def check(self, manifest: Manifest, patch: Patch | None, *, arriving: bool) -> None:
         """Refuse what the run's publisher did not sign. A patch from upstream may have been composed there, unsigned.
 

@@ -1,6 +1,7 @@
 """A version comes: staged, filled with its blobs, committed; by a publisher, or from upstream (`arriving`)."""
 
 import asyncio
+from collections import Counter
 from typing import Final
 
 from ebbtide import telemetry
@@ -11,15 +12,17 @@ from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.codecs import Codecs
 from ebbtide.weight_relay.disk import disk_errors
 from ebbtide.weight_relay.keys import Keys
-from ebbtide.weight_relay.records import Edge, Holding, Stage, Units, dense_bytes, make_stage
+from ebbtide.weight_relay.records import Edge, Holding, Stage, Units, dense_bytes, make_stage, on_disk
 from ebbtide.weight_relay.retiring import Retiring
 from ebbtide.weight_relay.shelf import Shelf, named
 from ebbtide.weights import check_tile, same_geometry
 
 log = telemetry.get_logger(__name__)
 
-#: Live publishers at once: each stage costs memory for its manifest, and room in the budget.
+#: Live publishers at once: each stage costs memory for its manifest, and room in the budget; and those of one run, so
+#: that none keeps all others out.
 MAX_STAGES: Final = 16
+MAX_STAGES_OF_RUN: Final = 4
 
 
 class Publishing:
@@ -69,14 +72,19 @@ class Publishing:
             raise NotReady(f"version {base.version} has other tensors or pieces than the patch; publish all of it")
 
     async def _make_room(self, stage: Stage) -> None:
-        if sum(1 for other in self._shelf.index.stages if not other.arriving) > MAX_STAGES:
+        runs = Counter(other.stream[0] for other in self._shelf.index.stages if not other.arriving)
+        if not stage.arriving and runs[stage.stream[0]] > MAX_STAGES_OF_RUN:
+            text = f"{MAX_STAGES_OF_RUN} publishes of run {stage.stream[0]} are under way; commit one, or retry later"
+            raise NoCapacity(text, retry_after_s=5.0)
+        if runs.total() > MAX_STAGES:
             raise NoCapacity(f"{MAX_STAGES} publishes are under way at this relay; retry later", retry_after_s=5.0)
         plan = await self._retiring.plan()
         self._check_room(plan, stage)
         await self._retiring.follow(plan)
 
     def _check_room(self, plan: RetentionPlan, stage: Stage) -> None:
-        size, settings = sum(stage.blobs.values()), self._shelf.settings
+        size = sum(map(on_disk, (stage.blobs | stage.record).values()))
+        settings = self._shelf.settings
         if over := plan.over_quota.get(stage.stream[0]):
             raise NoCapacity(
                 f"{size} bytes exceed by {over} what the quota of {settings.run_quota_bytes} bytes leaves the run "

@@ -1,7 +1,8 @@
 """What the relay holds: committed versions, patches between them, and stages of versions that are still coming."""
 
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
@@ -12,6 +13,7 @@ from ebbtide.weights import Limits, blob_sizes, check_manifest, check_patch, pat
 from ebbtide.weights.patch.layout import unit_width
 
 __all__ = [
+    "BLOCK",
     "Edge",
     "Ends",
     "Holding",
@@ -21,10 +23,17 @@ __all__ = [
     "Stream",
     "Units",
     "dense_bytes",
+    "encode",
     "make_stage",
+    "on_disk",
     "step_of",
     "stream_of",
 ]
+
+#: What a file takes on disk at least, and what the budget counts for it.
+BLOCK: Final = 4096
+#: Manifests and patches as they lie on disk.
+encode: Final = msgspec.msgpack.Encoder().encode
 
 #: A patch of a stream: its base and its version.
 Ends: TypeAlias = tuple[int, int]
@@ -36,6 +45,18 @@ def stream_of(manifest: Manifest) -> Stream:
     return manifest.run_id, manifest.version.policy
 
 
+def on_disk(size: int) -> int:
+    """Bytes that the budget counts for a file."""
+    return max(size, BLOCK)
+
+
+def _record(item: Manifest | Patch) -> dict[bytes, int]:
+    """The file of a version or patch, by a name that no digest has, and its bytes."""
+    ends = [item.version.version] if isinstance(item, Manifest) else [item.base.version, item.version.version]
+    name = "/".join(["versions", item.run_id, item.version.policy, *map(str, ends)])
+    return {name.encode(): len(encode(item))}
+
+
 def dense_bytes(manifest: Manifest) -> int:
     return sum(entry.size for entry in manifest.tensors)
 
@@ -43,7 +64,7 @@ def dense_bytes(manifest: Manifest) -> int:
 class Holding(Struct, kw_only=True):
     """A committed version. `tiles`: its dense tiles, all on disk, if it is an anchor; else none.
 
-    `used_at` is when it was last published or read, `since` when it came here.
+    `used_at` is when it was last published or read, `since` when it came here. `record`: its own file, by bytes.
     """
 
     manifest: Manifest
@@ -51,6 +72,10 @@ class Holding(Struct, kw_only=True):
     tiles: dict[bytes, int]
     used_at: float
     since: float
+    record: dict[bytes, int] = {}
+
+    def __post_init__(self) -> None:
+        self.record = _record(self.manifest)
 
     @property
     def stream(self) -> Stream:
@@ -72,12 +97,16 @@ class Holding(Struct, kw_only=True):
 
 
 class Edge(Struct, kw_only=True):
-    """A patch whose blobs are all on disk. `composed`: made here out of others."""
+    """A patch whose blobs are all on disk. `composed`: made here out of others. `record`: its own file, by bytes."""
 
     patch: Patch
     blobs: dict[bytes, int]
     composed: bool
     used_at: float
+    record: dict[bytes, int] = {}
+
+    def __post_init__(self) -> None:
+        self.record = _record(self.patch)
 
     @property
     def ends(self) -> Ends:
@@ -94,7 +123,8 @@ def step_of(patch: Patch) -> Step:
 
 class Stage(Struct, kw_only=True):
     """A version on its way: by its `patch`, or dense. `blobs` are those that it takes, in order, by bytes; `units`
-    tells of those that are tile patches. `arriving`: from upstream, readable already; else from a publisher."""
+    tells of those that are tile patches. `arriving`: from upstream, readable already; else from a publisher. `record`:
+    the files that the version and the patch will have, by bytes."""
 
     manifest: Manifest
     patch: Patch | None
@@ -102,6 +132,10 @@ class Stage(Struct, kw_only=True):
     units: dict[bytes, Units]
     arriving: bool
     used_at: float
+    record: dict[bytes, int] = {}
+
+    def __post_init__(self) -> None:
+        self.record = _record(self.manifest) | (_record(self.patch) if self.patch else {})
 
     @property
     def stream(self) -> Stream:

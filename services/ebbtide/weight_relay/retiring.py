@@ -3,6 +3,8 @@
 import asyncio
 from typing import Final
 
+from msgspec.structs import replace
+
 from ebbtide import telemetry
 from ebbtide.errors import ChunkCorrupt, EbbtideError, VersionUnavailable
 from ebbtide.scheduling.retained import HeldPatch, HeldVersion
@@ -10,7 +12,7 @@ from ebbtide.scheduling.retention import RetentionPlan, Rules, plan_retention
 from ebbtide.scheduling.ways import passages
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.disk import disk_errors
-from ebbtide.weight_relay.records import Edge, Ends, Holding, Making, Node, Stage, Stream, dense_bytes
+from ebbtide.weight_relay.records import BLOCK, Edge, Ends, Holding, Making, Node, Stage, Stream, dense_bytes, on_disk
 from ebbtide.weight_relay.shelf import Shelf, named
 
 log = telemetry.get_logger(__name__)
@@ -28,6 +30,7 @@ class Retiring:
             abandoned_s=settings.abandoned_s,
             max_age_s=settings.max_age_s,
             run_quota_bytes=settings.run_quota_bytes,
+            block_bytes=BLOCK,
         )
         self._found: set[Node] = set()
         self._found_at = 0.0
@@ -52,7 +55,7 @@ class Retiring:
         incoming: dict[str, dict[bytes, int]] = {}
         pinned: set[Node] = set()
         for stage in index.stages:
-            incoming.setdefault(stage.stream[0], {}).update(stage.blobs)
+            incoming.setdefault(stage.stream[0], {}).update(stage.blobs | stage.record)
             if stage.patch is not None:
                 pinned.add((stage.stream, stage.patch.base.version))
         for making in index.making:
@@ -61,15 +64,21 @@ class Retiring:
         needed = self._shelf.needed()
         if self._found and now < self._found_at + _GRACE_S:
             needed = needed | self._found
+        rules = replace(self._rules, budget_bytes=self._budget())
         return await asyncio.to_thread(
-            plan_retention, versions, patches, rules=self._rules, incoming=incoming, needed=needed, pinned=pinned
+            plan_retention, versions, patches, rules=rules, incoming=incoming, needed=needed, pinned=pinned
         )
+
+    def _budget(self) -> int:
+        """Bytes for versions and patches: the budget, less what the files of publishers' keys take, which never go."""
+        return max(0, self._rules.budget_bytes - BLOCK * self._shelf.pins())
 
     def _held_version(self, item: Holding, now: float) -> HeldVersion:
         return HeldVersion(
             stream=item.stream,
             version=item.number,
             tiles=item.tiles,
+            record=item.record,
             anchor=item.anchor,
             size=dense_bytes(item.manifest),
             idle_s=now - item.used_at,
@@ -80,16 +89,16 @@ class Retiring:
     def room(self, run_id: str) -> int:
         """Bytes that the budget and the run's quota leave free now."""
         index = self._shelf.index
-        rooms = [self._rules.budget_bytes - index.bytes]
+        rooms = [self._budget() - index.bytes]
         if self._rules.run_quota_bytes:
             own: dict[bytes, int] = {}
             for stream in index.streams():
                 if stream[0] == run_id:
                     for holding in index.stream(stream).values():
-                        own |= holding.tiles
+                        own |= holding.tiles | holding.record
                     for edge in index.patches(stream).values():
-                        own |= edge.blobs
-            rooms.append(self._rules.run_quota_bytes - sum(own.values()))
+                        own |= edge.blobs | edge.record
+            rooms.append(self._rules.run_quota_bytes - sum(map(on_disk, own.values())))
         return min(rooms)
 
     async def follow(self, plan: RetentionPlan) -> None:
@@ -221,6 +230,7 @@ def _held_patch(stream: Stream, edge: Edge, now: float) -> HeldPatch:
         base=base,
         version=version,
         blobs=edge.blobs,
+        record=edge.record,
         composed=edge.composed,
         idle_s=now - edge.used_at,
     )

@@ -36,6 +36,7 @@ class Relay:
         # Half of the cores: fetches and commits have the others.
         self._codecs = Codecs(settings.codec_threads or max(1, (os.cpu_count() or 1) // 2))
         self._keys = Keys(self._shelf.disk, keys, allow_unsigned=settings.allow_unsigned)
+        self._shelf.pins = lambda: self._keys.pins
         self._retiring = Retiring(self._shelf)
         self._publishing = Publishing(self._shelf, self._retiring, self._keys, self._codecs)
         self._reading = Reading(self._shelf, self._retiring)

@@ -40,6 +40,8 @@ class Shelf:
         self.needed: Callable[[], set[Node]] = set
         #: How many holders that last have all of a version.
         self.lasting: Callable[[Stream, int], int] = lambda _stream, _version: 0
+        #: How many publishers' keys lie on disk.
+        self.pins: Callable[[], int] = int
         self._unsynced: set[bytes] = set()
         self._unbroken: set[asyncio.Task[object]] = set()
         self._arrivals: dict[bytes, asyncio.Event] = {}

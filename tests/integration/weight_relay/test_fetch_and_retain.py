@@ -93,7 +93,7 @@ async def test_the_newest_versions_stay_and_their_tiles_alone(process: Any, rela
 
 async def test_the_byte_budget_is_kept_and_never_costs_a_live_newest_version(process: Any, relay: Relay) -> None:
     process.end(signal.SIGTERM)
-    await process.start("--budget-bytes", str(4 * MIB))
+    await process.start("--budget-bytes", str(4 * MIB + (64 << 10)))
     await relay.publish("other", version(1), weights(9))
     for number in (1, 2, 3):
         await relay.publish("run", version(number), weights(number))

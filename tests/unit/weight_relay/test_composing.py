@@ -80,7 +80,7 @@ async def test_who_asks_at_once_shares_one_composition_and_who_gains_nothing_wai
 
 async def test_a_composed_patch_makes_room_before_anything_that_was_published(tmp_path: Path) -> None:
     sizes = {"w": ("BF16", "<u2", 400_000)}
-    line, relay = Line(7, share=0.05, sizes=sizes), await opened(tmp_path, budget_bytes=1_200_000)
+    line, relay = Line(7, share=0.05, sizes=sizes), await opened(tmp_path, budget_bytes=1_220_000)
     for version in list(line)[:5]:
         await publish(relay, version)
     await relay.ways("run", "policy", 5, [1], bytes_per_s=SLOW)
@@ -95,7 +95,7 @@ async def test_a_composed_patch_makes_room_before_anything_that_was_published(tm
 
 async def test_no_patch_is_composed_where_room_lacks(tmp_path: Path) -> None:
     sizes = {"w": ("BF16", "<u2", 400_000)}
-    line, relay = Line(5, share=0.05, sizes=sizes), await opened(tmp_path, run_quota_bytes=900_000)
+    line, relay = Line(5, share=0.05, sizes=sizes), await opened(tmp_path, run_quota_bytes=936_000)
     await publish_all(relay, line)
     assert [way.via for way in await relay.ways("run", "policy", 5, [1], bytes_per_s=SLOW)] == [(2, 3, 4, 5)]
     await relay.close()

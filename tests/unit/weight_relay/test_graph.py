@@ -76,7 +76,7 @@ async def test_versions_go_by_age_and_an_anchor_is_made_for_what_is_left(tmp_pat
 
 
 async def test_a_runs_quota_names_itself_and_spares_other_runs(tmp_path: Path) -> None:
-    quota = 2 * DENSE + 1000
+    quota = 2 * DENSE + 10_000
     relay = await opened(tmp_path, run_quota_bytes=quota, anchor_every=99, anchor_share=99.0)
     line = Line(2, sizes=SMALL, share=1.0)
     await publish(relay, line[1])

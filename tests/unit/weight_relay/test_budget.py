@@ -1,0 +1,78 @@
+"""What the budget counts: whole disk blocks, and the files of versions and of publishers' keys too."""
+
+from pathlib import Path
+
+import pytest
+
+from ebbtide.errors import NoCapacity
+from ebbtide.types.weights import PolicyVersion, TensorEntry
+from ebbtide.weight_relay.publishing import MAX_STAGES_OF_RUN
+from ebbtide.weight_relay.records import BLOCK
+from ebbtide.weight_relay.service import Relay
+from ebbtide.weights import seal_manifest
+from tests.integration.weight_relay.lines import SIGNER, Line
+from tests.unit.weight_relay.relays import SMALL, publish, relay_at
+
+BUDGET = 1 << 20
+
+
+async def opened(folder: Path) -> Relay:
+    relay = relay_at(folder, budget_bytes=BUDGET, keep_versions=9)
+    await relay.open()
+    return relay
+
+
+async def publish_nothing(relay: Relay, run_id: str) -> None:
+    """A version of one empty tensor, signed."""
+    entry = TensorEntry(name="empty", dtype="BF16", shape=(0,), size=0, digests=())
+    manifest = SIGNER.sign(seal_manifest(run_id, PolicyVersion(policy="policy", version=1), [entry], 1 << 20))
+    assert await relay.begin(manifest) == []
+    await relay.commit(run_id, manifest.version)
+
+
+async def test_versions_without_a_blob_take_room_with_their_files_and_keys(tmp_path: Path) -> None:
+    relay = await opened(tmp_path)
+    for number in range(BUDGET // (2 * BLOCK)):
+        await publish_nothing(relay, f"run-{number}")
+    with pytest.raises(NoCapacity, match="--budget-bytes"):
+        await publish_nothing(relay, "one-more")
+    await relay.close()
+    relay = await opened(tmp_path)
+    with pytest.raises(NoCapacity):
+        await publish_nothing(relay, "another")
+    await relay.close()
+
+
+async def test_small_tiles_take_whole_blocks_of_the_budget(tmp_path: Path) -> None:
+    relay = await opened(tmp_path)
+    tiles = BUDGET // BLOCK
+    few = Line(1, sizes={"w": ("U8", "|u1", 4 * (tiles - 10))}, tile_bytes=4)
+    many = Line(1, sizes={"w": ("U8", "|u1", 4 * tiles)}, tile_bytes=4, run_id="many")
+    with pytest.raises(NoCapacity, match="--budget-bytes"):
+        await relay.begin(many[1].manifest)
+    await publish(relay, few[1])
+    await relay.close()
+
+
+async def test_what_the_budget_counts_is_given_back_when_it_goes(tmp_path: Path) -> None:
+    relay = relay_at(tmp_path, keep_versions=1, anchor_every=99, anchor_share=99.0)
+    await relay.open()
+    line, counted = Line(6, sizes=SMALL), []
+    for version in line:
+        await publish(relay, version, whole=True)
+        counted.append(relay.index.bytes)
+    assert min(counted) == max(counted)
+    await relay.close()
+
+
+async def test_a_run_that_stages_without_end_leaves_others_room(tmp_path: Path) -> None:
+    relay = relay_at(tmp_path)
+    await relay.open()
+    line = Line(MAX_STAGES_OF_RUN + 1, sizes=SMALL)
+    for version in line.versions[:-1]:
+        await relay.begin(version.manifest)
+        await relay.begin(version.manifest)  # the same one is no other
+    with pytest.raises(NoCapacity, match="of run run are under way"):
+        await relay.begin(line.versions[-1].manifest)
+    assert await relay.begin(Line(1, sizes=SMALL, run_id="other")[1].manifest)
+    await relay.close()
