@@ -158,8 +158,13 @@ def parse_limits(pairs: Iterable[str]) -> Mapping[str, float]:
     limits: dict[str, float] = {}
     for pair in pairs:
         name, equals, text = pair.rpartition("=")
-        value = float(text) if equals else -1.0
-        if not (0 <= value < math.inf) or name in limits:
-            raise ValueError(f"{pair!r} must be NAME=BYTES_PER_S, each name once")
+        try:
+            value = float(text) if equals and name else -1.0
+        except ValueError:
+            value = -1.0
+        if not (0 <= value < math.inf):
+            raise ValueError(f"{pair!r} must be NAME=BYTES_PER_S, such as north=1.25e8")
+        if name in limits:
+            raise ValueError(f"{pair!r} names {name} once more")
         limits[name] = value
     return limits

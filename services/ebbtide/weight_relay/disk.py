@@ -153,8 +153,15 @@ class Disk:
         self._put(self._keys / run_id, key.hex().encode(), self._keys)
 
     def keys(self) -> dict[str, str]:
-        """The pinned keys by run, as they are written."""
-        return {path.name: path.read_text(errors="replace") for path in self._keys.iterdir()}
+        """The pinned keys by run, as they are written. Raises `InvalidRequest` for what cannot be read."""
+        found = {}
+        for path in self._keys.iterdir():
+            try:
+                found[path.name] = path.read_text(errors="replace")
+            except OSError as error:
+                text = f"keys/{path.name} is no readable file ({error.strerror}); remove it, or put the run's key back"
+                raise InvalidRequest(text, field="data_dir") from None
+        return found
 
     # -- files ---------------------------------------------------------------------------------------------------
 

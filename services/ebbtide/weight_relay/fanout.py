@@ -12,10 +12,9 @@ from contextlib import suppress
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rpc.channel import check_address
-from ebbtide.scheduling.fairness import parse_limits
 from ebbtide.scheduling.sources import Origin
 from ebbtide.types.weights import NAME_CHARS, SITE_CHARS, BlobSource, FoundWay, Holder, WeightsState
+from ebbtide.weight_relay.checks import check_settings, is_url
 from ebbtide.weight_relay.describe import describe
 from ebbtide.weight_relay.holders import AGAIN_S, Holders, WayRequest
 from ebbtide.weight_relay.links import Links, host_of
@@ -37,13 +36,7 @@ class Fanout:
     def __init__(self, relay: Relay) -> None:
         """Raises `InvalidRequest` for settings that cannot be, naming the field."""
         self._relay, settings = relay, relay.settings
-        try:
-            limits = parse_limits(settings.link_limits)
-        except ValueError as error:
-            raise InvalidRequest(str(error), field="link_limits") from None
-        if settings.static_copies and settings.upstream:
-            text = "is for a relay without an upstream; name the copy as `upstream`, or to the relay that is followed"
-            raise InvalidRequest(text, field="static_copies")
+        limits = check_settings(settings)
         origin = Origin(site=settings.site, trainers=not settings.upstream)
         self.holders = Holders(origin, settings.static_copies)
         self.links = Links(limits, settings.egress_limit)
@@ -100,9 +93,8 @@ def _upstream(settings: RelaySettings, relay: Relay) -> Upstream:
     name = settings.name or f"{socket.gethostname()}/{settings.server.listen}"
     # A relay's disk is no memory that others could share: it is of no host.
     holder = Holder(name=name, site=settings.site, address=settings.advertise, lasting=True)
-    if settings.upstream.startswith(("http://", "https://")):
+    if is_url(settings.upstream):
         from ebbtide.weight_relay.static_upstream import StaticUpstream
 
         return StaticUpstream(settings.upstream, settings.upstream_security, holder, relay.limits)
-    check_address(settings.upstream, field="upstream")
     return RelayUpstream(settings.upstream, settings.upstream_security, holder, relay.limits)

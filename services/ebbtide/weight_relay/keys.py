@@ -23,9 +23,13 @@ class Keys:
         self._pinned: dict[str, bytes] = {}
 
     async def open(self) -> None:
-        """Find the pins. Raises `InvalidRequest` for a file that is none: to go on would be to trust anybody."""
+        """Find the pins. Raises `InvalidRequest` for a file that is none: to go on would be to trust anybody; and for
+        one that says something else than the settings."""
         for run_id, text in (await asyncio.to_thread(self._disk.keys)).items():
-            self._pinned[run_id] = _key(text, f"data_dir: keys/{run_id}")
+            key = self._pinned[run_id] = _key(text, f"data_dir: keys/{run_id}")
+            if self._given.get(run_id, key) != key:
+                another = f"names another key of run {run_id} than keys/{run_id} in the data_dir; remove one of them"
+                raise InvalidRequest(another, field="publisher_keys")
 
     @property
     def pins(self) -> int:
@@ -42,20 +46,29 @@ class Keys:
             if not self._allow_unsigned:
                 raise PermissionDenied("the manifest is not signed; sign it, or run the relay with --allow-unsigned")
             return
+        self._check_same(manifest)
         check_signature(manifest, pinned)
         if patch is not None and (patch.signature or not arriving):
             check_patch_signature(patch, manifest.publisher)
 
     async def pin(self, manifest: Manifest) -> None:
         """Hold the run to the key that has signed a checked manifest. Raises `PermissionDenied` if another had it."""
+        self._check_same(manifest)
         key = self._key_of(manifest.run_id)
-        if key and key != manifest.publisher:
-            raise PermissionDenied("the manifest is signed by another key than the run's publisher's")
         if key or not manifest.publisher:
             return
         with disk_errors():
             await asyncio.to_thread(self._disk.put_key, manifest.run_id, manifest.publisher)
         self._pinned[manifest.run_id] = manifest.publisher
+
+    def _check_same(self, manifest: Manifest) -> None:
+        run_id = manifest.run_id
+        if (key := self._key_of(run_id)) and key != manifest.publisher:
+            held = "--publisher-keys" if run_id in self._given else f"keys/{run_id} in its data_dir"
+            raise PermissionDenied(
+                f"run {run_id} is signed by another key than the run's publisher's, which the relay has from {held}: "
+                "publish under another run id, or change it there and start the relay again"
+            )
 
     def _key_of(self, run_id: str) -> bytes:
         return self._given.get(run_id) or self._pinned.get(run_id, b"")

@@ -103,7 +103,7 @@ async def test_the_byte_budget_is_kept_and_never_costs_a_live_newest_version(pro
     relay._peer.patience_s = 0.5
     with pytest.raises(NoCapacity, match="--budget-bytes"):
         await relay.publish("run", version(5), weights(5, mib=2))
-    with pytest.raises(InvalidRequest, match="more than 4194304 bytes"):
+    with pytest.raises(InvalidRequest, match=r"more than \d+ bytes"):
         await relay.publish("run", version(6), weights(6, mib=5))
     assert (await relay.fetch("run", "policy", 0))[0].version.version == 4
 

@@ -155,6 +155,8 @@ def test_a_rate_forgets() -> None:
 
 def test_limits_are_read_and_nonsense_is_refused() -> None:
     assert parse_limits(["eu=1e6", "*=0"]) == {"eu": 1e6, "*": 0.0}
-    for bad in (["eu"], ["eu=fast"], ["eu=-1"], ["eu=1", "eu=2"], ["eu=inf"]):
-        with pytest.raises(ValueError, match=r"."):
+    for bad in (["eu"], ["eu=fast"], ["eu=-1"], ["eu=inf"], ["eu=nan"], ["=5"]):
+        with pytest.raises(ValueError, match=r"must be NAME=BYTES_PER_S"):
             parse_limits(bad)
+    with pytest.raises(ValueError, match="once more"):
+        parse_limits(["eu=1", "eu=2"])

@@ -37,9 +37,29 @@ async def test_the_first_key_of_a_run_is_its_key_also_after_a_restart(tmp_path: 
 
 async def test_a_key_that_is_known_beforehand_is_the_only_one(tmp_path: Path) -> None:
     relay = await opened(tmp_path, publisher_keys=(f"run={OTHER.public.hex()}",))
-    with pytest.raises(PermissionDenied, match="another key"):
+    with pytest.raises(PermissionDenied, match=r"another key .* --publisher-keys: publish under another run id"):
         await relay.begin(Line(1, sizes=SMALL)[1].manifest)
     await relay.begin(Line(1, sizes=SMALL, signer=OTHER)[1].manifest)
+    await relay.close()
+
+
+async def test_a_key_of_the_settings_that_is_not_the_pinned_one_is_told_at_the_start(tmp_path: Path) -> None:
+    relay = await opened(tmp_path)
+    await relay.begin(Line(1, sizes=SMALL)[1].manifest)
+    await relay.close()
+    relay = relay_at(tmp_path, publisher_keys=(f"run={OTHER.public.hex()}",))
+    with pytest.raises(InvalidRequest, match=r"publisher_keys: .*keys/run in the data_dir; remove one"):
+        await relay.open()
+    await relay.close()
+    relay = await opened(tmp_path, publisher_keys=(f"run={SIGNER.public.hex()}",))
+    await relay.close()
+
+
+async def test_a_folder_among_the_keys_is_named_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "keys" / "odd").mkdir(parents=True)
+    relay = relay_at(tmp_path)
+    with pytest.raises(InvalidRequest, match=r"keys/odd is no readable file .*; remove it"):
+        await relay.open()
     await relay.close()
 
 
