@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from ebbtide.client.hold import LEAVE_S
 from ebbtide.client.lease import Lease
 from ebbtide.client.retry import Peer
 from ebbtide.errors import InvalidRequest, NoCapacity, NotFound, NotReady
@@ -66,6 +67,7 @@ class Client:
         self._runs = RunsStub(self._coordinator.channel)
         self._rollouts = RolloutsStub(self._coordinator.channel)
         self._peers = [self._coordinator]
+        self._publishers: list[Publisher] = []
 
     def _peer(self, service: str, target: str) -> Peer:
         return Peer(service, target, self._security, self._patience_s)
@@ -88,6 +90,9 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
+        """Versions that are on their way are waited for some seconds, then given up."""
+        for publisher in self._publishers:
+            await publisher.aclose(LEAVE_S)
         for peer in self._peers:
             await peer.close()
 
@@ -200,7 +205,9 @@ class Client:
 
     def publisher(self, run_id: str, exchange: "Exchange", policy: str = "policy") -> "Publisher":
         """What publishes a rank's own shards, on each rank but 0, whose is `Lease.publisher`. All publish together."""
-        return self._weights().publisher(run_id, policy, authority=None, exchange=exchange)
+        publisher = self._weights().publisher(run_id, policy, authority=None, exchange=exchange)
+        self._publishers.append(publisher)
+        return publisher
 
     # -- leases --------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights.encode import Encoded
 
-M = TypeVar("M", bound=Struct)
+M = TypeVar("M", "Start", "Share", "Wanted", "Put")
 
 
 class Exchange(Protocol):
@@ -67,7 +67,7 @@ class Failure(Struct, frozen=True):
         return made
 
 
-class Start(Struct, frozen=True, kw_only=True):
+class Start(Struct, frozen=True, kw_only=True, tag=True):
     """Rank 0 begins `version`; `base` is the version that the patch, if there is one, leads from (0: none)."""
 
     version: PolicyVersion | None = None
@@ -75,14 +75,14 @@ class Start(Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
-class Share(Struct, frozen=True, kw_only=True):
+class Share(Struct, frozen=True, kw_only=True, tag=True):
     """What a rank has encoded."""
 
     encoded: Encoded | None = None
     failure: Failure | None = None
 
 
-class Wanted(Struct, frozen=True, kw_only=True):
+class Wanted(Struct, frozen=True, kw_only=True, tag=True):
     """Blobs to put; or, with a `failure` or an `end`, that nothing more is to be done."""
 
     digests: tuple[bytes, ...] = ()
@@ -101,7 +101,7 @@ class End(Struct, frozen=True, kw_only=True):
     elements: int
 
 
-class Put(Struct, frozen=True, kw_only=True):
+class Put(Struct, frozen=True, kw_only=True, tag=True):
     """Bytes that a rank has put. `again`: why it could not go on, which beginning anew may cure."""
 
     sent: int = 0
@@ -109,9 +109,25 @@ class Put(Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
-def pack(message: Struct) -> bytes:
-    return msgspec.msgpack.encode(message)
+class _Said(Struct, frozen=True):
+    """A message of the `publish`th version that these ranks make together."""
+
+    publish: int
+    message: Start | Share | Wanted | Put
 
 
-def unpack(data: bytes, kind: type[M]) -> M:
-    return msgspec.msgpack.decode(data, type=kind)
+def pack(publish: int, message: Start | Share | Wanted | Put) -> bytes:
+    return msgspec.msgpack.encode(_Said(publish, message))
+
+
+def unpack(data: bytes, publish: int, kind: type[M]) -> M:
+    """The message, which must be of that version and `kind`. Raises `InvalidRequest` when ranks are out of step."""
+    text = f"{kind.__name__} of publish {publish} was to come"
+    try:
+        said = msgspec.msgpack.decode(data, type=_Said)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"{text}, and not what this is ({error})", field="exchange") from None
+    if said.publish != publish or not isinstance(said.message, kind):
+        text = f"{text}, not {type(said.message).__name__} of {said.publish}: all ranks publish the same versions"
+        raise InvalidRequest(text, field="exchange")
+    return said.message

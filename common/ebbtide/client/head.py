@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from ebbtide.client.exchange import End, Failure, Put, Share, Wanted
 from ebbtide.client.staging import Staging
-from ebbtide.errors import EbbtideError, NoCapacity, NotReady, Unavailable
+from ebbtide.errors import EbbtideError, Internal, NoCapacity, NotReady, Unavailable
 from ebbtide.rpc.retry import pauses
 from ebbtide.types.weights import KEY_BYTES, Manifest, Patch, PolicyVersion, TensorEntry, TensorPatch
 from ebbtide.weights import Signer, same_geometry, seal_manifest, seal_patch
@@ -29,7 +29,6 @@ _OWN_SEED: Final = os.urandom(KEY_BYTES)
 class _Piece(Struct, frozen=True):
     entry: TensorEntry
     patch: TensorPatch
-    rank: int
 
 
 class Head:
@@ -58,7 +57,10 @@ class Head:
         """Seal and stage what the ranks have encoded."""
         if failures := [share.failure for share in shares if share.failure]:
             return Wanted(failure=failures[0])
-        return await self._told(self._assemble([share.encoded for share in shares if share.encoded]))
+        encoded = [share.encoded for share in shares if share.encoded]
+        if len(encoded) != len(shares):
+            return Wanted(failure=Failure.of(Internal("a rank told neither its share nor why it has none")))
+        return await self._told(self._assemble(encoded))
 
     async def go_on(self, puts: Sequence[Put]) -> Wanted:
         """Have put what is still missing; once that is nothing, commit and announce."""
@@ -176,10 +178,11 @@ def _joined(shares: Iterable[Encoded]) -> tuple[list[TensorEntry], tuple[TensorP
     A piece that several ranks hold, as replicas outside of their mesh do, stands there once.
     """
     found: dict[str, list[_Piece]] = {}
+    ranks: dict[TensorEntry, int] = {}
     for rank, share in enumerate(shares):
         for entry, patch in zip(share.entries, share.patches, strict=True):
             pieces = found.setdefault(entry.name, [])
-            if not any(piece.entry == entry and piece.rank != rank for piece in pieces):
-                pieces.append(_Piece(entry, patch, rank))
+            if ranks.setdefault(entry, rank) == rank:
+                pieces.append(_Piece(entry, patch))
     ordered = [piece for pieces in found.values() for piece in sorted(pieces, key=lambda one: one.entry.start)]
     return [piece.entry for piece in ordered], tuple(piece.patch for piece in ordered)

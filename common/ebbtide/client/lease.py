@@ -151,7 +151,8 @@ class Lease(Hold):
 
     async def release(self) -> None:
         if self._publisher is not None:
-            await self._publisher.settle(0.0 if self.lost.is_set() else LEAVE_S)
+            await self._publisher.aclose(0.0 if self.lost.is_set() else LEAVE_S)
+            self._publisher = None
         await super().release()
 
     async def _reserve_version(self) -> tuple[int, bytes]:

@@ -1,15 +1,16 @@
 """One version on its way from snapshots to the relay: each rank encodes and uploads its own, rank 0 does the rest.
 
 Invariant: ranks make the same exchanges in the same order: start, shares, then as often as it takes what is wanted and
-what was put. A rank that fails tells so at the next one, so that all raise, and rank 0 commits only when the relay
-lacks nothing. When a rank dies the others' exchange ends, and the relay drops what was staged.
+what was put. A rank that fails, or gives the version up, tells so at the next one, so that all raise, and rank 0
+commits only when the relay lacks nothing. Each message says of which version it is: ranks that are out of step know it.
+When a rank dies the others' exchange ends, and the relay drops what was staged.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final, TypeVar
 
 from msgspec import Struct
 
@@ -20,6 +21,8 @@ from ebbtide.client.staging import Staging
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, NotReady, Unavailable
 from ebbtide.types.weights import Manifest
 from ebbtide.weights.encode import Described, Encoded, Encoding, same_pieces
+
+T = TypeVar("T")
 
 #: Tile patches that are kept for the upload, by the bytes of the version: more are encoded again.
 _KEPT: Final = 0.04
@@ -43,17 +46,36 @@ class Made(Struct, frozen=True, kw_only=True):
 
 
 class Making:
-    """Makes one version. `head` is rank 0's; `failure`: why this rank has no snapshot to publish."""
+    """Makes the `number`th version of a publisher. `head` is rank 0's; `failure`: why this rank has no snapshot."""
 
     def __init__(
-        self, staging: Staging, exchange: Exchange, threads: int, head: Head | None, failure: Exception | None = None
+        self,
+        staging: Staging,
+        exchange: Exchange,
+        threads: int,
+        number: int,
+        head: Head | None,
+        failure: Exception | None = None,
     ) -> None:
         self._staging, self._exchange, self._threads, self._head = staging, exchange, threads, head
-        self._failure = failure
+        self._number, self._failure = number, failure
+        self._own: asyncio.Future[Any] | None = None  # what is done here now, between exchanges
+        self.given_up = False
+        self._sent = 0  # by this upload
+
+    def give_up(self) -> None:
+        """End what is done here; the exchange goes on until all know that there will be no such version.
+
+        It comes too late where nothing more is asked of this rank.
+        """
+        self.given_up = True
+        self._failure = self._failure or self._gave_up()
+        if self._own is not None:
+            self._own.cancel()
 
     async def make(self, start: Start, snapshot: Snapshot, base: Base | None) -> Made:
         """Raises what this rank or another met; `start` is rank 0's. What `snapshot` follows is `base`."""
-        start = await self._told(start)
+        start = await self._told(Start(failure=Failure.of(self._failure)) if self._failure else start)
         began = time.monotonic()
         if start.failure is not None:
             raise self._failure or start.failure.error()
@@ -62,7 +84,7 @@ class Making:
         shares = await self._gathered(share)
         wanted = Wanted()
         if self._head is not None:
-            wanted = await self._head.assemble(shares)
+            wanted = await self._decided(self._head.assemble(shares))
         while True:
             wanted = await self._told(wanted)
             if wanted.failure is not None:
@@ -72,13 +94,11 @@ class Making:
                 return Made(end=wanted.end, encoded=share.encoded, encode_s=encoded - began, upload_s=upload_s)
             puts = await self._gathered(await self._put(encoding, wanted.digests))
             if self._head is not None:
-                wanted = await self._head.go_on(puts)
+                wanted = await self._decided(self._head.go_on(puts))
 
     async def _share(self, snapshot: Snapshot, base: Base | None) -> tuple[Encoding | None, Share]:
-        if self._failure is not None:
-            return None, Share(failure=Failure.of(self._failure))
         try:
-            encoding = await self._encode(snapshot, base)
+            encoding = await self._unless_given_up(self._encode(snapshot, base))
             return encoding, Share(encoded=await asyncio.to_thread(encoding.result))
         except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised here when they know
             self._failure = error
@@ -99,33 +119,65 @@ class Making:
         return encoding
 
     async def _put(self, encoding: Encoding | None, digests: Sequence[bytes]) -> Put:
-        sent = 0
+        self._sent = 0
         own = [digest for digest in digests if encoding.has(digest)] if encoding is not None else []
         try:
             if encoding is not None and own:
-                async for size in self._staging.put(encoding, own):
-                    sent += size
-        except (Unavailable, NoCapacity, NotReady, ChunkCorrupt) as error:
-            return Put(sent=sent, again=Failure.of(error))
+                await self._unless_given_up(self._upload(encoding, own))
         except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised here when they know
-            if isinstance(error, InvalidRequest) and error.field == "digest":  # the stage was forgotten
-                return Put(sent=sent, again=Failure.of(error))
+            if self._failure is None and _curable(error):
+                return Put(sent=self._sent, again=Failure.of(error))
             self._failure = error
-            return Put(sent=sent, failure=Failure.of(error))
-        return Put(sent=sent)
+        return Put(sent=self._sent, failure=Failure.of(self._failure) if self._failure else None)
+
+    async def _upload(self, encoding: Encoding, digests: Sequence[bytes]) -> None:
+        async for size in self._staging.put(encoding, digests):
+            self._sent += size
+
+    async def _decided(self, work: Coroutine[Any, Any, Wanted]) -> Wanted:
+        """What rank 0 wants of all. Its own failures are in there already."""
+        try:
+            return await self._unless_given_up(work)
+        except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised here when they know
+            return Wanted(failure=Failure.of(error))
+
+    async def _unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
+        """Raises why this rank publishes nothing: at once if it knows before, else when that is what cancels `work`."""
+        if self._failure is not None:
+            work.close()
+            raise self._failure
+        own: asyncio.Future[T] = asyncio.ensure_future(work)
+        self._own = own
+        try:
+            return await own
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self.given_up or (task is not None and task.cancelling()):
+                raise
+            raise self._gave_up() from None
+
+    def _gave_up(self) -> Unavailable:
+        return Unavailable(f"rank {self._exchange.rank} gave the version up; publish the next")
 
     async def _told(self, message: M) -> M:
         """What rank 0 says; the others' `message` only tells of which kind it is."""
-        return await asyncio.to_thread(lambda: unpack(self._exchange.broadcast(pack(message)), type(message)))
+        data = await asyncio.to_thread(lambda: self._exchange.broadcast(pack(self._number, message)))
+        return unpack(data, self._number, type(message))
 
     async def _gathered(self, message: M) -> list[M]:
-        """On rank 0: what all say. If one of them is gone, the others are told before that is raised."""
+        """On rank 0: what all say. If one of them is gone or out of step, the others are told before that is raised."""
         try:
-            return await asyncio.to_thread(
-                lambda: [unpack(data, type(message)) for data in self._exchange.gather(pack(message))]
-            )
-        except Unavailable as error:
+            found = await asyncio.to_thread(lambda: self._exchange.gather(pack(self._number, message)))
+            return [unpack(data, self._number, type(message)) for data in found]
+        except (Unavailable, InvalidRequest) as error:
             if self._head is not None:
                 with contextlib.suppress(Unavailable):
                     await self._told(Wanted(failure=Failure.of(error)))
             raise
+
+
+def _curable(error: Exception) -> bool:
+    """Whether beginning anew may help."""
+    if isinstance(error, InvalidRequest):
+        return error.field == "digest"  # the stage was forgotten
+    return isinstance(error, Unavailable | NoCapacity | NotReady | ChunkCorrupt)

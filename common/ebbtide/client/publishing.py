@@ -5,15 +5,16 @@ that version; else all of it.
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from ebbtide.client.exchange import Alone, Exchange, Failure, Start
+from ebbtide.client.exchange import Alone, Exchange, Start
 from ebbtide.client.head import Head
 from ebbtide.client.making import Base, Made, Making
 from ebbtide.client.retry import Peer
@@ -25,6 +26,12 @@ from ebbtide.weights.encode import Described
 from ebbtide.weights.patch.tile import warm_up
 
 __all__ = ["Authority", "PublishReport", "Publisher", "Publishing", "Tensors"]
+
+
+log = logging.getLogger(__name__)
+
+#: For the other ranks to hear that a version is given up, before this one leaves them.
+_TELL_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,12 @@ class Publishing:
     `number` is the version's (0: rank 0 knows it).
     """
 
-    def __init__(self, task: asyncio.Task[PublishReport], number: int, pause_s: float) -> None:
+    def __init__(self, task: asyncio.Future[PublishReport], number: int, pause_s: float) -> None:
         self._task, self.number, self.pause_s = task, number, pause_s
+
+    def cancel(self) -> None:
+        """Give the version up, unless it is announced. Other ranks hear of it, and publish no such version either."""
+        self._task.cancel()
 
     def __await__(self) -> Generator[Any, None, PolicyVersion]:
         return (yield from self._task.__await__()).version
@@ -84,7 +95,8 @@ class Publisher:
     """Publishes one policy of a run, one version after another.
 
     Invariant: `_base` is the last version that the relay confirmed, and `_shadow` holds its bits; `_spare` is the
-    memory for the next one, and belongs to nobody else. A version that fails leaves `_base` as it was. When the
+    memory for the next one, and belongs to nobody else. A version that fails leaves `_base` as it was. Each `publish`
+    makes its exchanges with the other ranks to their end, also when who called it has gone: `_last` does. When the
     process dies, the next publisher has no base, and begins with an anchor.
     """
 
@@ -106,7 +118,9 @@ class Publisher:
         self._base: Base | None = None
         self._shadow, self._spare = Snapshot(), Snapshot()
         self._order = asyncio.Lock()
+        self._begun, self._closed = 0, False
         self._last: asyncio.Task[PublishReport] | None = None
+        self._way: asyncio.Future[PublishReport] | None = None  # `_last`, or what is cancelled instead of it
         self._readiness: asyncio.Task[None] | None = None
         self._room = asyncio.Event()  # for the next version, or none is got
         self._room.set()
@@ -116,12 +130,36 @@ class Publisher:
         A `Keeper` (`ebbtide.client.snapshots`) has them compared where they lie.
 
         All ranks call it, with their own tensors; `step` and `parent` are rank 0's. Raises `InvalidRequest` naming the
-        tensor, and `LeaseSuperseded`; with several ranks, those come when the version is awaited.
+        tensor, and `LeaseSuperseded`; with several ranks, those come when the version is awaited. `NotReady` once this
+        is closed.
         """
+        if self.exchange.size == 1:
+            return await self._begin(tensors, step, parent)
+        beginning = asyncio.create_task(self._begin(tensors, step, parent), name="beginning")
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            beginning.add_done_callback(_give_up)  # the other ranks have begun it, or will
+            raise
+
+    async def aclose(self, within_s: float = 0.0) -> None:
+        """Wait for the version that is on its way; give it up after so many seconds. No other comes after it."""
+        self._closed = True
+        if self._last is not None and self._way is not None and not self._last.done():
+            await asyncio.wait({self._last}, timeout=within_s)
+            self._way.cancel()
+            await asyncio.wait({self._last}, timeout=_TELL_S)
+            self._last.cancel()
+            await asyncio.wait({self._last})
+
+    async def _begin(self, tensors: Tensors, step: int, parent: int) -> Publishing:
         async with self._order:
             if self._last is not None:
                 await asyncio.wait({self._last})
             await self._room.wait()
+            if self._closed:
+                raise NotReady("this publisher is closed; make another")
+            self._begun += 1
             snapshot, self._spare = self._spare, Snapshot()  # whoever cancels this now may leave it half written
             snapshot.follow(self._shadow.give_up())
             began = time.monotonic()
@@ -135,21 +173,23 @@ class Publisher:
             if failure is not None and (self.exchange.size == 1 or not isinstance(failure, Exception)):
                 self._spare = snapshot
                 raise failure
-            start, head = Start(failure=Failure.of(failure) if failure else None), None
+            start, head = Start(), None
             if failure is None and not isinstance(reserved, BaseException):
                 start, head = self._head(reserved)
-            making = Making(self._staging, self.exchange, self._threads, head, failure)
-            self._last = asyncio.create_task(self._publish(making, start, snapshot, head, pause_s), name="publishing")
-            return Publishing(self._last, start.version.version if start.version else 0, pause_s)
+            making = Making(self._staging, self.exchange, self._threads, self._begun, head, failure)
+            return self._set_out(making, start, snapshot, head, pause_s)
 
-    async def settle(self, within_s: float) -> None:
-        """Wait for the version that is on its way; give it up after so many seconds."""
-        if self._readiness is not None:
-            self._readiness.cancel()
-        if self._last is not None and not self._last.done():
-            await asyncio.wait({self._last}, timeout=within_s)
-            self._last.cancel()
-            await asyncio.wait({self._last})
+    def _set_out(
+        self, making: Making, start: Start, snapshot: Snapshot, head: Head | None, pause_s: float
+    ) -> Publishing:
+        number = start.version.version if start.version else 0
+        last = asyncio.create_task(self._publish(making, start, snapshot, head, pause_s), name="publishing")
+        last.add_done_callback(lambda last: _log(last, number))
+        self._last = self._way = last
+        if self.exchange.size > 1:
+            self._way = asyncio.shield(last)
+            self._way.add_done_callback(lambda way: making.give_up() if way.cancelled() else way.exception())
+        return Publishing(self._way, number, pause_s)
 
     async def _reserve(self, step: int, parent: int) -> tuple[PolicyVersion, bytes] | None:
         """The new version and the key's seed, on rank 0."""
@@ -178,7 +218,7 @@ class Publisher:
             self._spare = Snapshot()
             raise
         except Exception:
-            self._spare = snapshot
+            self._spare = Snapshot() if making.given_up else snapshot  # threads may read it still
             raise
         if self._base is not None:
             self._spare = self._shadow
@@ -192,14 +232,24 @@ class Publisher:
         loop = asyncio.get_running_loop()
 
         def work() -> None:
-            spare.make_room(snapshot.room)
-            loop.call_soon_threadsafe(self._room.set)
+            try:
+                spare.make_room(snapshot.room)
+            finally:
+                loop.call_soon_threadsafe(self._room.set)  # by nobody else: until here it is written to
             warm_up()
 
-        try:
-            await asyncio.to_thread(work)
-        finally:
-            self._room.set()
+        await asyncio.to_thread(work)
+
+
+def _give_up(beginning: asyncio.Task[Publishing]) -> None:
+    if not beginning.cancelled() and beginning.exception() is None:
+        beginning.result().cancel()
+
+
+def _log(last: asyncio.Task[PublishReport], number: int) -> None:
+    """Nobody may be waiting for it."""
+    if not last.cancelled() and (error := last.exception()) is not None:
+        log.warning("version %s was not published: %s", number or "of rank 0", error)
 
 
 def _report(made: Made, pause_s: float) -> PublishReport:

@@ -230,6 +230,9 @@ class SyncPublisher:
     def publish(self, tensors: "Tensors", *, step: int = 0, parent: int = 0) -> "SyncPublishing":
         return SyncPublishing(self._loop, self._loop.call(self._publisher.publish(tensors, step=step, parent=parent)))
 
+    def close(self, within_s: float = 0.0) -> None:
+        self._loop.call(self._publisher.aclose(within_s))
+
 
 class SyncPublishing:
     """`Publishing` for programs without asyncio: `result` waits for the version."""
