@@ -1,19 +1,21 @@
 """What this relay brings here from its upstream: the newest version of every policy, and any that is asked for here.
 
 Invariant: of each stream one version arrives at a time, so that no blob crosses the link twice; only `_Arrivals.work`
-starts and ends arrivals. What was asked for here takes turns with the newest. An older arrival is given up once nobody
-reads it here, and its blobs go only when the next has begun, which may want them too. All of it is in memory: a
-restarted relay hears of the versions again, and finds on disk what had come.
+starts and ends arrivals. What was asked for here takes turns with the newest, while somebody waits for it; what finds
+no room is refused to who asked for it, and keeps nothing else away. An older arrival is given up once nobody reads it
+here, and its blobs go only when the next has begun, which may want them too. All of it is in memory: a restarted relay
+hears of the versions again, and finds on disk what had come.
 """
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Collection, Container
 from contextlib import suppress
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.errors import ChunkCorrupt, EbbtideError, Internal, NoCapacity, Unavailable
+from ebbtide.errors import ChunkCorrupt, EbbtideError, Internal, NoCapacity, Unauthenticated, Unavailable
 from ebbtide.rpc.retry import pauses
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.arrival import Arrival
@@ -57,19 +59,21 @@ class Subscription:
     async def ask(self, run_id: str, policy: str, version: int) -> int:
         """Have `version` (0: the newest) brought at once unless it is here or arriving; what to read, once it can be.
 
-        Raises what keeps the upstream from giving it, and `Unavailable` when it takes more than the patience.
+        Raises what keeps the upstream from giving it, `NoCapacity` if it does not fit here, and `Unavailable` when it
+        takes more than the patience.
         """
         stream = run_id, policy
         if self._here(stream, version) or (self._runs and run_id not in self._runs):
             return version
+        name, state = f"version {version}" if version else "the newest version", "not known upstream yet"
         try:
             async with asyncio.timeout(self._patience_s):
-                if not version or stream not in self._streams or version > self._streams[stream].newest:
+                if stream not in self._streams or not self._streams[stream].expects(version):
                     version = await self._resolve(stream, version)
+                state = "on its way from upstream"
                 await self._arrivals(stream).ask(version)
         except TimeoutError:
-            text = f"version {version} of policy {policy} of run {run_id} is on its way from upstream; ask again"
-            raise Unavailable(text) from None
+            raise Unavailable(f"{name} of policy {policy} of run {run_id} is {state}; ask again") from None
         return version
 
     def _here(self, stream: Stream, version: int) -> bool:
@@ -95,6 +99,9 @@ class Subscription:
                     waits = pauses()
                     if not self._runs or info.run_id in self._runs:
                         self._arrivals((info.run_id, info.version.policy)).heard(info.version.version)
+            except Unauthenticated as error:
+                remedy = "set upstream_security's token, or its token_file, to the upstream's"
+                log.warning("upstream lost", target=self._upstream.target, reason=str(error), remedy=remedy)
             except EbbtideError as error:
                 log.warning("upstream lost", target=self._upstream.target, reason=str(error))
             await asyncio.sleep(next(waits))
@@ -117,8 +124,11 @@ class _Arrivals:
         self._stream, self._relay, self._holders, self._upstream = stream, relay, holders, upstream
         self.newest, self._heard_at = 0, 0.0
         self._asked: dict[int, asyncio.Future[None]] = {}  # in the order of their turns
+        self._askers: Counter[int] = Counter()  # how many wait for each
         self._turn_of_newest = False
         self._changed = asyncio.Event()
+        self._coming = 0  # what `_bring` is at
+        self._no_room: NoCapacity | None = None  # why that could not even begin
         self._readable: frozenset[int] = frozenset()  # on their way now
         self._spared_until = 0.0  # what is on its way
 
@@ -128,15 +138,34 @@ class _Arrivals:
             self.newest, self._heard_at = version, time.monotonic()
             self._changed.set()
 
+    def expects(self, version: int) -> bool:
+        """Whether the upstream is known to have had this version lately."""
+        return bool(version) and (version == self.newest or version in self._asked or version in self._readable)
+
     async def ask(self, version: int) -> None:
         """Return when the version can be read here. Raises what keeps it away."""
         if version in self._readable:
             self._spared_until = time.monotonic() + _GRACE_S
             return
+        if self._no_room is not None and version == self._coming:
+            raise self._no_room
         if version not in self._asked:
             self._asked[version] = asyncio.get_running_loop().create_future()
             self._changed.set()
-        await asyncio.shield(self._asked[version])
+        self._askers[version] += 1
+        try:
+            await asyncio.shield(self._asked[version])
+        finally:
+            self._askers[version] -= 1
+            if not self._askers[version]:
+                self._forget(version)
+
+    def _forget(self, version: int) -> None:
+        """Nobody waits for the version any more; but one who was told to ask again is to find what has come of it."""
+        del self._askers[version]
+        if self._asked.pop(version, None) is not None and version == self._coming:
+            self._spared_until = time.monotonic() + _GRACE_S
+        self._changed.set()
 
     async def work(self) -> None:
         """For ever: bring what is wanted."""
@@ -160,7 +189,7 @@ class _Arrivals:
 
     async def _bring(self, version: int) -> None:
         """Bring one version, until it is here, cannot be had, or is outdated."""
-        self._spared_until = 0.0
+        self._spared_until, self._coming = 0.0, version
         arrival = Arrival(self._relay, self._upstream, self._stream, version, began=self._began)
         task = asyncio.create_task(self._persist(arrival))
         outcome = "given_up"
@@ -173,7 +202,7 @@ class _Arrivals:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await arrival.close()
-            self._readable = frozenset()
+            self._readable, self._coming, self._no_room = frozenset(), 0, None
         metrics.ARRIVALS.labels(outcome).inc()
         if outcome == "committed" and version == self.newest:
             metrics.ARRIVAL_SECONDS.observe(time.monotonic() - self._heard_at)
@@ -193,6 +222,11 @@ class _Arrivals:
             try:
                 await arrival.run()
             except (Unavailable, ChunkCorrupt, NoCapacity, Internal) as error:
+                if isinstance(error, NoCapacity) and not self._readable:
+                    self._no_room = error
+                    self._tell(arrival.version, error)
+                    if arrival.version != self.newest:
+                        return "refused"
                 wait = max(next(waits), error.retry_after_s if isinstance(error, NoCapacity) else 0.0)
                 log.info("arrival broken", version=arrival.version, reason=str(error), again_s=wait)
                 await asyncio.sleep(wait)
@@ -206,13 +240,16 @@ class _Arrivals:
         log.error("version not taken from upstream", stream=self._stream, version=version, reason=str(error))
         if version == self.newest:
             self.newest = 0  # until it, or a newer one, is heard of again
+        self._tell(version, error)
+
+    def _tell(self, version: int, error: EbbtideError) -> None:
         if waiting := self._asked.pop(version, None):
             waiting.set_exception(error)
             waiting.exception()  # those who waited may have gone
 
     async def _began(self, versions: frozenset[int]) -> None:
         """These can be read now. What else is staged and nobody reads was given up, and has given what it could."""
-        self._readable = versions
+        self._readable, self._no_room = versions, None
         if versions & self._asked.keys():
             self._spared_until = time.monotonic() + _GRACE_S
         self._answer(versions)
@@ -226,5 +263,7 @@ class _Arrivals:
             self._asked.pop(version).set_result(None)
 
     def _outdated(self, version: int) -> bool:
+        if self._no_room is not None:
+            return version < self.newest or bool(self._asked)
         wanted = version in self._asked or time.monotonic() < self._spared_until
         return version < self.newest and not wanted and not self._holders.fetching(self._stream, version)

@@ -4,14 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ebbtide.errors import EbbtideError, Internal, InvalidRequest, Unauthenticated, VersionUnavailable
+from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unauthenticated, VersionUnavailable
 from ebbtide.scheduling.sources import Origin
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import BlobSource, Holder
-from ebbtide.weight_relay import arrival
+from ebbtide.weight_relay import arrival, subscription
 from ebbtide.weight_relay.holders import Holders, WayRequest
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weight_relay.subscription import Subscription
@@ -38,8 +39,8 @@ class Following:
 
 
 @asynccontextmanager
-async def following(folder: Path, upstream: LineUpstream) -> AsyncIterator[Following]:
-    relay = relay_at(folder)
+async def following(folder: Path, upstream: LineUpstream, **settings: Any) -> AsyncIterator[Following]:
+    relay = relay_at(folder, **settings)
     await relay.open()
     found = Following(relay, upstream)
     running = asyncio.create_task(found.subscription.run())
@@ -126,3 +127,61 @@ async def test_a_number_that_is_not_there_disturbs_no_arrival(tmp_path: Path) ->
         upstream.blobs.open.set()
         await wait_until(lambda: held(relay.relay) == [1])
         assert upstream.asked == [1]
+
+
+def unequal() -> Line:
+    """Three versions, of which the second alone is large."""
+    line, large = Line(3, sizes=SMALL), Line(2, sizes={"w": ("U8", "|u1", 400_000)}, seed=5)
+    line.versions[1] = large[2]
+    return line
+
+
+async def test_a_version_that_finds_no_room_is_refused_to_who_asked_and_keeps_no_newer_one_away(tmp_path: Path) -> None:
+    upstream = LineUpstream(unequal(), 0)
+    async with following(tmp_path, upstream, run_quota_bytes=300_000) as relay:
+        upstream.publish(1)
+        await wait_until(lambda: held(relay.relay) == [1])
+        upstream.publish(2)
+        await wait_until(lambda: 2 in upstream.asked)
+        with pytest.raises(NoCapacity, match="--run-quota-bytes"):
+            await relay.ask(2)
+        upstream.publish(3)
+        await wait_until(lambda: 3 in held(relay.relay))
+        with pytest.raises(NoCapacity, match="--run-quota-bytes"):
+            await relay.ask(2)
+
+
+async def test_the_newest_that_finds_no_room_keeps_nothing_away_that_is_asked_for(tmp_path: Path) -> None:
+    upstream = LineUpstream(unequal(), 1)
+    async with following(tmp_path, upstream, run_quota_bytes=300_000) as relay:
+        upstream.publish(2)
+        await wait_until(lambda: 2 in upstream.asked)
+        await relay.ask(1)
+        await wait_until(lambda: held(relay.relay) == [1])
+
+
+async def test_what_nobody_waits_for_any_more_lets_a_newer_version_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscription, "_GRACE_S", 0.1)
+    line = Line(3, sizes=SMALL)
+    upstream = LineUpstream(line, 2)
+    upstream.broken = {2}
+    async with following(tmp_path, upstream) as relay:
+        asked = relay.ask(2)
+        await wait_until(lambda: 2 in upstream.asked)
+        upstream.publish(3)
+        asked.cancel()
+        await wait_until(lambda: held(relay.relay) == [3])
+
+
+async def test_an_older_version_that_the_upstream_has_let_go_is_said_not_to_be_there_at_once(tmp_path: Path) -> None:
+    upstream = LineUpstream(Line(3, sizes=SMALL), 0)
+    upstream.gone = {1}
+    async with following(tmp_path, upstream) as relay:
+        upstream.blobs.open.clear()
+        upstream.publish(3)
+        await wait_until(lambda: relay.arriving() == {3})
+        with pytest.raises(VersionUnavailable):
+            await asyncio.wait_for(relay.ask(1), 2.0)
+        assert upstream.asked == [3]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-from ebbtide.errors import EbbtideError, VersionUnavailable
+from ebbtide.errors import EbbtideError, Unavailable, VersionUnavailable
 from ebbtide.transfer.finding import Found
 from ebbtide.transfer.pool import UNLISTED, OpenSource, Pool
 from ebbtide.types.weights import BlobSource, FoundWay, Holder, Manifest, VersionInfo
@@ -35,7 +35,8 @@ class Blobs:
 
 
 class LineUpstream:
-    """Has versions 1 to `newest` of a line, dense; `asked` are those whose manifests were asked for, in order."""
+    """Has versions 1 to `newest` of a line, dense, but for those in `gone`, and tells no manifest of those in `broken`;
+    `asked` are those whose manifests were asked for, in order."""
 
     target = "a line"
 
@@ -44,6 +45,8 @@ class LineUpstream:
         self.blobs, self.peers_blobs = Blobs(line), Blobs(line, *errors)
         self.news: asyncio.Queue[int] = asyncio.Queue()
         self.asked: list[int] = []
+        self.gone: set[int] = set()
+        self.broken: set[int] = set()
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -64,7 +67,7 @@ class LineUpstream:
         self, stream: Stream, version: int, have: Sequence[int], *, failed: Sequence[str] = (), scratch: bool = False
     ) -> Found:
         number = version or self.newest
-        if number > self.newest:
+        if number > self.newest or number in self.gone:
             raise VersionUnavailable(f"version {number} is not there")
         return Found((FoundWay(start=number, anchor=True),), tuple(self._peers), 1.0)
 
@@ -73,6 +76,8 @@ class LineUpstream:
 
     async def manifest(self, stream: Stream, version: int) -> Manifest:
         self.asked.append(version)
+        if version in self.broken:
+            raise Unavailable("broken")
         return self._line[version].manifest
 
     async def way(self, found: FoundWay, target: Manifest) -> Way:
