@@ -6,6 +6,7 @@ there, and nothing else is copied, once the trainer has gone on.
 torch is not imported: who has tensors of it has it already.
 """
 
+import contextlib
 import mmap
 import sys
 import weakref
@@ -88,12 +89,10 @@ class Snapshot:
             if part is not None:
                 if _on_gpu(part.local):
                     _settle(part.local.device, devices)
-                if keeper is not None and self._keep(len(taken), part.local, keeper, before):
-                    taken.append(self._room_for(len(taken), name, part))
-                elif _on_gpu(part.local):
-                    taken.append(self._from_gpu(len(taken), name, part))
-                else:
-                    taken.append(self._from_host(len(taken), name, part))
+                try:
+                    taken.append(self._take(len(taken), name, part, keeper, before))
+                except (RuntimeError, NotImplementedError) as error:  # torch's: of sparse ones, of no memory, ...
+                    raise InvalidRequest(f"its elements cannot be read ({error})", field=name) from None
         for device in devices.values():
             sys.modules["torch"].cuda.synchronize(device)
         del self._buffers[len(taken) :], self._pinned[len(taken) :]
@@ -118,6 +117,13 @@ class Snapshot:
         """Have such memory, so that the next `take` need not wait for it."""
         for place, (size, pinned) in enumerate(room):
             self._buffer(place, size, pinned=pinned).fill(0)  # memory is there once it is written to
+
+    def _take(
+        self, place: int, name: str, part: Part, keeper: Keeper | None, before: dict[int, tuple[Kept, Bytes]]
+    ) -> NamedTensor:
+        if keeper is not None and self._keep(place, part.local, keeper, before):
+            return self._room_for(place, name, part)
+        return self._from_gpu(place, name, part) if _on_gpu(part.local) else self._from_host(place, name, part)
 
     def _from_host(self, place: int, name: str, part: Part) -> NamedTensor:
         found = named_tensor(name, part.local)
@@ -202,7 +208,19 @@ def _allocate(size: int, *, pinned: bool) -> Bytes:
     if not pinned or size < _PINNED_BYTES:
         return np.empty(size, np.uint8)
     buffer = np.frombuffer(mmap.mmap(-1, size), np.uint8)
-    runtime, address = sys.modules["torch"].cuda.cudart(), buffer.ctypes.data
+    torch, address = sys.modules["torch"], buffer.ctypes.data
+    runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(address, size, 0)) == 0:
         weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    else:
+        _forget_error(torch)
     return buffer
+
+
+def _forget_error(torch: Any) -> None:
+    """CUDA keeps this thread's last error until someone asks, who would take it for that of the next kernel.
+
+    torch asks behind each kernel that it starts, and does not say so by itself: start one.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -13,6 +13,7 @@ import torch
 from ebbtide.client import snapshots
 from ebbtide.client.snapshots import Snapshot
 from ebbtide.errors import InvalidRequest
+from ebbtide.trainer.gpu_changes import KeptTensors
 from ebbtide.weights import as_array, named_tensor
 
 
@@ -67,17 +68,24 @@ def test_ranks_that_are_not_the_first_take_pieces_alone() -> None:
 def test_a_gpus_tensors_are_copied_into_locked_pages_and_waited_for(
     refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No GPU here: its runtime is told to, and what it was told is looked at."""
+    """No GPU here: its runtime is told to, and what it was told is looked at. It keeps its last error for a kernel."""
     told: list[tuple[str, Any]] = []
+    errors: list[str] = []
 
     def register(address: int, size: int, flags: int) -> int:
         told.append(("lock", (address, size)))
+        errors.extend(["no such pages"] * refused)
         return int(refused)
+
+    def kernel(_size: int, *, device: str) -> None:
+        if errors:
+            raise RuntimeError(f"{device}: {errors.pop()}")
 
     runtime = SimpleNamespace(
         cudaHostRegister=register, cudaHostUnregister=lambda address: told.append(("unlock", address))
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", kernel)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(("wait", str(device))))
     monkeypatch.setattr(snapshots, "_on_gpu", lambda value: isinstance(value, torch.Tensor))
     large = torch.arange(100_000.0).to(torch.bfloat16)
@@ -92,10 +100,21 @@ def test_a_gpus_tensors_are_copied_into_locked_pages_and_waited_for(
         assert found[1] == bytes(named_tensor("w", large.reshape(100, 1000).T).data)
         assert [tensor.shape for tensor in snapshot.tensors] == [(100_000,), (1000, 100), ()]
         assert [tensor.dtype for tensor in snapshot.tensors] == ["BF16", "BF16", "I64"]
+        assert not errors
     told.clear()
     del snapshot
     gc.collect()
     assert len(told) == (0 if refused else 2)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_gpus_tensor_that_cannot_be_read_is_named(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(snapshots, "_on_gpu", lambda value: isinstance(value, torch.Tensor))
+    weights = {"good": torch.ones(3), "sparse": torch.eye(3).to_sparse()}
+    with pytest.raises(InvalidRequest, match="sparse: its elements cannot be read") as refusal:
+        Snapshot().take(KeptTensors(weights.items, "cpu") if kept else weights)
+    assert refusal.value.field == "sparse"
 
 
 def test_who_has_no_torch_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
