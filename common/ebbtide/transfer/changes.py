@@ -102,7 +102,7 @@ def leads(file: int, base_root: bytes, root: bytes) -> bool:
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     try:
         told = json.loads(os.pread(file, length, 8))["__metadata__"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
     return bool(told == {"base": base_root.hex(), "root": root.hex()})
 

@@ -1,7 +1,8 @@
 """Where a mirror's bytes lie: in memory of this process alone, or in files that the processes of this user share.
 
 Invariant: `weights` is a file of `size` bytes and, where it is shared, has memory of its own for each of them, so that
-no write to its mapping can fail; `table` is of zeros when the weights were laid out anew. Small files change whole.
+no write to its mapping can fail; `table` is of zeros when the weights were laid out anew, and was distrusted before
+anybody saw it when they were nobody's. The header is right when somebody has joined. Small files change whole.
 """
 
 import fcntl
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
 from ebbtide.errors import NoCapacity
-from ebbtide.transfer.shared import SharedFolder, refused, reserve
+from ebbtide.transfer.shared import UNCHECKED, SharedFolder, refused, reserve
 
 Buffer: TypeAlias = bytearray | mmap.mmap
 #: Writes to a descriptor all that a file is to hold.
 Writer: TypeAlias = Callable[[int], None]
+#: Has a table say of nothing that it is known.
+Distrust: TypeAlias = Callable[[Buffer], None]
 #: Most of a small file that is read.
 _SMALL: Final = 1 << 16
 
@@ -90,13 +93,13 @@ def _memory(name: str, write: Writer) -> int:
 class SharedMemory:
     """Files below `folder` for the mirrors that are `made` alike (32 bytes); see `shared`."""
 
-    def __init__(self, folder: Path, made: bytes, size: int, table: int, header: bytes) -> None:
+    def __init__(self, folder: Path, made: bytes, size: int, table: int, header: bytes, distrust: Distrust) -> None:
         """Raises `InvalidRequest` for a folder that is not this user's alone, `NoCapacity` if it has no room."""
         self._folder = SharedFolder(folder, made)
         self.weights = -1
         try:
             self.weights = self._folder.open("weights")
-            self.table: Buffer = self._lay_out(folder, made, size, table, header)
+            self.table: Buffer = self._lay_out(folder, made, size, table, header, distrust)
         except OSError as error:
             self.close()
             raise refused(folder, error) from None
@@ -104,7 +107,9 @@ class SharedMemory:
             self.close()
             raise
 
-    def _lay_out(self, folder: Path, made: bytes, size: int, table: int, header: bytes) -> mmap.mmap:
+    def _lay_out(
+        self, folder: Path, made: bytes, size: int, table: int, header: bytes, distrust: Distrust
+    ) -> mmap.mmap:
         """The table, once all is in place."""
         digests = self._folder.open("digests")
         try:
@@ -116,7 +121,15 @@ class SharedMemory:
                 reserve(self.weights, size, str(folder))
                 os.pwrite(self.weights, header, 0)
                 os.pwrite(digests, made, 0)  # last: who is killed before has it done again
-            return mmap.mmap(digests, table)
+            if os.pread(self.weights, len(header), 0) != header:
+                os.pwrite(self.weights, header, 0)
+            mapped = mmap.mmap(digests, table)
+            if (found := self._folder.find(UNCHECKED)) is not None:
+                os.close(found)
+                distrust(mapped)
+                self._folder.drop("changes")
+                self._folder.drop(UNCHECKED)  # last, too
+            return mapped
         finally:
             fcntl.flock(digests, fcntl.LOCK_UN)  # the mapping keeps a copy of the descriptor
             os.close(digests)

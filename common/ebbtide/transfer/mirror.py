@@ -2,9 +2,9 @@
 
 Invariant: a tile whose state is KNOWN has the digest recorded for it, at every instruction: before it is written its
 state becomes WRITING, and only behind it digest and state are set; a state is one byte, so never half. A process killed
-anywhere leaves every tile KNOWN and right, or WRITING, which `mend` looks at again. Nothing is written that was not
-verified. Only who has `hold` may `apply`, in as many threads as it likes, each place in one of them. The count of beats
-is a hint, written by whoever holds it.
+anywhere leaves every tile KNOWN and right, or WRITING, which `mend` looks at again: as at all of a mirror that no
+process had for a while, or that is in doubt. Nothing is written that was not verified. Only who has `hold` may `apply`,
+in as many threads as it likes, each place in one of them. The count of beats is a hint, written by whoever holds it.
 """
 
 import asyncio
@@ -16,18 +16,21 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
+import msgspec
 import numpy as np
 from blake3 import blake3
+from msgspec import Meta
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity
 from ebbtide.rpc.retry import pauses
 from ebbtide.transfer.changes import Changes, leads
-from ebbtide.transfer.memory import Memory, PrivateMemory, SharedMemory
+from ebbtide.transfer.memory import Buffer, Memory, PrivateMemory, SharedMemory
 from ebbtide.transfer.scratch import Own
 from ebbtide.types.weights import DIGEST_BYTES, Manifest, TensorEntry
 from ebbtide.weights import Layout, NamedTensor, Place, TileTask, places, same_geometry, tile_digest
@@ -42,6 +45,13 @@ _HEAD: Final = 64
 _UNKNOWN, _WRITING, _KNOWN = 0, 1, 2
 #: Versions remembered: pulls broken off one after another, each of which left some tiles.
 _VERSIONS: Final = 8
+#: Threads that look at tiles again, and tiles for which it takes another one.
+_MENDERS: Final = 4
+_FEW: Final = 64
+
+
+#: As it stands in a file: run and policy, versions.
+_Remembered: TypeAlias = tuple[tuple[str, str], list[Annotated[int, Meta(ge=1, le=(1 << 32) - 1)]]]
 
 
 class Mirror:
@@ -56,7 +66,9 @@ class Mirror:
         self._first = list(accumulate((len(entry.digests) for entry in manifest.tensors), initial=0))
         tiles = self._first[-1]
         room = self.layout.size, _HEAD + tiles * (DIGEST_BYTES + 1), self.layout.header
-        self._memory: Memory = PrivateMemory(*room) if folder is None else SharedMemory(folder, made(manifest), *room)
+        self._memory: Memory = (
+            PrivateMemory(*room) if folder is None else SharedMemory(folder, made(manifest), *room, _distrust)
+        )
         try:
             self._file: Bytes = np.frombuffer(mmap.mmap(self._memory.weights, self.layout.size), np.uint8)
         except OSError as error:
@@ -130,11 +142,10 @@ class Mirror:
 
     def versions(self, run_id: str, policy: str) -> list[int]:
         """The versions of a policy that the tiles come from, as last remembered. For hints, not for trust."""
-        try:
-            whose, numbers = json.loads(self._memory.read("versions") or b"[null, []]")
-            return [int(number) for number in numbers] if whose == [run_id, policy] else []
-        except (ValueError, TypeError):
-            return []
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            whose, numbers = msgspec.json.decode(self._memory.read("versions"), type=_Remembered)
+            return numbers[-_VERSIONS:] if whose == (run_id, policy) else []
+        return []
 
     def remember(self, run_id: str, policy: str, versions: Iterable[int]) -> None:
         """Say so, the last ones last; where memory is full, nothing is remembered."""
@@ -172,9 +183,25 @@ class Mirror:
             if wanted is None
             else [self._first[tensor] + tile for tensor, tile in wanted]
         )
+        if not rows:
+            return
+        count = min(_MENDERS, os.cpu_count() or 1, len(rows) // _FEW + 1)
+        with ThreadPoolExecutor(count, "ebbtide-mend") as threads:
+            for _ in threads.map(self._look, [rows[at::count] for at in range(count)]):
+                pass
+
+    def _look(self, rows: Iterable[int]) -> None:
         for row in rows:
             self._states[row] = _WRITING
             self._record(row, tile_digest(self.layout.read(self._file, *self._place(row)).data))
+
+    def doubt(self) -> None:
+        """Believe nothing that is recorded, until `mend`; and lay out the header anew. Under `hold`."""
+        header = np.frombuffer(self.layout.header, np.uint8)
+        self._file[: len(header)] = header
+        _distrust(self._memory.table)
+        with suppress(OSError):
+            self._memory.replace("changes", lambda _: None)
 
     def apply(
         self,
@@ -286,6 +313,13 @@ def made(manifest: Manifest) -> bytes:
     boot = _BOOT.read_text() if _BOOT.is_file() else ""
     whole = [manifest.run_id, manifest.version.policy, manifest.tile_bytes, text, boot]
     return blake3(json.dumps(whole).encode(), derive_key_context=_CONTEXT).digest()
+
+
+def _distrust(table: Buffer) -> None:
+    """Have a table's tiles looked at again."""
+    states = np.frombuffer(table, np.uint8)[_HEAD:]
+    states = states[len(states) // (DIGEST_BYTES + 1) * DIGEST_BYTES :]
+    states[states == _KNOWN] = _WRITING
 
 
 def _write(file: int, data: bytes) -> None:

@@ -2,7 +2,8 @@
 
 Invariant: the folder and all in it belong to this user, and no other may enter; all is opened through descriptors of
 folders that were checked, never by a path again. Who uses a mirror's files holds a shared lock on its `users`, which
-ends with the process: so files whose lock is free are nobody's, and the next starter reuses or sweeps them.
+ends with the process: so files whose lock is free are nobody's, and the next starter reuses or sweeps them. Who reuses
+them puts `UNCHECKED` beside them first: what lay there unwatched is believed by nobody before somebody has seen to it.
 """
 
 import errno
@@ -18,12 +19,14 @@ from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity
 
 #: What the errors call the folder: the setting that names it.
 SETTING: Final = "mirror_dir"
+#: Lies beside files that were nobody's.
+UNCHECKED: Final = "unchecked"
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_ROOM: Final = {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT, errno.EMFILE, errno.ENFILE}
 _NAME: Final = re.compile(r"mirror-[0-9a-f]{32}")
 #: All that ever lies in a sub-folder, in the order in which it is removed.
-_FILES: Final = ("versions.new", "versions", "changes.new", "changes", "weights", "digests", "users")
+_FILES: Final = ("versions.new", "versions", "changes.new", "changes", "weights", "digests", UNCHECKED, "users")
 
 
 class SharedFolder:
@@ -45,6 +48,8 @@ class SharedFolder:
                 os.mkdir(self._name, 0o700, dir_fd=self._top)
             self._inner = os.open(self._name, _FOLDER, dir_fd=self._top)
             self._users = os.open("users", _FILE | os.O_CREAT, 0o600, dir_fd=self._inner)
+            if _is_free(self._users):
+                os.close(self.open(UNCHECKED))
             fcntl.flock(self._users, fcntl.LOCK_SH)  # held otherwise by one who removes all, for a moment
             if os.stat("users", dir_fd=self._inner).st_ino == os.fstat(self._users).st_ino:
                 return True
@@ -69,6 +74,14 @@ class SharedFolder:
 
     def rename(self, old: str, new: str) -> None:
         os.replace(old, new, src_dir_fd=self._inner, dst_dir_fd=self._inner)
+
+    def drop(self, name: str) -> bool:
+        """Remove one of the files; whether it was there."""
+        try:
+            os.unlink(name, dir_fd=self._inner)
+        except FileNotFoundError:
+            return False
+        return True
 
     def leave(self) -> None:
         """End this process's part; the last one removes the files."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ebbtide import telemetry
-from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.errors import EbbtideError, InvalidRequest, Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
@@ -122,7 +122,11 @@ class Installer:
 
     async def _install(self, wanted: Installation, manifest: Manifest, path: Path, changes: Path | None) -> float:
         with self._attempts.holds.during("install"):
-            pause_s = await self._engine.install(wanted.version.version, path, changes)
+            try:
+                pause_s = await self._engine.install(wanted.version.version, path, changes)
+            except InvalidRequest:
+                self._weights.refused(wanted.version)
+                raise
             self.current, self._weights.installed = wanted, manifest
         return pause_s
 

@@ -51,6 +51,8 @@ class Weights:
         self._engine, self._puller, self._in_place = engine, puller, in_place
         self._mirrors = Mirrors(folder, patience_s)
         self.installed: Manifest | None = None
+        self._refused: PolicyVersion | None = None
+        self._in_doubt = False
 
     @property
     def mirror(self) -> Mirror | None:
@@ -91,15 +93,25 @@ class Weights:
     @asynccontextmanager
     async def _filled(self, wanted: Installation, manifest: Manifest) -> AsyncIterator[Mirror]:
         """The mirror, locked, with all of a version that the engine needs."""
-        async with self._mirrors.locked(manifest, shared=True) as mirror:
-            if self._holds(mirror, manifest):
-                yield mirror
-                return
+        if not self._in_doubt:
+            async with self._mirrors.locked(manifest, shared=True) as mirror:
+                if self._holds(mirror, manifest):
+                    yield mirror
+                    return
         async with self._mirrors.locked(manifest) as mirror:
+            if self._in_doubt:
+                mirror.doubt()
+                self._in_doubt = False
             if not self._holds(mirror, manifest):  # as it is if another has filled it meanwhile
                 async with self._mirrors.at_work(mirror):
                     await self._fill(wanted, manifest, mirror)
             yield mirror
+
+    def refused(self, version: PolicyVersion) -> None:
+        """The engine would not have a version's file: all of it is looked at again before the next try, but once for
+        each version, as the fault may be the engine's or the version's."""
+        self._in_doubt = self._in_doubt or version != self._refused
+        self._refused = version
 
     def keeps(self, manifest: Manifest) -> bool:
         """Whether all of a version is in the mirror now, to be served on."""

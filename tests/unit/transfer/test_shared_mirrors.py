@@ -88,9 +88,129 @@ def test_what_a_killed_process_left_is_used_by_the_next(links: list[Link], folde
 
     assert killed(work)
     mirror = Mirror(links[0].manifest, folder)
+    assert mirror.held() == {}, "nobody watched it"
+    mirror.mend()
     assert_right(mirror, links[1])
     mirror.close()
     assert not folder.exists()
+
+
+def flip(folder: Path, name: str, offset: int) -> None:
+    """Change a byte of one of a mirror's files behind everybody's back."""
+    (path,) = folder.glob(f"mirror-*/{name}")
+    with path.open("r+b") as file:
+        file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x40]))
+
+
+@pytest.mark.parametrize("adopters_killed", [0, 2])
+def test_a_byte_that_changed_while_nobody_had_the_mirror_is_found(
+    links: list[Link], folder: Path, adopters_killed: int
+) -> None:
+    def work() -> None:
+        bring(Mirror(links[0].manifest, folder), links, 2)
+        die()
+
+    def adopt() -> None:
+        Mirror(links[0].manifest, folder)
+        die()
+
+    assert killed(work)
+    flip(folder, "weights", -1)
+    for _ in range(adopters_killed):
+        assert killed(adopt)
+    mirror, other_mirror = (Mirror(links[0].manifest, folder) for _ in range(2))
+    assert not mirror.holds(links[1].manifest)
+    assert not other_mirror.holds(links[1].manifest)
+    mirror.mend()
+    wrong = [place for place, digest in mirror.held().items() if digest != digest_of(links[1].manifest, place)]
+    assert len(wrong) == 1
+    assert len(tasks_to(mirror, links, 2)) == 1, "no more is fetched than what was changed"
+    bring(mirror, links, 2)
+    assert_right(other_mirror, links[1])
+    mirror.close()
+    other_mirror.close()
+
+
+def digest_of(manifest: Manifest, place: tuple[int, int]) -> bytes:
+    return manifest.tensors[place[0]].digests[place[1]]
+
+
+def test_a_mirror_that_somebody_has_is_believed_by_who_joins(links: list[Link], folder: Path) -> None:
+    one = Mirror(links[0].manifest, folder)
+    bring(one, links, 2)
+    two = Mirror(links[0].manifest, folder)
+    assert_right(two, links[1])
+    one.close()
+    three = Mirror(links[0].manifest, folder)
+    assert_right(three, links[1])
+    two.close()
+    three.close()
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_header_that_was_changed_is_laid_out_anew_for_who_joins(links: list[Link], folder: Path, dead: bool) -> None:
+    alive = None if dead else Mirror(links[0].manifest, folder)
+
+    def work() -> None:
+        bring(Mirror(links[0].manifest, folder), links, 1)
+        die()
+
+    assert killed(work)
+    flip(folder, "weights", 3)
+    mirror = Mirror(links[0].manifest, folder)
+    header = mirror.layout.header
+    assert mirror.path.read_bytes()[: len(header)] == header
+    mirror.mend()
+    assert_right(mirror, links[0])
+    mirror.close()
+    if alive is not None:
+        alive.close()
+
+
+def test_what_is_in_doubt_is_looked_at_again_header_and_all(links: list[Link], folder: Path) -> None:
+    mirror = Mirror(links[0].manifest, folder)
+    bring(mirror, links, 2)
+    for offset in (3, -1):
+        flip(folder, "weights", offset)
+    mirror.doubt()
+    assert mirror.held() == {}
+    mirror.mend()
+    assert len(tasks_to(mirror, links, 2)) == 1
+    bring(mirror, links, 2)
+    header = mirror.layout.header
+    assert mirror.path.read_bytes()[: len(header)] == header
+    assert_right(mirror, links[1])
+    mirror.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 60000,
+        b'[["r","p"],[1e400]]',
+        b'[["r","p"],[-1]]',
+        b'[["r","p"],[0]]',
+        b'[["r","p"],[4294967296]]',
+        b'[["r","p"],[99999999999999999999999]]',
+        b'[["r","p"],["1"]]',
+        b'[["r","p"],[true]]',
+        b'[["r","p"]]',
+        b'{"r":1}',
+        b"\xff\xfe",
+        b"",
+    ],
+)
+def test_a_hint_of_versions_that_is_none_is_ignored(links: list[Link], folder: Path, text: bytes) -> None:
+    mirror = Mirror(links[0].manifest, folder)
+    (inner,) = folder.iterdir()
+    (inner / "versions").write_bytes(text)
+    assert mirror.versions("r", "p") == []
+    mirror.remember("r", "p", [4, 7])
+    assert mirror.versions("r", "p") == [4, 7]
+    mirror.close()
 
 
 def test_what_a_killed_process_left_is_swept_by_whoever_starts_next(links: list[Link], folder: Path) -> None:
