@@ -7,6 +7,19 @@ from ebbtide.transfer.cache import BlobCache
 from ebbtide.transfer.changes import Changes
 from ebbtide.transfer.mirror import Mirror
 from ebbtide.transfer.puller import Pulled, Puller
-from ebbtide.transfer.sources import GrpcSource, Opener, Source, opener
+from ebbtide.transfer.shared import check_folder
+from ebbtide.transfer.sources import GrpcSource, Opener, Source, check_peer, opener
 
-__all__ = ["BlobCache", "Changes", "GrpcSource", "Mirror", "Opener", "Pulled", "Puller", "Source", "opener"]
+__all__ = [
+    "BlobCache",
+    "Changes",
+    "GrpcSource",
+    "Mirror",
+    "Opener",
+    "Pulled",
+    "Puller",
+    "Source",
+    "check_folder",
+    "check_peer",
+    "opener",
+]

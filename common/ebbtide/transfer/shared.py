@@ -97,6 +97,11 @@ class SharedFolder:
                 os.close(descriptor)
 
 
+def check_folder(folder: Path) -> None:
+    """Make a folder of mirrors, if need be. Raises `InvalidRequest` if it is not this user's alone."""
+    os.close(_open_top(folder))
+
+
 def reserve(file: int, size: int, where: str) -> None:
     """Give a file `size` bytes of memory of its own. Raises `NoCapacity` where a later write would be a SIGBUS."""
     try:

@@ -6,8 +6,8 @@ digest. Nothing is kept here.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from ebbtide.errors import InvalidRequest, NoCapacity, VersionUnavailable
@@ -15,7 +15,7 @@ from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.settings import Settings
 from ebbtide.rpc.channel import check_address
 from ebbtide.rpc.security import ClientSecurity, Credentials, ServerSettings
-from ebbtide.transfer import BlobCache, Mirror
+from ebbtide.transfer import BlobCache, Mirror, check_peer
 
 #: Who is turned away asks another source meanwhile.
 _RETRY_S: Final = 2.0
@@ -82,7 +82,8 @@ async def serving(
 
     at = server_settings(settings.peer_listen, settings.client)
     server = Server(at, [(add_to_server, Servicer(shelf), SERVICE)])
-    await server.start()
+    with _as_peer_listen():
+        await server.start()
     await server.set_serving(True)
     shelf.address = advertised(server.address, settings.peer_advertise)
 
@@ -106,13 +107,31 @@ async def _behind(event: asyncio.Event, work: Callable[[], Awaitable[None]]) -> 
 
 
 def check_reachable(settings: Settings) -> None:
-    """Raise `InvalidRequest` unless others can reach what the settings say about peers."""
+    """Raise `InvalidRequest` unless others can reach what the settings say about peers, by their names."""
     listen, advertise = settings.peer_listen, settings.peer_advertise
-    if listen:
-        field = "peer_advertise" if advertise else "peer_listen"
-        host = check_address(advertise or listen, field=field).rpartition(":")[0].strip("[]")
-        if host in _ANYWHERE:
-            raise InvalidRequest(f"is required: nobody reaches a worker at {host}", field="peer_advertise")
+    if not listen:
+        if advertise:
+            raise InvalidRequest("is of no use to a worker that serves nobody: set peer_listen", field="peer_advertise")
+        return
+    if check_address(listen, field="peer_listen").startswith("unix:"):
+        raise InvalidRequest("other machines reach no unix: socket: give host:port", field="peer_listen")
+    host = (advertise or listen).rpartition(":")[0].strip("[]")
+    if host in _ANYWHERE:
+        raise InvalidRequest(f"is required: nobody reaches a worker at {host}", field="peer_advertise")
+    check_peer(advertise or listen, field="peer_advertise" if advertise else "peer_listen")
+    with _as_peer_listen():
+        server_settings(listen, settings.client).credentials()
+
+
+@contextmanager
+def _as_peer_listen() -> Iterator[None]:
+    """A server says `listen` of what this worker's settings call `peer_listen`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field != "listen":
+            raise
+        raise InvalidRequest(str(error).removeprefix("listen: "), field="peer_listen") from None
 
 
 def server_settings(listen: str, client: ClientSecurity) -> ServerSettings:

@@ -23,6 +23,7 @@ from ebbtide.rollout_worker.supply import Supply
 from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
 from ebbtide.rpc.channel import open_channel
 from ebbtide.runtime import Shutdown
+from ebbtide.transfer import check_folder
 from ebbtide.types.ids import check_id
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
@@ -53,6 +54,8 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
     worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
     telemetry.bind(worker_id=worker_id)
     check_reachable(settings)
+    if settings.mirror_dir:
+        check_folder(Path(settings.mirror_dir))
     engine = make_engine(settings)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.stop)

@@ -225,3 +225,33 @@ async def test_an_address_that_nobody_can_reach_is_refused_before_the_engine_boo
         worker = await house.worker(version=0, scripted={"boot_s": 0.0}, **flags)
         with pytest.raises(InvalidRequest):
             await worker.task
+
+
+async def test_a_port_that_is_in_use_is_refused_by_the_name_of_its_setting(houses: Houses) -> None:
+    first, second = await houses("w1"), await houses("w2")
+    await first.worker(**PEER)
+    worker = await second.worker(version=0, peer_listen=await address(first))
+    with pytest.raises(InvalidRequest, match=r"^peer_listen: cannot bind"):
+        await worker.task
+
+
+@pytest.mark.parametrize("wrong", ["open to others", "a link", "a file"])
+async def test_a_folder_of_mirrors_that_cannot_serve_is_refused_before_the_engine_boots(
+    house: House, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+
+    booted: list[ScriptedEngine] = []
+    monkeypatch.setattr(ScriptedEngine, "start", booted.append)
+    folder = tmp_path / "wrong"
+    if wrong == "open to others":
+        folder.mkdir(0o755)
+    elif wrong == "a link":
+        (tmp_path / "elsewhere").mkdir(0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.touch(0o600)
+    worker = await house.worker(version=0, mirror_dir=str(folder))
+    with pytest.raises(InvalidRequest, match=r"^mirror_dir: "):
+        await worker.task
+    assert not booted

@@ -86,16 +86,28 @@ async def test_readers_are_limited_and_not_their_streams() -> None:
         ({"peer_listen": "[::]:7620"}, "peer_advertise"),
         ({"peer_listen": "127.0.0.1:0", "peer_advertise": "nowhere"}, "peer_advertise"),
         ({"peer_listen": "nowhere"}, "peer_listen"),
+        ({"peer_listen": "127.0.0.1:0", "peer_advertise": "a b:5"}, "peer_advertise"),
+        ({"peer_listen": "127.0.0.1:0", "peer_advertise": "unix:/run/worker"}, "peer_advertise"),
+        ({"peer_listen": "127.0.0.1:0", "peer_advertise": "http://worker-7:80"}, "peer_advertise"),
+        ({"peer_listen": "127.0.0.1:0", "peer_advertise": "!!nonsense"}, "peer_advertise"),
+        ({"peer_advertise": "worker-7:80"}, "peer_advertise"),
+        ({"peer_listen": "unix:/run/worker"}, "peer_listen"),
+        ({"peer_listen": "unix:/run/worker", "peer_advertise": "worker-7:80"}, "peer_listen"),
+        ({"peer_listen": "10.0.0.1:7620"}, "peer_listen"),
     ],
 )
 def test_an_address_that_nobody_reaches_is_refused_by_name(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         check_reachable(Settings(**settings))
     assert refused.value.field == field
+    assert str(refused.value).startswith(f"{field}: ")
 
 
 def test_a_worker_may_listen_anywhere_if_it_says_where_it_is() -> None:
-    check_reachable(Settings(peer_listen="0.0.0.0:0", peer_advertise="worker-7:0"))
+    trusting = ClientSecurity(allow_insecure=True)
+    check_reachable(Settings(peer_listen="0.0.0.0:0", peer_advertise="worker-7:0", client=trusting))
+    check_reachable(Settings(peer_listen="127.0.0.1:0"))
+    check_reachable(Settings(peer_listen="[::1]:7620"))
     assert advertised("0.0.0.0:4711", "worker-7:0") == "worker-7:4711"
     assert advertised("0.0.0.0:4711", "worker-7:80") == "worker-7:80"
     assert advertised("127.0.0.1:4711", "") == "127.0.0.1:4711"
