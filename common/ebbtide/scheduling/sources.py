@@ -9,7 +9,7 @@ still arriving follow TensorHub (arXiv 2604.09107); there the rule that scores s
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -25,6 +25,9 @@ MOST: Final = 3
 #: How long one that complained is not sent to an address again, and how many must complain for nobody to be.
 SHUN_S: Final = 30.0
 SEVERAL: Final = 3
+#: Addresses of which complaints are known at once, and complaints of each: each requester looks at all of them.
+MOST_FAILED: Final = 1024
+MOST_COMPLAINTS: Final = 64
 
 
 class Copy(Struct, kw_only=True):
@@ -73,14 +76,19 @@ def choose_sources(requester: Copy, copies: Collection[Copy], origin: Origin, sh
 
 
 class Complaints:
-    """Addresses that failed somebody lately. Kept in memory alone: who is failed again complains again."""
+    """Addresses that failed somebody lately; beyond a bound the oldest are forgotten. Kept in memory alone: who is
+    failed again complains again."""
 
     def __init__(self) -> None:
         self._until: dict[str, dict[str, float]] = {}  # address -> who complained -> until when that counts
 
     def add(self, requester: str, addresses: Iterable[str], now: float) -> None:
         for address in addresses:
-            self._until.setdefault(address, {})[requester] = now + SHUN_S
+            until = self._until[address] = self._until.pop(address, {})  # the last of all now
+            until.pop(requester, None)
+            until[requester] = now + SHUN_S
+            _forget_oldest(until, MOST_COMPLAINTS)
+        _forget_oldest(self._until, MOST_FAILED)
 
     def shunned(self, requester: str, now: float) -> set[str]:
         """The addresses that `requester` is not to be sent to."""
@@ -89,6 +97,11 @@ class Complaints:
             if not live:
                 del self._until[address]
         return {address for address, until in self._until.items() if requester in until or len(until) >= SEVERAL}
+
+
+def _forget_oldest(items: dict[str, Any], most: int) -> None:
+    for key in list(items)[: max(0, len(items) - most)]:
+        del items[key]
 
 
 def lasting_copies(copies: Iterable[Copy]) -> int:

@@ -204,8 +204,10 @@ class LinkState(Struct, frozen=True, kw_only=True):
 
 
 class WeightsState(Struct, frozen=True, kw_only=True):
-    """What a relay knows of a run's versions, oldest first."""
+    """What a relay knows of a run's versions, oldest first. Of many holders those heard of last are told, and how many
+    more there are."""
 
     versions: tuple[VersionState, ...] = ()
     holders: tuple[HolderState, ...] = ()
     links: tuple[LinkState, ...] = ()
+    more_holders: int = 0

@@ -11,9 +11,11 @@ from ebbtide.weight_relay.records import Edge
 
 def describe(index: Index, holders: Holders, links: Links, run_id: str, now: float) -> WeightsState:
     """The state of all policies of a run. `now` is on the clock of the index' `since`."""
+    shown, more = holders.states(run_id)
     return WeightsState(
         versions=tuple(_versions(index, run_id, now)),
-        holders=tuple(holders.states(run_id)),
+        holders=tuple(shown),
+        more_holders=more,
         links=tuple(links.states()),
     )
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.sources import Origin
+from ebbtide.transfer.sources import check_peer
 from ebbtide.types.weights import NAME_CHARS, SITE_CHARS, BlobSource, FoundWay, Holder, WeightsState
 from ebbtide.weight_relay.checks import check_settings, is_url
 from ebbtide.weight_relay.describe import describe
@@ -56,10 +57,15 @@ class Fanout:
         return version if self._subscription is None else await self._subscription.ask(run_id, policy, version)
 
     async def find(self, asked: WayRequest) -> FoundWays:
-        """Ways and sources for a holder, which is known from now on. Raises as `ask` and `Relay.ways`."""
+        """Ways and sources for a holder, which is known from now on. Raises as `ask` and `Relay.ways`, and
+        `InvalidRequest` for a holder whose address is none that others may be sent to."""
+        if asked.holder is not None and asked.holder.address:
+            check_peer(asked.holder.address, field="holder.address")
         if asked.done:
             if not asked.version:
                 raise InvalidRequest("must be named when it is held", field="version")
+            if not self._relay.index.knows(asked.stream):
+                return FoundWays((), ())
             return FoundWays((), tuple(self.holders.told(asked, asked.version)))
         version = await self.ask(*asked.stream, asked.version)
         number = self._relay.manifest(*asked.stream, version).version.version

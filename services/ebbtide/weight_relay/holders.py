@@ -4,6 +4,7 @@ Soft state: each entry lives for `LOST_S` behind its holder's last word, and a r
 again within `AGAIN_S`. Only the servicer's FindWay writes here, without waiting in between.
 """
 
+import heapq
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Annotated, Final
@@ -21,6 +22,12 @@ AGAIN_S: Final = 5.0
 LOST_S: Final = 3 * AGAIN_S
 #: Copies known at once; a fleet far beyond what one relay can answer.
 MAX_COPIES: Final = 1 << 16
+#: Versions that are remembered of what a holder has: the newest ones.
+MAX_HAVE: Final = 64
+#: Copies of a run that are shown, those heard of last: with the longest names they fit into a message.
+MAX_SHOWN: Final = 1000
+#: The longest stop of generation, in seconds, that is believed.
+_MAX_INSTALL_S: Final = 86_400.0
 _VERSIONS = Annotated[tuple[int, ...], Meta(max_length=1024)]
 _ADDRESSES = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=64)]
 
@@ -37,10 +44,10 @@ class WayRequest(Struct, frozen=True, kw_only=True):
     holder: Holder | None = None
     version: int = 0
     have: _VERSIONS = ()
-    bytes_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     failed: _ADDRESSES = ()
     done: bool = False
-    install_s: Annotated[float, Meta(ge=0)] = 0.0
+    install_s: Annotated[float, Meta(ge=0, le=_MAX_INSTALL_S)] = 0.0
     scratch: bool = False
 
     @property
@@ -74,7 +81,7 @@ class Holders:
         self._forget_lost(now)
         copy = self._copy(request, request.holder, (request.stream, version), now)
         self._complaints.add(name, request.failed, now)
-        self._have[request.stream, name] = request.have, now
+        self._have[request.stream, name] = tuple(sorted(request.have)[-MAX_HAVE:]), now
         if copy.done:
             return []
         copies = {one.holder.name: one for one in self._live((request.stream, version))}
@@ -107,10 +114,17 @@ class Holders:
         }
         return have | {node for node in self._copies if any(True for _ in self._live(node))}
 
-    def states(self, run_id: str) -> list[HolderState]:
-        """All copies of a run's versions, in the order of policy, version and name."""
+    def states(self, run_id: str) -> tuple[list[HolderState], int]:
+        """The copies of a run's versions, in the order of policy, version and name; and how many are left out."""
         now = self._clock()
-        return [
+        copies = [
+            (stream[1], version, name, copy)
+            for (stream, version), copies in self._copies.items()
+            for name, copy in copies.items()
+            if stream[0] == run_id and now - copy.seen < LOST_S
+        ]
+        shown = heapq.nlargest(MAX_SHOWN, copies, key=lambda item: item[3].seen)
+        states = [
             HolderState(
                 holder=copy.holder,
                 policy=policy,
@@ -119,10 +133,9 @@ class Holders:
                 install_s=copy.install_s,
                 seen_s=now - copy.seen,
             )
-            for ((run, policy), version), copies in sorted(self._copies.items())
-            for _, copy in sorted(copies.items())
-            if run == run_id and now - copy.seen < LOST_S
+            for policy, version, _, copy in sorted(shown, key=lambda item: item[:3])
         ]
+        return states, len(copies) - len(shown)
 
     def _copy(self, request: WayRequest, holder: Holder, node: Node, now: float) -> Copy:
         copy = self._copies.get(node, {}).get(holder.name)

@@ -50,6 +50,10 @@ class Index:
     def streams(self) -> list[Stream]:
         return list(self._versions)
 
+    def knows(self, stream: Stream) -> bool:
+        """Whether a version of it is here, or on its way."""
+        return stream in self._versions or any(stage.stream == stream for stage in self._stages.values())
+
     def stream(self, stream: Stream) -> dict[int, Holding]:
         """All versions of a stream, passages too."""
         return self._versions.get(stream, {})

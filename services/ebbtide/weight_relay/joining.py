@@ -1,8 +1,41 @@
 """What a publisher sends to begin with: a manifest in parts, and behind its tensors maybe a patch."""
 
-from ebbtide.errors import InvalidRequest
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
+
+from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
 from ebbtide.types.weights import Manifest, Patch
 from ebbtide.weights import Limits, ManifestJoiner, ManifestPart, PatchJoiner
+
+#: Manifests that are being sent at once, of which each may take much memory; and seconds that one may take.
+MAX_JOINED: Final = 8
+PATIENCE_S: Final = 60.0
+
+
+class Joining:
+    """The manifests that are being sent to a relay."""
+
+    def __init__(self, limits: Limits, *, patience_s: float = PATIENCE_S) -> None:
+        self._limits, self._patience_s = limits, patience_s
+        self._open = 0
+
+    async def join(self, parts: AsyncIterator[ManifestPart]) -> tuple[Manifest, Patch | None]:
+        """What the parts make up. Raises as `PublishJoiner`, `NoCapacity` beyond `MAX_JOINED`, and `Unavailable` for
+        one that takes too long."""
+        if self._open >= MAX_JOINED:
+            raise NoCapacity(f"{MAX_JOINED} manifests are being sent to this relay; retry later", retry_after_s=1.0)
+        self._open += 1
+        try:
+            joiner = PublishJoiner(self._limits)
+            async with asyncio.timeout(self._patience_s):
+                async for part in parts:
+                    joiner.add(part)
+            return joiner.join()
+        except TimeoutError:
+            raise Unavailable(f"the manifest was not sent within {self._patience_s:g} s; begin again") from None
+        finally:
+            self._open -= 1
 
 
 class PublishJoiner:

@@ -14,7 +14,7 @@ from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsServicer
 from ebbtide.weight_relay.fanout import Fanout
 from ebbtide.weight_relay.holders import WayRequest
-from ebbtide.weight_relay.joining import PublishJoiner
+from ebbtide.weight_relay.joining import Joining
 from ebbtide.weight_relay.refusals import refusals
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weights import ManifestPart, split_manifest, split_patch
@@ -29,14 +29,13 @@ MAX_DIGESTS = 100_000
 class Servicer(WeightsServicer):
     def __init__(self, relay: Relay, fanout: Fanout | None = None) -> None:
         self._relay = relay
+        self._joining = Joining(relay.limits)
         self._fanout = Fanout(relay) if fanout is None else fanout
 
     async def BeginPublish(self, request: AsyncIterator[pb.ManifestPart], context: Context) -> pb.BeginPublishResponse:
-        joiner = PublishJoiner(self._relay.limits)
         with refusals("publish", context.peer()):
-            async for part in request:
-                joiner.add(from_proto(part, ManifestPart))
-            missing = await self._relay.begin(*joiner.join())
+            parts = (from_proto(part, ManifestPart) async for part in request)
+            missing = await self._relay.begin(*await self._joining.join(parts))
         return pb.BeginPublishResponse(missing=missing[:MAX_DIGESTS])
 
     async def PutTiles(self, request: AsyncIterator[pb.Tile], context: Context) -> pb.PutTilesResponse:

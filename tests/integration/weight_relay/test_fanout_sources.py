@@ -92,7 +92,7 @@ async def test_readers_of_a_site_are_sent_to_its_relay_and_not_over_the_link_aga
     ) as away:
         await version.publish(home.relay)
         await wait_until(lambda: away.versions() == [1])
-        await wait_until(lambda: [item.done for item in home.fanout.holders.states("run")] == [True])
+        await wait_until(lambda: [item.done for item in home.fanout.holders.states("run")[0]] == [True])
         reader = Reader("w", home.address, "away")
         assert await reader.pull(1) == {"away": version.size}
         assert reader.holds(version)

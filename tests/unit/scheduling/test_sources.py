@@ -7,6 +7,7 @@ import pytest
 
 from ebbtide.scheduling.sources import (
     FEW,
+    MOST_FAILED,
     ORIGIN,
     SEVERAL,
     SHUN_S,
@@ -102,6 +103,17 @@ def test_a_source_that_failed_one_is_shunned_for_it_alone_and_after_several_for_
     assert complaints.shunned("other", 1.0 + SHUN_S) == set()  # the first one's counts no longer
     assert complaints.shunned("w1", 1.0 + SHUN_S) == {"bad:1"}
     assert complaints.shunned("w1", 2.0 + SHUN_S) == set()
+
+
+def test_of_very_many_complaints_the_oldest_are_forgotten() -> None:
+    complaints = Complaints()
+    complaints.add("w0", ["old:1", "again:1"], 0.0)
+    complaints.add("w0", ["again:1"], 1.0)
+    complaints.add("w0", [f"made-up-{number}:1" for number in range(MOST_FAILED - 1)], 2.0)
+    shunned = complaints.shunned("w0", 3.0)
+    assert len(shunned) == MOST_FAILED
+    assert "again:1" in shunned
+    assert "old:1" not in shunned
 
 
 class World:

@@ -2,9 +2,11 @@
 
 import pytest
 
-from ebbtide.errors import NoCapacity
+from ebbtide.errors import InvalidRequest, NoCapacity
+from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.scheduling.sources import SEVERAL, Origin
-from ebbtide.types.weights import Holder
+from ebbtide.types.weights import NAME_CHARS, SITE_CHARS, Holder, WeightsState
+from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.weight_relay import holders as module
 from ebbtide.weight_relay.holders import AGAIN_S, LOST_S, Holders, WayRequest
 
@@ -102,9 +104,50 @@ def test_what_is_shown_of_a_holder_is_what_it_told_last(holders: Holders, clock:
     clock.now += 2.0
     holders.told(ask("w1"), 5)
     holders.told(ask("w1", done=True, install_s=0.25), 5)
-    shown = [(s.holder.name, s.version, s.done, s.install_s, s.seen_s) for s in holders.states("run")]
+    shown = [(s.holder.name, s.version, s.done, s.install_s, s.seen_s) for s in holders.states("run")[0]]
     assert shown == [("w0", 5, True, 0.0, 2.0), ("w1", 5, True, 0.25, 0.0)]
-    assert holders.states("another") == []
+    assert holders.states("another") == ([], 0)
+
+
+def test_of_many_holders_those_heard_of_last_are_shown(
+    holders: Holders, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_SHOWN", 2)
+    for name in ("b", "c", "a"):
+        holders.told(ask(name), 5)
+        clock.now += 1.0
+    states, more = holders.states("run")
+    assert ([state.holder.name for state in states], more) == (["a", "c"], 1)
+
+
+def test_the_longest_names_of_all_that_are_shown_fit_into_a_message(holders: Holders) -> None:
+    for number in range(module.MAX_SHOWN + 1):
+        long = Holder(
+            name=f"{number:04}" + "\U0001d11e" * (NAME_CHARS - 4),
+            site="\U0001d11e" * SITE_CHARS,
+            host="\U0001d11e" * 256,
+            address="a" * 510 + ":1",
+        )
+        holders.told(WayRequest(run_id="r" * 64, policy="p" * 64, holder=long), 5)
+    states, more = holders.states("r" * 64)
+    message = to_proto(WeightsState(holders=tuple(states), more_holders=more), pb.DescribeVersionsResponse)
+    assert more == 1
+    assert message.ByteSize() < (4 << 20) - (512 << 10), "room for versions and links"
+
+
+def test_the_newest_of_very_many_versions_are_remembered(holders: Holders) -> None:
+    holders.told(ask("w0", have=tuple(range(1, 1001))), 5)
+    kept = {version for _, version in holders.needed()} - {5}
+    assert kept == set(range(1001 - module.MAX_HAVE, 1001))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e300, -1.0])
+@pytest.mark.parametrize("field", ["install_s", "bytes_per_s"])
+def test_no_number_that_cannot_be_is_taken_from_a_holder(field: str, number: float) -> None:
+    holder = pb.Holder(name="w0", address="w0:1")
+    request = pb.FindWayRequest(run_id="run", policy="policy", holder=holder, **{field: number})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=field):
+        from_proto(request, WayRequest)
 
 
 def test_holders_are_bounded(holders: Holders, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +160,6 @@ def test_holders_are_bounded(holders: Holders, clock: Clock, monkeypatch: pytest
             holders.told(ask("w3"), 5)
         holders.told(ask("w0", done=True), 5)
         holders.told(ask("w0"), 5)
-    assert {state.holder.name for state in holders.states("run")} == {"w0", "w1", "w2"}
+    assert {state.holder.name for state in holders.states("run")[0]} == {"w0", "w1", "w2"}
     clock.now += LOST_S
     holders.told(ask("w3"), 5)
