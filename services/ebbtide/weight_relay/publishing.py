@@ -1,7 +1,6 @@
 """A version comes: staged, filled with its blobs, committed; by a publisher, or from upstream (`arriving`)."""
 
 import asyncio
-from collections import Counter
 from typing import Final
 
 from ebbtide import telemetry
@@ -23,6 +22,8 @@ log = telemetry.get_logger(__name__)
 #: that none keeps all others out.
 MAX_STAGES: Final = 16
 MAX_STAGES_OF_RUN: Final = 4
+#: Seconds after which a silent publisher makes room for another, where all stages are taken.
+_SILENT_S: Final = 60.0
 
 
 class Publishing:
@@ -72,15 +73,26 @@ class Publishing:
             raise NotReady(f"version {base.version} has other tensors or pieces than the patch; publish all of it")
 
     async def _make_room(self, stage: Stage) -> None:
-        runs = Counter(other.stream[0] for other in self._shelf.index.stages if not other.arriving)
-        if not stage.arriving and runs[stage.stream[0]] > MAX_STAGES_OF_RUN:
-            text = f"{MAX_STAGES_OF_RUN} publishes of run {stage.stream[0]} are under way; commit one, or retry later"
-            raise NoCapacity(text, retry_after_s=5.0)
-        if runs.total() > MAX_STAGES:
-            raise NoCapacity(f"{MAX_STAGES} publishes are under way at this relay; retry later", retry_after_s=5.0)
+        if not stage.arriving:
+            await self._make_stage_room(stage)
         plan = await self._retiring.plan()
         self._check_room(plan, stage)
         await self._retiring.follow(plan)
+
+    async def _make_stage_room(self, stage: Stage) -> None:
+        """Have no more publishes under way than may be. Raises `NoCapacity` while none of too many is silent."""
+        stages = [other for other in self._shelf.index.stages if not other.arriving]
+        own = sum(1 for other in stages if other.stream[0] == stage.stream[0])
+        if own > MAX_STAGES_OF_RUN:
+            text = f"{MAX_STAGES_OF_RUN} publishes of run {stage.stream[0]} are under way; commit one, or retry later"
+            raise NoCapacity(text, retry_after_s=5.0)
+        if len(stages) <= MAX_STAGES:
+            return
+        silent = min(stages, key=lambda other: other.used_at)
+        if self._shelf.clock() - silent.used_at < _SILENT_S:
+            raise NoCapacity(f"{MAX_STAGES} publishes are under way at this relay; retry later", retry_after_s=5.0)
+        await self._retiring.unstage(silent)
+        log.warning("silent publisher gives way", run_id=silent.stream[0], **named(silent.manifest.version))
 
     def _check_room(self, plan: RetentionPlan, stage: Stage) -> None:
         size = sum(map(on_disk, (stage.blobs | stage.record).values()))

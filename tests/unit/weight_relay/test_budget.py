@@ -6,12 +6,12 @@ import pytest
 
 from ebbtide.errors import NoCapacity
 from ebbtide.types.weights import PolicyVersion, TensorEntry
-from ebbtide.weight_relay.publishing import MAX_STAGES_OF_RUN
+from ebbtide.weight_relay.publishing import MAX_STAGES, MAX_STAGES_OF_RUN
 from ebbtide.weight_relay.records import BLOCK
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weights import seal_manifest
 from tests.integration.weight_relay.lines import SIGNER, Line
-from tests.unit.weight_relay.relays import SMALL, publish, relay_at
+from tests.unit.weight_relay.relays import SMALL, Clock, publish, relay_at
 
 BUDGET = 1 << 20
 
@@ -75,4 +75,23 @@ async def test_a_run_that_stages_without_end_leaves_others_room(tmp_path: Path) 
     with pytest.raises(NoCapacity, match="of run run are under way"):
         await relay.begin(line.versions[-1].manifest)
     assert await relay.begin(Line(1, sizes=SMALL, run_id="other")[1].manifest)
+    await relay.close()
+
+
+async def test_where_all_stages_are_taken_a_silent_publisher_gives_way(tmp_path: Path) -> None:
+    clock = Clock()
+    relay = relay_at(tmp_path, clock)
+    await relay.open()
+    lines = [Line(1, sizes=SMALL, run_id=f"run-{number}", seed=number) for number in range(MAX_STAGES + 2)]
+    for line in lines[:MAX_STAGES]:
+        await relay.begin(line[1].manifest)
+    with pytest.raises(NoCapacity, match="retry later"):
+        await relay.begin(lines[-1][1].manifest)
+    clock.now += 61.0
+    digest, tile = next(iter(lines[0][1].tiles.items()))
+    await relay.put(digest, tile)  # this one is not silent
+    await relay.begin(lines[-1][1].manifest)
+    assert {stage.stream[0] for stage in relay.index.stages} == {
+        line[1].manifest.run_id for line in (lines[0], *lines[2:MAX_STAGES], lines[-1])
+    }
     await relay.close()
