@@ -37,6 +37,7 @@ async def test_a_worker_whose_relay_dies_during_the_pull_installs_the_version_wh
 
 async def test_a_publish_cut_by_the_relays_death_arrives_whole(cluster: Cluster, begin: Begin) -> None:
     await begin(workers=1)
+    await has(cluster, 1)
     cluster.routed = True
     trainer = cluster.client(relay=await cluster.route("trainer", "relay"))
     publishing_way = cluster.ways["trainer", "relay"].forth
@@ -51,14 +52,19 @@ async def test_a_publish_cut_by_the_relays_death_arrives_whole(cluster: Cluster,
         await cluster.relay()
         publishing_way.release()
         version = await publishing
-
-        async def there() -> bool:
-            return await installed(cluster) == [version.version]
-
-        await wait_until(there, timeout=20, what="the version on the worker")
+        await has(cluster, version.version)
         manifest, tensors = await trainer.fetch_weights(RUN)
         assert manifest.version == version
         assert np.array_equal(as_array(tensors["w"]), weights)
+
+
+async def has(cluster: Cluster, version: int) -> None:
+    """Wait until the worker has just that version."""
+
+    async def there() -> bool:
+        return await installed(cluster) == [version]
+
+    await wait_until(there, timeout=20, what=f"version {version} on the worker")
 
 
 async def installed(cluster: Cluster) -> list[int]:
