@@ -103,6 +103,11 @@ class Watcher:
             self._occurs("mid-migration", "")
 
 
+#: A fault whose victim has nothing to strike at that moment (no connection, say) is brought again so often.
+_TRIES: Final = 3
+_AGAIN_S: Final = 5.0
+
+
 class Chaos:
     """Brings a seed's faults upon the world, and knows which cells it has visited."""
 
@@ -122,7 +127,10 @@ class Chaos:
         await asyncio.sleep(loop.random.uniform(0.0, 1.5))
         missed = [fault for fault in self._faults if not await self._bring(fault, alone=fault.alone)]
         for fault in missed:
-            await self._bring(fault, alone=True)
+            for _ in range(_TRIES):
+                if await self._bring(fault, alone=True):
+                    break
+                await asyncio.sleep(_AGAIN_S)
         await asyncio.sleep(max(0.0, self.breaker.until - loop.now))
         world.calm_at, world.journal.calm = loop.now, True
 
