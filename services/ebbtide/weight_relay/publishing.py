@@ -80,17 +80,24 @@ class Publishing:
         await self._retiring.follow(plan)
 
     async def _make_stage_room(self, stage: Stage) -> None:
-        """Have no more publishes under way than may be. Raises `NoCapacity` while none of too many is silent."""
-        stages = [other for other in self._shelf.index.stages if not other.arriving]
-        own = sum(1 for other in stages if other.stream[0] == stage.stream[0])
-        if own > MAX_STAGES_OF_RUN:
-            text = f"{MAX_STAGES_OF_RUN} publishes of run {stage.stream[0]} are under way; commit one, or retry later"
-            raise NoCapacity(text, retry_after_s=5.0)
-        if len(stages) <= MAX_STAGES:
+        """Have no more publishes under way than may be. Raises `NoCapacity` while none of too many runs' is silent.
+
+        Of one run the one that was silent longest gives way at once: all are by the holders of one lease, one after
+        another, so it is of a trainer that died, again and again perhaps.
+        """
+        stages = [other for other in self._shelf.index.stages if not other.arriving and other is not stage]
+        own = [other for other in stages if other.stream[0] == stage.stream[0]]
+        if len(own) >= MAX_STAGES_OF_RUN:
+            await self._give_way(min(own, key=lambda other: other.used_at))
+            return
+        if len(stages) < MAX_STAGES:
             return
         silent = min(stages, key=lambda other: other.used_at)
         if self._shelf.clock() - silent.used_at < _SILENT_S:
             raise NoCapacity(f"{MAX_STAGES} publishes are under way at this relay; retry later", retry_after_s=5.0)
+        await self._give_way(silent)
+
+    async def _give_way(self, silent: Stage) -> None:
         await self._retiring.unstage(silent)
         log.warning("silent publisher gives way", run_id=silent.stream[0], **named(silent.manifest.version))
 

@@ -65,15 +65,16 @@ async def test_what_the_budget_counts_is_given_back_when_it_goes(tmp_path: Path)
     await relay.close()
 
 
-async def test_a_run_that_stages_without_end_leaves_others_room(tmp_path: Path) -> None:
-    relay = relay_at(tmp_path)
+async def test_a_trainer_that_dies_again_and_again_is_not_kept_waiting_by_what_it_left(tmp_path: Path) -> None:
+    relay = relay_at(tmp_path, clock := Clock())
     await relay.open()
-    line = Line(MAX_STAGES_OF_RUN + 1, sizes=SMALL)
-    for version in line.versions[:-1]:
+    line = Line(MAX_STAGES + 1, sizes=SMALL)
+    for version in line.versions:
+        clock.now += 1.0
         await relay.begin(version.manifest)
         await relay.begin(version.manifest)  # the same one is no other
-    with pytest.raises(NoCapacity, match="of run run are under way"):
-        await relay.begin(line.versions[-1].manifest)
+    left = [version.manifest.version for version in line.versions[-MAX_STAGES_OF_RUN:]]
+    assert [stage.manifest.version for stage in relay.index.stages] == left
     assert await relay.begin(Line(1, sizes=SMALL, run_id="other")[1].manifest)
     await relay.close()
 
