@@ -40,6 +40,7 @@ _WORKER: Final = {
     "slots": 32,
     "flush_tokens": FLUSH_TOKENS,
     "flush_interval_ms": 40,
+    "mirror_dir": "",  # as if each were on a host of its own: what one fetches, another does not find
 }
 _SCRIPT: Final = {f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")}
 
