@@ -52,6 +52,7 @@ class Cluster:
         self.taken = 0  # the relay has versions up to it, of which this run knows nothing
         self.relay = asyncio.Event()  # cleared: versions stay on their way
         self.relay.set()
+        self.on_their_way = 0  # versions that wait for it
         self.leases: list[FakeLease] = []
         self.log: list[str] = []
         self.changed = asyncio.Event()
@@ -275,7 +276,9 @@ class FakePublishing:
 
     async def _announce(self, lease: FakeLease, step: int) -> PolicyVersion:
         await asyncio.sleep(0)
+        lease.cluster.on_their_way += 1
         await lease.cluster.relay.wait()
+        lease.cluster.on_their_way -= 1
         if self.number <= lease.cluster.taken:
             raise AlreadyExists(f"version {self.number} is committed with another root")
         lease._check(f"announce {step}")

@@ -196,10 +196,10 @@ async def test_a_step_is_trained_beside_its_versions_way_only_where_staleness_al
         """Let a version go on once the trainer has trained as far as it may without it."""
         for number, count in enumerate((1, 2, 3), start=1):
             await wait_until(lambda: len(known) >= count - 1 + (staleness and number > 1))  # noqa: B023
-            await wait_until(lambda: f"trainer:publish {number - 1}" in cluster.log)  # noqa: B023
+            await wait_until(lambda: f"trainer:publish {number - 1}" in cluster.log and cluster.on_their_way)  # noqa: B023
             cluster.relay.set()
+            cluster.relay.clear()  # at once: only the one that waits goes on
             await wait_until(lambda: len(cluster.versions) >= number)  # noqa: B023
-            cluster.relay.clear()
             if number == 1:
                 for item in (one for at in range(3) for one in make_trajectories(spec, at, 1)):
                     made = msgspec.structs.replace(item, cursor=str(len(cluster.trajectories) + 1))
