@@ -175,7 +175,7 @@ def new_network(plan: BaseModelPlan, tokenizer: Tokenizer) -> Network:
         num_key_value_heads=plan.kv_heads,
         head_dim=plan.head_dim,
         max_position_embeddings=plan.context,
-        # Untied: vLLM's weight reload on CPUs leaves a tied, packed output layer stale.
+        # Untied: a task of so few characters wants an output layer of its own.
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         pad_token_id=tokenizer.pad_token_id,
