@@ -84,11 +84,7 @@ async def _star(folder: Path, scale: Scale, _: Tell) -> list[Row]:
     """star: each worker fetches all of each version over the link"""
     policy = Policy(scale.mib)
     async with Scene(folder, site_relay=False) as scene:
-        await scene.claim()
-        await scene.publish(policy, 0)
-        await scene.start_workers(_names(WORKERS))
-        await scene.settled()
-        once = await _shape(scene, policy, scale.star_copy_s)
+        once = await _begin(scene, policy, scale.star_copy_s)
         policy.step(1.0)  # every tile changes, as if there were no patches
         await scene.claim()
         return [row(STAR, await scene.update(policy, 1), policy, once)]
@@ -98,11 +94,7 @@ async def _pipelined(folder: Path, scale: Scale, tell: Tell) -> list[Row]:
     """a relay on the far side: full copies, patches, late joiners, those that missed versions, killed sources, rates"""
     policy, rows = Policy(scale.mib), []
     async with Scene(folder, site_relay=True) as scene:
-        await scene.claim()
-        await scene.publish(policy, 0)
-        await scene.start_workers(_names(WORKERS))
-        await scene.settled()
-        once = await _shape(scene, policy, scale.copy_s)
+        once = await _begin(scene, policy, scale.copy_s)
         for _ in range(scale.repeats):
             rows.append(await _full(scene, policy, once, FULL))
             tell(told(rows[-1]))
@@ -125,11 +117,7 @@ async def _peers(folder: Path, scale: Scale, tell: Tell) -> list[Row]:
     """no relay on the far side: workers pass on what they have verified"""
     policy, rows = Policy(scale.mib), []
     async with Scene(folder, site_relay=False, peers=True) as scene:
-        await scene.claim()
-        await scene.publish(policy, 0)
-        await scene.start_workers(_names(WORKERS))
-        await scene.settled()
-        once = await _shape(scene, policy, scale.copy_s)
+        once = await _begin(scene, policy, scale.copy_s)
         for _ in range(scale.repeats):
             rows.append(await _full(scene, policy, once, FROM_PEERS))
             tell(told(rows[-1]))
@@ -137,6 +125,15 @@ async def _peers(folder: Path, scale: Scale, tell: Tell) -> list[Row]:
             policy.step(DENSITY)
             rows.append(row(PATCHES_FROM_PEERS, await scene.update(policy, scene.steps), policy, once))
     return rows
+
+
+async def _begin(scene: Scene, policy: Policy, copy_s: float) -> float:
+    """All workers have a first version; only then is the link slow. Seconds of one plain transfer over it."""
+    await scene.claim()
+    await scene.publish(policy, 0)
+    await scene.start_workers(_names(WORKERS))
+    await scene.settled()
+    return await _shape(scene, policy, copy_s)
 
 
 async def _full(scene: Scene, policy: Policy, once: float, what: str) -> Row:

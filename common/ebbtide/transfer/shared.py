@@ -54,7 +54,7 @@ class SharedFolder:
             if os.stat("users", dir_fd=self._inner).st_ino == os.fstat(self._users).st_ino:
                 return True
         except FileNotFoundError:
-            pass
+            pass  # removed between two steps by the last who left: begin again
         except OSError as error:
             self._close()
             raise refused(self._folder, error) from None
