@@ -37,6 +37,12 @@ def stop_behind(way: Way, tiles: int) -> None:
     way.back.limit = way.back.passed + tiles * TILE + (TILE // 2)
 
 
+def verified(house: House) -> int:
+    """Tiles of the host's mirror that are what the table of their digests and states says."""
+    tables = [path.read_bytes() for path in house.mirrors.glob("mirror-*/digests")]
+    return sum(table[64 + 32 * TILES : 64 + 33 * TILES].count(2) for table in tables)
+
+
 async def serves(house: House, version: int) -> None:
     """The worker generates, by this version and no other."""
     name = f"r{len(house.coordinator.finished)}"
@@ -106,6 +112,7 @@ async def test_what_a_worker_killed_behind_any_tile_had_is_found_by_the_next_of_
     stop_behind(live.way, tiles)
     first.coordinator.install(version, publisher=trainer.key)
     await wait_until(lambda: live.way.back.silent, what="so many tiles")
+    await wait_until(lambda: verified(first) >= tiles - 4, what="what came, in the mirror")
     process.kill()
     process.wait(10)
     live.way.cut()
