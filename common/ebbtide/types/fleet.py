@@ -49,6 +49,17 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     architecture: Annotated[str, Meta(max_length=128)] = ""
 
 
+class Borrowed(Struct, frozen=True, kw_only=True):
+    """What a borrowed worker knows of its host. `share`: of the next minute in which it may generate; `spell_s`: how
+    long what holds now will probably still last; `disturbance`: share of the SLO's error budget used lately."""
+
+    granted: bool = False
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    spell_s: Annotated[float, Meta(ge=0)] = 0.0
+    disturbance: Annotated[float, Meta(ge=0)] = 0.0
+    asleep: bool = False
+
+
 class Worker(Struct, frozen=True, kw_only=True):
     worker_id: str
     kind: WorkerKind
@@ -67,3 +78,5 @@ class Worker(Struct, frozen=True, kw_only=True):
     plateau: int = 0
     shunned_s: float = 0.0
     reason: str = ""
+    borrowed: Borrowed | None = None
+    given_up: bool = False
