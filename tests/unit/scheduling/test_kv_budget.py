@@ -1,0 +1,187 @@
+"""Laws of the budget for keys and values, over steps, bursts and random walks of serving's use."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ebbtide.scheduling.kv_budget import CUT, NORMAL, PRESSURE, REGROW, Allowance, KvBudget, KvRules, Rises
+
+LIMIT = 1000
+FULL = 900
+RULES = KvRules()
+
+
+class Pair:
+    """Rollouts that take all that they may, and give back what they may not within one update."""
+
+    def __init__(self, full: int = FULL) -> None:
+        self.budget = KvBudget()
+        self.full = full
+        self.now = 0.0
+        self.rollout = 0
+        self.last = Allowance(0, "")
+
+    def update(self, serving: int, after: float = 0.05) -> Allowance:
+        self.now += after
+        self.last = self.budget.update(self.now, serving=serving, rollout=self.rollout, limit=LIMIT, full=self.full)
+        self.rollout = self.last.kv_bytes
+        return self.last
+
+    def run(self, serving: Callable[[float], int], seconds: float) -> Iterator[Allowance]:
+        end = self.now + seconds
+        while self.now < end:
+            yield self.update(serving(self.now))
+
+
+def walk(seed: int) -> Callable[[float], int]:
+    """Serving's use: quiet stretches, bursts, and slow drifts."""
+    generator = random.Random(seed)
+    state = {"at": 0.0, "to": 0.0}
+
+    def at(_now: float) -> int:
+        if generator.random() < 0.01:
+            state["to"] = generator.choice([0, 50, 300, 700, 1200]) * generator.random()
+        state["at"] += (state["to"] - state["at"]) * generator.random() * 0.5
+        return int(state["at"])
+
+    return at
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_stay_below_the_limit_once_a_cut_is_honoured(seed: int) -> None:
+    pair, serving = Pair(), walk(seed)
+    for _ in range(4000):
+        use = serving(pair.now)
+        allowance = pair.update(use)
+        assert 0 <= allowance.kv_bytes <= FULL
+        assert use + allowance.kv_bytes <= max(LIMIT * (1 - RULES.headroom), use)
+        assert allowance.short == max(0, allowance.short)
+
+
+@pytest.mark.parametrize("serving", range(0, 1100, 50))
+def test_a_cut_takes_exactly_what_is_needed(serving: int) -> None:
+    pair = Pair()
+    pair.update(0)
+    before = pair.last.kv_bytes
+    allowance = pair.update(serving)
+    reserve = max(int(LIMIT * RULES.headroom), min(int(LIMIT * RULES.headroom_most), serving))
+    assert allowance.kv_bytes == max(0, min(before, LIMIT - serving - reserve))
+    assert allowance.short == max(0, serving + reserve - LIMIT)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_more_use_by_serving_never_allows_rollouts_more(seed: int) -> None:
+    generator = random.Random(seed)
+    history = [int(900 * generator.random()) for _ in range(100)]
+    allowed = []
+    for last in range(0, 1200, 100):
+        pair = Pair()
+        for use in history:
+            pair.update(use)
+        allowed.append(pair.update(last).kv_bytes)
+    assert allowed == sorted(allowed, reverse=True)
+
+
+def test_a_second_rise_is_cut_again_at_once() -> None:
+    pair = Pair()
+    pair.update(0)
+    first = pair.update(300).kv_bytes
+    second = pair.update(600).kv_bytes
+    assert first > second
+    assert second <= LIMIT - 600
+
+
+def test_a_step_of_serving_is_answered_by_one_cut_and_no_to_and_fro() -> None:
+    pair = Pair()
+    list(pair.run(lambda _: 0, 5))
+    allowed = [item.kv_bytes for item in pair.run(lambda _: 400, 120)]
+    changes = [b - a for a, b in itertools.pairwise(allowed) if a != b]
+    assert all(change > 0 for change in changes), "it was cut again although serving asked for no more"
+    assert allowed[-1] <= LIMIT - 400 - LIMIT * RULES.headroom
+
+
+def test_single_requests_that_come_and_go_move_nothing_once_they_are_known() -> None:
+    pair = Pair()
+    list(pair.run(lambda now: 400 + 20 * (int(now) % 2), 30))
+    allowed = {item.kv_bytes for item in pair.run(lambda now: 400 + 20 * (int(now) % 2), 60)}
+    assert len(allowed) == 1
+
+
+def test_after_a_burst_all_of_it_grows_back_by_itself_within_seconds() -> None:
+    pair = Pair()
+    phases = [pair.update(0).phase]
+    phases += [pair.update(800).phase, pair.update(800).phase]
+    after = list(pair.run(lambda _: 0, 10))
+    most = pair.last.kv_bytes
+    assert most == LIMIT * (1 - RULES.headroom_most), "the burst's speed is remembered for a while"
+    regrown = next(index for index, item in enumerate(after) if item.kv_bytes == most) * 0.05
+    assert regrown <= RULES.quiet_s + (1 / RULES.step + 1) * (RULES.step_s + 0.05)
+    assert phases == [NORMAL, CUT, PRESSURE]
+    seen = list(dict.fromkeys(item.phase for item in after))
+    assert seen == [PRESSURE, REGROW, NORMAL]
+    list(pair.run(lambda _: 0, 2 * RULES.remember_s))
+    assert pair.last.kv_bytes == FULL
+
+
+def test_nothing_grows_within_the_quiet_time() -> None:
+    pair = Pair()
+    pair.update(0)
+    cut = pair.update(500).kv_bytes
+    while pair.now < 0.1 + RULES.quiet_s - 0.06:
+        assert pair.update(0).kv_bytes == cut
+
+
+def test_bursts_right_behind_a_growth_make_the_quiet_time_longer_and_peace_makes_it_shorter() -> None:
+    def regrowth(pair: Pair) -> float:
+        pair.update(700)
+        start = pair.now
+        while pair.update(0).kv_bytes <= LIMIT - 700:
+            pass
+        return pair.now - start
+
+    pair = Pair()
+    pair.update(0)
+    times = [regrowth(pair) for _ in range(6)]
+    assert times[-1] > 3 * times[0]
+    assert times[-1] <= RULES.quiet_most_s + 2 * RULES.step_s
+    list(pair.run(lambda _: 0, 120))
+    assert regrowth(pair) < 2 * times[0]
+
+
+def test_cuts_into_what_nobody_holds_do_not_make_growth_slower() -> None:
+    budget = KvBudget()
+    now = 0.0
+    for _ in range(20):
+        for serving in [0] * 40 + [700] * 2:
+            now += 0.05
+            budget.update(now, serving=serving, rollout=0, limit=LIMIT, full=FULL)
+    after = []
+    for _ in range(80):
+        now += 0.05
+        after.append(budget.update(now, serving=0, rollout=0, limit=LIMIT, full=FULL).kv_bytes)
+    assert after[-1] == LIMIT * (1 - RULES.headroom_most)
+
+
+def test_small_rollout_engines_are_not_bounded_at_all_by_small_use() -> None:
+    pair = Pair(full=300)
+    assert {item.kv_bytes for item in pair.run(lambda now: 300 + int(now) % 3, 20)} == {300}
+    assert pair.last.phase == NORMAL
+
+
+def test_what_serving_took_fast_is_kept_free_for_a_while_and_forgotten_then() -> None:
+    rises = Rises(window_s=0.5, remember_s=60)
+    assert rises.add(0.0, 100) == 0
+    assert rises.add(0.4, 180) == 80
+    assert rises.add(10.0, 170) == 80
+    assert rises.add(70.0, 180) == 80
+    assert rises.add(140.0, 180) == 0
+
+
+def test_a_limit_that_shrinks_cuts_too() -> None:
+    budget = KvBudget()
+    assert budget.update(0, serving=100, rollout=0, limit=LIMIT, full=FULL).kv_bytes > 700
+    allowance = budget.update(1, serving=100, rollout=700, limit=500, full=FULL)
+    assert allowance.kv_bytes <= 400
+    assert allowance.phase == CUT
