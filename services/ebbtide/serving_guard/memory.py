@@ -1,0 +1,157 @@
+"""How much memory rollouts may use beside the served engine, and where their weights stay.
+
+Invariant: what all borrowers together may hold of keys and values, what serving uses of them, and a headroom for what
+it takes next never exceed the stated limit for the pair. Serving's use is counted where its traffic goes through the
+guard (tokens inside, by bytes for each), or read from the engine's own metrics. On a GPU the device itself says how
+much is free: vLLM keeps its pool of keys and values for good, so only sleep gives anything back there.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.scheduling import residency
+from ebbtide.scheduling.kv_budget import NORMAL, Allowance, KvBudget
+from ebbtide.scheduling.residency import Weights
+from ebbtide.serving_guard.device import Device, open_device
+from ebbtide.types.grants import Hello, Report, Residency
+
+#: Share of a device's memory, or of the host's, that stays free for serving.
+_RESERVE: Final = 0.03
+#: Where only a limit for keys and values is stated: weights come back when this share of it is free.
+_ROOM: Final = 0.1
+
+
+class Allowed(Struct, frozen=True):
+    """What a grant tells one borrower. `phase`: see `scheduling.kv_budget`."""
+
+    kv_bytes: int
+    phase: str
+    residency: Residency
+
+
+class _Borrower:
+    def __init__(self, hello: Hello, device: Device | None) -> None:
+        self.hello, self.device = hello, device
+        self.report = Report()
+        self.weights = Weights()
+
+
+class Memory:
+    """See the module. `now` is in seconds of the monotonic clock."""
+
+    def __init__(
+        self,
+        *,
+        limit_mib: int = 0,
+        serving_kv_mib: int = 0,
+        bytes_per_token: int = 0,
+        device: Callable[[str], Device | None] = open_device,
+        host: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        """`limit_mib` for the keys and values of both engines, 0: none; `serving_kv_mib`: the served engine's pool of
+        them; `bytes_per_token`: of the served model. Raises `InvalidRequest` if they do not fit each other."""
+        if limit_mib and not (serving_kv_mib or bytes_per_token):
+            message = "needs serving_kv_bytes_per_token (proxy) or serving_kv_mib (observe) to know what serving uses"
+            raise InvalidRequest(message, field="memory_limit_mib")
+        if limit_mib and serving_kv_mib > limit_mib:
+            raise InvalidRequest("must hold what serving may use, serving_kv_mib, at least", field="memory_limit_mib")
+        self.limit = limit_mib << 20
+        self.serving_bytes = 0
+        self._pool = serving_kv_mib << 20
+        self._bytes_per_token = bytes_per_token
+        self._open = device
+        self._host = host or host_memory
+        self._budget = KvBudget()
+        self._borrowers: dict[str, _Borrower] = {}
+
+    def tokens_inside(self, now: float, tokens: int) -> None:
+        """Proxy mode: of all requests inside, read and made."""
+        used = tokens * self._bytes_per_token
+        self._serving(now, min(used, self._pool) if self._pool else used)
+
+    def usage(self, now: float, share: float) -> None:
+        """Observe mode: the share of its pool that the served engine uses (`vllm:kv_cache_usage_perc`, 0 to 1)."""
+        self._serving(now, int(share * self._pool))
+
+    def joined(self, worker_id: str, hello: Hello) -> None:
+        """A borrower, or the same one anew. Raises `InvalidRequest` if its device cannot be read."""
+        self._borrowers[worker_id] = _Borrower(hello, self._open(hello.device) if hello.device else None)
+
+    def left(self, worker_id: str) -> None:
+        self._borrowers.pop(worker_id, None)
+
+    def reported(self, now: float, worker_id: str, report: Report) -> None:
+        """What a borrower says of itself; its keys and values count at once."""
+        if (borrower := self._borrowers.get(worker_id)) is not None:
+            borrower.report = report
+            self._allowance(now)
+
+    def allowed(self, now: float, worker_id: str, *, idle_s: float) -> Allowed:
+        """What its next grant tells. `idle_s`: for how long borrowing will probably be possible, 0 while it is not.
+        Raises `KeyError` for one that did not join."""
+        borrower = self._borrowers[worker_id]
+        allowance = self._allowance(now)
+        at = self._residency(now, borrower, allowance, idle_s)
+        full = sum(other.hello.kv_bytes for other in self._borrowers.values())
+        share = allowance.kv_bytes * borrower.hello.kv_bytes // full if full else 0
+        return Allowed(share if at is Residency.AWAKE else 0, allowance.phase, at)
+
+    @property
+    def disturbing(self) -> bool:
+        """Whether serving and rollouts hold more than the limit: a cut is not honoured yet."""
+        return 0 < self.limit < self.serving_bytes + self._held()
+
+    def _serving(self, now: float, used: int) -> None:
+        self.serving_bytes = used
+        if self._borrowers:
+            self._allowance(now)
+
+    def _held(self) -> int:
+        return sum(borrower.report.kv_bytes_used for borrower in self._borrowers.values())
+
+    def _allowance(self, now: float) -> Allowance:
+        full = sum(borrower.hello.kv_bytes for borrower in self._borrowers.values())
+        if not self.limit:
+            return Allowance(full, NORMAL)
+        return self._budget.update(now, serving=self.serving_bytes, rollout=self._held(), limit=self.limit, full=full)
+
+    def _residency(self, now: float, borrower: _Borrower, allowance: Allowance, idle_s: float) -> Residency:
+        report = borrower.report
+        return borrower.weights.decide(
+            now,
+            at=report.residency,
+            memory=self._on_device(borrower) if borrower.device else self._on_host(allowance),
+            idle_s=idle_s,
+            wake_host_s=report.wake_host_s,
+            wake_away_s=report.wake_away_s,
+        )
+
+    def _on_host(self, allowance: Allowance) -> residency.Memory:
+        room = int(self.limit * _ROOM)
+        spare = max(0, self.limit - self.serving_bytes) if self.limit else 0
+        return residency.Memory(short=allowance.short, spare=spare, weights=room)
+
+    def _on_device(self, borrower: _Borrower) -> residency.Memory:
+        hello, device = borrower.hello, borrower.device
+        free, total = device.memory() if device else (0, 0)
+        host_free, host_total = self._host()
+        reserve, host_reserve = int(total * _RESERVE), int(host_total * _RESERVE)
+        return residency.Memory(
+            short=max(0, reserve - free),
+            spare=max(0, free - reserve),
+            weights=hello.weights_bytes + hello.kv_bytes,
+            host_short=max(0, host_reserve - host_free),
+            host_spare=max(0, host_free - host_reserve),
+            device=True,
+        )
+
+
+def host_memory(path: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+    """Bytes of the host's memory that are available, and all of them."""
+    found = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    available, total = (int(found[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+    return available, total

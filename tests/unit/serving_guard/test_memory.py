@@ -1,0 +1,150 @@
+"""The guard's memory: what serving uses is taken from rollouts' share, never more and never less."""
+
+from pathlib import Path
+
+import pytest
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.scheduling.kv_budget import CUT, NORMAL
+from ebbtide.serving_guard.device import Device, open_device
+from ebbtide.serving_guard.memory import Allowed, Memory, host_memory
+from ebbtide.types.grants import Hello, Report, Residency
+
+MIB = 1 << 20
+
+
+def hello(kv_mib: int = 64, **changes: object) -> Hello:
+    fields = {"protocol_version": 1, "worker_id": "w", "kv_bytes": kv_mib * MIB, "weights_bytes": 10 * MIB}
+    return Hello(**(fields | changes))  # type: ignore[arg-type]
+
+
+def stated() -> Memory:
+    memory = Memory(limit_mib=100, serving_kv_mib=80, bytes_per_token=MIB)
+    memory.joined("w", hello(90))
+    return memory
+
+
+class Gpu:
+    def __init__(self, free: int, total: int = 1000) -> None:
+        self.free, self.total = free, total
+
+    def memory(self) -> tuple[int, int]:
+        return self.free, self.total
+
+
+def on_gpu(gpu: Device, host_free: int = 500) -> Memory:
+    memory = Memory(device=lambda _: gpu, host=lambda: (host_free, 1000))
+    memory.joined("w", hello(device="GPU-1", kv_bytes=100, weights_bytes=50))
+    return memory
+
+
+def test_without_a_limit_all_is_allowed() -> None:
+    memory = Memory()
+    memory.joined("w", hello())
+    memory.tokens_inside(1.0, 10**9)
+    assert memory.allowed(1.0, "w", idle_s=0) == Allowed(64 * MIB, NORMAL, Residency.AWAKE)
+
+
+def test_a_token_more_inside_is_its_bytes_less_for_rollouts() -> None:
+    memory = stated()
+    memory.tokens_inside(0.0, 40)
+    before = memory.allowed(0.0, "w", idle_s=0).kv_bytes
+    memory.tokens_inside(10.0, 45)
+    assert memory.allowed(10.0, "w", idle_s=0).kv_bytes == before - 5 * MIB
+    assert memory.serving_bytes == 45 * MIB
+
+
+def test_both_fit_into_the_limit_whatever_is_inside() -> None:
+    memory = stated()
+    for now, tokens in enumerate([0, 30, 10, 79, 200, 0, 55]):
+        memory.tokens_inside(float(now), tokens)
+        allowed = memory.allowed(float(now), "w", idle_s=0).kv_bytes
+        assert memory.serving_bytes <= 80 * MIB, "it has no more than its pool"
+        assert memory.serving_bytes + allowed <= memory.limit
+
+
+def test_metrics_of_the_engine_serve_as_well() -> None:
+    memory = stated()
+    memory.usage(0.0, 0.5)
+    assert memory.serving_bytes == 40 * MIB
+    assert 0 < memory.allowed(0.0, "w", idle_s=0).kv_bytes <= 60 * MIB
+
+
+def test_a_cut_lasts_until_it_is_honoured_and_disturbs_only_beyond_the_limit() -> None:
+    memory, seen = stated(), []
+    memory.allowed(0.0, "w", idle_s=0)
+    memory.tokens_inside(0.2, 60)
+    for now, used_mib in [(0.2, 60), (0.3, 10)]:
+        memory.reported(now, "w", Report(kv_bytes_used=used_mib * MIB))
+        seen.append((memory.disturbing, memory.allowed(now, "w", idle_s=0).phase == CUT))
+    assert seen == [(True, True), (False, False)]
+
+
+def test_borrowers_share_by_what_they_could_hold() -> None:
+    memory = Memory(limit_mib=100, bytes_per_token=MIB)
+    memory.joined("a", hello(60))
+    memory.joined("b", hello(30))
+    memory.tokens_inside(0.0, 40)
+    a, b = (memory.allowed(0.0, name, idle_s=0).kv_bytes for name in "ab")
+    assert a == pytest.approx(2 * b, abs=2)
+    assert 40 * MIB + a + b <= 100 * MIB
+    memory.left("a")
+    assert memory.allowed(0.1, "b", idle_s=0).kv_bytes > b
+
+
+def test_weights_of_a_cpu_engine_go_away_when_serving_needs_even_more_and_come_back_when_it_pays() -> None:
+    memory = Memory(limit_mib=100, bytes_per_token=MIB)
+    memory.joined("w", hello(90))
+    memory.tokens_inside(0.0, 120)
+    assert memory.allowed(0.0, "w", idle_s=0).kv_bytes == 0
+    assert memory.allowed(0.1, "w", idle_s=0).residency is Residency.AWAKE, "a moment is no need"
+    assert memory.allowed(1.0, "w", idle_s=0).residency is Residency.AWAY
+    memory.reported(1.1, "w", Report(residency=Residency.AWAY, wake_away_s=10))
+    memory.tokens_inside(20.0, 0)
+    assert memory.allowed(20.0, "w", idle_s=20).residency is Residency.AWAY
+    assert memory.allowed(20.0, "w", idle_s=40).residency is Residency.AWAKE
+
+
+def test_a_gpu_that_runs_full_sends_weights_to_the_host_or_away_where_the_host_is_full_too() -> None:
+    for host_free, goes in [(500, Residency.HOST), (40, Residency.AWAY)]:
+        gpu = Gpu(free=200)
+        memory = on_gpu(gpu, host_free)
+        assert memory.allowed(0.0, "w", idle_s=0) == Allowed(100, NORMAL, Residency.AWAKE)
+        gpu.free = 10
+        memory.allowed(1.0, "w", idle_s=0)
+        assert memory.allowed(2.0, "w", idle_s=0) == Allowed(0, NORMAL, goes)
+
+
+def test_weights_come_back_to_a_gpu_with_room_for_all_that_they_need() -> None:
+    gpu = Gpu(free=170)
+    memory = on_gpu(gpu)
+    memory.reported(0.0, "w", Report(residency=Residency.HOST, wake_host_s=2))
+    assert memory.allowed(0.0, "w", idle_s=100).residency is Residency.HOST
+    gpu.free = 190
+    assert memory.allowed(1.0, "w", idle_s=100).residency is Residency.AWAKE
+
+
+@pytest.mark.parametrize("serving_kv_mib", [0, 11])
+def test_a_limit_that_cannot_be_kept_is_refused(serving_kv_mib: int) -> None:
+    with pytest.raises(InvalidRequest, match="memory_limit_mib"):
+        Memory(limit_mib=10, serving_kv_mib=serving_kv_mib)
+
+
+def test_the_host_says_what_is_free() -> None:
+    available, total = host_memory()
+    assert 0 < available <= total
+
+
+def test_a_device_that_is_not_there_is_refused_and_not_taken_for_an_empty_one() -> None:
+    with pytest.raises(InvalidRequest, match="device"):
+        Memory().joined("w", hello(device="GPU-00000000-0000-0000-0000-000000000000"))
+
+
+@pytest.mark.skipif(not Path("/proc/driver/nvidia/gpus").is_dir(), reason="needs an NVIDIA GPU")
+def test_nvml_says_how_much_of_a_gpu_is_free() -> None:
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(0))
+    free, total = open_device(uuid).memory()
+    assert 0 < free <= total
