@@ -1,0 +1,206 @@
+"""A serving engine that lends its idle time: what users notice, and what rollouts get of it, beside other policies.
+
+    python benchmarks/coserving.py [--quick] [--trace PATH --window START:END] [--speed X] [--loads 20,50,80]
+        [--policies alone,ours,...] [--requests N] [--set FLAG=VALUE] [--out PATH]
+
+Two real vLLM engines share this machine's cores. A process of its own replays a trace of user requests (open loop, real
+streaming clients; prompts and outputs scaled by factors that the table names) into one of them, through the guard where
+the policy has one; the other generates rollouts for a real coordinator with a real store. A load of 50 means that half
+of the time a request is inside when serving is alone; `--speed` fixes the speed of the replay instead.
+
+Each policy gets the same arrivals, in blocks that take turns. Blocks that were measured are kept below
+`runs/bench-coserving`: a benchmark that was interrupted goes on where it was; `--anew` forgets them.
+Prints tables and writes a JSON file with `figures` and the `conditions` that they hold under, and a picture.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
+
+import msgspec  # noqa: E402 - after the path
+from rich.console import Console  # noqa: E402
+
+from benchmarks import arguments  # noqa: E402
+from benchmarks.conditions import conditions  # noqa: E402
+from benchmarks.pair.report import figures, told  # noqa: E402
+from benchmarks.pair.traffic import Lengths, Request, Speeds, faster, lasting, read_trace, speed_for  # noqa: E402
+from ebbtide.errors import InvalidRequest  # noqa: E402
+
+RESULTS: Final = ROOT / "benchmarks" / "results"
+KEPT: Final = ROOT / "runs" / "bench-coserving"
+TRACES: Final = ROOT.parent / "shared" / "traces"
+KNOWN: Final = ("serving_azure2023_code_first1700s.csv", "serving_azure2023_conv.csv")
+ALL: Final = ("alone", "alone-again", "unguarded", "split", "rose:60,0.5", "rose:60,1", "rose:600,1", "ours", "observe")
+QUICK: Final = ("alone", "rose:60,1", "ours")
+#: Seconds of a cell, in short and in full; the cells that matter most last for a number of requests.
+QUICK_S, FULL_S = 75.0, 240.0
+MOST_REQUESTS: Final = 1000
+#: A median prompt takes so long alone, and a median answer has so many tokens.
+MEDIAN_TTFT_S, MEDIAN_OUTPUT = 0.11, 16
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--trace", type=Path, action="append", help="CSV with t_s,input_tokens,output_tokens; repeatable"
+    )
+    parser.add_argument("--window", type=_window, default=(0.0, 1e9), help="seconds of the trace, START:END")
+    parser.add_argument("--speed", type=arguments.factor, help="of the replay; default: as the loads want")
+    parser.add_argument("--loads", type=_loads, help="percent of the time with a request inside; default 20,50,80")
+    parser.add_argument(
+        "--policies",
+        type=lambda text: tuple(text.replace(" ", "").split("/")),
+        help=f"by slashes; default {'/'.join(ALL)}",
+    )
+    parser.add_argument("--seconds", type=arguments.factor, help="of each cell")
+    parser.add_argument("--requests", type=arguments.count, help="of each cell, in place of seconds")
+    parser.add_argument(
+        "--set", dest="extra", action="append", default=[], metavar="FLAG=VALUE", help="a flag of our guard"
+    )
+    parser.add_argument("--quick", action="store_true", help="one trace, loads 20 and 50, three policies: 12 minutes")
+    parser.add_argument("--anew", action="store_true", help="measure blocks again that are kept")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=arguments.output)
+    options = parser.parse_args(argv)
+    options.loads = options.loads or ((20, 50) if options.quick else (20, 50, 80))
+    options.policies = options.policies or (QUICK if options.quick else ALL)
+    if "alone" not in options.policies:
+        options.policies = ("alone", *options.policies)
+    try:
+        options.extra = dict(one.split("=", 1) for one in options.extra)
+    except ValueError:
+        parser.error("--set wants FLAG=VALUE")
+    options.trace = options.trace or [TRACES / name for name in (KNOWN[1:] if options.quick else KNOWN)]
+    for path in options.trace:
+        if not path.is_file():
+            parser.error(f"--trace: {path} is not there; name a CSV with the columns t_s,input_tokens,output_tokens")
+    options.out = options.out or arguments.output(str(RESULTS / "coserving.json"))
+    return options
+
+
+def _window(text: str) -> tuple[float, float]:
+    start, colon, end = text.partition(":")
+    try:
+        window = float(start or 0), float(end or 1e9)
+    except ValueError:
+        window = (0.0, 0.0)
+    if not colon or window[0] >= window[1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is no window START:END in seconds")
+    return window
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    policies = tuple(part.strip() for part in text.split("/"))
+    known = {name.partition(":")[0] for name in ALL}
+    if unknown := [name for name in policies if name.partition(":")[0] not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(sorted(known))}")
+    return policies
+
+
+def _loads(text: str) -> tuple[int, ...]:
+    try:
+        loads = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        loads = ()
+    if not loads or not all(1 <= load <= 95 for load in loads):
+        raise argparse.ArgumentTypeError(f"{text!r}: give percents from 1 to 95, as in 20,50")
+    return loads
+
+
+def lengths_for(raw: Sequence[Request], speeds: Speeds) -> Lengths:
+    """Factors by which the trace's median prompt and answer become what this engine is to be measured with."""
+    prompt = statistics.median(one.prompt for one in raw)
+    output = statistics.median(one.output for one in raw)
+    tokens = (MEDIAN_TTFT_S - speeds.fixed_s) / speeds.prompt_s
+    return Lengths(prompts=round(tokens / prompt, 3), outputs=round(min(1.0, MEDIAN_OUTPUT / output), 3))
+
+
+def chosen(options: argparse.Namespace, path: Path, load: int, speeds: Speeds) -> tuple[list[Request], Lengths]:
+    """The requests of one cell, as they are to arrive."""
+    raw = read_trace(
+        path, options.window, Lengths(prompts=1, outputs=1, longest_prompt=1 << 20, longest_output=1 << 20)
+    )
+    lengths = lengths_for(raw, speeds)
+    requests = read_trace(path, options.window, lengths)
+    if options.speed:
+        requests = faster(requests, options.speed)
+        return [one for one in requests if one.at <= (options.seconds or 1e9)][: options.requests], lengths
+    if options.requests or (not options.quick and not options.seconds and "code" in path.name and load < 80):
+        requests = requests[: options.requests or MOST_REQUESTS]
+        return faster(requests, speed_for(requests, load / 100, speeds)), lengths
+    seconds = options.seconds or (QUICK_S if options.quick else FULL_S)
+    return lasting(requests, load / 100, speeds, seconds), lengths
+
+
+async def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Every cell. See `figures.row` for what is found of each."""
+    from benchmarks.pair.level import Measuring, Scene, probe
+    from benchmarks.pair.stack import installed, pair
+
+    with tempfile.TemporaryDirectory(prefix="ebb-pair-") as temporary:
+        async with pair(Path(temporary), options.seed) as both:
+            speeds = await probe(await both.serve("serving", 2))
+            console.print(
+                f"served engine alone: {speeds.fixed_s * 1e3:.0f} ms and {speeds.prompt_s * 1e6:.0f} us a token of prompt, "
+                f"{speeds.token_s * 1e3:.1f} ms a token"
+            )
+            measuring = Measuring(both, KEPT / "blocks", speeds, lambda text: console.print(text, markup=False))
+            cells: list[dict[str, Any]] = []
+            for path, load in product(options.trace, (0,) if options.speed else options.loads):
+                requests, lengths = chosen(options, path, load, speeds)
+                scene = Scene(name=f"{path.stem.removeprefix('serving_azure2023_')}-{load}", requests=requests)
+                console.print(
+                    f"\n{scene.name}: {len(requests)} requests in {requests[-1].at:.0f} s, "
+                    f"prompts x {lengths.prompts}, outputs x {lengths.outputs}",
+                    style="bold",
+                )
+                alone = await measuring.speed_alone(8.0 if options.quick else 20.0, lambda: installed(both))
+                console.print(
+                    f"rollouts alone: {alone.tokens_per_s:.0f} tokens/s, steps of {alone.step_s * 1e3:.1f} ms"
+                )
+                found = await measuring.scene(scene, options.policies, options.extra)
+                cells += told(scene.name, path.stem, load, found, alone, console)
+            return {"cells": cells, "books": both.books(), "speeds": msgspec.to_builtins(speeds)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, console = parse(argv), Console(highlight=False, width=None if sys.stdout.isatty() else 180)
+    began, under = time.monotonic(), conditions()
+    if options.anew:
+        shutil.rmtree(KEPT / "blocks", ignore_errors=True)
+    try:
+        found = asyncio.run(measure(options, console))
+    except InvalidRequest as error:
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
+        return 2
+    seconds = round(time.monotonic() - began, 1)
+    result = figures(found)
+    told = {
+        "figures": result,
+        "conditions": under | {"quick": options.quick, "seconds": seconds, "set": options.extra},
+        **found,
+    }
+    options.out.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n")
+    console.print("")
+    for name, value in result.items():
+        console.print(
+            f"{name:<32} {value:.4g}" if isinstance(value, float) else f"{name:<32} {json.dumps(value)}", markup=False
+        )
+    console.print(f"\n{seconds:.0f} s on {under['cores']} cores. All of it is in {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""No guard at all: the rollout engine always has its whole budget. What a shared GPU is without a rule."""
+
+from collections.abc import Sequence
+
+from ebbtide.runtime import run
+from ebbtide.scheduling.governor import NOTHING_INSIDE, Decides, Decision, Learnt, Limits, Targets
+from ebbtide.serving_guard.settings import GuardSettings
+from ebbtide.settings import load
+from ebbtide.types.grants import GRANT_S, Budget, Forecast
+
+
+class Always(Decides):
+    """Implements `Decides`, and listens to nothing."""
+
+    def __init__(self, targets: Targets, limits: Limits) -> None:
+        del targets
+        self._limits = limits
+
+    def arrived(self, now: float, request: str, prompt_tokens: int) -> None: ...
+
+    def produced(self, now: float, request: str, tokens: int) -> None: ...
+
+    def ended(self, now: float, request: str, ok: bool) -> None: ...
+
+    def observed(self, now: float, inside: int, waiting: int) -> None: ...
+
+    def stepped(self, now: float, tokens: int, seconds: float) -> None: ...
+
+    def decide(self, now: float) -> Decision:
+        budget = Budget(self._limits.tokens, self._limits.sequences, now + GRANT_S)
+        return Decision(budget, "idle", NOTHING_INSIDE, now + GRANT_S / 2)
+
+    def hold_s(self, now: float, stepping_since: float | None) -> float:
+        return 0.0
+
+    def learnt(self, now: float) -> Learnt:
+        return Learnt(forecast=Forecast(share=1.0, spell_s=3600.0))
+
+    def pays(self, now: float, wake_s: float) -> bool:
+        return True
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=__doc__ or "")
+
+    async def work(shutdown) -> None:  # type: ignore[no-untyped-def]
+        from ebbtide.serving_guard.service import serve
+
+        await serve(shutdown, settings, decides=Always)
+
+    run(work, "serving-guard", settings)
+
+
+if __name__ == "__main__":
+    main()

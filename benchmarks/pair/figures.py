@@ -1,0 +1,146 @@
+"""What a cell's answers say: percentiles with their confidence, attainment, harvest, and what is kept of promises."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct, field
+
+from benchmarks.pair.client import Answer
+
+Values = npt.NDArray[np.float64]
+#: ROSE's own multiples of the percentiles alone (its Qwen3-8B pair).
+TTFT_FACTOR, TPOT_FACTOR = 1.6, 1.27
+#: A p99 may be above that alone by so much (and a TTFT's by a rollout step and 10 ms).
+MOST: Final = 1.10
+SPARE_S: Final = 0.010
+_RESAMPLES: Final = 1000
+
+
+class Alone(Struct, frozen=True, kw_only=True):
+    """The rollout engine by itself: tokens/s, and seconds of a step."""
+
+    tokens_per_s: float
+    step_s: float
+
+
+class Block(Struct, kw_only=True):
+    """One stretch of a trace under one policy. `harvested`: tokens that the rollout engine made meanwhile; `wasted`: of
+    them, those of aborted rollouts; `reclaims`: seconds, 50th and 99th percentile and how many."""
+
+    policy: str
+    seconds: float
+    answers: list[Answer]
+    harvested: int = 0
+    wasted: int = 0
+    reclaims: tuple[float, float, int] = (0.0, 0.0, 0)
+    status: dict[str, Any] = field(default_factory=dict)
+
+
+class Cell(Struct, kw_only=True):
+    """All blocks of one policy at one load of one trace."""
+
+    policy: str
+    blocks: list[Block]
+
+    @property
+    def whole(self) -> list[Answer]:
+        return [one for block in self.blocks for one in block.answers if not one.failed]
+
+    @property
+    def failed(self) -> int:
+        return sum(bool(one.failed) for block in self.blocks for one in block.answers)
+
+    @property
+    def seconds(self) -> float:
+        return sum(block.seconds for block in self.blocks)
+
+    @property
+    def tokens(self) -> int:
+        """Harvested, less what was thrown away."""
+        return sum(block.harvested - block.wasted for block in self.blocks)
+
+    @property
+    def ttft(self) -> Values:
+        return np.array([one.ttft_s for one in self.whole])
+
+    @property
+    def tpot(self) -> Values:
+        return np.array([one.tpot_s for one in self.whole if one.output > 1])
+
+    @property
+    def load(self) -> float:
+        """Share of the time with a request inside."""
+        return sum(inside_s(block.answers) for block in self.blocks) / self.seconds
+
+
+def inside_s(answers: Sequence[Answer]) -> float:
+    """Seconds with at least one request inside."""
+    until = total = 0.0
+    for one in sorted((one for one in answers if not one.failed), key=lambda one: one.sent):
+        total += max(0.0, one.last - max(until, one.sent))
+        until = max(until, one.last)
+    return total
+
+
+def percentile(values: Values, at: float) -> float:
+    return float(np.percentile(values, at)) if len(values) else 0.0
+
+
+def interval(values: Values, measure: Callable[[Values], float], seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of a measure of one sample."""
+    if len(values) < 2:
+        return 0.0, 0.0
+    draw = np.random.default_rng(seed)
+    drawn = [measure(draw.choice(values, len(values))) for _ in range(_RESAMPLES)]
+    return float(np.percentile(drawn, 2.5)), float(np.percentile(drawn, 97.5))
+
+
+def attained(cell: Cell, ttft_s: float, tpot_s: float) -> float:
+    """Share of all requests, failed ones among them, with both latencies within the SLO."""
+    good = sum(one.ttft_s <= ttft_s and (one.output < 2 or one.tpot_s <= tpot_s) for one in cell.whole)
+    return good / max(1, len(cell.whole) + cell.failed)
+
+
+def row(cell: Cell, alone: Cell, rollouts: Alone) -> dict[str, Any]:
+    """The figures of a cell beside that of serving alone, and the rollout engine alone."""
+    ttft, tpot = cell.ttft, cell.tpot
+    base_ttft, base_tpot = percentile(alone.ttft, 99), percentile(alone.tpot, 99)
+    idle = 1.0 - alone.load
+    rate = cell.tokens / cell.seconds
+
+    def p99(values: Values) -> float:
+        return percentile(values, 99)
+
+    return {
+        "policy": cell.policy,
+        "requests": len(cell.whole),
+        "failed": cell.failed,
+        "seconds": cell.seconds,
+        "load": cell.load,
+        **{f"ttft_p{at}_ms": 1e3 * percentile(ttft, at) for at in (50, 95, 99)},
+        **{f"tpot_p{at}_ms": 1e3 * percentile(tpot, at) for at in (50, 95, 99)},
+        "ttft_p99_interval_ms": [1e3 * value for value in interval(ttft, p99)],
+        "tpot_p99_interval_ms": [1e3 * value for value in interval(tpot, p99)],
+        "ttft_p99_over_alone": p99(ttft) / base_ttft,
+        "ttft_p99_excess_ms": 1e3 * (p99(ttft) - base_ttft - rollouts.step_s),
+        "tpot_p99_over_alone": p99(tpot) / base_tpot,
+        "slo_attainment": attained(cell, TTFT_FACTOR * base_ttft, TPOT_FACTOR * base_tpot),
+        "rollout_tokens_per_s": rate,
+        "share_of_ideal_harvest": rate / (rollouts.tokens_per_s * idle) if idle else 0.0,
+        "tokens_generated_twice": sum(block.wasted for block in cell.blocks),
+        "reclaim_p50_ms": 1e3 * max((block.reclaims[0] for block in cell.blocks), default=0.0),
+        "reclaim_p99_ms": 1e3 * max((block.reclaims[1] for block in cell.blocks), default=0.0),
+        "reclaims": sum(block.reclaims[2] for block in cell.blocks),
+    }
+
+
+def kept(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, bool]:
+    """Whether a cell of ours keeps what is promised of served requests."""
+    ttft_bound = max(MOST * alone["ttft_p99_ms"], alone["ttft_p99_ms"] + found["step_ms"] + 1e3 * SPARE_S)
+    return {
+        "ttft": found["ttft_p99_ms"] <= ttft_bound,
+        "tpot": found["tpot_p99_ms"] <= MOST * alone["tpot_p99_ms"],
+        "slo": found["slo_attainment"] >= min(0.99, alone["slo_attainment"]),
+    }

@@ -1,0 +1,206 @@
+"""One load of one trace, under all policies: the same arrivals, block by block, in an order that turns.
+
+Invariant: a block that was measured is on disk before the next begins, under a name made of all that it depends on: a
+benchmark that was interrupted goes on there.
+"""
+
+import asyncio
+import hashlib
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from benchmarks.pair.client import Answer, Plan, send
+from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Block, Cell, percentile
+from benchmarks.pair.policies import Guard, Slo, guard
+from benchmarks.pair.stack import MODEL, WORKER, Pair, settle
+from benchmarks.pair.traffic import Request, Speeds
+from ebbtide.grants import Page, page_path
+from ebbtide.types.grants import GuardStatus
+
+#: A block is as short as this allows: long against a burst, short against the machine's moods.
+BLOCK_S: Final = 120.0
+_LEAD_S: Final = 1.5
+_SETTLE_S: Final = 1.0
+_ROOT: Final = Path(__file__).parents[2]
+#: How often a policy that aborts is asked whether it does.
+_ABORT_S: Final = 0.25
+
+
+class Scene(Struct, frozen=True, kw_only=True):
+    """`name` says trace and load; `slo` is known once serving alone was measured."""
+
+    name: str
+    requests: list[Request]
+    seed: int = 0
+
+    def blocks(self, seconds: float = BLOCK_S) -> list[list[Request]]:
+        """The requests in stretches of about so many seconds, each counted from its own start."""
+        end = self.requests[-1].at + 1e-9
+        count = max(1, round(end / seconds))
+        found: list[list[Request]] = [[] for _ in range(count)]
+        for one in self.requests:
+            number = int(one.at / end * count)
+            found[number].append(Request(one.at - number * end / count, one.prompt, one.output))
+        return [block for block in found if block]
+
+
+class Measuring:
+    """Measures blocks, or finds them measured."""
+
+    def __init__(self, pair: Pair, folder: Path, tables: Speeds, tell: Callable[[str], None]) -> None:
+        self._pair, self._folder, self._tables, self._tell = pair, folder, tables, tell
+        folder.mkdir(parents=True, exist_ok=True)
+
+    async def scene(
+        self, scene: Scene, policies: Sequence[str], extra: dict[str, str], slo: Slo | None = None
+    ) -> dict[str, Cell]:
+        """All `policies` over `scene`, `alone` first where no `slo` says what is to be kept."""
+        cells: dict[str, Cell] = {policy: Cell(policy=policy, blocks=[]) for policy in policies}
+        blocks = scene.blocks()
+        if slo is None:
+            for number, block in enumerate(blocks):
+                cells["alone"].blocks.append(await self._block(scene, number, block, "alone", None, {}))
+            slo = slo_of(cells["alone"])
+        rest = [policy for policy in policies if policy != "alone"]
+        for number, block in enumerate(blocks):
+            turn = number % max(1, len(rest))
+            for policy in rest[turn:] + rest[:turn]:
+                cells[policy].blocks.append(await self._block(scene, number, block, policy, slo, extra))
+        return cells
+
+    async def speed_alone(self, seconds: float, ready: Callable[[], Awaitable[None]]) -> Alone:
+        """The rollout engine by itself, once it is `ready`."""
+        async with guard(self._pair, "unguarded", Slo(ttft_s=1, tpot_s=1), self._pair.url("serving"), {}):
+            await ready()
+            await settle(3.0)
+            page = Page(page_path(self._pair.grants, WORKER))
+            steps, before, start = page.steps(), sum(self._pair.generated().values()), time.monotonic()
+            await settle(seconds)
+            after, tokens = page.steps(), sum(self._pair.generated().values())
+            elapsed = time.monotonic() - start
+            page.close()
+            step_s = (after.busy_s - steps.busy_s) / max(1, after.steps - steps.steps)
+            return Alone(tokens_per_s=(tokens - before) / elapsed, step_s=step_s)
+
+    async def _block(
+        self, scene: Scene, number: int, requests: list[Request], policy: str, slo: Slo | None, extra: dict[str, str]
+    ) -> Block:
+        told = [
+            scene.name,
+            number,
+            [(one.at, one.prompt, one.output) for one in requests],
+            policy,
+            slo and (slo.ttft_s, slo.tpot_s),
+        ]
+        told.append(sorted(extra.items()) if policy in ("ours", "observe") else [])
+        name = hashlib.blake2b(msgspec.json.encode(told), digest_size=8).hexdigest()
+        path = self._folder / f"{scene.name}-{policy.replace(':', '_')}-{number}-{name}.json"
+        if path.exists():
+            return msgspec.json.decode(path.read_bytes(), type=Block)
+        block = await self._measure(scene, number, requests, policy, slo or Slo(ttft_s=1, tpot_s=1), extra)
+        path.write_bytes(msgspec.json.encode(block))
+        good = [one for one in block.answers if not one.failed]
+        p99 = percentile(Cell(policy=policy, blocks=[block]).ttft, 99) * 1e3
+        self._tell(
+            f"{scene.name} block {number + 1}, {policy}: {len(good)} answers in {block.seconds:.0f} s, "
+            f"p99 TTFT {p99:.0f} ms, {(block.harvested - block.wasted) / block.seconds:.0f} rollout tokens/s"
+        )
+        return block
+
+    async def _measure(
+        self, scene: Scene, number: int, requests: list[Request], policy: str, slo: Slo, extra: dict[str, str]
+    ) -> Block:
+        pair, split = self._pair, policy == "split"
+        upstream = await pair.serve("split", 1, {0}) if split else await pair.serve("serving", 2)
+        pair.pin({1} if split else {0, 1})
+        tables = ",".join(map(str, (self._tables.fixed_s, self._tables.prompt_s, self._tables.token_s)))
+        async with guard(pair, policy, slo, upstream, extra, tables) as made:
+            await settle(_SETTLE_S)
+            aborting = asyncio.create_task(abort(pair, made)) if policy.startswith("rose") else None
+            before, aborted = pair.generated(), set(pair.feed.aborted)
+            starts = time.monotonic() + _LEAD_S
+            answers = await self._replay(made.url, Plan(starts=starts, requests=requests), scene.seed + number)
+            seconds = time.monotonic() - starts
+            after = pair.generated()
+            status = await made.status()
+            if aborting is not None:
+                aborting.cancel()
+                await asyncio.gather(aborting, return_exceptions=True)
+        wasted = sum(after.get(name, 0) for name in pair.feed.aborted - aborted)
+        return Block(
+            policy=policy,
+            seconds=seconds,
+            answers=answers,
+            harvested=sum(after.values()) - sum(before.values()),
+            wasted=wasted,
+            reclaims=_reclaims(status),
+            status=msgspec.to_builtins(status),
+        )
+
+    async def _replay(self, url: str, plan: Plan, seed: int) -> list[Answer]:
+        files = self._pair.directory / "plan.json", self._pair.directory / "answers.json"
+        files[0].write_bytes(msgspec.json.encode(plan))
+        command = [sys.executable, "-m", "benchmarks.pair.client", "--url", url, "--model", MODEL]
+        command += ["--plan", str(files[0]), "--out", str(files[1]), "--seed", str(seed ^ time.time_ns() & 0xFFFF_FFFF)]
+        process = await asyncio.create_subprocess_exec(*command, cwd=_ROOT)
+        try:
+            if await process.wait():
+                raise RuntimeError("the replaying client failed")
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        return msgspec.json.decode(files[1].read_bytes(), type=list[Answer])
+
+
+async def probe(url: str) -> Speeds:
+    """How fast the engine is alone: medians of a few requests of each length, one after the other."""
+    random = Random(time.time_ns())
+
+    async def one(session: aiohttp.ClientSession, prompt: int, output: int) -> tuple[float, float]:
+        start = time.monotonic()
+        first, last = await send(session, url, MODEL, [random.randrange(3, 900) for _ in range(prompt)], output)
+        return first - start, (last - first) / (output - 1)
+
+    async with aiohttp.ClientSession() as session:
+        await one(session, 256, 8)
+        found = {size: [await one(session, size, 24) for _ in range(5)] for size in (64, 512)}
+    (few, many) = (statistics.median(ttft for ttft, _ in found[size]) for size in found)
+    prompt_s = (many - few) / (512 - 64)
+    token_s = statistics.median(tpot for tpots in found.values() for _, tpot in tpots)
+    return Speeds(fixed_s=max(1e-3, few - 64 * prompt_s), prompt_s=prompt_s, token_s=token_s)
+
+
+def slo_of(alone: Cell) -> Slo:
+    """ROSE's own multiples of the p99 alone."""
+    return Slo(ttft_s=TTFT_FACTOR * percentile(alone.ttft, 99), tpot_s=TPOT_FACTOR * percentile(alone.tpot, 99))
+
+
+async def abort(pair: Pair, made: Guard) -> None:
+    """ROSE's victims: when its budget was cut, whole rollouts go, fewest tokens first, until the rest fits."""
+    cut = False
+    while True:
+        found: Any = (await made.status()).borrowers
+        now_cut = bool(found) and found[0].memory == "cut"
+        if now_cut and not cut and found[0].kv_bytes_used > found[0].kv_bytes:
+            made_by = pair.generated()
+            running = sorted((name for name in pair.feed.open if made_by.get(name)), key=lambda name: made_by[name])
+            share = 1 - found[0].kv_bytes / found[0].kv_bytes_used
+            await pair.feed.give_up(running[: round(share * len(running))])
+        cut = now_cut
+        await asyncio.sleep(_ABORT_S)
+
+
+def _reclaims(status: GuardStatus) -> tuple[float, float, int]:
+    for one in status.borrowers:
+        return one.reclaim_p50_s, one.reclaim_p99_s, one.reclaims
+    return 0.0, 0.0, 0

@@ -1,0 +1,122 @@
+"""The rivals, each as a process that grants or does not: who decides, where users' requests go, and with which SLO.
+
+alone      the rollout engine has no grant
+unguarded  it always has one
+split      likewise, but each engine has a core of its own
+rose       ROSE's policy as reported, with the setting named behind the colon
+ours       the serving-guard in the traffic
+observe    the serving-guard beside the traffic
+"""
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import grpc
+from msgspec import Struct
+
+from benchmarks.pair.stack import WORKER, Pair
+from ebbtide.cli.process import Process, Program
+from ebbtide.grants import socket_path
+from ebbtide.rpc.convert import from_proto
+from ebbtide.testing import wait_until
+from ebbtide.types.grants import GuardStatus
+from ebbtide.v1 import grants_pb2
+from ebbtide.v1.grants_pb2_grpc import GrantsStub
+
+_ROOT: Final = Path(__file__).parents[2]
+#: Memory for both engines' keys and values: room for the rollouts' and a few served requests, not for a burst.
+MEMORY_MIB: Final = 96
+#: Of the served model: keys and values of 8 layers, 4 heads, 64 dimensions, 2 bytes.
+_SERVED_TOKEN_BYTES: Final = 8 * 2 * 4 * 64 * 2
+_MODULES: Final = {
+    "ours": "ebbtide.serving_guard",
+    "observe": "ebbtide.serving_guard",
+    "rose": "benchmarks.pair.rose",
+    "unguarded": "benchmarks.pair.always",
+    "split": "benchmarks.pair.always",
+}
+#: Policies whose guard stands in the traffic.
+PROXIED: Final = ("ours", "rose")
+
+
+class Slo(Struct, frozen=True, kw_only=True):
+    """Targets, seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class Guard:
+    """A started one. `url`: where users' requests go."""
+
+    def __init__(self, url: str, stub: GrantsStub | None, process: Process | None) -> None:
+        self.url, self._stub, self.process = url, stub, process
+
+    async def status(self) -> GuardStatus:
+        if self._stub is None:
+            return GuardStatus()
+        async for found in self._stub.WatchGuard(grants_pb2.WatchGuardRequest(), timeout=10):
+            return from_proto(found, GuardStatus)
+        raise RuntimeError("the guard said nothing")
+
+
+@asynccontextmanager
+async def guard(
+    pair: Pair, policy: str, slo: Slo, upstream: str, extra: dict[str, str], tables: str = ""
+) -> AsyncIterator[Guard]:
+    """The guard of `policy` (its name before the colon), with the worker attached to it. `extra`: further flags
+    of ours; `tables`: of ROSE."""
+    name, _, setting = policy.partition(":")
+    if name.startswith("alone"):
+        yield Guard(upstream, None, None)
+        return
+    process = Process(_program(pair, name, setting, slo, upstream, extra, tables))
+    try:
+        await process.wait_ready()
+        async with grpc.aio.insecure_channel(f"unix:{socket_path(pair.grants)}") as channel:
+            made = Guard(f"http://{process.address}" if name in PROXIED else upstream, GrantsStub(channel), process)
+
+            async def attached() -> bool:
+                return any(one.worker_id == WORKER for one in (await made.status()).borrowers)
+
+            await wait_until(attached, timeout=30, what="the worker at the guard")
+            yield made
+    finally:
+        await process.stop()
+
+
+def _program(
+    pair: Pair, name: str, setting: str, slo: Slo, upstream: str, extra: dict[str, str], tables: str
+) -> Program:
+    ready = pair.directory / "guard.json"
+    flags = {
+        "ready-file": str(ready),
+        "die-with-parent": str(os.getpid()),
+        "listen": "127.0.0.1:0",
+        "upstream": upstream,
+        "grant-dir": str(pair.grants),
+        "mode": "observe" if name in ("observe", "unguarded", "split") else "proxy",
+        "ttft-ms": str(1e3 * slo.ttft_s),
+        "tpot-ms": str(1e3 * slo.tpot_s),
+        "memory-limit-mib": str(MEMORY_MIB),
+        "serving-kv-bytes-per-token": str(_SERVED_TOKEN_BYTES),
+        **(extra if name in ("ours", "observe") else {}),
+    }
+    return Program(
+        name="guard",
+        command=(
+            sys.executable,
+            "-m",
+            _MODULES[name],
+            *(part for key, value in flags.items() for part in (f"--{key}", value)),
+        ),
+        environment={**os.environ, "PYTHONPATH": str(_ROOT), "EBBTIDE_ROSE": setting, "EBBTIDE_ROSE_TABLES": tables},
+        log=pair.directory / f"guard-{name}.log",
+        ready_file=ready,
+        boot_s=30.0,
+        stop_s=10.0,
+    )

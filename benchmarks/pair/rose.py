@@ -1,0 +1,138 @@
+"""ROSE's co-serving policy as it is reported (arXiv 2605.06534; by notes on it, for there is no code).
+
+At each moment, over the served requests r, with offline tables That of the engine's own latencies:
+
+    S_prf(r) = t_arrive(r) + B_TTFT - now - That_prf(L_r)        where r waits for its first token
+    S_dec(r) = t_last_token(r) + B_TPOT - now - That_dec(b)      where it decodes
+    rollouts are admitted iff min S_prf > 0 and min S_dec > 0
+
+Memory: the rollouts' KV budget R is fixed for an RL step, and headroom H (a fifth of the memory) kept for serving. Once
+the serving engine's use of H crosses a watermark, R is halved, once; victims are aborted whole; R stays frozen until
+the next RL step begins. Watermark, H and the length of an RL step are not stated: they are swept here. The setting
+`EBBTIDE_ROSE` names them as `STEP_S,WATERMARK`, the watermark as a fraction of H.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Final
+
+from ebbtide.runtime import run
+from ebbtide.scheduling.governor import NOTHING_INSIDE, Decides, Decision, Learnt, Limits, Targets
+from ebbtide.serving_guard.memory import Allowed
+from ebbtide.serving_guard.settings import GuardSettings
+from ebbtide.settings import load
+from ebbtide.types.grants import GRANT_S, Budget, Forecast, Hello, Report, Residency
+
+#: That_prf and That_dec of the pair's served model on two cores, as probed before each benchmark: seconds, per token.
+TABLES: Final = "EBBTIDE_ROSE_TABLES"
+_HEADROOM: Final = 0.2
+
+
+class _Request:
+    __slots__ = ("arrived", "last", "prompt")
+
+    def __init__(self, arrived: float, prompt: int) -> None:
+        self.arrived, self.prompt = arrived, prompt
+        self.last = 0.0
+
+
+class Rose(Decides):
+    """The admission. Its tick is every event of the traffic, and the moment at which the least slack is used up."""
+
+    def __init__(self, targets: Targets, limits: Limits) -> None:
+        self._targets, self._limits = targets, limits
+        self._fixed, self._token, self._decode = map(float, os.environ[TABLES].split(","))
+        self._inside: dict[str, _Request] = {}
+
+    def arrived(self, now: float, request: str, prompt_tokens: int) -> None:
+        self._inside[request] = _Request(now, prompt_tokens)
+
+    def produced(self, now: float, request: str, tokens: int) -> None:
+        if one := self._inside.get(request):
+            one.last = now
+
+    def ended(self, now: float, request: str, ok: bool) -> None:
+        self._inside.pop(request, None)
+
+    def observed(self, now: float, inside: int, waiting: int) -> None: ...
+
+    def stepped(self, now: float, tokens: int, seconds: float) -> None: ...
+
+    def decide(self, now: float) -> Decision:
+        limits = self._limits
+        if not self._inside:
+            budget = Budget(limits.tokens, limits.sequences, now + GRANT_S)
+            return Decision(budget, "idle", NOTHING_INSIDE, now + GRANT_S / 2)
+        until = min(map(self._slack_ends, self._inside.values()))
+        if until <= now:
+            return Decision(Budget(), "reclaimed", 0.0, now + GRANT_S / 2)
+        budget = Budget(limits.tokens, limits.sequences, min(until, now + GRANT_S))
+        return Decision(budget, "shared", until - now, min(until, now + GRANT_S / 2))
+
+    def hold_s(self, now: float, stepping_since: float | None) -> float:
+        return 0.0
+
+    def learnt(self, now: float) -> Learnt:
+        return Learnt(inside=len(self._inside), forecast=Forecast(share=1.0, spell_s=3600.0))
+
+    def pays(self, now: float, wake_s: float) -> bool:
+        return True
+
+    def _slack_ends(self, one: _Request) -> float:
+        if not one.last:
+            return one.arrived + self._targets.ttft_s - (self._fixed + self._token * one.prompt)
+        return one.last + self._targets.tpot_s - self._decode
+
+
+class RoseMemory:
+    """The KV policy; the methods of `ebbtide.serving_guard.memory.Memory`."""
+
+    def __init__(self, *, limit_mib: int = 0, serving_kv_mib: int = 0, bytes_per_token: int = 0) -> None:
+        del serving_kv_mib
+        step_s, watermark = map(float, os.environ["EBBTIDE_ROSE"].split(","))
+        self.limit = limit_mib << 20
+        self.serving_bytes = 0
+        self.disturbing = False
+        self._token_bytes, self._step_s = bytes_per_token, step_s
+        self._watermark = watermark * _HEADROOM * self.limit
+        self._began = 0.0
+        self._cut = False
+        self._kv: dict[str, int] = {}
+
+    def tokens_inside(self, now: float, tokens: int) -> None:
+        self.serving_bytes = tokens * self._token_bytes
+        if now - self._began >= self._step_s:  # the next RL step
+            self._began, self._cut = now, False
+        self._cut |= self.serving_bytes > self._watermark
+
+    def usage(self, now: float, share: float) -> None: ...
+
+    def joined(self, worker_id: str, hello: Hello) -> None:
+        self._kv[worker_id] = hello.kv_bytes
+
+    def left(self, worker_id: str) -> None:
+        self._kv.pop(worker_id, None)
+
+    def reported(self, now: float, worker_id: str, report: Report) -> None: ...
+
+    def allowed(self, now: float, worker_id: str, *, idle_s: float) -> Allowed:
+        del idle_s
+        self.tokens_inside(now, self.serving_bytes // max(1, self._token_bytes))
+        budget = min(self._kv.get(worker_id, 0), int((1 - _HEADROOM) * self.limit))
+        phase = "cut" if self._cut else "normal"
+        return Allowed(budget // 2 if self._cut else budget, phase, Residency.AWAKE)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=__doc__ or "")
+
+    async def work(shutdown) -> None:  # type: ignore[no-untyped-def]
+        from ebbtide.serving_guard.service import serve
+
+        await serve(shutdown, settings, decides=Rose, memory=RoseMemory)
+
+    run(work, "serving-guard", settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Everything of a pair but its guard: the serving engine, a cluster with one borrowed worker, and a run's rollouts.
+
+Threads decide everything where engines share cores. The served engine has both cores, and threads that sleep while they
+wait (spinning ones ruin both engines); the rollout engine has one thread, which on so small a network makes as many
+tokens as two. The split's serving engine has one thread and one core.
+"""
+
+import asyncio
+import os
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors.torch import load_file
+
+from benchmarks.pair.feeding import Feeding, feeding
+from benchmarks.pair.models import ROLLOUTS, SERVED, make_model
+from ebbtide.cli.local import free_address
+from ebbtide.cli.process import Process, Program
+from ebbtide.client import Lease
+from ebbtide.testing import wait_until
+from tests.chaos.cluster import Cluster
+
+RUN: Final = "pair"
+MODEL: Final = "served"
+WORKER: Final = "borrowed"
+#: Rollouts in the engine at once, and open in all.
+SLOTS: Final = 32
+_OPEN: Final = 96
+_KV_MIB: Final = 256
+_ENGINE: Final = f"""
+[vllm]
+dtype = "bfloat16"
+enforce_eager = true
+threads = 1
+kv_cache_mib = {_KV_MIB}
+max_model_len = 1024
+"""
+_SLEEPING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+class Pair:
+    """Made by `pair`. `grants` is the folder that a guard and the worker share."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.cluster = Cluster(directory)
+        self.grants = directory / "grants"
+        self.feed: Feeding
+        self.serving: dict[str, Process] = {}
+
+    async def serve(self, name: str, threads: int, cores: set[int] | None = None) -> str:
+        """Boot a serving engine, or find it booted. Its address as a URL."""
+        if name not in self.serving:
+            address = free_address()
+            program = _serving(self.directory, name, address, threads, make_model(_cached(SERVED), SERVED, 1))
+            process = self.serving[name] = Process(program)
+            if cores is not None:
+                os.sched_setaffinity(process.pid, cores)
+            await process.wait_ready()
+        return self.url(name)
+
+    def url(self, name: str) -> str:
+        return f"http://{self.serving[name].address}"
+
+    def books(self) -> dict[str, int]:
+        """Over all rollouts that finished: tokens that were made but not kept, finishes that came twice or short."""
+        made, feed = self.generated(), self.feed
+        lost = sum(made.get(name, 0) - tokens for name, tokens in feed.finished.items())
+        return {
+            "rollouts": len(feed.finished),
+            "tokens": sum(feed.finished.values()),
+            "lost": lost,
+            "twice": feed.twice,
+            "short": feed.short,
+            "aborted": len(feed.aborted),
+        }
+
+    def generated(self) -> dict[str, int]:
+        """Tokens that left the rollout engine, by rollout."""
+        made: dict[str, int] = {}
+        for record in self.cluster.ledger(WORKER):
+            made[record.rollout_id] = made.get(record.rollout_id, 0) + record.generated
+        return made
+
+    def pin(self, cores: set[int]) -> None:
+        """Bind the rollout engine and its worker, with all their threads, to these cores."""
+        for pid in _tree(self.cluster.pid(WORKER)):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(task.name), cores)
+
+
+@asynccontextmanager
+async def pair(directory: Path, seed: int) -> AsyncIterator[Pair]:
+    """Everything up, the policy's first version installed, and rollouts waiting for a grant."""
+    made = Pair(directory)
+    made.grants.mkdir(mode=0o700)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_close, made)
+        client = await made.cluster.boot(workers=0, heartbeat_s=1.0, heartbeat_timeout_s=5.0)
+        base = make_model(_cached(ROLLOUTS), ROLLOUTS, 2)
+        await _worker(made, base)
+        await client.submit(
+            {"name": RUN, "model": base.name, "environment": {"name": "none"}, "quota_bytes": 1 << 30}, RUN
+        )
+        lease: Lease = await stack.enter_async_context(client.claim(RUN, holder="benchmark"))
+        await lease.publish(load_file(base / "model.safetensors"), step=0)
+        made.feed = await stack.enter_async_context(feeding(lease, _OPEN, seed))
+        yield made
+
+
+async def installed(made: Pair) -> None:
+    """Wait until the worker has the policy: an install waits for a grant."""
+    client = made.cluster.client()
+
+    async def has() -> bool:
+        return any(one.installed for one in await client.workers())
+
+    await wait_until(has, timeout=120, what="the policy at the worker")
+
+
+async def _worker(made: Pair, base: Path) -> None:
+    config = made.directory / "worker.toml"
+    config.write_text(_ENGINE)
+    made.cluster.environment[WORKER] = _SLEEPING
+    flags: dict[str, Any] = {
+        "engine": "vllm",
+        "model": base,
+        "config": config,
+        "slots": SLOTS,
+        "kind": "borrowed",
+        "grant_dir": made.grants,
+        "flush_tokens": 32,
+        "flush_interval_ms": 250,
+        "boot_s": 180.0,
+    }
+    await made.cluster.worker(WORKER, **flags)
+
+
+def _serving(directory: Path, name: str, address: str, threads: int, model: Path) -> Program:
+    host, _, port = address.rpartition(":")
+
+    def ready() -> str | None:
+        try:
+            with urllib.request.urlopen(f"http://{address}/health", timeout=1):
+                return address
+        except OSError:
+            return None
+
+    command = (
+        str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--served-model-name", MODEL,
+        "--host", host, "--port", port, "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "8192",
+        "--max-num-seqs", "64", "--disable-uvicorn-access-log",
+        "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    )  # fmt: skip
+    environment = _SLEEPING | {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return Program(
+        name=name,
+        command=command,
+        environment={**os.environ, **environment},
+        log=directory / f"{name}.log",
+        ready=ready,
+        boot_s=180.0,
+    )
+
+
+def _cached(shape: tuple[int, int]) -> Path:
+    return Path(__file__).parents[2] / "runs" / "bench-coserving" / f"model-{shape[0]}x{shape[1]}"
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all below it."""
+    import psutil
+
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+async def _close(made: Pair) -> None:
+    for process in made.serving.values():
+        await process.stop()
+    await made.cluster.close()
+
+
+async def settle(seconds: float) -> None:
+    """Let what ran die down; there is no condition to wait for in a measurement's pause."""
+    await asyncio.sleep(seconds)
