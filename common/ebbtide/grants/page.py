@@ -13,6 +13,7 @@ import mmap
 import os
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -28,9 +29,10 @@ _MAGIC: Final = 0x0001_4544_4954_4242  # "BBTIDE", then the layout's number
 _LAYOUT = 0
 _BELL, _VERSION, _TOKENS, _SEQUENCES, _UNTIL = 8, 9, 10, 11, 12
 _LEASE, _KV_BLOCKS = 16, 17
-_STEPPING, _BEGAN, _ENDED, _STEPS, _SCHEDULED, _BUSY, _RUNNING, _WAITING, _KV_USED, _KV_TOTAL, _RECOMPUTED, _PID = (
-    range(24, 36)
+_STEPPING, _BEGAN, _ENDED, _STEPS, _SCHEDULED, _BUSY, _RUNNING, _WAITING, _KV_USED, _KV_TOTAL, _RECOMPUTED = range(
+    24, 35
 )
+_PID, _BLOCK_BYTES = 35, 36
 #: A budget that is being written for longer than a few looks has a writer that died there: no budget.
 _LOOKS: Final = 50
 
@@ -38,7 +40,8 @@ _LOOKS: Final = 50
 class Stepping(Struct, frozen=True, kw_only=True):
     """The engine's part. `stepping`: a step is under way, since `began`; `ended`: when the last one did (seconds of the
     monotonic clock). Sums since the engine's start: `steps`, `scheduled` (tokens that they took), `busy_s` in which
-    they ran, `recomputed` (tokens read again after a cut). `kv_used` of `kv_total` blocks are taken."""
+    they ran, `recomputed` (tokens read again after a cut). `kv_used` of `kv_total` blocks, of `block_bytes` each, are
+    taken. `pid` 0: no engine has begun yet."""
 
     stepping: bool
     began: float
@@ -52,6 +55,7 @@ class Stepping(Struct, frozen=True, kw_only=True):
     kv_total: int
     recomputed: int
     pid: int
+    block_bytes: int = 0
 
 
 class Page:
@@ -68,6 +72,7 @@ class Page:
         except OSError as error:
             raise InvalidRequest(f"cannot be opened: {error.strerror}", field=str(path)) from None
         try:
+            self._file = _identity(os.fstat(descriptor))
             self._memory = _mapped(descriptor, path, create=create)
         finally:
             os.close(descriptor)
@@ -108,6 +113,7 @@ class Page:
             kv_total=words[_KV_TOTAL],
             recomputed=words[_RECOMPUTED],
             pid=words[_PID],
+            block_bytes=words[_BLOCK_BYTES],
         )
 
     # The worker's.
@@ -159,19 +165,20 @@ class Page:
                 return budget
             futex.wait(self._bell, seen, left)
 
-    def enter(self, pid: int, kv_total: int) -> None:
+    def enter(self, pid: int, kv_total: int, block_bytes: int = 0) -> None:
         """A new engine begins its part anew."""
-        for word in range(_STEPPING, _PID + 1):
+        for word in range(_STEPPING, _BLOCK_BYTES + 1):
             self._words[word] = 0
         self._words[_KV_BLOCKS] = -1
-        self._words[_KV_TOTAL], self._words[_PID] = kv_total, pid
+        self._words[_KV_TOTAL], self._words[_BLOCK_BYTES], self._words[_PID] = kv_total, block_bytes, pid
 
-    def begin_step(self) -> Budget:
-        """Say that a step begins, and take the budget that then still holds. Without one, nothing has begun."""
+    def begin_step(self, *, heeding: bool = True) -> Budget:
+        """Say that a step begins, and take the budget that then still holds. Without one, nothing has begun, unless
+        the engine is `heeding` none."""
         self._words[_BEGAN] = time.monotonic_ns()
         self._words[_STEPPING] = 1
         budget = self.budget()
-        if not budget.tokens:
+        if heeding and not budget.tokens:
             self._words[_STEPPING] = 0
         return budget
 
@@ -189,10 +196,20 @@ class Page:
         words = self._words
         words[_RUNNING], words[_WAITING], words[_KV_USED], words[_RECOMPUTED] = running, waiting, kv_used, recomputed
 
+    def remove(self, path: Path) -> None:
+        """Remove the file at `path` if it is this page still."""
+        with suppress(OSError):
+            if _identity(path.lstat()) == self._file:
+                path.unlink()
+
     def close(self) -> None:
         """Unmap. Nothing else may be called behind it."""
         self._words.release()
         self._halves.release()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _mapped(descriptor: int, path: Path, *, create: bool) -> mmap.mmap:

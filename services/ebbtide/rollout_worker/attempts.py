@@ -173,7 +173,7 @@ class Attempts:
             if held.generation.finish is None:
                 held.releasing = held.releasing or reason
         await self.close()
-        self._flush()
+        self.flush()
         self._release_stored()
 
     async def close(self) -> None:
@@ -243,11 +243,12 @@ class Attempts:
         if held.generation.finish is not None:
             held.releasing = ""  # it ended before it was stopped
         elif held.releasing:
-            self._flush()
+            self.flush()
         self._release_stored()
         self.ended.set()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Have all that was made so far sent now."""
         self._outbox.flush(time.monotonic())
         self.due.set()
 

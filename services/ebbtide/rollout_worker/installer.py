@@ -11,7 +11,7 @@ Nothing of this survives the process: a new one asks for the version again, and 
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from ebbtide import telemetry
@@ -38,7 +38,10 @@ class Installer:
         attempts: Attempts,
         presence: Presence,
         report: Callable[[fleet_pb2.WorkerMessage], None],
+        clear: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`clear` waits for a moment in which the engine may be touched."""
+        self._clear = clear
         self._engine, self._weights, self._attempts = engine, weights, attempts
         self._presence, self._report = presence, report
         self._wish: Installation | None = None
@@ -114,6 +117,8 @@ class Installer:
             if not self._attempts.admit(wanted.run_id, wanted.version):
                 await self._attempts.ended.wait()
                 continue
+            if self._clear is not None:
+                await self._clear()
             async with self._weights.ready(wanted, manifest) as (path, changes):
                 # Meanwhile others may have begun that forbid it.
                 if self._wish == wanted and self._attempts.admit(wanted.run_id, wanted.version):

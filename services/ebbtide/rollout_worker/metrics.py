@@ -18,4 +18,5 @@ PHASE_SECONDS = telemetry.counter(
 SERVED_BYTES = telemetry.counter("worker_served_bytes_total", "bytes of weights served to other workers")
 PAUSE_SECONDS = telemetry.histogram("worker_pause_seconds", "generation standing still for an install")
 THROTTLED_SECONDS = telemetry.counter("worker_throttled_seconds_total", "generation held because the store was slow")
+GRANTED = telemetry.gauge("worker_granted", "whether a borrowed worker may generate")
 PEER_STREAMS = telemetry.gauge("worker_peer_streams", "streams in which weights are served to other workers now")

@@ -9,11 +9,16 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from ebbtide import telemetry
-from ebbtide.errors import Unavailable
+from ebbtide.errors import InvalidRequest, Unavailable
+from ebbtide.grants import check_folder, page_path, socket_path
 from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker.attempts import Attempts
+from ebbtide.rollout_worker.borrowing import Borrowing
 from ebbtide.rollout_worker.engine import Engine
+from ebbtide.rollout_worker.engine.borrowed import Borrowed
 from ebbtide.rollout_worker.installer import Installer
 from ebbtide.rollout_worker.outbox import JITTER, Outbox
 from ebbtide.rollout_worker.peers import check_reachable, serving
@@ -23,9 +28,11 @@ from ebbtide.rollout_worker.supply import Supply
 from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
 from ebbtide.rpc.channel import open_channel
 from ebbtide.runtime import Shutdown
-from ebbtide.transfer import check_folder
+from ebbtide.transfer import check_folder as check_mirrors
+from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.ids import check_id
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
+from ebbtide.v1.grants_pb2_grpc import GrantsStub
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 
 log = telemetry.get_logger(__name__)
@@ -38,15 +45,28 @@ _LAST_S: Final = 0.5
 _FAILED_S: Final = 8.0
 
 
-def make_engine(settings: Settings) -> Engine:
+def make_engine(settings: Settings, borrowed: Borrowed | None = None) -> Engine:
     """The engine that the settings name. Raises `InvalidRequest` for a model it cannot boot from."""
     if settings.engine == "scripted":
         from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
 
-        return ScriptedEngine(settings.scripted)
+        return ScriptedEngine(settings.scripted, borrowed.page if borrowed else None)
     from ebbtide.rollout_worker.engine.vllm import VllmEngine
 
-    return VllmEngine(settings.model, settings.slots, settings.vllm)
+    return VllmEngine(settings.model, settings.slots, settings.vllm, borrowed)
+
+
+def _borrowed(settings: Settings, worker_id: str) -> Borrowed | None:
+    """The page of a borrowed worker's engine. Raises `InvalidRequest` for a kind and a folder that do not match."""
+    if settings.kind is not WorkerKind.BORROWED:
+        if settings.grant_dir:
+            raise InvalidRequest("is for workers of kind borrowed: set that kind, or leave it out", field="grant_dir")
+        return None
+    if not settings.grant_dir:
+        text = "a borrowed worker needs one: name the folder that the serving-guard of its host was given"
+        raise InvalidRequest(text, field="grant_dir")
+    check_folder(folder := Path(settings.grant_dir).absolute())
+    return Borrowed(page_path(folder, worker_id), settings.step_tokens)
 
 
 async def serve(shutdown: Shutdown, settings: Settings) -> None:
@@ -55,8 +75,9 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
     telemetry.bind(worker_id=worker_id)
     check_reachable(settings)
     if settings.mirror_dir:
-        check_folder(Path(settings.mirror_dir))
-    engine = make_engine(settings)
+        check_mirrors(Path(settings.mirror_dir))
+    borrowed = _borrowed(settings, worker_id)
+    engine = make_engine(settings, borrowed)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.stop)
         # First of all: the engine's processes may be forked, which nothing but this thread should live through.
@@ -70,8 +91,11 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
         supply = Supply(settings, worker_id, engine, WeightsStub(relay))
         stack.callback(supply.close)
-        installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put)
+        borrowing = await _borrow(stack, shutdown, settings, borrowed, attempts, worker_id) if borrowed else None
+        clear = borrowing.clear if borrowing else None
+        installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put, clear)
         worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
+        worker.borrowing = borrowing
         presence = shutdown.spawn(supply.presence.run(), "presence")
         stack.push_async_callback(_end, presence)  # it may not outlive the channel that it tells by
         await stack.enter_async_context(serving(settings, supply.shelf, worker.leaving, supply.presence.again))
@@ -89,6 +113,27 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
             shutdown.spawn(watch(settings.notices, settings.metadata_url, worker.leave), "notices")
         await worker.leaving.wait()
         await _leave(worker, session, streams)
+
+
+async def _borrow(
+    stack: AsyncExitStack,
+    shutdown: Shutdown,
+    settings: Settings,
+    borrowed: Borrowed,
+    attempts: Attempts,
+    worker_id: str,
+) -> Borrowing:
+    """Begin to borrow from the guard of the host, be it there yet or not."""
+    target = f"unix:{socket_path(borrowed.path.parent)}"
+    # On a socket of this host and user alone: nothing to encrypt.
+    security = replace(settings.client, tls=False, tls_ca="", tls_cert="", tls_key="")
+    channel = await stack.enter_async_context(open_channel(target, security))
+    stack.callback(borrowed.close)
+    limits = {"slots": settings.slots, "tokens": settings.step_tokens}
+    borrowing = Borrowing(GrantsStub(channel), target, borrowed.page, attempts, worker_id=worker_id, **limits)
+    for work, name in ((borrowing.run(), "grants"), (borrowing.watch(), "grants watched")):
+        stack.push_async_callback(_end, shutdown.spawn(work, name))
+    return borrowing
 
 
 async def _on_signal(shutdown: Shutdown, worker: Worker) -> None:

@@ -166,6 +166,8 @@ class Session:
                 install = message.install
                 version = from_proto(install.version, PolicyVersion)
                 worker.installer.wish(Installation(install.run_id, version, install.publisher))
+            case "borrow":
+                worker.borrow(wanted=message.borrow.wanted, reason=message.borrow.reason)
             case "drain":
                 worker.leave(message.drain.deadline_s or worker.settings.drain_timeout_s, "asked")
             case other:

@@ -42,6 +42,7 @@ class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stall_s: Annotated[float, Meta(ge=0, description="how long that while is; 0: for ever")] = 0.0
     fail_after_tokens: Annotated[int, Meta(ge=0, description="then the engine is lost; 0: never")] = 0
     digests: Annotated[bool, Meta(description="log a digest of each version's bytes as they are installed")] = False
+    stubborn: Annotated[bool, Meta(description="borrowed, it goes on whatever it is granted")] = False
     refuse_version: Annotated[int, Meta(ge=0, description="a version that it refuses to install; 0: none")] = 0
 
 
@@ -58,6 +59,12 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     site: Annotated[str, Meta(description="cluster or region that it belongs to")] = ""
     engine: Annotated[Literal["vllm", "scripted"], Meta(description="what generates")] = "vllm"
     model: Annotated[str, Meta(description="checkpoint directory that the engine boots from")] = ""
+    grant_dir: Annotated[
+        str, Meta(description="folder shared with the serving-guard of the host; for kind borrowed, which needs it")
+    ] = ""
+    step_tokens: Annotated[
+        int, Meta(ge=1, description="tokens of one step of a borrowed engine, at most: what a reclaim has to wait for")
+    ] = 256
     slots: Annotated[int, Meta(ge=1, description="rollouts held at most")] = 32
     flush_tokens: Annotated[int, Meta(ge=1, description="unstored tokens of a rollout for which the engine waits")] = 32
     flush_interval_ms: Annotated[int, Meta(ge=1, description="time in which a token is usually stored")] = 250

@@ -16,6 +16,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
+from ebbtide.rollout_worker.borrowing import Borrowing
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.generation import Assignment
 from ebbtide.rollout_worker.installer import Installer
@@ -84,6 +85,7 @@ class Worker:
         self._limit: asyncio.Timeout | None = None
         self._started = self._measured_at = time.monotonic()
         self._measured_tokens, self._rate = 0, 0.0
+        self.borrowing: Borrowing | None = None  # of a borrowed worker
 
     @property
     def draining(self) -> bool:
@@ -140,6 +142,7 @@ class Worker:
             uptime_s=now - self._started,
             held=bool(self.attempts.holds),
             quiet_s=self.attempts.quiet_s,
+            borrowed=to_proto(self.borrowing.state, fleet_pb2.Borrowed) if self.borrowing else None,
         )
         return fleet_pb2.WorkerMessage(heartbeat=beat)
 
@@ -163,6 +166,11 @@ class Worker:
         if early := [ref for ref in refs if self._arriving.pop(ref.attempt_id, None)]:
             self.outgoing.release(early, reason)
         self.attempts.release(refs, reason)
+
+    def borrow(self, *, wanted: bool, reason: str) -> None:
+        """Told whether this worker's host is to be borrowed."""
+        if self.borrowing is not None:
+            self.borrowing.want(wanted=wanted, reason=reason)
 
     def leave(self, within_s: float, reason: str) -> None:
         """Begin to hand over, to be gone in `within_s` seconds; told again, only an earlier deadline is news."""

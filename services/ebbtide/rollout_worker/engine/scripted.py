@@ -10,6 +10,7 @@ consisted of, if `digests` was set: what a real engine would have copied.
 import asyncio
 import hashlib
 import math
+import os
 import time
 import zlib
 from collections.abc import AsyncGenerator, Sequence
@@ -18,6 +19,7 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
+from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint
 from ebbtide.rollout_worker.engine.boxes import Boxes
 from ebbtide.rollout_worker.settings import ScriptedSettings
@@ -31,6 +33,8 @@ log = telemetry.get_logger(__name__)
 END: Final = 1
 #: Ids below are never generated but for END, so that tests may use them as they like.
 _FIRST: Final = 2
+#: A borrowed engine without a budget or a request looks again so often.
+_LISTEN_S: Final = 0.02
 #: Nothing sleeps longer than this at once.
 _LONG_S: Final = 3600.0
 
@@ -108,7 +112,9 @@ class Feed:
 class ScriptedEngine:
     """Implements `Engine`; see there."""
 
-    def __init__(self, settings: ScriptedSettings) -> None:
+    def __init__(self, settings: ScriptedSettings, page: Page | None = None) -> None:
+        """`page`: of grants, for an engine that computes only as a guard allows it."""
+        self._page = page
         self._settings = settings
         self._version = self.tokens = 0
         self.digests = settings.digests
@@ -131,6 +137,8 @@ class ScriptedEngine:
 
     async def start(self) -> EngineInfo:
         await asyncio.sleep(self._settings.boot_s)
+        if self._page is not None:
+            self._page.enter(os.getpid(), 0)
         if self._settings.stall_at_s:
             begin = time.monotonic() + self._settings.stall_at_s
             self._stalls = (begin, begin + (self._settings.stall_s or math.inf))
@@ -201,12 +209,41 @@ class ScriptedEngine:
         """Step after step, until there are no requests. One that comes late is not made up for."""
         due = time.monotonic()
         while self._feeds:
+            if self._page is not None:
+                await self._borrowed_step(self._page)
+                continue
             now = time.monotonic()
             ready = [feed for feed in self._feeds if feed.ready <= now]
             due = max(due + self._step_s(ready), now) if ready else min(feed.ready for feed in self._feeds)
             await asyncio.sleep(min(due - now, _LONG_S))
             await self._free()
             self._step([feed for feed in ready if feed in self._feeds])
+
+    async def _borrowed_step(self, page: Page) -> None:
+        """One step as the page allows it. Requests that find no room in it go first in the next."""
+        await self._free()
+        stubborn = self._settings.stubborn
+        if not stubborn and not page.budget().tokens:
+            await asyncio.to_thread(page.await_budget, _LISTEN_S)
+        now = time.monotonic()
+        ready = [feed for feed in self._feeds if feed.ready <= now]
+        if not ready:
+            await asyncio.sleep(_LISTEN_S)
+            return
+        budget = page.begin_step(heeding=not stubborn)
+        some = ready if stubborn else ready[: min(budget.tokens, budget.sequences)]
+        try:
+            if some:
+                await asyncio.sleep(self._step_s(some))
+            if not self._going.is_set():
+                some = []  # paused meanwhile: it is as if it had not begun
+            some = [feed for feed in some if feed in self._feeds]
+            for feed in some:
+                self._feeds[feed] = self._feeds.pop(feed)
+            self._step(some)
+        finally:
+            page.end_step(len(some))
+            page.report(running=len(self._feeds), waiting=0, kv_used=0, recomputed=0)
 
     def _step_s(self, ready: Sequence[Feed]) -> float:
         """Seconds for the next tokens of these requests, the reading of new ones included."""

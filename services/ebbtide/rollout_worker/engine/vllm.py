@@ -13,11 +13,13 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint, cpu, plugin
+from ebbtide.rollout_worker.engine.borrowed import Borrowed
 from ebbtide.rollout_worker.engine.boxes import Boxes
 from ebbtide.rollout_worker.engine.updates import Updates
 from ebbtide.rollout_worker.settings import VllmSettings
@@ -33,8 +35,10 @@ _DEAD = "the engine's process died; its log says why"
 class VllmEngine:
     """Implements `Engine`; see there for what each method promises and raises."""
 
-    def __init__(self, model: str, slots: int, settings: VllmSettings) -> None:
+    def __init__(self, model: str, slots: int, settings: VllmSettings, borrowed: Borrowed | None = None) -> None:
+        """`borrowed`: the device is a serving engine's, whose guard says when this one may compute."""
         self._root = checkpoint.check_directory(model)
+        self._borrowed = borrowed
         self._slots = slots
         self._settings = settings
         self._shapes: Shapes = {}
@@ -72,7 +76,8 @@ class VllmEngine:
         self._llm = AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
         self._updates = Updates(self._llm, self._shapes, checkpoint.tensor_dtypes(self._root))
         await self._updates.learn()
-        await self._warm_up()
+        with self._borrowed.warming_up() if self._borrowed else nullcontext():
+            await self._warm_up()
         # Not before the engine's processes are there: they may be forked, which threads do not live through.
         self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._root)
         return info
@@ -184,7 +189,8 @@ class VllmEngine:
         }
         if cpu.is_cpu_build():
             arguments |= cpu.engine_arguments(settings.threads, settings.tensor_parallel_size, settings.kv_cache_mib)
-        return arguments | _extra(settings.engine_args)
+        arguments |= _extra(settings.engine_args)
+        return self._borrowed.arguments(arguments) if self._borrowed else arguments
 
     def _environment(self) -> None:
         os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -192,6 +198,8 @@ class VllmEngine:
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
         logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
         plugin.own_engine_processes()
+        if self._borrowed:
+            self._borrowed.set_environment()
         if cpu.is_cpu_build():
             cpu.set_environment(self._settings.threads)
 

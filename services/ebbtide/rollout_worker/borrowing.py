@@ -1,0 +1,216 @@
+"""A borrowed worker and the serving-guard of its host: grants come in, the lease in the page is renewed, news go out.
+
+Invariant: the lease ends at most `GRANT_S` behind the arrival of the newest grant, at once with the stream, and it is
+never renewed while the coordinator does not want this host borrowed; so without a guard, or with one that hangs, the
+engine stands still by itself. A guard that is not there is looked for again, for ever: the worker stays attached, and
+its heartbeats say that it may not generate. Nothing of this outlives the process; the next one begins with Hello.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from ebbtide import telemetry
+from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.grants import Page
+from ebbtide.rollout_worker import metrics
+from ebbtide.rollout_worker.attempts import Attempts
+from ebbtide.rpc.channel import write
+from ebbtide.rpc.convert import from_proto, to_proto
+from ebbtide.rpc.retry import pauses
+from ebbtide.rpc.status import translated
+from ebbtide.runtime import race
+from ebbtide.types.fleet import Borrowed
+from ebbtide.types.grants import GRANT_S, GRANTS_VERSION, Forecast, Grant, Hello, Report, Residency
+from ebbtide.v1 import grants_pb2
+from ebbtide.v1.grants_pb2_grpc import GrantsStub
+
+log = telemetry.get_logger(__name__)
+
+#: The guard is told what runs here so often, and at changes.
+_REPORT_S: Final = 0.1
+#: How often it is looked whether the engine may generate.
+_LOOK_S: Final = 0.05
+#: An engine that stood still for so long will not go on in this moment: what it made is flushed.
+_STILL_S: Final = 0.1
+#: And after so long nothing is to be expected of it: the coordinator is told.
+_HELD_S: Final = 0.25
+#: For how long an install waits for a grant: without one it disturbs who is served, without it the run may wait.
+_PATIENCE_S: Final = 5.0
+#: Between two looks for a grant then.
+_PAUSE_S: Final = 0.01
+#: A stream that lasted so long was a good one: the next is opened soon.
+_LONG_S: Final = 10.0
+_HOLD: Final = "grant"
+
+
+class Borrowing:
+    """One worker's side of the grants."""
+
+    def __init__(
+        self, stub: GrantsStub, target: str, page: Page, attempts: Attempts, *, worker_id: str, slots: int, tokens: int
+    ) -> None:
+        """`page`: of an engine that has booted. `tokens`: of one of its steps, at most."""
+        self._stub, self._target, self._page, self._attempts = stub, target, page, attempts
+        self._worker_id, self._slots, self._tokens = worker_id, slots, tokens
+        self._forecast = Forecast()
+        self._wanted = True
+        self._news = asyncio.Event()
+        self._connected = False
+        self._reason = ""
+        self._able_at = time.monotonic()  # when the engine was last seen to generate, or to be free to
+        self._flushed = True
+        self.told: Callable[[], None] = attempts.holds.tell
+
+    @property
+    def state(self) -> Borrowed:
+        """For the coordinator: what this worker may expect."""
+        forecast = self._forecast
+        return Borrowed(
+            granted=_HOLD not in self._attempts.holds and self._connected,
+            share=min(1.0, forecast.share),
+            spell_s=forecast.spell_s,
+            disturbance=forecast.disturbance,
+        )
+
+    def want(self, *, wanted: bool, reason: str) -> None:
+        """Told by the coordinator whether this host is to be borrowed."""
+        if wanted != self._wanted:
+            log.info("to be borrowed" if wanted else "not to be borrowed", reason=reason)
+        self._wanted = wanted
+        if not wanted:
+            self._page.renew(0.0)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Hold the stream to the guard, one after the other, for ever."""
+        waits = pauses(0.05, 1.0)
+        while True:
+            began = time.monotonic()
+            try:
+                with translated("serving-guard", self._target):
+                    await self._borrow()
+            except EbbtideError as error:
+                self._say_apart(str(error))
+            if time.monotonic() - began > _LONG_S:
+                waits = pauses(0.05, 1.0)
+            await asyncio.sleep(next(waits))
+
+    async def watch(self) -> None:
+        """Hold and flush as the engine stands still, for ever."""
+        while True:
+            self._look()
+            await asyncio.sleep(_LOOK_S)
+
+    async def clear(self) -> None:
+        """Wait until the device is free for work other than generation, but not for ever."""
+        end = time.monotonic() + _PATIENCE_S
+        while not self._page.budget().tokens:
+            if time.monotonic() > end:
+                log.warning("no grant came: going on without one", waited_s=_PATIENCE_S)
+                return
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _borrow(self) -> None:
+        call = self._stub.Borrow()
+        with self._apart_again():
+            try:
+                hello = to_proto(self._hello(), grants_pb2.Hello)
+                await write(call, grants_pb2.BorrowerMessage(hello=hello))
+                await race(self._receive(call), self._report(call))
+            finally:
+                call.cancel()
+
+    async def _receive(self, call: Any) -> None:
+        async for message in call:
+            self._take(from_proto(message, Grant))
+        raise Unavailable("the guard ended the stream")
+
+    def _take(self, grant: Grant) -> None:
+        if not self._connected:
+            self._connected, self._reason = True, ""
+            log.info("guard found", target=self._target)
+        self._forecast = grant.forecast
+        block = self._page.steps().block_bytes
+        blocks = grant.kv_bytes // block if block and grant.kv_bytes else -1
+        if blocks != self._page.kv_blocks:
+            self._page.limit_kv(blocks)
+        free = self._wanted and grant.tokens > 0
+        self._page.renew(time.monotonic() + min(grant.expires_s, GRANT_S) if free else 0.0)
+        self._look()
+
+    async def _report(self, call: Any) -> None:
+        while True:
+            self._news.clear()
+            report = to_proto(self._news_of_engine(), grants_pb2.Report)
+            await write(call, grants_pb2.BorrowerMessage(report=report))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REPORT_S):
+                    await self._news.wait()
+
+    def _news_of_engine(self) -> Report:
+        steps = self._page.steps()
+        return Report(
+            running=self._attempts.running,
+            tokens_generated=self._attempts.tokens,
+            kv_bytes_used=steps.kv_used * steps.block_bytes,
+            recomputed_tokens=steps.recomputed,
+            residency=Residency.AWAKE,
+            wanted=self._wanted,
+        )
+
+    def _hello(self) -> Hello:
+        steps = self._page.steps()
+        return Hello(
+            protocol_version=GRANTS_VERSION,
+            worker_id=self._worker_id,
+            pids=tuple(family(steps.pid)),
+            slots=self._slots,
+            step_tokens=self._tokens,
+            kv_bytes=steps.kv_total * steps.block_bytes,
+        )
+
+    def _look(self) -> None:
+        """Whether the engine generates, or could: then nothing is held."""
+        now, steps, holds = time.monotonic(), self._page.steps(), self._attempts.holds
+        if steps.stepping or self._page.budget().tokens:
+            self._able_at = now
+        self._able_at = max(self._able_at, steps.ended)
+        still_s = now - self._able_at
+        if still_s < _STILL_S:
+            self._flushed = False
+        elif not self._flushed:
+            self._attempts.flush()
+            self._flushed = True
+        if (still_s > _HELD_S) != (_HOLD in holds):
+            (holds.begin if still_s > _HELD_S else holds.end)(_HOLD)
+            metrics.GRANTED.set(still_s <= _HELD_S)
+
+    @contextmanager
+    def _apart_again(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._page.renew(0.0)
+            self._connected, self._forecast = False, Forecast()
+
+    def _say_apart(self, reason: str) -> None:
+        """Once for each reason: a guard may be away for long, and that is normal."""
+        if reason != self._reason:
+            log.info("without a guard: the engine stands still", reason=reason)
+            self._reason = reason
+
+
+def family(pid: int) -> Iterator[int]:
+    """A process and all below it; of this very process, itself alone."""
+    yield pid
+    if pid == os.getpid():
+        return
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from family(int(child))

@@ -1,0 +1,63 @@
+"""What makes an engine of vLLM a borrowed one: arguments, environment, and a budget of its own while it boots."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.grants import Page
+from ebbtide.types.grants import Budget
+
+#: The path of the page, for the engine core's process.
+PAGE: Final = "EBBTIDE_GRANT_PAGE"
+#: The one token of a warm-up is made within this time.
+_WARM_UP_S: Final = 120.0
+_SCHEDULER: Final = "ebbtide.rollout_worker.engine.budgeted.BudgetedScheduler"
+
+
+class Borrowed:
+    """An engine that computes while the page at `path`, which is made if need be, has a budget and a lease."""
+
+    def __init__(self, path: Path, step_tokens: int) -> None:
+        """Raises `InvalidRequest` for a file there that is no page of this user's own."""
+        self.path, self._step_tokens = path, step_tokens
+        self.page = Page(path, create=True)
+
+    def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """These engine arguments with ours. Raises `InvalidRequest` for those that a borrowed engine cannot have."""
+        fixed = {"scheduler_cls": _SCHEDULER, "async_scheduling": False, "max_num_batched_tokens": self._step_tokens}
+        for name in fixed:
+            if name in arguments:
+                raise InvalidRequest(f"{name} is not free in a borrowed engine", field="vllm.engine_args")
+        if self._step_tokens < arguments["max_num_seqs"]:
+            text = f"must be at least the number of slots, {arguments['max_num_seqs']}, which may be in one step"
+            raise InvalidRequest(text, field="step_tokens")
+        return {**arguments, **fixed}
+
+    def set_environment(self) -> None:
+        """For the engine's processes, forked and spawned ones. Before any of OpenMP is loaded: threads that spin while
+        they wait for work take the processor from the served engine's, whichever of the two it is that computes."""
+        os.environ[PAGE] = str(self.path.absolute())
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        os.environ.setdefault("KMP_BLOCKTIME", "0")
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """A budget of the worker's own, before the guard has heard of it: an engine that boots asks nobody, and
+        disturbs who is served beside it, by its warm-up no more than by the loading of its weights."""
+        until = time.monotonic() + _WARM_UP_S
+        self.page.write_budget(Budget(self._step_tokens, self._step_tokens, until))
+        self.page.renew(until)
+        try:
+            yield
+        finally:
+            self.page.renew(0.0)
+            self.page.write_budget(Budget())
+
+    def close(self) -> None:
+        """Give the lease back, and remove the page unless it is another worker's by now."""
+        self.page.renew(0.0)
+        self.page.remove(self.path)
