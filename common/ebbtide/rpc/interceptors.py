@@ -7,7 +7,7 @@ generator step.
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -15,11 +15,12 @@ import grpc
 from grpc import StatusCode
 
 from ebbtide.errors import Draining, Unauthenticated, Unavailable
-from ebbtide.rpc.security import TokenCheck
 from ebbtide.rpc.status import to_status
 
 #: Told of each call that ended: full method name, status name, seconds. Must not raise.
 Observer = Callable[[str, str, float], None]
+#: Whether a call with these metadata may pass.
+Check = Callable[[Iterable[tuple[str, str | bytes]] | None], bool]
 if TYPE_CHECKING:  # generic in the stubs alone
     Handler = grpc.RpcMethodHandler[Any, Any]
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -37,7 +38,7 @@ _KINDS: Final[dict[tuple[bool, bool], tuple[str, Any]]] = {
 class Gate(grpc.aio.ServerInterceptor):
     """Refuses calls without the token, turns exceptions into statuses, and ends streams when the server leaves."""
 
-    def __init__(self, check: TokenCheck, *, max_unary_s: float, observe: Observer | None = None) -> None:
+    def __init__(self, check: Check, *, max_unary_s: float, observe: Observer | None = None) -> None:
         self._check, self._max_unary_s, self._observe = check, max_unary_s, observe
         self._wrapped: dict[str, Handler] = {}  # at most one per method that exists
         self._waiting: set[asyncio.Task[Any]] = set()  # response streams whose servicer runs, not gRPC's sending

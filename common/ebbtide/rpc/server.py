@@ -16,7 +16,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.channel import check_address
 from ebbtide.rpc.interceptors import Gate, Observer
 from ebbtide.rpc.options import KEEPALIVE_S, server_options
-from ebbtide.rpc.security import ServerSettings, TokenCheck
+from ebbtide.rpc.security import ServerSettings, TokenCheck, anyone
 
 #: What registers a servicer (generated), the servicer, and the service's full name.
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
@@ -46,8 +46,9 @@ def check_servable(settings: ServerSettings) -> None:
 class Server:
     """Authenticated, limited, with health and reflection. `services` as in [(add_X_to_server, servicer, "pkg.X")].
 
-    `window_bytes`: see `server_options`. Raises `InvalidRequest` at once for settings that cannot be served: no token,
-    or no TLS off the loopback.
+    `window_bytes`: see `server_options`. `private`: a unix socket in a folder that only this user can enter, so that no
+    token is asked for. Raises `InvalidRequest` at once for settings that cannot be served: no token, or no TLS off the
+    loopback.
     """
 
     def __init__(
@@ -58,10 +59,14 @@ class Server:
         observe: Observer | None = None,
         keepalive_s: float = KEEPALIVE_S,
         window_bytes: int = 0,
+        private: bool = False,
     ) -> None:
         self._listen = check_address(settings.listen, field="listen")
+        if private and not self._listen.startswith("unix:"):
+            raise InvalidRequest("only a unix socket needs no token", field="listen")
         self._credentials = settings.credentials()
-        self._gate = gate = Gate(TokenCheck(settings.bearer()), max_unary_s=settings.max_unary_s, observe=observe)
+        check = anyone if private else TokenCheck(settings.bearer())
+        self._gate = gate = Gate(check, max_unary_s=settings.max_unary_s, observe=observe)
         options = server_options(keepalive_s, max_streams=settings.max_streams, window_bytes=window_bytes)
         self._server = grpc.aio.server(interceptors=[gate], options=options)
         self._names = [name for _, _, name in services]
