@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.replay.traces import CAP_TOKENS
-from ebbtide.scheduling.balance import COSTS, Costs
+from ebbtide.scheduling.costs import COSTS, Costs
 
 
 class Setting(Struct, frozen=True, kw_only=True):

@@ -18,10 +18,11 @@ from benchmarks.replay.result import Result
 from benchmarks.replay.setting import Policy, Setting, costless
 from benchmarks.replay.traces import FleetEvent
 from ebbtide.scheduling import balance
+from ebbtide.scheduling.hosts import Host
 from ebbtide.scheduling.lengths import Lengths
 from ebbtide.scheduling.line import Line, Waiting
 from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.placement import Host, pending_limit, place
+from ebbtide.scheduling.placement import pending_limit, place
 from ebbtide.scheduling.throughput import Speed
 
 _BOUNDS: Final = Bounds(1, 1)

@@ -17,7 +17,7 @@ from ebbtide.errors import StoreUnavailable
 from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.generation import Assignment, Ending, Generation
 from ebbtide.rollout_worker.outbox import Outbox
-from ebbtide.scheduling import placement
+from ebbtide.scheduling import hosts
 from ebbtide.scheduling.liveness import Liveness
 from ebbtide.store import scripts
 from ebbtide.store.appends import Appends
@@ -202,7 +202,7 @@ BUGS: Final[dict[str, Bug]] = {
     "a silence that is never judged": python((Liveness, "silent", lambda _: lambda self, now: [])),
     "version bounds that bind nobody": python(
         (Assignment, "admits", lambda _: lambda self, version: True),
-        (placement, "admits", lambda _: lambda bounds, version: version > 0),
+        (hosts, "admits", lambda _: lambda bounds, version: version > 0),
     ),
     "an attempt that lives on though superseded": python(
         (Outbox, "settle", _keeps_superseded), (Handed, "adopt", _adopts_anything)

@@ -5,7 +5,8 @@ that has nothing waiting; and what an engine runs beyond the batch size at which
 with room. Three things differ. It decides per rollout. It does not wait for an engine to fall idle, but compares what
 a rollout would gain, by the speed learnt of each worker, with what the move costs: a prefill, which also holds up
 those that run there, and the hand-over. And among an engine's rollouts it takes those that gain most, which are those
-with most tokens still to come.
+with most tokens still to come. A borrowed worker counts for the share of its time that it has, and what a rollout may
+lose to a reclaim is part of the cost: so long work leaves it, and little but short work goes there.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,9 +17,11 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
+from ebbtide.scheduling.costs import COSTS, Costs
+from ebbtide.scheduling.hosts import Host, may_take
 from ebbtide.scheduling.lengths import Lengths
 from ebbtide.scheduling.line import Waiting
-from ebbtide.scheduling.placement import Host, may_take
+from ebbtide.scheduling.reclaims import risk_s
 from ebbtide.scheduling.throughput import Speed
 
 #: A rollout waits for others in its worker if it has not started so long after all before it, and it, could have.
@@ -52,22 +55,6 @@ class Engine(Struct, frozen=True, kw_only=True):
     speed: Speed
     context: float
     rollouts: Callable[[], Iterable[Generating]]
-
-
-class Costs(Struct, frozen=True, kw_only=True):
-    """What a move costs, and how sure its gain must be: `margin` times the cost, at a rate higher by `advantage`, for
-    a rollout that has been with its worker for `settled_s`; at most `at_once` moves in a round.
-    """
-
-    prefill_tokens_per_s: float = 5_000.0
-    handover_s: float = 0.5
-    margin: float = 1.5
-    advantage: float = 1.15
-    settled_s: float = 10.0
-    at_once: int = 32
-
-
-COSTS: Final = Costs()
 
 
 class Move(NamedTuple):
@@ -115,13 +102,21 @@ class _Side:
     def refresh(self) -> None:
         started = max(0, self.running - self.pending)
         self.now_rate = self.rate(started) if started else 0.0
-        room = self.running < self.engine.host.slots and not self.pending and not self.engine.host.held
+        host = self.engine.host
+        room = self.running < host.slots and not self.pending and not host.held and not host.shut
         self.next_rate = self.rate(started + 1) if room else 0.0
 
     def rate(self, running: int) -> float:
-        """Tokens/s of one of `running`; of a worker of which nothing credible is known, those of a typical one."""
+        """Tokens/s of one of `running`; of a worker of which nothing credible is known, those of a typical one. Of a
+        borrowed one they are made in its share of the time.
+        """
         known, typical = self.engine.speed.rate(running, self.engine.context), self._typical(running)
-        return known if known >= _INCREDIBLE * typical else typical
+        return self.engine.host.share * (known if known >= _INCREDIBLE * typical else typical)
+
+    def risk_s(self, one: Generating, rest: float, rate: float, costs: Costs) -> float:
+        """What the rollout may yet lose here to a reclaim; `rate`: its tokens/s."""
+        host = self.engine.host
+        return risk_s(one.length, rest, rate=rate / (host.share or 1.0), spell_s=host.spell_s, costs=costs)
 
     def rollouts(self) -> list[Generating]:
         if self._rollouts is None:
@@ -217,7 +212,12 @@ def _gainer(
             continue
         prefill_s = one.length / costs.prefill_tokens_per_s
         cost_s = costs.handover_s + target.prefill_s + prefill_s * (1 + target.running)
-        gain_s = lengths.rest(one.made, one.budget) * saved_s - cost_s
+        rest = lengths.rest(one.made, one.budget)
+        gain_s = rest * saved_s - cost_s
+        if source.engine.host.borrowed or target.engine.host.borrowed:
+            gain_s += source.risk_s(one, rest, source.now_rate, costs) - target.risk_s(
+                one, rest, target.next_rate, costs
+            )
         worth = gain_s > (costs.margin - 1.0) * cost_s
         if worth and (best is None or gain_s > best[1]) and may_take(one.waiting, target.engine.host):
             best = (one, gain_s, prefill_s)

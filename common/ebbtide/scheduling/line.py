@@ -17,7 +17,8 @@ class Waiting(Struct, frozen=True, kw_only=True):
     """A queued rollout. `length`: tokens of prompt and partial; `place`: in line; `since`: when it came into it.
 
     `avoid`: workers, by their own names, that fell silent with it; `barren`: attempts in a row that ended in vain;
-    `prefer`: the worker that a move chose for it ("": none).
+    `prefer`: the worker that a move chose for it ("": none); `made`: of `length`, tokens of the response; `budget`:
+    tokens that it may still make (0: not known).
     """
 
     rollout_id: str
@@ -30,6 +31,8 @@ class Waiting(Struct, frozen=True, kw_only=True):
     avoid: frozenset[str] = frozenset()
     barren: int = 0
     prefer: str = ""
+    made: int = 0
+    budget: int = 0
 
 
 class Line:

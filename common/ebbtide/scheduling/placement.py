@@ -1,5 +1,6 @@
 """Which queued rollout goes to which worker: in line order, to the worker that a move chose, else to that of the
-episode's last turn, else to where it will run fastest.
+episode's last turn, else to where it will run fastest. Where some go to borrowed workers and some do not, short work
+and cheap moves go to the borrowed ones, long work to the steady ones.
 
 Delayed dispatch and the choice of the shortest queue follow RLBoost (arXiv 2510.19225, Algorithm 2). What differs: it
 decides per rollout and not per group, on every event and not by polling, and compares workers by the speed learnt of
@@ -7,37 +8,16 @@ each instead of by the length of their queues alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from math import inf
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple
 
-from msgspec import Struct
-
+from ebbtide.scheduling.exchange import Place, exchanged
+from ebbtide.scheduling.hosts import Host, may_take, serves
 from ebbtide.scheduling.line import Line, Waiting
 from ebbtide.scheduling.pacing import Bounds
-
-
-class Host(Struct, frozen=True, kw_only=True):
-    """A worker that serves the run. It has `installed` and is on its way to `target`, which may be the same version.
-
-    `worker_id` is the key that a placement names; `name` is the worker's own. `running`: all that it was given,
-    `pending`: of those, the ones that have not started; `probation`: of those, the ones whose last attempt was barren.
-    `rate`: tokens/s that each of its rollouts would make with one more, `plateau`: up to how many rollouts that holds
-    (0: not known, taken for typical). `held`: it makes no tokens now, and takes only what nobody else can.
-    """
-
-    worker_id: str
-    slots: int
-    running: int
-    installed: int
-    target: int
-    max_model_len: int
-    name: str = ""
-    pending: int = 0
-    probation: int = 0
-    rate: float = 0.0
-    plateau: int = 0
-    held: bool = False
 
 
 class Placement(NamedTuple):
@@ -59,8 +39,11 @@ def place(
     *,
     pending_limit: Callable[[Host], int] = pending_limit,
     at_most: int | None = None,
+    rest: Callable[[Waiting], float] | None = None,
+    borrowable: int | None = None,
 ) -> list[Placement]:
-    """Fill the hosts' free slots from the line, with `at_most` placements. `homes`: episode -> worker of its last turn.
+    """Fill the hosts' free slots from the line, with `at_most` placements. `homes`: episode -> worker of its last turn;
+    `rest`: tokens that a rollout will probably still make; `borrowable`: so many more at most on borrowed hosts.
 
     A worker may take a rollout if every version that it has on its way is within the rollout's bounds, and one more
     token fits into its context. A rollout that fits nowhere is passed over, so that it holds up nobody. A worker that
@@ -69,13 +52,18 @@ def place(
     A rollout never goes to a worker that it is to avoid, unless it must avoid all of `hosts` that could take it, the
     full ones among them. One whose last attempt was barren goes only to where no other such is pending, so that a
     rollout that kills workers is told from its neighbours. One that is held gets what no other has room for.
+
+    With `rest`, the places of borrowed hosts go to those who risk least by a reclaim, of all that are placed and some
+    behind them; who gives way takes the other's place, or waits if a steady host could take it.
     """
-    rooms = _Rooms(hosts, pending_limit)
+    rooms = _Rooms(hosts, pending_limit, borrowable)
     kinds = line.bounds() if isinstance(line, Line) else None
     shut: set[Bounds] = set()
-    placements: list[Placement] = []
-    for one in line:
-        if not rooms.open or len(placements) == at_most or (kinds is not None and len(shut) == len(kinds)):
+    places: list[Place] = []
+    queue = iter(line)
+    for one in queue:
+        if not rooms.open or len(places) == at_most or (kinds is not None and len(shut) == len(kinds)):
+            queue = chain((one,), queue)
             break
         if one.bounds in shut:
             continue
@@ -85,10 +73,12 @@ def place(
             continue
         fit = rooms.fit(one, within)
         if fit:
-            room = _chosen(one, rooms.at_work(fit), homes)
-            placements.append(Placement(one.rollout_id, room.host.worker_id))
+            room, bound = _chosen(one, rooms.at_work(fit), homes)
+            places.append(Place(one, room.host, bound))
             rooms.take(room, one)
-    return placements
+    if rest is not None and any(place.host.borrowed for place in places):
+        places = exchanged(places, queue, hosts, rest)
+    return [Placement(one.rollout_id, host.worker_id) for one, host, _ in places]
 
 
 def outsized(
@@ -104,29 +94,14 @@ def outsized(
     return [one for one in line if one.length >= longest and now - one.since >= grace_s]
 
 
-def admits(bounds: Bounds, version: int) -> bool:
-    """Whether a token made by `version` is within `bounds`. Version 0 is none, and within nothing."""
-    return version >= max(1, bounds.minimum) and (not bounds.maximum or version <= bounds.maximum)
-
-
-def serves(bounds: Bounds, host: Host) -> bool:
-    """Whether all versions that the worker has on its way are within `bounds`."""
-    return admits(bounds, host.installed) and admits(bounds, host.target)
-
-
-def may_take(one: Waiting, host: Host) -> bool:
-    """Whether the worker could take the rollout if it had room, and is none that it avoids."""
-    return serves(one.bounds, host) and one.length < host.max_model_len and host.name not in one.avoid
-
-
 class _Room:
     """What is left of a host while places are given away."""
 
     def __init__(self, host: Host, limit: int, rate: float, plateau: float) -> None:
         self.host = host
-        self.rate, self.plateau = host.rate or rate, host.plateau or plateau
+        self.rate, self.plateau = (host.rate or rate) * host.share, host.plateau or plateau
         self.given = 0
-        self.left = min(host.slots - host.running, limit - host.pending)
+        self.left = 0 if host.shut else min(host.slots - host.running, limit - host.pending)
         self.probation = host.probation
         self.score = self._score()
 
@@ -153,12 +128,15 @@ def _tenths(rate: float) -> float:
 class _Rooms:
     """The hosts with room, by the bounds that they serve."""
 
-    def __init__(self, hosts: Sequence[Host], limit: Callable[[Host], int]) -> None:
+    def __init__(self, hosts: Sequence[Host], limit: Callable[[Host], int], borrowable: int | None) -> None:
         self._hosts = hosts
+        self._borrowable = inf if borrowable is None else borrowable
         rate = median([host.rate for host in hosts if host.rate] or [0.0])
         plateau = median([host.plateau for host in hosts if host.plateau] or [0])
         self.open = [room for host in hosts if (room := _Room(host, limit(host), rate, plateau)).left > 0]
         self._within: dict[Bounds, list[_Room]] = {}
+        if self._borrowable <= 0:
+            self._shut_borrowed()
         self._context = min((host.max_model_len for host in hosts), default=0)
         self._held = any(room.host.held for room in self.open)
 
@@ -184,20 +162,32 @@ class _Rooms:
     def take(self, room: _Room, one: Waiting) -> None:
         room.take(one)
         if room.left <= 0:
-            self.open.remove(room)
-            for rooms in self._within.values():
-                if room in rooms:
-                    rooms.remove(room)
+            self._shut(room)
+        if room.host.borrowed:
+            self._borrowable -= 1
+            if self._borrowable <= 0:
+                self._shut_borrowed()
+
+    def _shut(self, room: _Room) -> None:
+        self.open.remove(room)
+        for rooms in self._within.values():
+            if room in rooms:
+                rooms.remove(room)
+
+    def _shut_borrowed(self) -> None:
+        for room in [room for room in self.open if room.host.borrowed]:
+            self._shut(room)
 
 
-def _chosen(one: Waiting, fit: list[_Room], homes: Mapping[str, str]) -> _Room:
+def _chosen(one: Waiting, fit: list[_Room], homes: Mapping[str, str]) -> tuple[_Room, bool]:
+    """The room, and whether it is for the sake of what the rollout has, or was promised, there."""
     if one.prefer:
         for room in fit:
             if one.prefer in (room.host.worker_id, room.host.name):
-                return room
+                return room, True
     home = homes.get(one.episode_id)
     if home is not None:
         for room in fit:
             if room.host.worker_id == home:
-                return room
-    return max(fit, key=attrgetter("score"))
+                return room, True
+    return max(fit, key=attrgetter("score")), False

@@ -2,8 +2,9 @@
 
 How long is too long is learnt of each worker: a loaded one has longer gaps. A worker that says itself that its engine
 makes tokens is given more time to bring them here. Invariant: a worker is waited for only in time that it had work,
-could do it, was heard in, and the judge was awake in: who is silent is another's case (`liveness`). Lost with the
-process: gaps are learnt anew.
+could do it, was heard in, and the judge was awake in: who is silent is another's case (`liveness`). A borrowed one is
+not waited for while its host has itself back, however long that is; but what it was waited for before still counts.
+Lost with the process: gaps are learnt anew.
 """
 
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ class Doing(Struct, frozen=True, kw_only=True):
     and partial of the latter, which are read before they make one. `heard`: when any message of it came last; `made`:
     when its engine made a token last, as it says itself (-inf: it does not say). `held`: it makes no tokens now, on
     purpose, which ends. `excused`: they may not come through, through no fault of its own: its store is away.
+    `standing`: the host of a borrowed worker has itself back.
     """
 
     session: str
@@ -43,6 +45,7 @@ class Doing(Struct, frozen=True, kw_only=True):
     made: float = -inf
     held: bool = False
     excused: bool = False
+    standing: bool = False
 
 
 class _Watched(Struct):
@@ -115,7 +118,8 @@ class Progress:
             if one is None:
                 one = self._watched[doing.session] = _Watched(since=now, learnt=now, heard=doing.heard)
             silent = max(0.0, doing.heard - one.heard - self._pause_s)
-            one.since = min(now, one.since + max(silent, asleep if asleep > self._floor_s / 2 else 0.0))
+            paused = asleep if doing.standing or asleep > self._floor_s / 2 else 0.0
+            one.since = min(now, one.since + max(silent, paused))
             one.heard, one.made = doing.heard, doing.made
             busy = not doing.excused and doing.started + doing.pending > 0
             if not busy or not one.busy or one.held != doing.held:

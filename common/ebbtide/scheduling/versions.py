@@ -9,8 +9,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from ebbtide.scheduling.hosts import admits
 from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.placement import admits
 
 #: So often, per worker, weights of another architecture are refused before their run is given up: time for a worker
 #: that fits them to attach.

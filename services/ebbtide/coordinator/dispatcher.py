@@ -23,7 +23,8 @@ from ebbtide.coordinator.state import RunState, Session, State
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.rpc.convert import to_proto
 from ebbtide.scheduling.allotment import Demand, Post, allot
-from ebbtide.scheduling.placement import Host, outsized, place
+from ebbtide.scheduling.hosts import Host
+from ebbtide.scheduling.placement import outsized, place
 from ebbtide.scheduling.versions import Serving, fits_nowhere, target_versions, unservable
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import RunEvent, RunStatus

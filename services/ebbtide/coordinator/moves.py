@@ -19,7 +19,7 @@ from ebbtide.coordinator.state import Attempt, RunState, Session, State
 from ebbtide.rpc.convert import to_proto
 from ebbtide.scheduling.attempts import MOVED
 from ebbtide.scheduling.balance import Engine, Generating, Move, rebalance
-from ebbtide.scheduling.placement import Host
+from ebbtide.scheduling.hosts import Host
 from ebbtide.scheduling.throughput import Speed
 from ebbtide.types.fleet import WorkerState
 from ebbtide.v1 import fleet_pb2

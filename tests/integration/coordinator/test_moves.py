@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from ebbtide.coordinator import moves
-from ebbtide.scheduling.balance import Costs, rebalance
+from ebbtide.scheduling.balance import rebalance
+from ebbtide.scheduling.costs import Costs
 from ebbtide.testing import wait_until
 from ebbtide.v1 import fleet_pb2, types_pb2
 

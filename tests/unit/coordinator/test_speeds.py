@@ -8,9 +8,9 @@ import pytest
 from ebbtide.coordinator.moves import Moves
 from ebbtide.coordinator.records import Attach, Heartbeat
 from ebbtide.coordinator.state import Attempt, RunState, Session, State
+from ebbtide.scheduling.hosts import Host
 from ebbtide.scheduling.line import Waiting
 from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.placement import Host
 from ebbtide.scheduling.throughput import Speed
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, RunSpec

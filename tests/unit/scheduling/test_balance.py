@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.balance import COSTS, Costs, Engine, Generating, Move, rebalance
+from ebbtide.scheduling.balance import Engine, Generating, Move, rebalance
+from ebbtide.scheduling.costs import COSTS, Costs
+from ebbtide.scheduling.hosts import Host
 from ebbtide.scheduling.lengths import Lengths
 from ebbtide.scheduling.line import Waiting
 from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.placement import Host
 from ebbtide.scheduling.throughput import Speed
 
 NOW = 1_000.0

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from ebbtide.scheduling.hosts import Host, admits
 from ebbtide.scheduling.line import Line, Waiting
 from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.placement import Host, admits, outsized, place
+from ebbtide.scheduling.placement import outsized, place
 
 
 def waiting(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from ebbtide.scheduling.hosts import admits
 from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.placement import admits
 from ebbtide.scheduling.versions import Serving, fits_nowhere, target_versions, unservable
 
 

@@ -1,0 +1,88 @@
+"""Who gets the places of borrowed hosts: of those that are given places in a round, and some that wait behind them, the
+ones that risk least by a reclaim. Long work goes to steady hosts, or waits for one: it would be the dearest to move.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Final, NamedTuple
+
+from ebbtide.scheduling.hosts import Host, may_take
+from ebbtide.scheduling.line import Waiting
+from ebbtide.scheduling.reclaims import risk_s
+
+#: So many of those that wait behind the last one placed are looked at for a borrowed worker's places: whoever gives way
+#: waits for so many at most, and for a steady worker's next place.
+_BEHIND: Final = 32
+#: Who risks less than this share of what another does, by at least so many seconds, takes its place.
+_LESS: Final = 0.8
+_LESS_S: Final = 0.05
+
+
+class Place(NamedTuple):
+    """`bound`: it goes to this very host for the sake of what it has there."""
+
+    one: Waiting
+    host: Host
+    bound: bool
+
+
+def exchanged(
+    places: Sequence[Place], behind: Iterator[Waiting], hosts: Sequence[Host], rest: Callable[[Waiting], float]
+) -> list[Place]:
+    """The places, with those on borrowed hosts given to who risks least there. Each host gets as many as before."""
+    made = list(places)
+    lent = [at for at, place in enumerate(places) if place.host.borrowed and _free(place)]
+    if not lent:
+        return made
+    common = places[lent[0]].host
+    steady = [host for host in hosts if not host.borrowed and not host.shut]
+    risks = {at: _risk_s(places[at].one, common, rest) for at in lent}
+    others: list[tuple[float, int, Waiting]] = [
+        (_risk_s(place.one, common, rest), at, place.one)
+        for at, place in enumerate(places)
+        if not place.host.borrowed and _free(place)
+    ]
+    if steady:
+        first = len(places)
+        waiting = (one for one in islice(behind, _BEHIND) if not one.barren and not one.prefer)
+        others += [(_risk_s(one, common, rest), first + number, one) for number, one in enumerate(waiting)]
+    others.sort(key=lambda item: item[:2])
+    for at in sorted(lent, key=lambda at: (-risks[at], at)):
+        found = _taker(places[at], risks[at], others, len(places), places, steady)
+        if found is None:
+            break
+        _, number, one = others.pop(found)
+        made[at] = Place(one, places[at].host, bound=False)
+        if number < len(places):
+            made[number] = Place(places[at].one, places[number].host, bound=False)
+    return made
+
+
+def _taker(
+    place: Place,
+    risk: float,
+    others: Sequence[tuple[float, int, Waiting]],
+    placed: int,
+    places: Sequence[Place],
+    steady: Sequence[Host],
+) -> int | None:
+    """Who is to have the place instead: the least at risk of `others` that may, if that is worth it."""
+    for found, (less, number, one) in enumerate(others):
+        if less > _LESS * risk or risk - less < _LESS_S:
+            return None
+        if not may_take(one, place.host):
+            continue
+        if number < placed:
+            if may_take(place.one, places[number].host):
+                return found
+        elif one.priority == place.one.priority and any(may_take(place.one, host) for host in steady):
+            return found
+    return None
+
+
+def _free(place: Place) -> bool:
+    return not place.bound and not place.one.barren
+
+
+def _risk_s(one: Waiting, host: Host, rest: Callable[[Waiting], float]) -> float:
+    return risk_s(one.length, rest(one), rate=host.rate, spell_s=host.spell_s)
