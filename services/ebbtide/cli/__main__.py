@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import typer
 
-from ebbtide.cli import fleet_commands, local_commands, run_commands, service_commands, weights_commands
+from ebbtide.cli import fleet_commands, guard_commands, local_commands, run_commands, service_commands, weights_commands
 from ebbtide.errors import EbbtideError, InvalidRequest
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ local_commands.register(app)
 run_commands.register(app)
 weights_commands.register(app)
 fleet_commands.register(app)
+guard_commands.register(app)
 service_commands.register(app)
 
 

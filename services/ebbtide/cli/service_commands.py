@@ -9,6 +9,10 @@ import typer
 SERVICES: Final = {
     "coordinator": ("ebbtide.coordinator", "Run a coordinator: runs, rollouts and who generates what."),
     "rollout-worker": ("ebbtide.rollout_worker", "Run a rollout-worker: one vLLM engine that generates."),
+    "serving-guard": (
+        "ebbtide.serving_guard",
+        "Run a serving-guard: it lends a serving engine's idle time to a worker.",
+    ),
     "weight-relay": ("ebbtide.weight_relay", "Run a weight-relay: it serves policy versions."),
     "trainer": ("ebbtide.trainer", "Run a trainer: it trains runs, one after another."),
     "driver": ("ebbtide.trainer.driver", "Run an episode driver: it runs the environments of runs."),
