@@ -26,7 +26,9 @@ class Guarding(GrantsServicer):
             tokens=256,
             sequences=32,
             slack_s=-1,
-            borrowers=[pb.Borrower(worker_id="w1", state="granted", tokens_harvested=4321, residency=1)],
+            borrowers=[
+                pb.Borrower(worker_id="w1", state="granted", tokens_harvested=4321, residency=pb.RESIDENCY_AWAKE)
+            ],
         )
 
 

@@ -57,31 +57,9 @@ def test_a_target_that_is_not_known_yet_is_being_learnt() -> None:
 
 
 def test_each_borrower_tells_what_it_harvested_and_how_fast_it_gave_the_engine_back() -> None:
-    (row,) = [line for line in rows(STATUS) if line[:1] == ["w1"]]
-    assert row == (
-        [
-            "w1",
-            "granted",
-            "32",
-            "3,344",
-            "1,234,567",
-            "345.7",
-            "s",
-            "64",
-            "MB",
-            "256",
-            "MB",
-            "normal",
-            "host",
-            "1,042",
-            "6.1",
-            "ms",
-            "18.4",
-            "ms",
-            "1",
-            "77",
-        ]
-    )
+    (row,) = [" ".join(line) for line in rows(STATUS) if line[:1] == ["w1"]]
+    harvest = "w1 granted 32 3,344 1,234,567 345.7 s 64 MB 256 MB normal host"
+    assert row == f"{harvest} 1,042 6.1 ms 18.4 ms 1 77"
 
 
 def test_load_slack_and_the_next_steps_budget_are_told() -> None:
