@@ -4,16 +4,32 @@ After ROSE's co-serving executor (arXiv 2605.06534, section on the executor as r
 rollouts or not by the slack of served requests. Here the budget is sized to the slack, the rollout step's own duration
 is taken off it, and predictions are learnt online.
 
-Invariant: `_inside` holds each served request from its arrival to its end. Lost with the process: a new governor knows
-nothing and begins carefully.
+Invariant: every request is in `_book` from its arrival to its end, and no decision lets a step begin that is predicted
+to end later than the slack of any of them allows. Lost with the process: a new governor knows nothing, and begins
+carefully.
 """
 
+from math import inf
 from typing import Final, Protocol
 
 from msgspec import Struct
 
+from ebbtide.scheduling.lessons import Lessons
+from ebbtide.scheduling.ramp import Quiet, Ramp
+from ebbtide.scheduling.rhythm import Rhythm
+from ebbtide.scheduling.slack import Book
+from ebbtide.scheduling.steptime import StepTime
+from ebbtide.scheduling.unloaded import Unloaded
 from ebbtide.types.grants import GRANT_S, Budget, Forecast
 
+#: A quiet period: in so much calm a budget grows by one step of its ramp.
+_PERIOD_S: Final = 0.01
+#: So much of the slack is for the step itself, at most: the rest is for it to begin in.
+_OF_SLACK: Final = 0.5
+#: One request in so many that come while nothing is inside is served without rollouts, to learn what that takes.
+_PROBED: Final = 16
+#: Overlapping that delays a request by more than the overlap makes waiting for the step's end the better choice.
+_HARMFUL: Final = 1.5
 #: Slack where nothing is inside.
 NOTHING_INSIDE: Final = -1.0
 
@@ -23,8 +39,8 @@ class Targets(Struct, frozen=True, kw_only=True):
 
     `ttft_s`, `tpot_s`: seconds until the first token, and per token behind it, within which the `percentile` of
     requests is to be; where one is 0, `ttft_factor` or `tpot_factor` times that percentile of the engine's own unloaded
-    latency, as learnt. `aim_ttft`, `aim_tpot`: the fraction of each target to which rollouts may push a request; 0: no rollouts
-    while a request waits for its first token, or while one decodes.
+    latency, as learnt. `aim_ttft`, `aim_tpot`: the fraction of each target to which rollouts may push a request; 0: no
+    rollouts while a request waits for its first token, or while one decodes.
     """
 
     ttft_s: float = 0.0
@@ -37,17 +53,21 @@ class Targets(Struct, frozen=True, kw_only=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What the borrowing engine can take in a step: `tokens` and `sequences`, at most. `first_tokens`: of a step while
-    nothing is known. `quiet_s`: how long after the last request left nothing runs, at first; later between
-    `quiet_least_s` and `quiet_most_s`. `hold_s`: how long an arrived request waits for the step under way, at most."""
+    """What the borrowing engine can take in a step: `tokens` and `sequences`, at most.
+
+    `first_tokens`: of a step while nothing is known, and the least that is worth one. `step_share`: of the TTFT target,
+    for one step at most. `quiet_s`: how long after the last request left nothing runs, at first; later between
+    `quiet_least_s` and `quiet_most_s`. `hold_s`: how long an arrived request waits for the step under way, at most.
+    """
 
     tokens: int = 256
     sequences: int = 64
     first_tokens: int = 16
+    step_share: float = 0.1
     quiet_s: float = 0.01
     quiet_least_s: float = 0.002
     quiet_most_s: float = 0.05
-    hold_s: float = 0.0
+    hold_s: float = 0.02
 
 
 class Decision(Struct, frozen=True):
@@ -76,10 +96,12 @@ class Learnt(Struct, frozen=True, kw_only=True):
 
 
 class Decides(Protocol):
-    """What a guard asks at each event of its traffic. `now` is in seconds of the monotonic clock and never goes back."""
+    """What a guard asks at each event of its traffic. `now` is in seconds of the monotonic clock and never goes
+    back."""
 
-    def arrived(self, now: float, request: str, prompt_tokens: int) -> None:
-        """A request came; `prompt_tokens` may be an estimate."""
+    def arrived(self, now: float, request: str, prompt_tokens: int, *, streamed: bool = True) -> None:
+        """A request came; `prompt_tokens` may be an estimate. One that is not `streamed` has its first token at its end,
+        as seen from here, so it waits all the while and teaches nothing."""
 
     def produced(self, now: float, request: str, tokens: int) -> None:
         """It made `tokens` more; at first its first."""
@@ -116,44 +138,143 @@ class Governor(Decides):
 
     def __init__(self, targets: Targets, limits: Limits) -> None:
         self._targets, self._limits = targets, limits
-        self._inside: dict[str, bool] = {}  # whether it has its first token
-        self._observed = (0, 0)
-        self._left = float("-inf")
+        self._least = max(1, min(limits.first_tokens, limits.tokens))
+        self._unloaded, self._steps = Unloaded(), StepTime(self._least)
+        self._lessons = Lessons(self._unloaded, self._steps)
+        self._book = Book(self._unloaded)
+        self._quiet = Quiet(limits.quiet_s, limits.quiet_least_s, limits.quiet_most_s)
+        self._alone, self._beside = Ramp(_PERIOD_S), Ramp(_PERIOD_S)
+        self._rhythm = Rhythm(1.0 - targets.percentile / 100.0)
+        self._ttft, self._tpot = targets.ttft_s, targets.tpot_s  # resolved; 0.0: not yet
+        self._seen = (0, 0)  # from outside: inside, waiting
+        self._left = -inf  # when the last request did
+        self._probe: str | None = None
+        self._lone_ones = 0
+        self._granted = False
 
-    def arrived(self, now: float, request: str, prompt_tokens: int) -> None:
-        self._inside[request] = False
+    def arrived(self, now: float, request: str, prompt_tokens: int, *, streamed: bool = True) -> None:
+        alone = not self._book
+        if alone:
+            self._lone_ones += 1
+            self._probe = request if self._lone_ones % _PROBED == 0 else None
+            self._came(now)
+        self._book.arrive(request, self._lessons.arrived(now, prompt_tokens, alone=alone, streamed=streamed))
 
     def produced(self, now: float, request: str, tokens: int) -> None:
-        if request in self._inside:
-            self._inside[request] = True
+        before = self._book.last(request)
+        served = self._book.produce(request, now, tokens, self._lessons.beside)
+        if served is None:
+            return
+        if before is None:
+            self._lessons.began(served, self._ttft or inf)
+            return
+        if not self._book.waiting:
+            self._lessons.went_on(served, before, self._book.decoding)
 
     def ended(self, now: float, request: str, ok: bool) -> None:
-        if self._inside.pop(request, None) is not None and not self._inside:
-            self._left = now
+        served = self._book.end(request)
+        if served is None:
+            return
+        self._lessons.ended(now, served, self._tpot or inf, ok=ok)
+        self._rhythm.served(now, missed=served.missed)
+        self._resolve()
+        if served.missed:
+            self._beside.cut(now, self._beside.level)
+        if request == self._probe:
+            self._probe = None
+        if not self._book:
+            self._went(now)
 
     def observed(self, now: float, inside: int, waiting: int) -> None:
-        if self._observed[0] and not inside:
-            self._left = now
-        self._observed = (inside, waiting)
+        before, self._seen = self._seen[0], (inside, waiting)
+        if inside and not before:
+            self._came(now)
+        elif before and not inside:
+            self._went(now)
 
     def stepped(self, now: float, tokens: int, seconds: float) -> None:
-        pass
+        beside = self._busy or self._left > now - seconds
+        if self._steps.overran(tokens, seconds, beside=beside):
+            (self._beside if beside else self._alone).cut(now, tokens / self._limits.tokens)
+        self._lessons.stepped(now, tokens, seconds, beside=beside)
 
     def decide(self, now: float) -> Decision:
-        if self._inside or self._observed[0]:
-            return Decision(Budget(), "reclaimed", 0.0, now + GRANT_S)
-        quiet_until = self._left + self._limits.quiet_s
-        if now < quiet_until:
-            return Decision(Budget(), "quiet", NOTHING_INSIDE, quiet_until)
-        budget = Budget(self._limits.tokens, self._limits.sequences, now + GRANT_S)
-        return Decision(budget, "idle", NOTHING_INSIDE, now + GRANT_S / 2)
-
-    def learnt(self, now: float) -> Learnt:
-        waiting = sum(not decoding for decoding in self._inside.values())
-        return Learnt(inside=len(self._inside) or self._observed[0], waiting=waiting or self._observed[1])
+        decision = self._shared(now) if self._busy else self._idle(now)
+        granted = decision.budget.tokens > 0
+        if granted:
+            self._lessons.may_step(decision.budget.until)
+        elif self._granted:
+            self._lessons.stand(now)
+        if granted != self._granted:
+            self._granted = granted
+            self._rhythm.grant(now, granted)
+        return decision
 
     def hold_s(self, now: float, stepping_since: float | None) -> float:
-        return 0.0
+        if stepping_since is None or self._lessons.contention < _HARMFUL:
+            return 0.0
+        return min(self._limits.hold_s, max(0.0, stepping_since + self._steps.usual_s - now))
+
+    def learnt(self, now: float) -> Learnt:
+        return Learnt(
+            ttft_target_s=self._ttft,
+            tpot_target_s=self._tpot,
+            unloaded_ttft_s=self._unloaded.ttft_s(self._targets.percentile),
+            unloaded_tpot_s=self._unloaded.tpot_s(self._targets.percentile),
+            step_s=self._steps.usual_s,
+            load=self._rhythm.load(now),
+            inside=len(self._book) or self._seen[0],
+            waiting=self._book.waiting or self._seen[1],
+            forecast=self._rhythm.forecast(now),
+        )
 
     def pays(self, now: float, wake_s: float) -> bool:
-        return True
+        return self._rhythm.pays(now, wake_s)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._book) or self._seen[0] > 0
+
+    def _came(self, now: float) -> None:
+        """The first request is inside."""
+        self._quiet.came(now - self._left, self._steps.usual_s)
+        self._rhythm.turn(now, busy=True)
+
+    def _went(self, now: float) -> None:
+        """Nothing is inside any more."""
+        self._left = now
+        self._rhythm.turn(now, busy=False)
+
+    def _idle(self, now: float) -> Decision:
+        self._rhythm.turn(now, busy=False)
+        quiet_until = self._left + self._quiet.seconds
+        if now < quiet_until:
+            return Decision(Budget(), "quiet", NOTHING_INSIDE, quiet_until)
+        limits, most = self._limits, self._limits.tokens
+        within = self._steps.tokens_within(limits.step_share * self._ttft if self._ttft else inf)
+        known = self._steps.tokens_within(inf)
+        wanted = min(most, known, max(self._least, within))
+        tokens = max(self._least, min(wanted, int(self._alone.calm(now) * most)))
+        review = GRANT_S / 3 if tokens == most else _PERIOD_S
+        budget = Budget(tokens, min(limits.sequences, tokens), now + GRANT_S)
+        return Decision(budget, "idle", NOTHING_INSIDE, now + review)
+
+    def _shared(self, now: float) -> Decision:
+        aim_tpot = self._targets.aim_tpot * self._tpot if self._probe is None else 0.0
+        point = self._book.point(self._targets.aim_ttft * self._ttft, aim_tpot) if not self._seen[0] else -inf
+        slack = max(0.0, point - now)
+        room = slack - (1.0 - self._beside.level) * aim_tpot
+        tokens = min(self._limits.tokens, self._steps.tokens_within(_OF_SLACK * room, beside=True)) if room > 0 else 0
+        if tokens < self._least:
+            return Decision(Budget(), "reclaimed", slack, now + GRANT_S / 3)
+        self._beside.calm(now)
+        until = min(now + GRANT_S, now + room - self._steps.predicted(tokens, beside=True))
+        return Decision(Budget(tokens, min(self._limits.sequences, tokens), until), "shared", slack, until)
+
+    def _resolve(self) -> None:
+        """Targets that are factors follow what was learnt."""
+        targets = self._targets
+        if not targets.ttft_s:
+            self._ttft = targets.ttft_factor * self._unloaded.ttft_s(targets.percentile)
+        if not targets.tpot_s:
+            self._tpot = targets.tpot_factor * self._unloaded.tpot_s(targets.percentile)

@@ -1,0 +1,91 @@
+"""What served requests and rollout steps teach about each other: latencies without rollouts, and delays by them.
+
+Invariant: `_beside` is how long rollout steps ran, in sum. What overlapped with a part of a request's life is what that
+sum grew by meanwhile, and never more than that part. A report of a step comes a little after its end, so what is told
+of a token may lack the last of it.
+"""
+
+from math import inf
+from typing import Final
+
+from ebbtide.scheduling.slack import Request
+from ebbtide.scheduling.steptime import StepTime
+from ebbtide.scheduling.unloaded import Unloaded
+
+#: Of decode steps one observation in so many seconds is enough.
+_EVERY_S: Final = 0.005
+#: The excess over what was predicted is taken from so many first tokens, roughly, as single ones say little.
+_FADE: Final = 1.0 - 1.0 / 64
+_SOME_S: Final = 0.2
+
+
+class Lessons:
+    """Teaches `unloaded` and `steps`."""
+
+    def __init__(self, unloaded: Unloaded, steps: StepTime) -> None:
+        self._unloaded, self._steps = unloaded, steps
+        self._beside = 0.0
+        self._step_end = -inf  # of the last one, and until when another may run
+        self._lone: Request | None = None  # came while nothing was inside, and nothing came since
+        self._changed = -inf  # when a request came, had its first token or left
+        self._taught = -inf
+        self._overlap = self._excess = 0.0  # of first tokens: with rollouts, and over what was predicted
+
+    def stepped(self, now: float, tokens: int, seconds: float, *, beside: bool) -> None:
+        self._beside += max(0.0, seconds)
+        self._step_end = max(self._step_end, now)
+        self._steps.observe(tokens, seconds, beside=beside)
+
+    def may_step(self, until: float) -> None:
+        """A rollout step may begin until then."""
+        self._step_end = max(self._step_end, until)
+
+    def stand(self, now: float) -> None:
+        """No step begins from now on."""
+        self._step_end = min(self._step_end, now)
+
+    def arrived(self, now: float, prompt_tokens: int, *, alone: bool, streamed: bool = True) -> Request:
+        self._changed = now
+        request = Request(arrived=now, prompt_tokens=prompt_tokens, beside=self._beside, streamed=streamed)
+        self._lone = request if alone and streamed else None
+        return request
+
+    @property
+    def beside(self) -> float:
+        return self._beside
+
+    def began(self, request: Request, target: float) -> None:
+        """Its first token came."""
+        self._changed = request.first
+        ttft = request.first - request.arrived
+        overlap = min(ttft, self._beside - request.beside)
+        request.missed |= request.streamed and ttft - overlap <= target < ttft
+        if request is not self._lone:
+            return
+        if overlap > 0.0:
+            self._overlap = _FADE * self._overlap + overlap
+            self._excess = _FADE * self._excess + ttft - self._unloaded.typical_prefill_s(request.prompt_tokens)
+        if overlap < 0.5 * ttft:
+            self._unloaded.began(request.prompt_tokens, ttft - overlap)
+
+    def went_on(self, request: Request, since: float, batch: int) -> None:
+        """Its next token came, the one before it at `since`, while `batch` decoded and nobody waited."""
+        if since > max(self._changed, self._step_end, self._taught + _EVERY_S):
+            self._taught = request.last
+            self._unloaded.decoded(batch, request.last - since)
+
+    def ended(self, now: float, request: Request, target: float, *, ok: bool) -> None:
+        self._changed = now
+        behind, seconds = request.tokens - 1, request.last - request.first
+        if ok and behind > 0 and seconds > 0.0:
+            overlap = min(seconds, request.beside_last - request.beside_first)
+            request.missed |= seconds - overlap <= target * behind < seconds
+            if request is self._lone and overlap == 0.0:
+                self._unloaded.finished(behind, seconds)
+        if request is self._lone:
+            self._lone = None
+
+    @property
+    def contention(self) -> float:
+        """How much longer a first token took per second of a rollout step beside it; 1.0 while not known."""
+        return self._excess / self._overlap if self._overlap >= _SOME_S else 1.0
