@@ -5,13 +5,17 @@ writes, so that nobody reads half of one), the worker the *lease*, which it rene
 *steps*. All times are nanoseconds of CLOCK_MONOTONIC, which all processes of a host share. A step may begin only while
 the budget has tokens, and neither budget nor lease has run out: whichever of the three dies or freezes, the engine
 stands still when the lease or the budget runs out, without being told. The page outlives all of them; a new engine
-begins its part anew.
+begins its part anew, and a writer that died in the midst of a budget leaves one that nobody can read: none.
+
+The engine says that it steps before it looks at the budget, the guard takes the budget away before it looks whether the
+engine steps: so one of the two sees the other (each with a fence between). Nobody waits for a writer.
 """
 
 import ctypes
 import mmap
 import os
 import stat
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +39,10 @@ _STEPPING, _BEGAN, _ENDED, _STEPS, _SCHEDULED, _BUSY, _RUNNING, _WAITING, _KV_US
 _PID, _BLOCK_BYTES = 35, 36
 #: A budget that is being written for longer than a few looks has a writer that died there: no budget.
 _LOOKS: Final = 50
+_NEVER: Final = 2**63 - 1
+#: Times and numbers beyond this are as good as this, and fit into a word.
+_MOST: Final = 1 << 62
+_lock = threading.Lock()
 
 
 class Stepping(Struct, frozen=True, kw_only=True):
@@ -91,9 +99,10 @@ class Page:
         words = self._words
         version = words[_VERSION] | 1
         words[_VERSION] = version
-        words[_TOKENS], words[_SEQUENCES] = budget.tokens, budget.sequences
-        words[_UNTIL] = int(budget.until * 1e9)
+        words[_TOKENS], words[_SEQUENCES] = _word(budget.tokens), _word(budget.sequences)
+        words[_UNTIL] = _word(budget.until * 1e9)
         words[_VERSION] = version + 1
+        _fence()
         if budget.tokens:
             self.ring()
 
@@ -121,13 +130,13 @@ class Page:
     def renew(self, until: float) -> None:
         """Hold a grant until `until` (seconds, monotonic); 0 gives it back."""
         held = self._words[_LEASE] > time.monotonic_ns()
-        self._words[_LEASE] = int(until * 1e9)
+        self._words[_LEASE] = _word(until * 1e9)
         if not held:
             self.ring()
 
     def limit_kv(self, blocks: int) -> None:
         """How many blocks of keys and values the engine may use; below 0: all."""
-        self._words[_KV_BLOCKS] = blocks
+        self._words[_KV_BLOCKS] = _word(blocks)
         self.ring()
 
     def ring(self) -> None:
@@ -143,6 +152,13 @@ class Page:
 
     def budget(self) -> Budget:
         """What a step that begins now may take; nothing if budget or lease have run out."""
+        return self._read(self._words[_LEASE])
+
+    def offered(self) -> Budget:
+        """The guard's budget alone, whoever holds a lease: for what else runs in the engine's idle time."""
+        return self._read(_NEVER)
+
+    def _read(self, lease: int) -> Budget:
         words, now = self._words, time.monotonic_ns()
         for _ in range(_LOOKS):
             version = words[_VERSION]
@@ -151,7 +167,7 @@ class Page:
                 break
         else:
             return Budget()
-        until = min(until, words[_LEASE])
+        until = min(until, lease)
         return Budget(tokens, sequences, until / 1e9) if tokens > 0 and until > now else Budget()
 
     def await_budget(self, timeout_s: float) -> Budget:
@@ -165,6 +181,10 @@ class Page:
                 return budget
             futex.wait(self._bell, seen, left)
 
+    def await_ring(self, timeout_s: float) -> None:
+        """Return with the next news for the engine, or after `timeout_s`."""
+        futex.wait(self._bell, self._halves[2 * _BELL], timeout_s)
+
     def enter(self, pid: int, kv_total: int, block_bytes: int = 0) -> None:
         """A new engine begins its part anew."""
         for word in range(_STEPPING, _BLOCK_BYTES + 1):
@@ -177,6 +197,7 @@ class Page:
         the engine is `heeding` none."""
         self._words[_BEGAN] = time.monotonic_ns()
         self._words[_STEPPING] = 1
+        _fence()
         budget = self.budget()
         if heeding and not budget.tokens:
             self._words[_STEPPING] = 0
@@ -208,16 +229,34 @@ class Page:
         self._halves.release()
 
 
+def _word(value: float) -> int:
+    """As it fits into a word; what is no number is 0."""
+    return int(min(max(value, -_MOST), _MOST)) if value == value else 0  # noqa: PLR0124 - NaN is not itself
+
+
+def _fence() -> None:
+    """Have all that was written before be seen by others before anything is read behind this.
+
+    The atomic operation of a lock is such a barrier on x86. On processors with weaker ones a step that begins in the
+    very instant of a reclaim may be overlooked by the guard: it is over before long, and the next does not begin.
+    """
+    with _lock:
+        pass
+
+
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
 def _mapped(descriptor: int, path: Path, *, create: bool) -> mmap.mmap:
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise InvalidRequest("is no file of this user's own", field=str(path))
     if create and status.st_size == 0:
-        os.ftruncate(descriptor, _SIZE)
+        try:
+            os.posix_fallocate(descriptor, 0, _SIZE)  # a page without room for it would end its writers by a SIGBUS
+        except OSError as error:
+            raise InvalidRequest(f"cannot be made: {error.strerror}", field=str(path)) from None
     elif status.st_size != _SIZE:
         raise InvalidRequest("is no page of grants", field=str(path))
     return mmap.mmap(descriptor, _SIZE)
