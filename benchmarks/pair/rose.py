@@ -44,7 +44,7 @@ class Rose(Decides):
         self._fixed, self._token, self._decode = map(float, os.environ[TABLES].split(","))
         self._inside: dict[str, _Request] = {}
 
-    def arrived(self, now: float, request: str, prompt_tokens: int) -> None:
+    def arrived(self, now: float, request: str, prompt_tokens: int, *, streamed: bool = True) -> None:
         self._inside[request] = _Request(now, prompt_tokens)
 
     def produced(self, now: float, request: str, tokens: int) -> None:
