@@ -22,7 +22,8 @@ def page_path(folder: Path, worker_id: str) -> Path:
 
 
 def check_folder(folder: Path, *, field: str = "grant_dir") -> None:
-    """Make the folder, if need be. Raises `InvalidRequest` if others may write there, or its path is too long."""
+    """Make the folder, if need be. Raises `InvalidRequest` if it is not this user's alone, for its socket asks nobody
+    who he is, or if its path is too long."""
     if len(os.fsencode(socket_path(folder))) > _LONGEST:
         raise InvalidRequest(f"{folder} is too long for a socket's path: name a shorter one", field=field)
     try:
@@ -31,6 +32,6 @@ def check_folder(folder: Path, *, field: str = "grant_dir") -> None:
     except OSError as error:
         raise InvalidRequest(f"{folder} cannot be used ({error.strerror}); name another", field=field) from None
     mode = stat.S_IMODE(state.st_mode)
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or mode & 0o022:
-        text = f"{folder} belongs to user {state.st_uid} with mode {mode:o}; only this user may write there"
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or mode & 0o077:
+        text = f"{folder} belongs to user {state.st_uid} with mode {mode:o}; it must be this user's, with mode 700"
         raise InvalidRequest(text, field=field)

@@ -42,7 +42,6 @@ _LOOKS: Final = 50
 _NEVER: Final = 2**63 - 1
 #: Times and numbers beyond this are as good as this, and fit into a word.
 _MOST: Final = 1 << 62
-_lock = threading.Lock()
 
 
 class Stepping(Struct, frozen=True, kw_only=True):
@@ -84,6 +83,7 @@ class Page:
             self._memory = _mapped(descriptor, path, create=create)
         finally:
             os.close(descriptor)
+        self._lock = threading.Lock()
         self._words = memoryview(self._memory).cast("q")
         self._halves = memoryview(self._memory).cast("I")
         self._bell = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + 8 * _BELL
@@ -102,7 +102,7 @@ class Page:
         words[_TOKENS], words[_SEQUENCES] = _word(budget.tokens), _word(budget.sequences)
         words[_UNTIL] = _word(budget.until * 1e9)
         words[_VERSION] = version + 1
-        _fence()
+        self._fence()
         if budget.tokens:
             self.ring()
 
@@ -168,16 +168,17 @@ class Page:
         else:
             return Budget()
         until = min(until, lease)
-        return Budget(tokens, sequences, until / 1e9) if tokens > 0 and until > now else Budget()
+        return Budget(tokens, sequences, until / 1e9) if min(tokens, sequences) > 0 and until > now else Budget()
 
-    def await_budget(self, timeout_s: float) -> Budget:
-        """The budget, as soon as there is one, or an empty one after `timeout_s`. Uses no processor meanwhile."""
+    def await_budget(self, timeout_s: float, *, kv_blocks: int | None = None) -> Budget:
+        """The budget, as soon as there is one, or an empty one after `timeout_s`, or once no longer `kv_blocks` may be
+        used. Uses no processor meanwhile."""
         end = time.monotonic() + timeout_s
         while True:
             seen = self._halves[2 * _BELL]
             budget = self.budget()
             left = end - time.monotonic()
-            if budget.tokens or left <= 0:
+            if budget.tokens or left <= 0 or kv_blocks not in {None, self.kv_blocks}:
                 return budget
             futex.wait(self._bell, seen, left)
 
@@ -197,7 +198,7 @@ class Page:
         the engine is `heeding` none."""
         self._words[_BEGAN] = time.monotonic_ns()
         self._words[_STEPPING] = 1
-        _fence()
+        self._fence()
         budget = self.budget()
         if heeding and not budget.tokens:
             self._words[_STEPPING] = 0
@@ -217,6 +218,16 @@ class Page:
         words = self._words
         words[_RUNNING], words[_WAITING], words[_KV_USED], words[_RECOMPUTED] = running, waiting, kv_used, recomputed
 
+    def _fence(self) -> None:
+        """Have all that was written before be seen by others before anything is read behind this.
+
+        The atomic operation of a lock is such a barrier on x86. On processors with weaker ones a step that begins in
+        the very instant of a reclaim may be overlooked by the guard: it is over before long, and the next one does not
+        begin.
+        """
+        with self._lock:
+            pass
+
     def remove(self, path: Path) -> None:
         """Remove the file at `path` if it is this page still."""
         with suppress(OSError):
@@ -232,16 +243,6 @@ class Page:
 def _word(value: float) -> int:
     """As it fits into a word; what is no number is 0."""
     return int(min(max(value, -_MOST), _MOST)) if value == value else 0  # noqa: PLR0124 - NaN is not itself
-
-
-def _fence() -> None:
-    """Have all that was written before be seen by others before anything is read behind this.
-
-    The atomic operation of a lock is such a barrier on x86. On processors with weaker ones a step that begins in the
-    very instant of a reclaim may be overlooked by the guard: it is over before long, and the next does not begin.
-    """
-    with _lock:
-        pass
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

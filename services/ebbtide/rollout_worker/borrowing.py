@@ -135,10 +135,12 @@ class Borrowing:
             self._connected, self._reason = True, ""
             log.info("guard found", target=self._target)
         self._forecast = grant.forecast
-        block = self._page.steps().block_bytes
-        blocks = grant.kv_bytes // block if block and grant.kv_bytes else -1
-        if blocks != self._page.kv_blocks:
-            self._page.limit_kv(blocks)
+        steps = self._page.steps()
+        if steps.block_bytes:
+            blocks = grant.kv_bytes // steps.block_bytes
+            blocks = blocks if blocks < steps.kv_total else -1
+            if blocks != self._page.kv_blocks:
+                self._page.limit_kv(blocks)
         free = self._wanted and grant.tokens > 0
         self._page.renew(time.monotonic() + min(grant.expires_s, GRANT_S) if free else 0.0)
         self._look()

@@ -9,8 +9,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec.structs import replace
-
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.grants import check_folder, page_path, socket_path
@@ -26,7 +24,7 @@ from ebbtide.rollout_worker.session import Session
 from ebbtide.rollout_worker.settings import Settings
 from ebbtide.rollout_worker.supply import Supply
 from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
-from ebbtide.rpc.channel import open_channel
+from ebbtide.rpc.channel import open_channel, open_socket
 from ebbtide.runtime import Shutdown
 from ebbtide.transfer import check_folder as check_mirrors
 from ebbtide.types.fleet import WorkerKind
@@ -124,13 +122,11 @@ async def _borrow(
     worker_id: str,
 ) -> Borrowing:
     """Begin to borrow from the guard of the host, be it there yet or not."""
-    target = f"unix:{socket_path(borrowed.path.parent)}"
-    # On a socket of this host and user alone: nothing to encrypt.
-    security = replace(settings.client, tls=False, tls_ca="", tls_cert="", tls_key="")
-    channel = await stack.enter_async_context(open_channel(target, security))
+    found_at = socket_path(borrowed.path.parent)
+    channel = await stack.enter_async_context(open_socket(found_at))
     stack.callback(borrowed.close)
     limits = {"slots": settings.slots, "tokens": settings.step_tokens}
-    borrowing = Borrowing(GrantsStub(channel), target, borrowed.page, attempts, worker_id=worker_id, **limits)
+    borrowing = Borrowing(GrantsStub(channel), str(found_at), borrowed.page, attempts, worker_id=worker_id, **limits)
     for work, name in ((borrowing.run(), "grants"), (borrowing.watch(), "grants watched")):
         stack.push_async_callback(_end, shutdown.spawn(work, name))
     return borrowing

@@ -13,7 +13,6 @@ from ebbtide.rpc.server import Server
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANT_S, Budget
 from ebbtide.v1 import grants_pb2, grants_pb2_grpc
-from tests.integration.rollout_worker.relays import TOKEN
 
 EVER = 1e9
 
@@ -74,10 +73,10 @@ class Guard(grants_pb2_grpc.GrantsServicer):
 async def guarding(folder: Path, worker_id: str) -> AsyncIterator[Guard]:
     """A guard in service until the end."""
     guard = Guard(folder, worker_id)
-    settings = ServerSettings(listen=f"unix:{socket_path(folder)}", token=TOKEN)
+    settings = ServerSettings(listen=f"unix:{socket_path(folder)}")
     add = grants_pb2_grpc.add_GrantsServicer_to_server
     async with AsyncExitStack() as stack:
-        server = Server(settings, [(add, guard, "ebbtide.v1.Grants")])
+        server = Server(settings, [(add, guard, "ebbtide.v1.Grants")], private=True)
         await server.start()
         stack.push_async_callback(server.stop, grace=0.0)
         yield guard

@@ -1,16 +1,11 @@
 """A borrowed worker generates while its guard lets it, and stands still by itself when nobody does."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ebbtide.errors import InvalidRequest
-from ebbtide.grants import page_path
-from ebbtide.rollout_worker.service import serve
-from ebbtide.runtime import Shutdown
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.run import Sampling
