@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from ebbtide.scheduling.throughput import Speed
 
-#: A host is borrowed at least for so long before it is given up for costing too much: what it costs is a mean of lately.
+#: A host is borrowed for at least so long before it is given up for what it costs: that is a mean of lately.
 _DWELL_S: Final = 30.0
 #: And given up for at least so long; the pause doubles up to the second, unless it was good for so many pauses before.
 _PAUSE_S: Final = 30.0
@@ -29,15 +29,15 @@ _FORGIVEN: Final = 4.0
 _SURE: Final = 1.25
 #: Less of an error budget is chance: no host is given up for it, even if it brings nothing.
 _CHANCE: Final = 0.02
-#: The rollouts that only borrowed hosts have room for count for half so much later: the end of a training step, when few
-#: are left, is no reason to give a host up that the next step needs.
+#: The rollouts that only borrowed hosts have room for count for half so much later: at the end of a training step few
+#: are left, and the next one needs the hosts again.
 _HALF_LIFE_S: Final = 60.0
 #: A worker that has not been asked about for so long is forgotten.
 _REMEMBERED_S: Final = 3_600.0
 
 
 class Lender(Struct, frozen=True, kw_only=True):
-    """A worker beside a serving engine: rollouts that it holds at most, what was learnt of its speed (with mean contexts
+    """A worker beside a serving engine: rollouts that it holds at most, what was learnt of its speed (at mean contexts
     of `context` tokens), and the forecast of its guard: `share` of the next minute in which it may generate,
     `disturbance`: share of the error budget used.
     """
@@ -58,7 +58,7 @@ class Verdict(NamedTuple):
 
 
 class _Host(Struct):
-    """`since`: when it was borrowed or given up; `until`: it is not borrowed again before; `pause_s`: the last pause."""
+    """`since`: when it was borrowed or given up; `until`: it is not borrowed again before; `pause_s`: the last one."""
 
     since: float
     seen: float

@@ -40,7 +40,7 @@ def place(
     pending_limit: Callable[[Host], int] = pending_limit,
     at_most: int | None = None,
     rest: Callable[[Waiting], float] | None = None,
-    borrowable: int | None = None,
+    borrowable: float = inf,
 ) -> list[Placement]:
     """Fill the hosts' free slots from the line, with `at_most` placements. `homes`: episode -> worker of its last turn;
     `rest`: tokens that a rollout will probably still make; `borrowable`: so many more at most on borrowed hosts.
@@ -128,9 +128,9 @@ def _tenths(rate: float) -> float:
 class _Rooms:
     """The hosts with room, by the bounds that they serve."""
 
-    def __init__(self, hosts: Sequence[Host], limit: Callable[[Host], int], borrowable: int | None) -> None:
+    def __init__(self, hosts: Sequence[Host], limit: Callable[[Host], int], borrowable: float) -> None:
         self._hosts = hosts
-        self._borrowable = inf if borrowable is None else borrowable
+        self._borrowable = borrowable
         rate = median([host.rate for host in hosts if host.rate] or [0.0])
         plateau = median([host.plateau for host in hosts if host.plateau] or [0])
         self.open = [room for host in hosts if (room := _Room(host, limit(host), rate, plateau)).left > 0]
@@ -151,7 +151,7 @@ class _Rooms:
         if one.length < self._context and not one.avoid and not one.barren:
             return within
         fit = [room for room in within if one.length < room.host.max_model_len]
-        if one.avoid and any(may_take(one, host) for host in self._hosts):
+        if one.avoid and any(may_take(one, host) and not host.shut for host in self._hosts):
             fit = [room for room in fit if room.host.name not in one.avoid]
         return [room for room in fit if not room.probation] if one.barren else fit
 

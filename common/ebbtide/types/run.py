@@ -94,6 +94,14 @@ class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     every: Natural = 0
 
 
+class BorrowSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the run may take of serving hosts: at most `max_rollouts` of its rollouts at once run on borrowed workers;
+    0: none, None: no limit.
+    """
+
+    max_rollouts: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+
+
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     model: str
@@ -106,6 +114,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     evaluation: EvaluationSpec = EvaluationSpec()
     output: str = "runs"
     quota_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
+    borrow: BorrowSpec = BorrowSpec()
 
     @property
     def external(self) -> bool:

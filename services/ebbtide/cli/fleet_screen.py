@@ -32,17 +32,22 @@ _WORDS: Final = {
 
 def fleet_table(workers: Sequence[Worker]) -> Table:
     """All that is known of each worker. `load`: its rollouts / those of them that have no token yet / its slots;
-    `plateau`: rollouts at which its throughput flattens, once that is known; `heard`: its last heartbeat."""
+    `plateau`: rollouts at which its throughput flattens, once that is known; `heard`: its last heartbeat. Where some
+    are borrowed, `lent`: the share of its time that a host lends, and for how long it will (+), or will not (-), now.
+    """
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("worker", "kind", "is doing", *_RIGHT):
+    lent = any(worker.borrowed is not None for worker in workers)
+    right = (*_RIGHT, "lent") if lent else _RIGHT
+    for column in ("worker", "kind", "is doing", *right):
         wraps = column == "is doing"
-        table.add_column(column, justify="right" if column in _RIGHT else "left", no_wrap=not wraps, overflow="fold")
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=not wraps, overflow="fold")
     for worker in workers:
         numbers = _numbers(worker)
         if worker.state in GONE:
             numbers = ("",) * (len(_RIGHT) - 1) + numbers[-1:]
-        style = "dim" if _went(worker) else _STYLES.get(worker.state, "")
+        style = "dim" if _went(worker) else "yellow" if worker.given_up else _STYLES.get(worker.state, "")
         cells = (worker.worker_id, worker.kind.name.lower(), state(worker), *numbers)
+        cells += (_lent(worker),) if lent else ()
         table.add_row(*map(cell, cells), style=style)
     return table
 
@@ -50,6 +55,12 @@ def fleet_table(workers: Sequence[Worker]) -> Table:
 def state(worker: Worker) -> str:
     """What it is about, and why if that is no good."""
     match worker.state:
+        case WorkerState.READY | WorkerState.INSTALLING if worker.given_up:
+            words = "is given up"
+        case WorkerState.READY if worker.borrowed is not None and worker.borrowed.asleep:
+            words = "sleeps: its weights are not on the device"
+        case WorkerState.READY if worker.borrowed is not None and not worker.borrowed.granted:
+            words = "stands still for its host"
         case WorkerState.READY:
             words = "generates" if worker.running else "waits for work"
         case WorkerState.SHUNNED:
@@ -80,6 +91,12 @@ def _numbers(worker: Worker) -> tuple[str, ...]:
     )
 
 
+def _lent(worker: Worker) -> str:
+    if worker.borrowed is None or worker.state in GONE:
+        return ""
+    return f"{worker.borrowed.share:.0%} {'+' if worker.borrowed.granted else '-'}{worker.borrowed.spell_s:.0f} s"
+
+
 def fleet_line(workers: Sequence[Worker]) -> str:
     """The whole fleet in a line."""
     there = [worker for worker in workers if worker.state not in GONE]
@@ -95,7 +112,10 @@ def worker_line(worker: Worker) -> str:
     told = plain(f"{worker.worker_id} {state(worker)}")
     if worker.state in GONE:
         return told
-    return "; ".join((told, *(f"{name} {value}" for name, value in zip(_RIGHT, _numbers(worker), strict=True))))
+    numbers = dict(zip(_RIGHT, _numbers(worker), strict=True))
+    if worker.borrowed is not None:
+        numbers["lent"] = _lent(worker)
+    return "; ".join((told, *(f"{name} {value}" for name, value in numbers.items())))
 
 
 def fleet_picture(workers: Sequence[Worker]) -> Group:

@@ -45,13 +45,15 @@ def waiting(request: RolloutRequest, *, place: int, length: int) -> Waiting:
         place=place,
         priority=request.priority,
         since=time.monotonic(),
+        budget=request.sampling.max_tokens,
     )
 
 
 def standing(row: Open) -> Waiting:
     """A rollout that the store has already, as it stands in line from now on."""
     fresh = waiting(row.request, place=row.place, length=row.prompt_len + row.stored)
-    return msgspec.structs.replace(fresh, avoid=row.avoid, barren=row.barren)
+    budget = max(1, row.request.sampling.max_tokens - row.stored)
+    return msgspec.structs.replace(fresh, avoid=row.avoid, barren=row.barren, made=row.stored, budget=budget)
 
 
 class Attempts:
@@ -150,6 +152,8 @@ class Attempts:
             avoid=row.avoid,
             barren=row.barren,
             prefer=attempt.target,
+            made=row.stored,
+            budget=max(1, attempt.max_tokens - row.stored),
         )
         run.line.add(stood)
         return True

@@ -15,8 +15,9 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.attempts import Attempts
+from ebbtide.coordinator.borrowers import Borrowers
 from ebbtide.coordinator.fleet import Fleet
-from ebbtide.coordinator.moves import Moves
+from ebbtide.coordinator.moves import Moves, borrowable
 from ebbtide.coordinator.publishers import Publishers
 from ebbtide.coordinator.recovery import Recovery
 from ebbtide.coordinator.state import RunState, Session, State
@@ -67,6 +68,7 @@ class Dispatcher:
         self._state, self._fleet, self._attempts, self._recovery = state, fleet, attempts, recovery
         self._publishers = publishers
         self._moves = Moves(state, on=balance)
+        self._borrowers = Borrowers(state, self._moves, fleet.news)
         self._slice_s = slice_s
         self._arranged = self._measured = float("-inf")
         self._unarranged = False
@@ -133,11 +135,15 @@ class Dispatcher:
             self._arranged = now
             await self._arrange(now)
         balance = self._moves.due(now)
+        if balance:
+            self._borrowers.judge(now)
         for run in list(self._state.runs.values()):
             with suppress(LeaseSuperseded):  # the run ended meanwhile
                 await self._fill(run)
                 if balance and not run.stale:  # who is in line still fits nowhere, or waits until others have started
-                    self._moves.decide(run, self._hosts(run), now)
+                    hosts = self._hosts(run)
+                    self._borrowers.release(run, hosts, now)
+                    self._moves.decide(run, hosts, now)
 
     async def _arrange(self, now: float) -> None:
         """Which run and version each worker has, and which rollouts and runs none can serve."""
@@ -156,7 +162,7 @@ class Dispatcher:
 
     def _say_if_lacking(self, run: RunState, now: float) -> None:
         """A run with work that no worker may have says so, once each time."""
-        text = self._fleet.lacking() if run.line or run.running else ""
+        text = (self._fleet.lacking() or _barred(run, self._open_sessions())) if run.line or run.running else ""
         if not text:
             self._lacking.pop(run.run_id, None)
         elif now - self._lacking.setdefault(run.run_id, now) >= _LACKING_S:
@@ -173,21 +179,23 @@ class Dispatcher:
                 run.busy = now
         busy = [run for run in runs if now - run.busy < self._slice_s] or runs
         demands = [Demand(run_id=run.run_id, served=run.served) for run in busy]
-        shunned = [one for one in self._open_sessions() if self._fleet.shunned_s(one)]
-        for run_id in self._allot([one for one in self._open_sessions() if one not in shunned], demands, now):
+        aside = [one for one in self._open_sessions() if not self._fleet.trusts(one)]
+        for run_id in self._allot([one for one in self._open_sessions() if one not in aside], demands, now):
             if run_id in self._state.runs:
                 self._state.runs[run_id].served = now
-        self._allot(shunned, demands, now)  # apart: they pull, and a run that has none but them is not served
+        self._allot(aside, demands, now)  # apart: they pull, and a run that has none but them is not served
 
     def _allot(self, sessions: Iterable[Session], demands: Sequence[Demand], now: float) -> set[str]:
-        """Share these workers out; returns the runs that have some."""
+        """Share these workers out; returns the runs that have some. Who may borrow none gets none."""
+        barred = {run.run_id for run in self._state.runs.values() if run.spec.borrow.max_rollouts == 0}
         posts = [
             Post(
                 worker_id=session.session_id,
                 run_id=session.run_id,
                 since=session.since,
                 running=len(session.attempts),
-                unfit=frozenset(run_id for run_id, until in session.unfit.items() if until > now),
+                unfit=frozenset(run_id for run_id, until in session.unfit.items() if until > now)
+                | (barred if session.borrowed else set()),
             )
             for session in sessions
         ]
@@ -205,8 +213,12 @@ class Dispatcher:
 
     def _trusted_sessions(self, run: RunState) -> list[Session]:
         """Those of the run that may be given rollouts."""
-        sessions = self._open_sessions()
-        return [one for one in sessions if one.run_id == run.run_id and not self._fleet.shunned_s(one)]
+        barred = run.spec.borrow.max_rollouts == 0
+        return [
+            one
+            for one in self._state.sessions.values()
+            if one.run_id == run.run_id and self._fleet.trusts(one) and not (barred and one.borrowed)
+        ]
 
     def _send_versions(self, run: RunState, sessions: Iterable[Session]) -> None:
         """Tell workers to install what they should have; one that still holds another run's rollouts comes later."""
@@ -220,6 +232,7 @@ class Dispatcher:
             )
             for session in sessions
             if not session.draining
+            and not session.given_up  # an install would disturb its host too
             and session.unfit.get(run.run_id, 0.0) <= now
             and all(run_id == run.run_id for run_id, _ in session.held)
         ]
@@ -288,7 +301,14 @@ class Dispatcher:
                 if all(host.running >= host.slots for host in hosts):
                     return
                 hosts += self._coming(run, time.monotonic())
-                placements = place(run.line, hosts, run.homes, at_most=_PLACE_AT_ONCE)
+                placements = place(
+                    run.line,
+                    hosts,
+                    run.homes,
+                    at_most=_PLACE_AT_ONCE,
+                    rest=lambda one: run.lengths.rest(one.made, one.budget or None),
+                    borrowable=borrowable(run),
+                )
                 if not placements:
                     return
                 await self._attempts.start(run, placements, self._state.sessions)
@@ -318,6 +338,7 @@ class Dispatcher:
 
     def _host(self, run: RunState, session: Session) -> Host:
         pending, running, slots = len(session.pending), len(session.attempts), session.hello.slots
+        said = session.beat.borrowed if session.borrowed else None
         return Host(
             worker_id=session.session_id,
             name=session.worker_id,
@@ -331,9 +352,20 @@ class Dispatcher:
             installed=session.version_of(run.run_id),
             target=session.target[1] if session.target else 0,
             max_model_len=session.hello.engine.max_model_len,
+            shut=session.standing or (said is not None and said.asleep),
+            borrowed=session.borrowed,
+            share=said.share if said else 1.0,
+            spell_s=said.spell_s if said else math.inf,
         )
 
 
 def _ready(run: RunState, session: Session) -> bool:
     told = session.target is not None and session.target[0] == run.run_id
     return told and session.version_of(run.run_id) > 0
+
+
+def _barred(run: RunState, sessions: Sequence[Session]) -> str:
+    """Why a run that may borrow nothing has no worker."""
+    if run.spec.borrow.max_rollouts != 0 or any(not session.borrowed for session in sessions):
+        return ""
+    return "waits for workers: borrow.max_rollouts is 0 and only borrowed ones are attached; submit it with more"

@@ -136,7 +136,8 @@ class Fleet:
         drains = not suspected and not session.drained.is_set()
         grace = 0.0 if suspected else self._settings.reattach_grace_s
         due = now + max(grace, _DRAIN_S if drains else 0.0)
-        orphaned = Orphaned(due, f"worker lost: {reason}", True, avoid=suspected, noticed_s=quiet_s)
+        blame = not session.standing  # else no rollout could make a token
+        orphaned = Orphaned(due, f"worker lost: {reason}", blame, avoid=suspected, noticed_s=quiet_s)
         for attempt, tokens in zip(lost, [_lost_at_most(one, session, now) for one in lost], strict=True):
             attempt.lost = tokens
             attempt.orphan(orphaned)
@@ -169,11 +170,17 @@ class Fleet:
     def lacking(self) -> str:
         """Why no attached worker may be given work; "" if one may."""
         sessions = self._state.sessions.values()
-        if any(not session.draining and not self.shunned_s(session) for session in sessions):
+        if any(self.trusts(session) for session in sessions):
             return ""
         if not sessions:
             return "waits for workers: none is attached"
-        return f"waits for workers: of {len(sessions)} attached, all drain or were lost too often"
+        given_up = sum(bool(session.given_up) for session in sessions)
+        but = f" or are given up ({given_up}): their hosts cost more than they bring" if given_up else ""
+        return f"waits for workers: of {len(sessions)} attached, all drain or were lost too often{but}"
+
+    def trusts(self, session: Session) -> bool:
+        """Whether the worker may be given rollouts at all."""
+        return not session.draining and not session.given_up and not self.shunned_s(session)
 
     def shunned_s(self, session: Session) -> float:
         """For how much longer a worker that was lost too often gets no work."""
@@ -184,7 +191,8 @@ class Fleet:
         self._health.heard(session, time.monotonic())
         match message:
             case Heartbeat():
-                session.beat = message
+                if session.hear(message, time.monotonic()):
+                    self._turned(session)
                 session.draining |= message.state is WorkerState.DRAINING
                 session.state = WorkerState.DRAINING if session.draining else message.state
             case Installed():
@@ -198,6 +206,13 @@ class Fleet:
                 session.reason = message.reason or session.reason
                 text = f"worker {session.worker_id} drains" + (f": {message.reason}" if message.reason else "")
                 self.news.of_worker(session, text, "draining", deadline=message.deadline_s)
+
+    def _turned(self, session: Session) -> None:
+        """The host of a borrowed worker took itself back, or gave itself again: there may be something to place."""
+        if session.standing:
+            metrics.reclaims.inc()
+        log.debug("reclaimed" if session.standing else "granted", worker_id=session.worker_id)
+        self._state.wake.set()
 
     def drain(self, worker_id: str, within_s: float) -> int:
         """Ask a worker to hand over and leave within so many seconds; it is given nothing more. Returns the number of
@@ -261,7 +276,7 @@ class Fleet:
         for ref in message.attempts:
             attempt = session.attempts.get(ref.attempt_id)
             if attempt is not None and attempt.ref == ref:
-                reason = f"moved to {attempt.target}" if attempt.target else MOVED
+                reason = f"moved to {attempt.target}" if attempt.target else message.reason
                 attempt.orphan(Orphaned(now, reason, False, moved=True) if moved else orphaned)
         self._state.reap.set()
         self._state.wake.set()
@@ -306,7 +321,9 @@ class Fleet:
             waiting=len(session.pending),
             plateau=session.plateau,
             shunned_s=shunned_s,
-            reason="it was lost too often" if state is WorkerState.SHUNNED else session.reason,
+            reason="it was lost too often" if state is WorkerState.SHUNNED else session.reason or session.given_up,
+            borrowed=beat.borrowed if session.borrowed else None,
+            given_up=bool(session.given_up),
         )
 
     async def close(self) -> None:

@@ -6,12 +6,15 @@ trusted again.
 
 from collections.abc import Iterable
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ebbtide.coordinator.records import Heartbeat
 from ebbtide.coordinator.state import Session
 from ebbtide.scheduling.liveness import JUDGE_EVERY_S, Liveness
 from ebbtide.scheduling.progress import FLOOR_S, PAUSE_S, Doing, Progress
+
+#: Of its time a borrowed worker is taken to have at least this share.
+_LEAST_SHARE: Final = 0.05
 
 
 class Suspect(NamedTuple):
@@ -74,11 +77,12 @@ class Health:
             session=session.session_id,
             started=len(session.attempts) - len(session.pending),
             pending=len(session.pending),
-            unread=sum(attempt.waiting.length for attempt in session.pending.values()),
+            unread=_unread(session),
             heard=heard,
             made=self._made(session, heard),
-            held=session.beat.held,
+            held=session.beat.held and not session.standing,
             excused=session.storing > 0,
+            standing=session.standing,
         )
 
     def _made(self, session: Session, heard: float) -> float:
@@ -88,3 +92,10 @@ class Health:
             made = heard - session.beat.quiet_s if session.beat.quiet_s > 0 else -inf
             self._beats[session.session_id] = (session.beat, made)
         return made
+
+
+def _unread(session: Session) -> int:
+    """Tokens that the worker has to read before it makes any; a borrowed one has a share of the time for it."""
+    tokens = sum(attempt.waiting.length for attempt in session.pending.values())
+    said = session.beat.borrowed
+    return int(tokens / max(_LEAST_SHARE, said.share)) if session.borrowed and said else tokens

@@ -6,7 +6,7 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.coordinator.state import RunState
 from ebbtide.store.rows import Why
-from ebbtide.types.fleet import Worker, WorkerState
+from ebbtide.types.fleet import Borrowed, Worker, WorkerState
 
 _WAITS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
 
@@ -18,6 +18,10 @@ attempts = telemetry.counter("coordinator_attempts_total", "attempts started")
 resumptions = telemetry.counter("coordinator_resumptions_total", "attempts that went on from stored tokens")
 requeued = telemetry.counter("coordinator_requeued_total", "attempts that ended without a finish")
 moved = telemetry.counter("coordinator_moved_total", "attempts taken from a worker to balance the fleet")
+reclaims = telemetry.counter(
+    "coordinator_reclaims_total", "times that a borrowed worker's host took itself back for long enough to be told"
+)
+borrowed = telemetry.gauge("coordinator_borrowed_workers", "borrowed workers attached, by what they may do", ("state",))
 tokens_resumed = telemetry.counter(
     "coordinator_tokens_resumed_total", "stored tokens that attempts went on from: saved, not generated again"
 )
@@ -61,7 +65,20 @@ def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
     queued.set(sum(len(run.line) for run in states))
     running.set(sum(len(run.running) for run in states))
     count = dict.fromkeys(WorkerState, 0)
-    for worker in fleet:
+    present = list(fleet)
+    for worker in present:
         count[worker.state] += 1
     for state, number in count.items():
         workers.labels(state.name.lower()).set(number)
+    lent = dict.fromkeys(("granted", "reclaimed", "asleep", "given_up"), 0)
+    for worker in present:
+        if worker.borrowed is not None and worker.state not in {WorkerState.LOST, WorkerState.SUSPECTED}:
+            lent[_lent(worker, worker.borrowed)] += 1
+    for name, number in lent.items():
+        borrowed.labels(name).set(number)
+
+
+def _lent(worker: Worker, said: Borrowed) -> str:
+    if worker.given_up:
+        return "given_up"
+    return "asleep" if said.asleep else "granted" if said.granted else "reclaimed"

@@ -7,6 +7,7 @@ same and goes to any worker, and speeds are learnt anew.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from statistics import median
 from typing import Final
 
@@ -90,6 +91,10 @@ class Moves:
             self._rates[session.session_id, running] = found
         return found
 
+    def speed(self, session: Session) -> tuple[Speed | None, float]:
+        """What was learnt of the worker's speed, if anything, and the mean context of what it has."""
+        return self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
+
     def _typical(self, running: int) -> float:
         found = self._rates.get(("", running))
         if found is None:
@@ -167,7 +172,11 @@ class Moves:
             attempt.target = ""
 
     def decide(self, run: RunState, hosts: Sequence[tuple[Session, Host]], now: float) -> None:
-        """Ask for what is better off elsewhere. Call when nobody in the run's line could take the hosts' free slots."""
+        """Ask for what is better off elsewhere. Call when nobody in the run's line could take the hosts' free slots.
+
+        A worker whose host has itself back is left out: what leaves it does so for that.
+        """
+        hosts = [(session, host) for session, host in hosts if not session.standing]
         if not self._on or len(hosts) < 2 or all(host.running >= host.slots for _, host in hosts):
             return
         running, pending = Counter[str](), Counter[str]()  # more, or fewer, once those asked for have moved
@@ -200,25 +209,30 @@ class Moves:
 
     def _movable(self, session: Session) -> Iterator[Generating]:
         for attempt in session.attempts.values():
-            if not attempt.target and not attempt.leaving:
+            if not attempt.target and not attempt.leaving and attempt.attempt_id not in session.freed:
                 yield Generating(
                     attempt_id=attempt.attempt_id,
                     waiting=attempt.waiting,
                     length=attempt.length,
                     made=attempt.stored,
                     budget=attempt.max_tokens - attempt.stored,
-                    since=attempt.given,
+                    since=attempt.given if attempt.started else max(attempt.given, session.turned),
                     started=attempt.started,
                     stays=(attempt.run_id, attempt.waiting.rollout_id) in self._asked,
                 )
 
     def _ask(self, run: RunState, moves: Sequence[Move], sessions: Mapping[str, Session], now: float) -> None:
         batches: dict[str, list[fleet_pb2.AttemptRef]] = {}
+        room = borrowable(run)
         for move in moves:
             source, target = sessions.get(move.source), sessions.get(move.target)
             attempt = source.attempts.get(move.attempt_id) if source else None
             if source is None or target is None or attempt is None:
                 continue  # it left since its host was looked at
+            if target.borrowed and not source.borrowed:
+                if room <= 0:
+                    continue
+                room -= 1
             attempt.target = target.worker_id
             self._asked[attempt.run_id, attempt.waiting.rollout_id] = _Asked(attempt, move.source, move.target, now)
             batches.setdefault(move.source, []).append(to_proto(attempt.ref, fleet_pb2.AttemptRef))
@@ -233,6 +247,15 @@ class Moves:
         for source_id, refs in batches.items():
             release = fleet_pb2.Release(attempts=refs, reason=MOVED)
             sessions[source_id].outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
+
+
+def borrowable(run: RunState) -> float:
+    """How many more of the run's rollouts may go to borrowed workers."""
+    most = run.spec.borrow.max_rollouts
+    if most is None:
+        return inf
+    there = sum(one.session is not None and one.session.borrowed for one in run.running.values())
+    return most - there
 
 
 def _context(session: Session) -> float:

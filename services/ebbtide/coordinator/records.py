@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from ebbtide.types.bounds import shortened
-from ebbtide.types.fleet import AttemptRef, EngineInfo, WorkerKind, WorkerState
+from ebbtide.types.fleet import AttemptRef, Borrowed, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.weights import PolicyVersion
 
 #: Thirty years of seconds; counts that a float holds exactly; more tokens/s than any machine makes.
@@ -48,6 +48,7 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     uptime_s: _Seconds = 0.0
     held: bool = False
     quiet_s: _Seconds = 0.0
+    borrowed: Borrowed | None = None
 
     def __post_init__(self) -> None:
         if self.state not in _SAID:

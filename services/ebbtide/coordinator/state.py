@@ -22,8 +22,9 @@ from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.scheduling.lengths import Lengths
 from ebbtide.scheduling.line import Line, Waiting
 from ebbtide.scheduling.pacing import Bounds
+from ebbtide.scheduling.reclaims import Lent
 from ebbtide.store.rows import Why
-from ebbtide.types.fleet import AttemptRef, WorkerState
+from ebbtide.types.fleet import AttemptRef, WorkerKind, WorkerState
 from ebbtide.types.run import RunSpec
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
@@ -240,7 +241,11 @@ class Session:
     """One attachment of a worker. `resend`: set to end its append stream, so that it sends again what is not durable;
     cleared with the next stream. `run_id`: the run it is to serve, `since` when; `target`: the version that it was
     last told; `pending`: the attempts that have not started; `held`: how many it has of each run and bounds; `plateau`:
-    see `Worker`.
+    see `Worker`; `beat`: its last heartbeat, which `hear` takes in.
+
+    Of a borrowed worker: `standing`: its host has itself back, as far as is known; `turned`: when that began or ended;
+    `given_up`: why its host is not borrowed now; `wanted`: whether it is, as the worker was told; `freed`: attempts
+    that it was asked for because its host has itself back, or is given up.
     """
 
     def __init__(self, session_id: str, hello: Attach, now: float) -> None:
@@ -264,6 +269,11 @@ class Session:
         self.resend = asyncio.Event()
         self.progressed = now  # when tokens of it arrived last, stored or not
         self.storing = 0  # messages that the store was asked to take, and has not answered
+        self.borrowed = hello.kind is WorkerKind.BORROWED
+        self.standing, self.turned = self.borrowed, now  # until it says that it has a grant
+        self.given_up = ""
+        self.wanted: bool | None = None
+        self.freed: set[str] = set()
         self._streams = 0
         self.drained = asyncio.Event()  # it has no append stream open: all that came of it was seen to
         self.drained.set()
@@ -271,6 +281,29 @@ class Session:
     @property
     def worker_id(self) -> str:
         return self.hello.worker_id
+
+    def hear(self, beat: Heartbeat, now: float) -> bool:
+        """Take in a heartbeat. Whether the worker's host took itself back with it, or gave itself again."""
+        self.beat = beat
+        if not self.borrowed:
+            return False
+        # A worker that is held for less than it takes to say so is as good as granted all the time.
+        standing = beat.borrowed is None or (beat.held and not beat.borrowed.granted)
+        turned, self.standing = standing is not self.standing, standing
+        self.turned = now if turned else self.turned
+        return turned
+
+    def lent(self, now: float) -> Lent | None:
+        """The grant of a borrowed worker, as it says."""
+        said = self.beat.borrowed
+        if not self.borrowed:
+            return None
+        return Lent(
+            standing=self.standing,
+            lasted_s=now - self.turned,
+            spell_s=said.spell_s if said else 0.0,
+            asleep=said.asleep if said else False,
+        )
 
     def version_of(self, run_id: str) -> int:
         """The version of the run that is installed; 0 for none."""
