@@ -33,9 +33,19 @@ class Engine:
         goal = self.page.steps().steps + more
         await wait_until(lambda: self.page.steps().steps >= goal, interval=0.001)
 
+    async def freeze(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+        await wait_until(lambda: self._stat()[0] == "T", interval=0.001)
+
+    def thaw(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        fields = self._stat()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _stat(self) -> list[str]:
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
 
 
 @pytest.fixture
@@ -102,13 +112,13 @@ async def test_a_frozen_engine_is_seen_to_step_still_and_goes_on_where_it_was(en
     page = engine.page
     engine.free()
     while True:
-        os.kill(engine.process.pid, signal.SIGSTOP)
+        await engine.freeze()
         if (frozen := page.steps()).stepping:
             break
-        os.kill(engine.process.pid, signal.SIGCONT)
+        engine.thaw()
         await engine.steps()
     page.write_budget(Budget())
     assert page.steps() == frozen
-    os.kill(engine.process.pid, signal.SIGCONT)
+    engine.thaw()
     await wait_until(lambda: not page.steps().stepping)
     assert page.steps().steps == frozen.steps + 1
