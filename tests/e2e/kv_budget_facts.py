@@ -1,0 +1,145 @@
+"""What a real engine did whose keys and values were cut again and again, as JSON on stdout: run in a process of its
+own, for the engine's processes are forked from it. Arguments: a checkpoint, and the path of a page of grants."""
+
+import asyncio
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ebbtide.rollout_worker.engine import EngineRequest
+from ebbtide.rollout_worker.engine.borrowed import Borrowed
+from ebbtide.rollout_worker.engine.vllm import VllmEngine
+from ebbtide.rollout_worker.settings import VllmSettings
+from ebbtide.testing import wait_until
+from ebbtide.types.grants import Budget
+
+SETTINGS = VllmSettings(dtype="float32", max_model_len=512, enforce_eager=True, threads=1, kv_cache_mib=64)
+#: Some of them begin alike, by a whole block.
+SHARED = [(5 * i) % 113 for i in range(130)]
+PROMPTS = [[20 + i, 21, 22, 23 + i] for i in range(8)] + [[*SHARED, 30 + i, 31] for i in range(4)]
+LENGTH = 300
+Facts = dict[str, Any]
+
+
+class Asker:
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine, self._asked = engine, 0
+
+    async def ask(self, ids: list[int]) -> Facts:
+        self._asked += 1
+        request = EngineRequest(
+            request_id=f"r{self._asked}",
+            token_ids=ids,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=LENGTH,
+            min_tokens=0,
+            stop_token_ids=(),
+        )
+        out: Facts = {"ids": [], "logprobs": [], "finish": None}
+        async for delta in self._engine.generate(request):
+            out["ids"] += delta.ids
+            out["logprobs"] += delta.logprobs
+            out["finish"] = delta.finish
+        return out
+
+    async def ask_all(self) -> list[Facts]:
+        return await asyncio.gather(*(self.ask(prompt) for prompt in PROMPTS))
+
+
+class Keeper:
+    """Stands in for guard and worker: budget and lease for as long as it lives."""
+
+    def __init__(self, borrowed: Borrowed) -> None:
+        self.page = borrowed.page
+
+    def grant(self, *, tokens: int = 256) -> None:
+        until = time.monotonic() + 300
+        self.page.write_budget(Budget(tokens, 16, until))
+        self.page.renew(until)
+
+    async def cut(self, blocks: int) -> float:
+        """Seconds until no more than `blocks` are in use."""
+        start = time.monotonic()
+        self.page.limit_kv(blocks)
+        await wait_until(lambda: self.page.steps().kv_used <= blocks, interval=0.001)
+        return time.monotonic() - start
+
+
+async def cut_at_random(keeper: Keeper, running: asyncio.Task[list[Facts]], seed: int) -> Facts:
+    generator, times, cuts, over = random.Random(seed), [], [], 0
+    while not running.done():
+        blocks = generator.choice([0, 3, 5, 8, 12, 20])
+        times.append(await keeper.cut(blocks))
+        cuts.append(blocks)
+        end = time.monotonic() + generator.uniform(0.02, 0.2)
+        while time.monotonic() < end and not running.done():
+            over += keeper.page.steps().kv_used > blocks
+            await asyncio.sleep(0.002)
+        if generator.random() < 0.3:
+            keeper.page.limit_kv(-1)
+            await asyncio.sleep(0.05)
+    keeper.page.limit_kv(-1)
+    return {"cuts": cuts, "seconds": times, "over": over, "answers": await running}
+
+
+def resident(page: Any) -> int:
+    return int(psutil.Process(page.steps().pid).memory_info().rss)
+
+
+async def main(checkpoint: str, path: str) -> None:
+    borrowed = Borrowed(Path(path), 256)
+    engine = VllmEngine(checkpoint, 16, SETTINGS, borrowed)
+    facts: Facts = {}
+    try:
+        await engine.start()
+        keeper, asker = Keeper(borrowed), Asker(engine)
+        keeper.grant()
+        facts["total"] = borrowed.page.steps().kv_total
+        facts["block_bytes"] = borrowed.page.steps().block_bytes
+        facts["whole"] = await asker.ask_all()
+        facts["recomputed_uncut"] = borrowed.page.steps().recomputed
+        # Nothing fits, then one at a time does.
+        stuck = asyncio.create_task(asker.ask_all())
+        await wait_until(lambda: borrowed.page.steps().running > 8)
+        await keeper.cut(0)
+        steps = borrowed.page.steps()
+        cpu = psutil.Process(steps.pid).cpu_times().user
+        await asyncio.sleep(0.5)
+        after = borrowed.page.steps()
+        facts["starved"] = {
+            "steps": after.steps - steps.steps,
+            "running": after.running,
+            "waiting": after.waiting,
+            "cpu": psutil.Process(steps.pid).cpu_times().user - cpu,
+        }
+        borrowed.page.limit_kv(4)
+        facts["one_by_one"] = await stuck
+        borrowed.page.limit_kv(-1)
+        before = borrowed.page.steps().recomputed
+        facts["runs"] = [await cut_at_random(keeper, asyncio.create_task(asker.ask_all()), seed) for seed in range(3)]
+        facts["recomputed"] = borrowed.page.steps().recomputed - before
+        # A cut while the engine stands still.
+        running = asyncio.create_task(asker.ask_all())
+        await wait_until(lambda: borrowed.page.steps().running > 8)
+        borrowed.page.write_budget(Budget())
+        used, before = borrowed.page.steps().kv_used, resident(borrowed.page)
+        facts["standing"] = {"used": used, "seconds": await keeper.cut(2)}
+        facts["freed_bytes"] = before - resident(borrowed.page)
+        keeper.grant()
+        keeper.page.limit_kv(-1)
+        facts["after_standing"] = await running
+        facts["used_at_end"] = borrowed.page.steps().kv_used
+        print(json.dumps(facts))  # noqa: T201 - the test reads it
+    finally:
+        await engine.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

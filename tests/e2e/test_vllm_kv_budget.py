@@ -1,0 +1,74 @@
+"""A real engine whose keys and values are cut: it obeys at once, loses no token, and goes on exactly."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Facts = dict[str, Any]
+FACTS = Path(__file__).with_name("kv_budget_facts.py")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def facts(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    page = tmp_path_factory.mktemp("grants") / "worker.page"
+    command = [sys.executable, str(FACTS), str(make_checkpoint(1)), str(page)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=280)
+    found: Facts = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def assert_the_same(whole: list[Facts], other: list[Facts]) -> None:
+    assert [answer["ids"] for answer in other] == [answer["ids"] for answer in whole]
+    for one, two in zip(whole, other, strict=True):
+        assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
+        assert two["finish"] == one["finish"]
+
+
+def test_what_was_cut_again_and_again_is_token_for_token_what_it_would_have_been(facts: Facts) -> None:
+    assert len({tuple(answer["ids"]) for answer in facts["whole"]}) == len(facts["whole"])
+    for run in facts["runs"]:
+        assert len(run["cuts"]) >= 5, "it was over before it was cut"
+        assert_the_same(facts["whole"], run["answers"])
+
+
+def test_no_more_blocks_are_used_than_allowed_from_a_step_behind_a_cut_on(facts: Facts) -> None:
+    for run in facts["runs"]:
+        assert run["over"] == 0
+        assert sorted(run["seconds"])[len(run["seconds"]) // 2] < 0.1
+
+
+def test_cuts_cost_computing_again_and_without_cuts_nothing_is_computed_twice(facts: Facts) -> None:
+    assert facts["recomputed_uncut"] == 0
+    assert facts["recomputed"] > 0
+
+
+def test_without_a_block_all_wait_and_cost_nothing(facts: Facts) -> None:
+    starved = facts["starved"]
+    assert starved["steps"] == starved["running"] == 0
+    assert starved["waiting"] == len(facts["whole"])
+    assert starved["cpu"] < 0.25, "it should sleep, not spin"
+
+
+def test_with_room_for_one_they_go_one_by_one_and_all_are_finished(facts: Facts) -> None:
+    assert_the_same(facts["whole"], facts["one_by_one"])
+
+
+def test_an_engine_that_stands_still_gives_its_blocks_back_too(facts: Facts) -> None:
+    assert facts["standing"]["used"] > 2
+    assert facts["standing"]["seconds"] < 0.5
+    assert_the_same(facts["whole"], facts["after_standing"])
+
+
+def test_memory_that_is_given_back_is_the_systems_again(facts: Facts) -> None:
+    assert facts["freed_bytes"] > facts["standing"]["used"] * facts["block_bytes"] / 2
+
+
+def test_nothing_is_left_behind(facts: Facts) -> None:
+    assert facts["used_at_end"] == 0
