@@ -1,0 +1,102 @@
+"""How long a prompt is, estimated from the request's body, and what the engine says about it later.
+
+Nothing here raises for a body that is odd: the engine is who refuses it.
+"""
+
+import re
+from typing import Final
+
+import msgspec
+from msgspec import Raw, Struct
+
+from ebbtide.serving_guard.sse import Usage
+
+#: Bytes of JSON text for a token, before the engine has said what they are: English, with what JSON adds to it.
+_BYTES_PER_TOKEN: Final = 4.0
+#: Of each new observation, so that some ten of them say it.
+_WEIGHT: Final = 0.1
+_MODELS: Final = 64
+#: What an image is to most models, whatever its bytes.
+_IMAGE_TOKENS: Final = 1000
+_IMAGE: Final = re.compile(rb'"data:[^",]{0,100};base64,[^"]*"')
+
+
+class _Body(Struct):
+    model: str = ""
+    stream: bool | None = None
+    prompt: Raw | None = None
+    messages: Raw | None = None
+    input: Raw | None = None
+    instructions: Raw | None = None
+    token_ids: Raw | None = None
+    tools: Raw | None = None
+
+
+class _Answer(Struct):
+    usage: Usage | None = None
+
+
+_decode_body: Final = msgspec.json.Decoder(_Body).decode
+_decode_answer: Final = msgspec.json.Decoder(_Answer).decode
+
+
+class Asked(Struct, frozen=True):
+    """What a body asks for. `tokens` are counted ones, beside `text_bytes` of what is not."""
+
+    model: str = ""
+    streamed: bool = False
+    tokens: int = 0
+    text_bytes: int = 0
+
+
+def read(body: bytes) -> Asked:
+    """Of a whole body. One that is no JSON object of this kind counts by its length."""
+    try:
+        seen = _decode_body(body)
+    except msgspec.MsgspecError:
+        return Asked(text_bytes=len(body))
+    tokens = text = 0
+    for part in (seen.prompt, seen.messages, seen.input, seen.instructions, seen.token_ids, seen.tools):
+        if part is not None:
+            counted, length = _size(bytes(part))
+            tokens, text = tokens + counted, text + length
+    return Asked(seen.model, bool(seen.stream), tokens, text)
+
+
+def _size(part: bytes) -> tuple[int, int]:
+    """(tokens, bytes of text). Lists of numbers, of lists too, are tokens; an image is as many as most have."""
+    opening = part[:64].replace(b" ", b"").replace(b"\n", b"").lstrip(b"[")
+    if part[:1] == b"[" and opening[:1].isdigit():
+        return part.count(b",") + 1, 0
+    if b";base64," in part:
+        part, images = _IMAGE.subn(b"", part)
+        return images * _IMAGE_TOKENS, len(part)
+    return 0, len(part)
+
+
+def usage(body: bytes) -> Usage | None:
+    """What a whole answer says it took."""
+    try:
+        return _decode_answer(body).usage
+    except msgspec.MsgspecError:
+        return None
+
+
+class Estimator:
+    """Bytes per token of each model, learnt from `usage` where the engine tells it."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[str, float] = {}
+
+    def tokens(self, asked: Asked) -> int:
+        return asked.tokens + round(asked.text_bytes / self._ratios.get(asked.model, _BYTES_PER_TOKEN))
+
+    def learn(self, asked: Asked, prompt_tokens: int) -> None:
+        """The engine counted so many. Prompts of numbers, or with counted parts, say nothing about text."""
+        if asked.tokens or not asked.text_bytes or prompt_tokens <= 0:
+            return
+        if asked.model not in self._ratios and len(self._ratios) >= _MODELS:
+            return
+        ratio = min(max(asked.text_bytes / prompt_tokens, 0.25), 64.0)
+        old = self._ratios.get(asked.model, ratio)
+        self._ratios[asked.model] = old + _WEIGHT * (ratio - old)
