@@ -1,0 +1,23 @@
+"""Starts the serving-guard."""
+
+from collections.abc import Sequence
+
+from ebbtide.runtime import Shutdown, run
+from ebbtide.serving_guard.settings import GuardSettings
+from ebbtide.settings import load
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Keep a serving engine's SLO, and lend what that leaves to the workers beside it."""
+    settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=main.__doc__ or "")
+
+    async def guard(shutdown: Shutdown) -> None:
+        from ebbtide.serving_guard.service import serve
+
+        await serve(shutdown, settings)
+
+    run(guard, "serving-guard", settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""What a serving-guard measures."""
+
+from ebbtide import telemetry
+
+_TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+_TPOT = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+_RECLAIMS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+REQUESTS = telemetry.counter("guard_requests_total", "served requests ended", ("outcome",))
+INSIDE = telemetry.gauge("guard_requests_inside", "served requests under way")
+TTFT_SECONDS = telemetry.histogram("guard_ttft_seconds", "served: arrival to the first token", buckets=_TTFT)
+TPOT_SECONDS = telemetry.histogram("guard_tpot_seconds", "served: mean time per token behind the first", buckets=_TPOT)
+ATTAINED = telemetry.counter("guard_slo_total", "served requests, within the target or not", ("kind", "outcome"))
+LOAD = telemetry.gauge("guard_load", "share of the last minute with a served request inside")
+BUDGET_TOKENS = telemetry.gauge("guard_budget_tokens", "what the next rollout step may take")
+DECISIONS = telemetry.counter("guard_states_total", "changes of what the budget follows from", ("state",))
+BORROWERS = telemetry.gauge("guard_borrowers", "workers that borrow")
+HARVESTED = telemetry.counter("guard_harvested_tokens_total", "tokens that rollouts made here")
+GPU_SECONDS = telemetry.counter("guard_harvested_seconds_total", "seconds in which rollout steps ran")
+RECLAIM_SECONDS = telemetry.histogram(
+    "guard_reclaim_seconds", "a request's arrival to the end of the rollout step under way", buckets=_RECLAIMS
+)
+ENFORCED = telemetry.counter("guard_enforced_total", "workers that had to be stopped, continued, killed", ("kind",))
+HELD_SECONDS = telemetry.histogram("guard_held_seconds", "requests held back for the end of a rollout step")
+OBSERVE_FAILURES = telemetry.counter("guard_observe_failures_total", "answers of the engine's metrics that failed")

@@ -1,0 +1,90 @@
+"""The Grants service. It is served on a socket in a private folder, whose mode is the check: it asks for no token."""
+# ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from itertools import count
+from typing import Any, Final, TypeAlias
+
+import grpc
+
+from ebbtide.errors import InvalidRequest, Superseded
+from ebbtide.rpc.convert import from_proto, to_proto
+from ebbtide.serving_guard.borrowers import Borrowers
+from ebbtide.serving_guard.loan import Loan
+from ebbtide.serving_guard.status import Status
+from ebbtide.types.grants import Hello, Report
+from ebbtide.v1 import grants_pb2 as pb
+from ebbtide.v1.grants_pb2_grpc import GrantsServicer
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE: Final = "ebbtide.v1.Grants"
+#: A worker that opens a stream says who it is within this time.
+_HELLO_S: Final = 5.0
+#: A grant holds for 200 ms; two of three may come late.
+_RENEW_S: Final = 0.06
+
+
+class Servicer(GrantsServicer):
+    def __init__(self, borrowers: Borrowers, status: Status) -> None:
+        self._borrowers, self._status = borrowers, status
+
+    async def Borrow(
+        self, request_iterator: AsyncIterator[pb.BorrowerMessage], context: Context
+    ) -> AsyncIterator[pb.Grant]:
+        loan = self._borrowers.join(await _hello(request_iterator))
+        reader = asyncio.create_task(self._read(request_iterator, loan))
+        reason = "its stream broke"
+        try:
+            for sequence in count(1):
+                yield to_proto(self._borrowers.grant(loan, sequence), pb.Grant)
+                if loan.gone_at is not None:
+                    raise Superseded("this grant is over: the worker connected anew, or had to be killed")
+                await self._pause(reader)
+                if reader.done():
+                    reason = "it closed its stream"
+                    reader.result()
+                    break
+        except InvalidRequest as error:
+            reason = f"it sent what cannot be: {error}"
+            raise
+        finally:
+            reader.cancel()
+            self._borrowers.leave(loan, reason)
+
+    async def WatchGuard(self, request: pb.WatchGuardRequest, context: Context) -> AsyncIterator[pb.GuardStatus]:
+        if not 0 <= request.interval_s < math.inf:
+            raise InvalidRequest("must be seconds, or 0 for one answer", field="interval_s")
+        while True:
+            yield to_proto(self._status.now(), pb.GuardStatus)
+            if not request.interval_s:
+                break
+            await asyncio.sleep(max(0.05, request.interval_s))
+
+    async def _read(self, requests: AsyncIterator[pb.BorrowerMessage], loan: Loan) -> None:
+        async for message in requests:
+            if message.WhichOneof("kind") != "report":
+                raise InvalidRequest("only the first message may be, and must be, hello", field="kind")
+            self._borrowers.heard(loan, from_proto(message.report, Report, field="report"))
+
+    async def _pause(self, reader: asyncio.Task[None]) -> None:
+        """Until the next grant is due, or there is news, or the worker has no more to say."""
+        news = asyncio.ensure_future(self._borrowers.news.wait())
+        try:
+            await asyncio.wait((news, reader), timeout=_RENEW_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+        self._borrowers.news.clear()
+
+
+async def _hello(requests: AsyncIterator[pb.BorrowerMessage]) -> Hello:
+    try:
+        async with asyncio.timeout(_HELLO_S):
+            first = await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        raise InvalidRequest("the first message must be hello", field="kind") from None
+    if first.WhichOneof("kind") != "hello":
+        raise InvalidRequest("the first message must be hello", field="kind")
+    return from_proto(first.hello, Hello, field="hello")

@@ -1,0 +1,100 @@
+"""Settings of the serving-guard."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from msgspec import Meta
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.runtime import ProcessSettings
+from ebbtide.scheduling.governor import Limits, Targets
+from ebbtide.serving_guard.limits import ProxySettings
+from ebbtide.serving_guard.slo import Aim, Percentile, Slo, TpotFactor, TpotMs, TtftFactor, TtftMs, read_slos
+
+
+class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a serving-guard can be told."""
+
+    listen: Annotated[str, Meta(description="address of the proxy: host:port (port 0: any free one)")] = (
+        "127.0.0.1:8100"
+    )
+    upstream: Annotated[str, Meta(description="URL of the serving engine")] = "http://127.0.0.1:8000"
+    grant_dir: Annotated[
+        str, Meta(description="folder shared with the workers beside it, this user's own: the socket and the pages")
+    ]
+    mode: Annotated[
+        Literal["proxy", "observe"],
+        Meta(
+            description="proxy: user traffic passes through here; observe: it does not, and the guard reads the engine's "
+            "metrics, so that rollouts give way up to observe_ms and an answer later"
+        ),
+    ] = "proxy"
+    model: Annotated[
+        str, Meta(description="name of the served model, for status and slo_file; empty: as asked for")
+    ] = ""
+    ttft_ms: TtftMs = 0.0
+    tpot_ms: TpotMs = 0.0
+    ttft_factor: TtftFactor = 0.0
+    tpot_factor: TpotFactor = 0.0
+    percentile: Percentile = 99.0
+    aim_ttft: Aim = 0.0
+    aim_tpot: Aim = 0.0
+    slo_file: Annotated[
+        str, Meta(description="TOML file with a table for each served model whose SLO differs; keys as these flags")
+    ] = ""
+    step_tokens: Annotated[int, Meta(ge=1, description="tokens of all rollout steps at once, at most")] = 256
+    sequences: Annotated[int, Meta(ge=1, description="rollouts in all rollout steps at once, at most")] = 64
+    hold_ms: Annotated[
+        float, Meta(ge=0, description="how long a request may wait for the rollout step under way, where that pays")
+    ] = 20.0
+    memory_limit_mib: Annotated[
+        int, Meta(ge=0, description="memory for both engines' keys and values; 0: none stated")
+    ] = 0
+    serving_kv_mib: Annotated[
+        int, Meta(ge=0, description="of it, what the serving engine's pool takes; 0: unknown")
+    ] = 0
+    serving_kv_bytes_per_token: Annotated[
+        int, Meta(ge=0, description="bytes of keys and values of one served token; 0: unknown")
+    ] = 0
+    yield_ms: Annotated[
+        int, Meta(ge=10, description="how long after its predicted step a worker may go on before it is stopped")
+    ] = 250
+    kill_s: Annotated[
+        float, Meta(gt=0, description="how long a worker that was stopped may stay so before it is killed")
+    ] = 5.0
+    max_stops: Annotated[int, Meta(ge=1, description="times that a worker is stopped before it is killed")] = 3
+    observe_ms: Annotated[
+        int, Meta(ge=5, description="mode observe: how often the engine's metrics are read while rollouts run")
+    ] = 50
+    metrics_url: Annotated[
+        str, Meta(description="mode observe: the engine's metrics; empty: /metrics of the upstream")
+    ] = ""
+    proxy: ProxySettings = ProxySettings()
+
+    def slo(self) -> Slo:
+        """Of any model that the file does not name."""
+        return Slo(**{name: getattr(self, name) for name in Slo.__struct_fields__})
+
+    def targets(self) -> dict[str, Targets]:
+        """By model; "" for any other. Raises `InvalidRequest` naming the field."""
+        default = self.slo()
+        named = read_slos(Path(self.slo_file), default) if self.slo_file else {}
+        return {"": default.targets(), **{model: slo.targets() for model, slo in named.items()}}
+
+    def limits(self) -> Limits:
+        return Limits(tokens=self.step_tokens, sequences=self.sequences, hold_s=self.hold_ms / 1000)
+
+    def checked(self) -> None:
+        """Raise `InvalidRequest` naming the first field that cannot work, before anything is started."""
+        self.targets()
+        for name in ("upstream", "metrics_url"):
+            url = urlsplit(getattr(self, name))
+            if getattr(self, name) and (url.scheme not in ("http", "https") or not url.hostname):
+                raise InvalidRequest("give a URL such as http://127.0.0.1:8000", field=name)
+        if self.metrics_url and self.mode == "proxy":
+            raise InvalidRequest(
+                "is read in mode observe alone; leave it out, or set mode = observe", field="metrics_url"
+            )
+        if self.hold_ms / 1000 > self.proxy.max_hold_s:
+            raise InvalidRequest(f"is more than proxy.max_hold_s ({self.proxy.max_hold_s:g} s)", field="hold_ms")
