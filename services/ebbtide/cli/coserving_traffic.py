@@ -47,10 +47,10 @@ class Bursts(Struct, frozen=True, kw_only=True):
     and `quiet_s` between bursts (both exponential). Lengths are log-normal about their medians."""
 
     size: Annotated[float, Meta(ge=1)] = 6.0
-    apart_s: float = 0.25
-    quiet_s: float = 4.0
-    prompt: int = 600
-    output: int = 24
+    apart_s: float = 0.2
+    quiet_s: float = 3.5
+    prompt: int = 300
+    output: int = 16
     spread: float = 0.5
 
 

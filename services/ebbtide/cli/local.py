@@ -1,7 +1,7 @@
 """A whole cluster on this machine: which programs, how they are started, and in which order they end.
 
-Invariant: all that the cluster writes lies in its directory (but for its Redis socket, where the directory's path is
-too long for one), and one cluster at a time, holder of the lock on `cluster.lock`, works in it. What a former one left
+Invariant: all that the cluster writes lies in its directory (but for its sockets, where the directory's path is too
+long for one), and one cluster at a time, holder of the lock on `cluster.lock`, works in it. What a former one left
 there is cleared at the start.
 """
 
@@ -22,22 +22,25 @@ from msgspec import Struct
 
 from ebbtide.cli.launcher import Launcher, launcher
 from ebbtide.cli.process import Program, tethered
+from ebbtide.cli.serving_engine import serving_engine
 from ebbtide.errors import InvalidRequest
 from ebbtide.redis_server import redis_command
 
 #: What ends first: workers hand over, then the run's own programs, then what these talk to.
-_WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS = range(5)
+_WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS, _GUARD, _SERVING = range(7)
 #: A unix socket's path must fit into 108 bytes.
 _MAX_SOCKET_PATH: Final = 100
 #: Threads that wait for others sleep: on cores that other programs use too, spinning ones train ten times slower.
 _SLEEPING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 _CLEARED: Final = ("logs", "ready", "redis", "relay", "ledgers")
-#: Here and not in /dev/shm, where nobody would clear what killed workers leave. They make it themselves, theirs alone.
+#: Not in /dev/shm, where nobody would clear what killed workers leave. They make them themselves, theirs alone.
 _MIRRORS: Final = "mirrors"
+_GRANTS: Final = "grants"
 
 
 class Shape(Struct, frozen=True, kw_only=True):
-    """What the cluster is made of. `worker_config`: a TOML file of settings for the workers."""
+    """What the cluster is made of. `worker_config`: a TOML file of settings for the workers. `borrowed`: these run
+    beside a serving engine, by grants of its guard. `lease_ttl_s`: for how long a trainer may be silent."""
 
     model: Path
     workers: int = 2
@@ -47,6 +50,8 @@ class Shape(Struct, frozen=True, kw_only=True):
     flush_tokens: int = 8
     flush_interval_ms: int = 100
     worker_config: Path | None = None
+    borrowed: bool = False
+    lease_ttl_s: float = 10.0
 
 
 class Cluster:
@@ -56,6 +61,7 @@ class Cluster:
         self.directory = directory
         self.launcher = launched
         self.token_file = directory / "token"
+        self.grants = redis_socket.parent.parent / _GRANTS
         self._redis_socket = redis_socket
         self._workers = 0
 
@@ -78,6 +84,17 @@ class Cluster:
         await self.launcher.start(self._coordinator())
         workers = [self._next_worker() for _ in range(shape.workers)]
         await self.launcher.start_all([self._relay(), self._trainer(), self._driver(), *workers])
+
+    async def serve(self, model: Path, served_name: str) -> str:
+        """Start a serving engine, and wait until it answers. Returns its URL. Raises `LaunchFailed`."""
+        program = serving_engine(model, served_name, free_address(), self.log("serving"), stage=_SERVING)
+        return f"http://{(await self.launcher.start(program)).address}"
+
+    async def guard(self, upstream: str, **settings: object) -> str:
+        """Start a serving-guard in front of an engine. Returns the URL for its users. Raises `LaunchFailed`."""
+        flags = {"listen": free_address(), "upstream": upstream, "grant_dir": self.grants, **settings}
+        program = self._service("serving-guard", "ebbtide.serving_guard", _GUARD, **flags)
+        return f"http://{(await self.launcher.start(program)).address}"
 
     async def run_once(self, name: str, module: str, *arguments: str, watch: Callable[[], None]) -> None:
         """Run a module that knows no service to its end. Raises `LaunchFailed` if it fails."""
@@ -115,7 +132,14 @@ class Cluster:
 
     def _coordinator(self) -> Program:
         listen, store = self.shape.coordinator, f"unix://{self._redis_socket}"
-        return self._service("coordinator", "ebbtide.coordinator", _COORDINATOR, server_listen=listen, store_url=store)
+        return self._service(
+            "coordinator",
+            "ebbtide.coordinator",
+            _COORDINATOR,
+            server_listen=listen,
+            store_url=store,
+            lease_ttl_s=self.shape.lease_ttl_s,
+        )
 
     def _relay(self) -> Program:
         data = self.directory / "relay"
@@ -133,13 +157,13 @@ class Cluster:
         self._workers += 1
         name = self.workers[-1]
         shape = self.shape
-        flags = {"config": shape.worker_config} if shape.worker_config else _cpu_engine()
+        flags: dict[str, object] = {"config": shape.worker_config} if shape.worker_config else _cpu_engine()
+        flags |= {"kind": "borrowed", "grant_dir": self.grants} if shape.borrowed else {"kind": "spot"}
         return self._service(
             name,
             "ebbtide.rollout_worker",
             _WORKERS,
             worker_id=name,
-            kind="spot",
             model=shape.model,
             slots=shape.slots,
             flush_tokens=shape.flush_tokens,
@@ -207,7 +231,7 @@ def _prepared(directory: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InvalidRequest("another cluster runs in it; name another directory", field=str(directory)) from None
-        for name in (*_CLEARED, _MIRRORS):
+        for name in (*_CLEARED, _MIRRORS, _GRANTS):
             shutil.rmtree(directory / name, ignore_errors=True)
         for name in _CLEARED:
             (directory / name).mkdir()
@@ -216,7 +240,8 @@ def _prepared(directory: Path) -> Iterator[Path]:
             yield path
             return
         with tempfile.TemporaryDirectory(prefix="ebb-") as short:
-            yield Path(short) / "redis.sock"
+            (Path(short) / "redis").mkdir()
+            yield Path(short) / "redis" / "redis.sock"
 
 
 def free_address(wanted: str = "127.0.0.1:0") -> str:

@@ -10,6 +10,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 def register(app: typer.Typer) -> None:
     app.command(rich_help_panel="This machine")(demo)
+    app.command("demo-coserving", rich_help_panel="This machine")(demo_coserving)
     app.command(rich_help_panel="This machine")(up)
     app.command("base-model", context_settings=dict(_PASS_ON), rich_help_panel="This machine")(base_model)
 
@@ -49,6 +50,42 @@ def demo(
         kill_worker=kill,
         kill_coordinator=kill_coordinator,
         kill_trainer=kill_trainer,
+    )
+    raise typer.Exit(run(options))
+
+
+def demo_coserving(
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Request trace to replay: CSV with t_s,input_tokens,output_tokens. Without: made-up bursts."),
+    ] = None,
+    window: Annotated[str, typer.Option(metavar="START:END", help="Seconds of the trace.")] = "0:45",
+    speed: Annotated[float, typer.Option(min=0.001, help="Times its own pace.")] = 1.0,
+    prompts: Annotated[float, typer.Option(min=0.001, help="Factor on the trace's prompt lengths.")] = 0.25,
+    outputs: Annotated[float, typer.Option(min=0.001, help="Factor on the trace's answer lengths.")] = 0.5,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of the run.")] = 12,
+    eval_problems: Annotated[int, typer.Option(min=0, help="Problems of each evaluation.")] = 160,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of problems, base model and made-up traffic.")] = None,
+    run_dir: Annotated[Path, typer.Option(help="Where the report, timeline and logs go.")] = Path(
+        "runs/demo-coserving"
+    ),
+    cache: Annotated[Path, typer.Option(help="Where models are kept.")] = Path(".cache/base-models"),
+) -> None:
+    """Serve a model under replayed traffic while a training run borrows its idle time, and tell what users noticed."""
+    from ebbtide.cli.coserving_command import run
+    from ebbtide.cli.coserving_options import CoservingOptions
+
+    options = CoservingOptions(
+        run_dir=run_dir,
+        cache=cache,
+        seed=seed,
+        steps=steps,
+        eval_problems=eval_problems,
+        trace=trace,
+        window=window,
+        speed=speed,
+        prompts=prompts,
+        outputs=outputs,
     )
     raise typer.Exit(run(options))
 

@@ -33,12 +33,14 @@ _NEWS: Final = 6
 
 
 class Screen:
-    """What is shown: phases and their seconds, a detail of the present one, and a run's progress once there is one."""
+    """What is shown: phases and their seconds, a detail of the present one, a run's progress once there is one, and
+    what `beside` draws."""
 
     def __init__(self, title: str) -> None:
         self.title = title
         self.phases: dict[str, float] = {}
         self.progress: Progress | None = None
+        self.beside: Callable[[], RenderableType] | None = None
         self._console = Console()
         self._began = self._phase_began = time.monotonic()
         self._present = self._detail = ""
@@ -113,6 +115,8 @@ class Screen:
         if (progress := self.progress) is not None and progress.run is not None:
             parts += [Text(), _numbers(progress), Text(), worker_table(progress.workers, progress.rate), Text()]
             parts += [Text(f"{clock(at):>6}  {plain(text)}", style="dim") for at, text in list(progress.news)[-_NEWS:]]
+        if self.beside is not None:
+            parts += [Text(), self.beside()]
         return Group(*parts)
 
     def _head(self) -> Text:

@@ -1,0 +1,255 @@
+"""`ebbtide demo-coserving`: a served model under replayed traffic, while a training run borrows its idle time.
+
+Invariant: the traffic comes from a process of its own, through the guard, whatever the run does. All that the demo
+leaves lies in its run directory. If it dies here, so do its programs, and the next one clears the directory.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from ebbtide.cli.accounts import Accounts, read_attempts, settle
+from ebbtide.cli.base_model import base_model
+from ebbtide.cli.coserving_client import Plan
+from ebbtide.cli.coserving_options import CoservingOptions, Traffic, traffic
+from ebbtide.cli.coserving_records import Answer, Replay, Stretch, percentile, tpots, ttfts
+from ebbtide.cli.coserving_report import Coserving, Harvest, make_coserving
+from ebbtide.cli.coserving_traffic import Request, laps
+from ebbtide.cli.demo import BASE_MODEL, DemoOptions, demo_spec
+from ebbtide.cli.guard_client import GuardClient, guard_client
+from ebbtide.cli.guard_screen import head, picture
+from ebbtide.cli.local import Cluster, Shape, free_address, local_cluster
+from ebbtide.cli.pausing import Pausing, pausing
+from ebbtide.cli.progress import Progress, follow
+from ebbtide.cli.report import Report, make_report
+from ebbtide.cli.screen import Screen
+from ebbtide.cli.served_model import served_model
+from ebbtide.client import Client
+from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.grants import Page, page_path, socket_path
+from ebbtide.types.grants import GuardStatus
+from ebbtide.types.run import Run, RunSpec, RunStatus
+
+_RUN_ID: Final = "coserving"
+_SERVED: Final = "served"
+#: ROSE's own multiples of the percentiles alone.
+_TTFT_FACTOR, _TPOT_FACTOR = 1.6, 1.27
+#: What an engine that has just booted does for the first time is no measure: one request each of these prompt lengths.
+_WARM_UP: Final = (16, 64, 256, 1024, 2048, 512, 128, 1024)
+_WARM_UP_APART_S: Final = 0.6
+#: The window is replayed over and over beside the run, so often at most.
+_LAPS: Final = 40
+_LOOK_S: Final = 0.25
+#: A trainer that is stopped for so long in bursts keeps its run.
+_LEASE_S: Final = 120.0
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """As written to `report.json`, but for the replay."""
+
+    coserving: Coserving
+    run: Report
+    replay: Replay
+
+
+async def run_coserving(options: CoservingOptions) -> tuple[Outcome, Path]:
+    """The whole demo. Returns what came out, and the file of the report. Raises `EbbtideError` where there is none."""
+    sent, spec, screen = traffic(options), _spec(options), Screen("Ebbtide beside a served model")
+    async with screen.shown():
+        async with local_cluster(options.run_dir, screen.note) as cluster:
+            shutil.rmtree(options.run_dir / _RUN_ID, ignore_errors=True)
+            demo = _Demo(options, spec, sent, cluster, screen)
+            run, progress = await cluster.launcher.during(demo.run())
+            screen.phase("shutdown")
+        screen.phase("")
+    accounts = settle(read_attempts(cluster.ledgers, run.run_id), set())
+    report = make_report(
+        progress, run, accounts, kills=(), seconds=screen.phases, flush_tokens=cluster.shape.flush_tokens
+    )
+    outcome = demo.outcome(report, accounts)
+    path = options.run_dir / "report.json"
+    written = {"coserving": outcome.coserving, "run": outcome.run}
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=2))
+    return outcome, path
+
+
+def _spec(options: CoservingOptions) -> RunSpec:
+    demo = DemoOptions(
+        run_dir=options.run_dir, seed=options.seed, steps=options.steps, eval_problems=options.eval_problems
+    )
+    return demo_spec(demo)
+
+
+class _Demo:
+    def __init__(
+        self, options: CoservingOptions, spec: RunSpec, sent: Traffic, cluster: Cluster, screen: Screen
+    ) -> None:
+        self._options, self._spec, self._sent = options, spec, sent
+        self._cluster, self._screen = cluster, screen
+        self._status = GuardStatus()
+        self._answers: list[Answer] = []
+        self._stretches: list[Stretch] = []
+        self._targets = (0.0, 0.0)
+        self._pausing: Pausing
+        self._trainer_cpu_s = self._steps_s = 0.0
+
+    async def run(self) -> tuple[Run, Progress]:
+        """Up to the end of the run, and what is known of it then. Raises `EbbtideError` if the run failed."""
+        spec = await self._with_model()
+        self._screen.phase("boot")
+        address, relay = free_address(), free_address()
+        upstream = await self._boot(Path(spec.model), address, relay)
+        await self._alone(upstream)
+        self._screen.phase("beside")
+        ttft_s, tpot_s = self._targets
+        url = await self._cluster.guard(upstream, model=_SERVED, ttft_ms=1e3 * ttft_s, tpot_ms=1e3 * tpot_s)
+        async with Client(address, relay, token=self._cluster.token_file.read_text()) as client:
+            run, progress = await self._beside(client, spec, url)
+        if run.status is not RunStatus.FINISHED:
+            raise EbbtideError(f"the run ended as {run.status.name.lower()}: {run.message}")
+        return run, progress
+
+    def outcome(self, report: Report, accounts: Accounts) -> Outcome:
+        replay = Replay(
+            title="serving alone, then beside a training run",
+            answers=tuple(self._answers),
+            moments=tuple(self._pausing.moments),
+            stretches=tuple(self._stretches),
+            ttft_s=self._targets[0],
+            tpot_s=self._targets[1],
+        )
+        harvest = Harvest(
+            generated=accounts.generated,
+            lost=accounts.twice,
+            steps_s=self._steps_s,
+            trainer_cpu_s=self._trainer_cpu_s,
+        )
+        found = make_coserving(self._sent.what, replay, harvest, self._status)
+        return Outcome(coserving=found, run=report, replay=replay)
+
+    async def _with_model(self) -> RunSpec:
+        if self._spec.model != BASE_MODEL:
+            return self._spec
+        self._screen.phase("models")
+        path = await base_model(self._cluster, self._spec, self._options.cache, self._screen.detail)
+        return msgspec.structs.replace(self._spec, model=str(path))
+
+    async def _boot(self, model: Path, address: str, relay: str) -> str:
+        """Everything but the guard. Returns the serving engine's URL. Raises `LaunchFailed`."""
+        served = await asyncio.to_thread(served_model, self._options.cache)
+        shape = Shape(
+            model=model, workers=1, coordinator=address, relay=relay, borrowed=True, lease_ttl_s=_LEASE_S, slots=64
+        )
+        serving = asyncio.create_task(self._cluster.serve(served, _SERVED))
+        try:
+            await self._cluster.boot(shape)
+            return await serving
+        finally:
+            serving.cancel()
+            await asyncio.wait({serving})
+
+    # -- the traffic -----------------------------------------------------------------------------------------------
+
+    async def _alone(self, upstream: str) -> None:
+        """The window without anything beside it: what it measures makes the targets."""
+        self._screen.phase("alone")
+        self._screen.detail(f"{len(self._sent.requests)} requests in {self._sent.seconds:.0f} s: {self._sent.what}")
+        first = [Request(_WARM_UP_APART_S * at, prompt, 16) for at, prompt in enumerate(_WARM_UP)]
+        await self._send("warm-up", upstream, first)
+        begin = time.monotonic()
+        answers = await self._send("alone", upstream, self._sent.requests)
+        self._add("serving alone", answers, begin)
+        ttft, tpot = ttfts(answers), tpots(answers)
+        if not ttft:
+            raise EbbtideError(f"no request was served: {answers[0].failed if answers else 'none was sent'}")
+        self._targets = (_TTFT_FACTOR * percentile(ttft), _TPOT_FACTOR * percentile(tpot))
+
+    async def _send(self, name: str, url: str, requests: Sequence[Request]) -> list[Answer]:
+        """The answers to all of them, or to those that were sent until the client was asked to end."""
+        folder = self._cluster.directory
+        plan, out = folder / f"{name}-plan.json", folder / f"{name}.json"
+        plan.write_bytes(msgspec.json.encode(Plan(requests=list(requests))))
+        arguments = ("--url", url, "--model", _SERVED, "--plan", str(plan), "--out", str(out))
+        await self._cluster.run_once(name, "ebbtide.cli.coserving_client", *arguments, watch=lambda: None)
+        return msgspec.json.decode(out.read_bytes(), type=list[Answer])
+
+    def _add(self, name: str, answers: Sequence[Answer], begin_s: float) -> None:
+        self._answers += answers
+        self._stretches.append(Stretch(name, begin_s, time.monotonic()))
+
+    # -- the run beside it -----------------------------------------------------------------------------------------
+
+    async def _beside(self, client: Client, spec: RunSpec, url: str) -> tuple[Run, Progress]:
+        run = await client.submit(spec, _RUN_ID)
+        progress = Progress(run.run_id, run=run)
+        self._screen.attach(progress)
+        begin = time.monotonic()
+        async with self._watched(), self._paced():
+            users = asyncio.create_task(self._send("beside", url, laps(self._sent.requests, self._sent.seconds, _LAPS)))
+            following = asyncio.create_task(follow(client, progress))
+            try:
+                await asyncio.wait({following, users}, return_when=asyncio.FIRST_COMPLETED)
+                if users.done():
+                    users.result()  # what kept them from their work, if anything did
+                run = await following
+                self._end_users()
+                self._add("beside a training run", await users, begin)
+            finally:
+                users.cancel()
+                following.cancel()
+                await asyncio.wait({users, following})
+        return run, progress
+
+    def _end_users(self) -> None:
+        with suppress(ProcessLookupError, KeyError):
+            os.kill(self._cluster.launcher.process("beside").pid, signal.SIGTERM)
+
+    @asynccontextmanager
+    async def _watched(self) -> AsyncIterator[None]:
+        """Inside the block the guard's state is known and shown."""
+        async with guard_client(socket_path(self._cluster.grants)) as guard:
+            task = asyncio.create_task(self._watch(guard))
+            self._screen.beside = lambda: picture(self._status)
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.wait({task})
+                self._screen.beside = None
+
+    async def _watch(self, guard: GuardClient) -> None:
+        while True:
+            with suppress(Unavailable):
+                self._status = await guard.status()
+                self._pausing.generated = sum(one.tokens_harvested for one in self._status.borrowers)
+                self._screen.detail(head(self._status))
+            await asyncio.sleep(_LOOK_S)
+
+    @asynccontextmanager
+    async def _paced(self) -> AsyncIterator[None]:
+        """Inside the block the trainer runs while nothing is inside the serving engine."""
+        launcher, (worker,) = self._cluster.launcher, self._cluster.workers
+        page = Page(page_path(self._cluster.grants, worker))
+        cpu_s, busy_s = _cpu_s(launcher.process("trainer").pid), page.steps().busy_s
+        with pausing(page, lambda: launcher.process("trainer").pid) as self._pausing:
+            yield
+        self._trainer_cpu_s = _cpu_s(launcher.process("trainer").pid) - cpu_s
+        self._steps_s = page.steps().busy_s - busy_s
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return times.user + times.system
