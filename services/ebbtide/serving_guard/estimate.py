@@ -18,18 +18,20 @@ _WEIGHT: Final = 0.1
 _MODELS: Final = 64
 #: What an image is to most models, whatever its bytes.
 _IMAGE_TOKENS: Final = 1000
+#: msgspec knows no optional `Raw`.
+_NONE: Final = Raw(b"")
 _IMAGE: Final = re.compile(rb'"data:[^",]{0,100};base64,[^"]*"')
 
 
 class _Body(Struct):
     model: str = ""
     stream: bool | None = None
-    prompt: Raw | None = None
-    messages: Raw | None = None
-    input: Raw | None = None
-    instructions: Raw | None = None
-    token_ids: Raw | None = None
-    tools: Raw | None = None
+    prompt: Raw = _NONE
+    messages: Raw = _NONE
+    input: Raw = _NONE
+    instructions: Raw = _NONE
+    token_ids: Raw = _NONE
+    tools: Raw = _NONE
 
 
 class _Answer(Struct):
@@ -57,14 +59,15 @@ def read(body: bytes) -> Asked:
         return Asked(text_bytes=len(body))
     tokens = text = 0
     for part in (seen.prompt, seen.messages, seen.input, seen.instructions, seen.token_ids, seen.tools):
-        if part is not None:
-            counted, length = _size(bytes(part))
-            tokens, text = tokens + counted, text + length
+        counted, length = _size(bytes(part))
+        tokens, text = tokens + counted, text + length
     return Asked(seen.model, bool(seen.stream), tokens, text)
 
 
 def _size(part: bytes) -> tuple[int, int]:
     """(tokens, bytes of text). Lists of numbers, of lists too, are tokens; an image is as many as most have."""
+    if part in {b"", b"null"}:
+        return 0, 0
     opening = part[:64].replace(b" ", b"").replace(b"\n", b"").lstrip(b"[")
     if part[:1] == b"[" and opening[:1].isdigit():
         return part.count(b",") + 1, 0

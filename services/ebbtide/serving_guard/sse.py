@@ -7,11 +7,13 @@ here ever raises: an event that is not understood counts as one token.
 from typing import Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 #: An event longer than this is not kept until its end: no event of tokens is.
 _LONGEST: Final = 256 << 10
-_NULL: Final = b"null"
+#: msgspec knows no optional `Raw`.
+_NONE: Final = Raw(b"null")
+_EMPTY: Final = frozenset({b"null", b'""', b"[]"})
 
 
 class Usage(Struct):
@@ -33,15 +35,15 @@ class Usage(Struct):
 
 class _Delta(Struct):
     role: str | None = None
-    content: msgspec.Raw | None = None
-    reasoning: msgspec.Raw | None = None
-    reasoning_content: msgspec.Raw | None = None
-    tool_calls: msgspec.Raw | None = None
+    content: Raw = _NONE
+    reasoning: Raw = _NONE
+    reasoning_content: Raw = _NONE
+    tool_calls: Raw = _NONE
 
     def opens(self) -> bool:
         """Whether it only says who speaks, as chat's first event does."""
         parts = (self.content, self.reasoning, self.reasoning_content, self.tool_calls)
-        return self.role is not None and all(part is None or bytes(part) in {_NULL, b'""', b"[]"} for part in parts)
+        return self.role is not None and all(bytes(part) in _EMPTY for part in parts)
 
 
 class _Choice(Struct):
@@ -65,7 +67,7 @@ class _Event(Struct):
     usage: Usage | None = None
     response: _Inner | None = None
     message: _Inner | None = None
-    error: msgspec.Raw | None = None
+    error: Raw = _NONE
 
 
 _decode: Final = msgspec.json.Decoder(_Event).decode
@@ -113,7 +115,7 @@ class Events:
         return tokens
 
     def _of(self, seen: _Event) -> int:
-        if seen.type == "error" or seen.type.endswith(".failed") or (seen.error and bytes(seen.error) != _NULL):
+        if seen.type == "error" or seen.type.endswith(".failed") or bytes(seen.error) not in _EMPTY:
             self.failed = True
             return 0
         if seen.choices is not None:
