@@ -55,7 +55,8 @@ class Enforcer:
     async def run(self) -> None:
         """Look at all engines, for ever."""
         while True:
-            await asyncio.sleep(_SUSPECT_S if self.check() else _LOOK_S)
+            suspect = self.check()
+            await asyncio.sleep(_SUSPECT_S if suspect else _LOOK_S)
 
     def check(self) -> bool:
         """Look once. Whether one goes on that should not, and may have to be stopped."""

@@ -136,7 +136,14 @@ class Guard:
         from ebbtide.serving_guard.observe import Observer
 
         url = self._settings.metrics_url or f"{self._settings.upstream.rstrip('/')}/metrics"
-        return Observer(url, self.keeper, self.books, self.memory, interval_s=self._settings.observe_ms / 1000)
+        return Observer(
+            url,
+            self.keeper,
+            self.books,
+            self.memory,
+            interval_s=self._settings.observe_ms / 1000,
+            borrowed=lambda: bool(self.borrowers.all()),
+        )
 
     async def _tick(self) -> None:
         told: dict[str, Any] = {}

@@ -26,8 +26,8 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     mode: Annotated[
         Literal["proxy", "observe"],
         Meta(
-            description="proxy: user traffic passes through here; observe: it does not, and the guard reads the engine's "
-            "metrics, so that rollouts give way up to observe_ms and an answer later"
+            description="proxy: user traffic passes through here; observe: it does not, the engine's metrics are read, "
+            "and rollouts give way up to observe_ms and an answer later"
         ),
     ] = "proxy"
     model: Annotated[
@@ -92,6 +92,8 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
             url = urlsplit(getattr(self, name))
             if getattr(self, name) and (url.scheme not in ("http", "https") or not url.hostname):
                 raise InvalidRequest("give a URL such as http://127.0.0.1:8000", field=name)
+        if self.slo_file and self.mode == "observe":
+            raise InvalidRequest("metrics do not tell models apart; give the SLO by flags", field="slo_file")
         if self.metrics_url and self.mode == "proxy":
             raise InvalidRequest(
                 "is read in mode observe alone; leave it out, or set mode = observe", field="metrics_url"
