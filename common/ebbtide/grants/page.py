@@ -196,12 +196,15 @@ class Page:
     def begin_step(self, *, heeding: bool = True) -> Budget:
         """Say that a step begins, and take the budget that then still holds. Without one, nothing has begun, unless
         the engine is `heeding` none."""
-        self._words[_BEGAN] = time.monotonic_ns()
-        self._words[_STEPPING] = 1
+        words = self._words
+        if heeding and not self.budget().tokens:
+            return Budget()
+        last, words[_BEGAN] = words[_BEGAN], time.monotonic_ns()
+        words[_STEPPING] = 1
         self._fence()
         budget = self.budget()
         if heeding and not budget.tokens:
-            self._words[_STEPPING] = 0
+            words[_STEPPING], words[_BEGAN] = 0, last
         return budget
 
     def end_step(self, scheduled: int) -> None:

@@ -9,16 +9,16 @@ its heartbeats say that it may not generate. Nothing of this outlives the proces
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, Unavailable
-from ebbtide.grants import Page
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
+from ebbtide.rollout_worker.engine.borrowed import Borrowed as BorrowedEngine
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.rpc.retry import pauses
@@ -52,11 +52,12 @@ class Borrowing:
     """One worker's side of the grants."""
 
     def __init__(
-        self, stub: GrantsStub, target: str, page: Page, attempts: Attempts, *, worker_id: str, slots: int, tokens: int
+        self, stub: GrantsStub, target: str, engine: BorrowedEngine, attempts: Attempts, *, worker_id: str, slots: int
     ) -> None:
-        """`page`: of an engine that has booted. `tokens`: of one of its steps, at most."""
-        self._stub, self._target, self._page, self._attempts = stub, target, page, attempts
-        self._worker_id, self._slots, self._tokens = worker_id, slots, tokens
+        """`engine` has booted."""
+        self._stub, self._target, self._engine, self._attempts = stub, target, engine, attempts
+        self._page = engine.page
+        self._worker_id, self._slots = worker_id, slots
         self._forecast = Forecast()
         self._wanted = True
         self._news = asyncio.Event()
@@ -64,7 +65,6 @@ class Borrowing:
         self._reason = ""
         self._able_at = time.monotonic()  # when the engine was last seen to generate, or to be free to
         self._flushed = True
-        self.told: Callable[[], None] = attempts.holds.tell
 
     @property
     def state(self) -> Borrowed:
@@ -172,8 +172,10 @@ class Borrowing:
             worker_id=self._worker_id,
             pids=tuple(family(steps.pid)),
             slots=self._slots,
-            step_tokens=self._tokens,
+            step_tokens=self._engine.step_tokens,
             kv_bytes=steps.kv_total * steps.block_bytes,
+            weights_bytes=self._engine.weights_bytes,
+            device=self._engine.device,
         )
 
     def _look(self) -> None:

@@ -125,8 +125,8 @@ async def _borrow(
     found_at = socket_path(borrowed.path.parent)
     channel = await stack.enter_async_context(open_socket(found_at))
     stack.callback(borrowed.close)
-    limits = {"slots": settings.slots, "tokens": settings.step_tokens}
-    borrowing = Borrowing(GrantsStub(channel), str(found_at), borrowed.page, attempts, worker_id=worker_id, **limits)
+    stub = GrantsStub(channel)
+    borrowing = Borrowing(stub, str(found_at), borrowed, attempts, worker_id=worker_id, slots=settings.slots)
     for work, name in ((borrowing.run(), "grants"), (borrowing.watch(), "grants watched")):
         stack.push_async_callback(_end, shutdown.spawn(work, name))
     return borrowing

@@ -50,8 +50,8 @@ class Guard(grants_pb2_grpc.GrantsServicer):
         try:
             while not self._ended.is_set():
                 if not self.silent:
-                    grant = {"tokens": 256, "sequences": 64, "expires_s": GRANT_S, **self.fields}
-                    yield grants_pb2.Grant(sequence=time.monotonic_ns(), residency=1, **grant)
+                    grant = {"tokens": 256, "sequences": 64, "expires_s": GRANT_S, "residency": 1, **self.fields}
+                    yield grants_pb2.Grant(sequence=time.monotonic_ns(), **grant)
                 await asyncio.sleep(0.03)
         finally:
             self.streams -= 1

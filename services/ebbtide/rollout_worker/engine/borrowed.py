@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page
+from ebbtide.rollout_worker.engine.cpu import is_cpu_build
 from ebbtide.types.grants import Budget
 
 #: The path of the page, for the engine core's process.
@@ -23,16 +24,18 @@ class Borrowed:
 
     def __init__(self, path: Path, step_tokens: int) -> None:
         """Raises `InvalidRequest` for a file there that is no page of this user's own."""
-        self.path, self._step_tokens = path, step_tokens
+        self.path, self.step_tokens = path, step_tokens
         self.page = Page(path, create=True)
+        self.weights_bytes = 0
+        self.device = ""  # NVML's id of the GPU; empty: none
 
     def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """These engine arguments with ours. Raises `InvalidRequest` for those that a borrowed engine cannot have."""
-        fixed = {"scheduler_cls": _SCHEDULER, "async_scheduling": False, "max_num_batched_tokens": self._step_tokens}
+        fixed = {"scheduler_cls": _SCHEDULER, "async_scheduling": False, "max_num_batched_tokens": self.step_tokens}
         for name in fixed:
             if name in arguments:
                 raise InvalidRequest(f"{name} is not free in a borrowed engine", field="vllm.engine_args")
-        if self._step_tokens < arguments["max_num_seqs"]:
+        if self.step_tokens < arguments["max_num_seqs"]:
             text = f"must be at least the number of slots, {arguments['max_num_seqs']}, which may be in one step"
             raise InvalidRequest(text, field="step_tokens")
         return {**arguments, **fixed}
@@ -44,12 +47,17 @@ class Borrowed:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("KMP_BLOCKTIME", "0")
 
+    def learn(self, root: Path) -> None:
+        """What the guard is told of the engine that boots from the checkpoint at `root`."""
+        self.weights_bytes = sum(file.stat().st_size for file in root.glob("*.safetensors"))
+        self.device = "" if is_cpu_build() else _device()
+
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """A budget of the worker's own, before the guard has heard of it: an engine that boots asks nobody, and
         disturbs who is served beside it, by its warm-up no more than by the loading of its weights."""
         until = time.monotonic() + _WARM_UP_S
-        self.page.write_budget(Budget(self._step_tokens, self._step_tokens, until))
+        self.page.write_budget(Budget(self.step_tokens, self.step_tokens, until))
         self.page.renew(until)
         try:
             yield
@@ -61,3 +69,13 @@ class Borrowed:
         """Give the lease back, and remove the page unless it is another worker's by now."""
         self.page.renew(0.0)
         self.page.remove(self.path)
+
+
+def _device() -> str:
+    """NVML's id of the first GPU that this process may use; empty if it has none that NVML knows."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    if first.startswith(("GPU-", "MIG-")):
+        return first
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_uuid(0)) if current_platform.is_cuda() else ""

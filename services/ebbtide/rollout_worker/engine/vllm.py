@@ -29,6 +29,7 @@ from ebbtide.types.rollout import FinishReason
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 #: vLLM's label before any version was installed.
 _UNLABELLED = "default"
+_AWAY = "weights away"
 _DEAD = "the engine's process died; its log says why"
 
 
@@ -45,6 +46,7 @@ class VllmEngine:
         self._paused: set[str] = set()
         self._pausing = asyncio.Lock()
         self._salt = 0
+        self._away = False
         self._tokenizer: Any = None
         self._llm: Any = None
         self._updates: Any = None
@@ -62,6 +64,8 @@ class VllmEngine:
         self._shapes = checkpoint.tensor_shapes(self._root)
         arguments = self._arguments()
         self._environment()
+        if self._borrowed:
+            self._borrowed.learn(self._root)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -120,7 +124,7 @@ class VllmEngine:
 
     async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:
         self.check()
-        how = await self._updates.prepare(version, weights, changes)
+        how = await self._updates.prepare(version, weights, None if self._away else changes)
         start = time.monotonic()
         # vLLM's own call waits a while longer, for the looks of it alone.
         await self._hold("install", self._llm.engine_core.pause_scheduler_async)
@@ -128,11 +132,29 @@ class VllmEngine:
         try:
             await self._updates.apply(version, how)
             await self.resume("install")
+            if self._away:
+                self._away = False
+                await self.resume(_AWAY)
             pause_s = time.monotonic() - start
             await self._updates.finish()
         except Exception as error:
             raise EngineFailed(f"version {version} could not be applied whole: {error}") from error
         return pause_s
+
+    async def give_up_cache(self) -> None:
+        """Let what the page no longer allows of keys and values go at once, and all that is cached of them. Requests
+        keep their tokens."""
+        await self._llm.reset_prefix_cache()
+
+    async def give_up_weights(self) -> None:
+        """Give their memory back, on a CPU build. Nothing is generated until the next install, of whatever version.
+        Raises `EngineFailed`."""
+        await self.pause(_AWAY)
+        self._away = True
+        try:
+            await self._updates.drop()
+        except Exception as error:
+            raise EngineFailed(f"the weights were given up in part: {error}") from error
 
     async def pause(self, reason: str) -> None:
         await self._hold(reason, self._llm.pause_generation)
