@@ -40,7 +40,8 @@ class Targets(Struct, frozen=True, kw_only=True):
     `ttft_s`, `tpot_s`: seconds until the first token, and per token behind it, within which the `percentile` of
     requests is to be; where one is 0, `ttft_factor` or `tpot_factor` times that percentile of the engine's own unloaded
     latency, as learnt. `aim_ttft`, `aim_tpot`: the fraction of each target to which rollouts may push a request; 0: no
-    rollouts while a request waits for its first token, or while one decodes.
+    rollouts while a request waits for its first token, or while one decodes. TPOT is a request's mean, so that no pause
+    between two tokens is pushed beyond `aim_gap` times the target, and the mean not beyond `aim_tpot` times.
     """
 
     ttft_s: float = 0.0
@@ -50,6 +51,7 @@ class Targets(Struct, frozen=True, kw_only=True):
     percentile: float = 99.0
     aim_ttft: float = 0.0
     aim_tpot: float = 0.0
+    aim_gap: float = 2.0
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -100,8 +102,8 @@ class Decides(Protocol):
     back."""
 
     def arrived(self, now: float, request: str, prompt_tokens: int, *, streamed: bool = True) -> None:
-        """A request came; `prompt_tokens` may be an estimate. One that is not `streamed` has its first token at its end,
-        as seen from here, so it waits all the while and teaches nothing."""
+        """A request came; `prompt_tokens` may be an estimate. One that is not `streamed` has its first token at its
+        end, as seen from here, so it waits all the while and teaches nothing."""
 
     def produced(self, now: float, request: str, tokens: int) -> None:
         """It made `tokens` more; at first its first."""
@@ -195,7 +197,10 @@ class Governor(Decides):
     def stepped(self, now: float, tokens: int, seconds: float) -> None:
         beside = self._busy or self._left > now - seconds
         if self._steps.overran(tokens, seconds, beside=beside):
-            (self._beside if beside else self._alone).cut(now, tokens / self._limits.tokens)
+            if beside:
+                self._beside.cut(now, self._beside.level)
+            else:
+                self._alone.cut(now, tokens / self._limits.tokens)
         self._lessons.stepped(now, tokens, seconds, beside=beside)
 
     def decide(self, now: float) -> Decision:
@@ -261,15 +266,17 @@ class Governor(Decides):
 
     def _shared(self, now: float) -> Decision:
         aim_tpot = self._targets.aim_tpot * self._tpot if self._probe is None else 0.0
-        point = self._book.point(self._targets.aim_ttft * self._ttft, aim_tpot) if not self._seen[0] else -inf
+        aim_gap = self._targets.aim_gap * self._tpot
+        point = self._book.point(self._targets.aim_ttft * self._ttft, aim_tpot, aim_gap) if not self._seen[0] else -inf
         slack = max(0.0, point - now)
-        room = slack - (1.0 - self._beside.level) * aim_tpot
+        level = self._beside.calm(now) if slack > 0.0 else self._beside.level
+        room = slack - (1.0 - level) * aim_gap
         tokens = min(self._limits.tokens, self._steps.tokens_within(_OF_SLACK * room, beside=True)) if room > 0 else 0
         if tokens < self._least:
             return Decision(Budget(), "reclaimed", slack, now + GRANT_S / 3)
-        self._beside.calm(now)
         until = min(now + GRANT_S, now + room - self._steps.predicted(tokens, beside=True))
-        return Decision(Budget(tokens, min(self._limits.sequences, tokens), until), "shared", slack, until)
+        budget = Budget(tokens, min(self._limits.sequences, tokens), until)
+        return Decision(budget, "shared", slack, min(until, now + GRANT_S / 3))
 
     def _resolve(self) -> None:
         """Targets that are factors follow what was learnt."""

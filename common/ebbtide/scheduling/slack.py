@@ -2,11 +2,11 @@
 
 After ROSE's test (see `governor`), with two differences. The queue counts: prefill is serial, so a request waits for
 the work of those ahead of it too. And the next token of a request that decodes has two deadlines, of which the earlier
-holds: one aim after the token before it, and one by which the request's mean so far stays within the aim. So one that
-others have slowed down already is left alone.
+holds: by one the pause since its last token stays bearable, by the other the request's mean so far stays within the
+aim, so that one which others have slowed down already is left alone.
 
 Invariant: a request is in `_waiting`, in order of arrival, until its first token, and from then on in `_decoding` and
-`_due` until its end. `_due` has the deadline of each one's next token for the aim `_due_for`.
+`_due` until its end. `_due` has the deadline of each one's next token for the aims `_due_for`.
 """
 
 from math import inf
@@ -41,7 +41,7 @@ class Book:
         self._waiting: dict[str, Request] = {}
         self._decoding: dict[str, Request] = {}
         self._due: dict[str, float] = {}
-        self._due_for = 0.0
+        self._due_for = (0.0, 0.0)
         self._earliest: float | None = None  # of those that wait: arrival less the work up to its first token
 
     def __len__(self) -> int:
@@ -88,10 +88,11 @@ class Book:
         self._due.pop(name, None)
         return self._decoding.pop(name, None)
 
-    def point(self, ttft_aim: float, tpot_aim: float) -> float:
-        """By when all rollout work has to be over, if every request is to have its next token within its aim (seconds
-        after its arrival; seconds per token). Infinite where nothing is inside; with an aim of 0 long ago."""
-        return min(self._waiting_point(ttft_aim), self._decoding_point(tpot_aim))
+    def point(self, ttft_aim: float, tpot_aim: float, gap_aim: float) -> float:
+        """By when all rollout work has to be over, if every request is to have its first token `ttft_aim` seconds after
+        its arrival, and its next one so that its mean stays within `tpot_aim` and the pause within `gap_aim`. Infinite
+        where nothing is inside; with an aim of 0 long ago."""
+        return min(self._waiting_point(ttft_aim), self._decoding_point(tpot_aim, gap_aim))
 
     def _waiting_point(self, aim: float) -> float:
         if not self._waiting:
@@ -111,16 +112,16 @@ class Book:
             earliest = min(earliest, request.arrived - work)
         return earliest
 
-    def _decoding_point(self, aim: float) -> float:
+    def _decoding_point(self, aim: float, gap: float) -> float:
         if not self._decoding:
             return inf
-        if aim <= 0.0:
+        if aim <= 0.0 or gap <= 0.0:
             return -inf
-        if aim != self._due_for:
-            self._due_for = aim
+        if (aim, gap) != self._due_for:
+            self._due_for = (aim, gap)
             self._due = {name: self._deadline(request) for name, request in self._decoding.items()}
         return min(self._due.values()) - self._unloaded.decode_s(len(self._decoding))
 
     def _deadline(self, request: Request) -> float:
-        aim = self._due_for
-        return min(request.last + aim, request.first + aim * request.tokens)
+        aim, gap = self._due_for
+        return min(request.last + gap, request.first + aim * request.tokens)
