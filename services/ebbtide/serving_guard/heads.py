@@ -66,6 +66,8 @@ def read_head(method: bytes, target: bytes, headers: list[Header], version: str,
     hosts = seen.get(b"host", [])
     if len(hosts) > 1 or (modern and not hosts):
         raise Refused(400, "there has to be one Host header")
+    if not hosts:  # HTTP/1.0, and the engine gets 1.1
+        headers = [(b"Host", b"localhost"), *headers]
     _refuse_upgrades(method, seen)
     length, chunked = _framing(seen, modern=modern)
     target = origin_form(target)

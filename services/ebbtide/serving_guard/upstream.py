@@ -59,6 +59,7 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._heard = self._headed = self._interim = self._complete = self._until_close = False
         self._trouble = ""
+        self._keeps = False  # whether the connection outlives this answer
 
     def ask(self, asker: Asker, head: bytes) -> None:
         """Send a request's head, with the body's beginning where it is there; the rest follows by `send`."""
@@ -80,7 +81,7 @@ class Connection(asyncio.Protocol):
     def release(self, *, reusable: bool) -> None:
         """The asker is through: back to the pool, or closed."""
         self._asker = None
-        if reusable and not self.transport.is_closing() and self._parser.should_keep_alive():
+        if reusable and not self.transport.is_closing() and self._keeps:
             self._used = True
             self.read_on(True)
             self._pool.put(self)
@@ -167,6 +168,7 @@ class Connection(asyncio.Protocol):
                 self._trouble = "it switched protocols, which nobody asked for"
             return
         self._headed = True
+        self._keeps = self._parser.should_keep_alive()
         names = {name.lower() for name, _ in self._headers}
         bounded = not names.isdisjoint((b"content-length", b"transfer-encoding"))
         empty = status in {204, 304} or self._asker.head_only

@@ -1,0 +1,316 @@
+"""What passes through the proxy, and how it fails."""
+
+import asyncio
+import io
+import json
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.serving_guard.limits import ProxySettings
+from ebbtide.serving_guard.proxy import Proxy
+from ebbtide.testing import wait_until
+from tests.integration.serving_guard.stand import (
+    CHAT,
+    COMPLETIONS,
+    Recorded,
+    begin,
+    on_uvloop,
+    random_bytes,
+    scripted,
+    standing,
+)
+
+
+@on_uvloop
+async def test_method_target_headers_status_and_bodies_pass_untouched() -> None:
+    seen: list[tuple[str, str, list[tuple[str, str]], bytes]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        headers = [(name.decode(), value.decode()) for name, value in request.raw_headers]
+        seen.append((request.method, request.raw_path, headers, await request.read()))
+        answer = web.Response(status=418, reason="Short And Stout", body=b"\x00\xffbytes")
+        answer.headers.extend([("X-Twice", "one"), ("X-Twice", "two")])
+        return answer
+
+    async with standing() as stand:
+        stand.engine.handler = handler
+        body = random_bytes(3000)
+        answer = await stand.say(
+            b"PATCH /odd%2Fpath//x?b=2&a=%20;c HTTP/1.1\r\nHost: a.example\r\nX-Mixed-CASE: v  w\r\nCookie: a\r\n"
+            b"Cookie: b\r\nAuthorization: Bearer s\r\nContent-Length: 3000\r\nConnection: close\r\n\r\n" + body
+        )
+    method, path, headers, received = seen[0]
+    assert (method, path, received) == ("PATCH", "/odd%2Fpath//x?b=2&a=%20;c", body)
+    assert headers == [
+        ("Host", "a.example"), ("X-Mixed-CASE", "v  w"), ("Cookie", "a"), ("Cookie", "b"),
+        ("Authorization", "Bearer s"), ("Content-Length", "3000"),
+    ]  # fmt: skip
+    assert answer.startswith(b"HTTP/1.1 418 Short And Stout\r\n") and answer.endswith(b"\r\n\r\n\x00\xffbytes")
+    assert answer.count(b"X-Twice: ") == 2
+
+
+@on_uvloop
+async def test_headers_of_the_connection_stay_on_it() -> None:
+    seen: list[list[bytes]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append([name.lower() for name, _ in request.raw_headers])
+        return web.Response(headers={"Keep-Alive": "timeout=5", "X-Stays": "1"}, text="ok")
+
+    async with standing() as stand:
+        stand.engine.handler = handler
+        answer = await stand.say(
+            b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close, X-Secret, Host\r\nX-Secret: 1\r\nTE: trailers\r\n"
+            b"Keep-Alive: 3\r\nProxy-Connection: x\r\nX-Stays: 1\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n\r\n"
+        )
+    assert seen == [[b"host", b"x-stays"]]
+    assert b"x-stays: 1" in answer.lower() and b"keep-alive" not in answer.lower()
+
+
+@on_uvloop
+async def test_a_streamed_answer_comes_event_by_event() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = await begin(request)
+        await response.write(b"data: {}\n\n")
+        await stand.engine.go_on.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with standing() as stand:
+        stand.engine.handler = handler
+        async with stand.session.post(CHAT, json={"stream": True}) as response:
+            assert await response.content.readuntil(b"\n\n") == b"data: {}\n\n"
+            stand.engine.go_on.set()  # the engine ends no sooner
+            assert await response.read() == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000, 5 << 20])
+@pytest.mark.parametrize("path", ["/v1/files", COMPLETIONS])
+@pytest.mark.parametrize("chunked", [False, True])
+@on_uvloop
+async def test_bodies_of_any_length_pass_both_ways(size: int, path: str, chunked: bool) -> None:
+    async def echo(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(await request.read())
+        return response
+
+    async with standing() as stand:
+        stand.engine.handler = echo
+        body = random_bytes(size)
+
+        async def pieces():  # type: ignore[no-untyped-def]
+            for start in range(0, size, 60_000):
+                yield body[start : start + 60_000]
+
+        async with stand.session.post(path, data=pieces() if chunked else io.BytesIO(body)) as response:
+            assert await response.read() == body
+        await stand.told_all()
+        assert len(stand.traffic.of("arrived")) == (path == COMPLETIONS)
+
+
+@on_uvloop
+async def test_answers_without_a_body_end_where_they_should() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        status = int(request.path[1:])
+        return web.Response(status=status) if status != 200 else web.Response(body=b"12345")
+
+    async with standing() as stand:
+        stand.engine.handler = handler
+        for status in (204, 304, 200):
+            async with stand.session.get(f"/{status}") as response:
+                assert (response.status, await response.read()) == (status, b"12345" if status == 200 else b"")
+            async with stand.session.head(f"/{status}") as response:
+                assert response.status == status
+                assert status != 200 or response.headers["Content-Length"] == "5"
+
+
+@on_uvloop
+async def test_an_older_client_gets_a_plain_body_and_its_end() -> None:
+    async with standing() as stand:
+        body = b'{"stream": true}'
+        answer = await stand.say(b"POST %s HTTP/1.0\r\nContent-Length: 16\r\n\r\n%s" % (CHAT.encode(), body))
+        head, _, events = answer.partition(b"\r\n\r\n")
+        assert b"Connection: close" in head and b"chunked" not in head
+        assert events.startswith(b"data: {") and events.endswith(b"}\n\ndata: [DONE]\n\n")
+
+
+@on_uvloop
+async def test_an_answer_may_come_interim_and_end_with_its_connection() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nX-A: 1\r\n\r\nuntil ")
+        writer.write(b"the end")
+
+    async with scripted(serve) as url, standing(url) as stand, stand.session.get("/") as response:
+        assert (response.status, response.headers["X-A"], await response.read()) == (200, "1", b"until the end")
+        assert "Link" not in response.headers
+
+
+@on_uvloop
+async def test_an_expectation_is_answered_before_the_body_comes() -> None:
+    async with standing() as stand:
+        reader, writer = await stand.raw()
+        writer.write(b"POST /x HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"abc")
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
+@on_uvloop
+async def test_an_engine_that_is_not_there_is_named() -> None:
+    async with standing("http://127.0.0.1:9") as stand:
+        status, body = await stand.chat()
+        error = json.loads(body)["error"]
+        assert status == error["code"] == 502
+        assert error["type"] == "upstream_unreachable" and "http://127.0.0.1:9" in error["message"]
+        assert stand.traffic.outcomes == [False]
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nConte", b"SSH-2.0-OpenSSH\r\n"])
+@on_uvloop
+async def test_an_engine_that_fails_before_its_answer_is_named(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+
+    async with scripted(serve) as url, standing(url) as stand:
+        status, body = await stand.chat()
+        assert status == 502 and json.loads(body)["error"]["type"] == "upstream_failed"
+        assert stand.traffic.outcomes == [False]
+
+
+@on_uvloop
+async def test_an_answer_cut_short_is_seen_as_such() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"a\r\ndata: {}\n\n\r\n")
+
+    async with scripted(serve) as url, standing(url) as stand:
+        with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientConnectionError)):
+            await stand.chat()
+        await stand.told_all()
+        assert stand.traffic.outcomes == [False]
+
+
+@on_uvloop
+async def test_a_client_that_leaves_ends_its_request_at_the_engine() -> None:
+    async with standing() as stand:
+        stand.engine.handler = stand.engine.endless
+        async with stand.session.post(CHAT, json={"stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            response.close()
+        await wait_until(lambda: stand.engine.broken_off == 1, timeout=1.0)
+        assert stand.traffic.outcomes == [False]
+
+
+@on_uvloop
+async def test_a_client_that_leaves_before_the_first_token_does_so_too() -> None:
+    async with standing() as stand:
+        stand.engine.handler = stand.engine.hanging
+        task = asyncio.create_task(stand.chat())
+        await wait_until(lambda: stand.engine.asked == 1)
+        task.cancel()
+        await wait_until(lambda: stand.engine.broken_off == 1, timeout=1.0)
+        assert stand.traffic.outcomes == [False]
+
+
+@on_uvloop
+async def test_a_kept_connection_that_the_engine_closed_costs_no_request() -> None:
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await reader.readuntil(b"\r\n\r\n")  # the next one it reads, and closes without a word
+
+    async with scripted(serve) as url, standing(url) as stand:
+        for _ in range(3):
+            async with stand.session.get("/") as response:
+                assert (response.status, await response.read()) == (200, b"ok")
+        assert connections == 3
+
+
+@on_uvloop
+async def test_connections_to_the_engine_are_kept() -> None:
+    async with standing() as stand:
+        for _ in range(20):
+            assert (await stand.chat())[0] == 200
+        assert stand.proxy.pool.connects == 1
+
+
+@on_uvloop
+async def test_every_client_gets_its_own_answer() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        response = await begin(request)
+        for start in range(0, len(body), 7919):
+            await response.write(body[start : start + 7919])
+            await asyncio.sleep(0)
+        return response
+
+    async with standing() as stand:
+        stand.engine.handler = handler
+
+        async def one(number: int) -> bool:
+            body = random_bytes(1 + number * 397, seed=number)
+            async with stand.session.post(COMPLETIONS, data=body) as response:
+                return await response.read() == body
+
+        assert all(await asyncio.gather(*[one(number) for number in range(100)]))
+
+
+@on_uvloop
+async def test_websockets_get_a_clear_answer() -> None:
+    async with standing() as stand:
+        answer = await stand.say(
+            b"GET /v1/realtime HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x\r\n\r\n"
+        )
+        assert answer.startswith(b"HTTP/1.1 501 ") and b"websockets do not pass" in answer
+        assert stand.engine.asked == 0
+
+
+@on_uvloop
+async def test_health_is_that_of_the_way_to_the_engine() -> None:
+    async with standing() as stand:
+        async with stand.session.get("/ebbtide/health") as response:
+            assert (response.status, await response.json()) == (200, {"status": "ok"})
+        await stand.engine.stop()
+
+        async def failing() -> bool:
+            async with stand.session.get("/ebbtide/health") as response:
+                return response.status == 503 and "cannot be reached" in await response.text()
+
+        await wait_until(failing, timeout=5.0)
+        await stand.engine.start(stand.engine.port)
+        await wait_until(lambda: stand.session.get("/ebbtide/health"))
+        assert stand.engine.asked == 0
+
+
+@on_uvloop
+async def test_what_is_under_way_ends_before_the_proxy_does() -> None:
+    async with standing(drain_s=10.0) as stand:
+        stand.engine.handler = stand.engine.hanging
+        request = asyncio.create_task(stand.chat())
+        await wait_until(lambda: stand.engine.asked == 1)
+        stop = asyncio.create_task(stand.proxy.stop())
+        await wait_until(lambda: stand.proxy.clients.draining)
+        with pytest.raises(ConnectionRefusedError):
+            await stand.raw()
+        stand.engine.go_on.set()
+        assert (await request)[0] == 200
+        await stop
+
+
+@pytest.mark.parametrize("upstream", ["https://a:1", "127.0.0.1:8000", "http://a:1/path", "http://a:x", "http://"])
+def test_an_upstream_that_cannot_be_is_refused(upstream: str) -> None:
+    with pytest.raises(InvalidRequest, match="upstream"):
+        Proxy(ProxySettings(), upstream, Recorded())
