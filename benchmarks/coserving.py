@@ -34,8 +34,9 @@ from rich.console import Console  # noqa: E402
 
 from benchmarks import arguments  # noqa: E402
 from benchmarks.conditions import conditions  # noqa: E402
-from benchmarks.pair.report import figures, told  # noqa: E402
-from benchmarks.pair.traffic import Lengths, Request, Speeds, faster, lasting, read_trace, speed_for  # noqa: E402
+from benchmarks.pair.report import draw, figures, told  # noqa: E402
+from benchmarks.pair.traffic import Speeds, lasting, speed_for  # noqa: E402
+from ebbtide.cli.coserving_traffic import Lengths, Request, faster, read_trace  # noqa: E402
 from ebbtide.errors import InvalidRequest  # noqa: E402
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
@@ -153,7 +154,7 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
         async with pair(Path(temporary), options.seed) as both:
             speeds = await probe(await both.serve("serving", 2))
             console.print(
-                f"served engine alone: {speeds.fixed_s * 1e3:.0f} ms and {speeds.prompt_s * 1e6:.0f} us a token of prompt, "
+                f"served engine alone: {speeds.fixed_s * 1e3:.0f} ms and {speeds.prompt_s * 1e6:.0f} us a token read, "
                 f"{speeds.token_s * 1e3:.1f} ms a token"
             )
             measuring = Measuring(both, KEPT / "blocks", speeds, lambda text: console.print(text, markup=False))
@@ -172,6 +173,8 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
                 )
                 found = await measuring.scene(scene, options.policies, options.extra)
                 cells += told(scene.name, path.stem, load, found, alone, console)
+                if "ours" in found:
+                    draw(scene.name, found, options.out.with_name(f"{options.out.stem}-{scene.name}.png"))
             return {"cells": cells, "books": both.books(), "speeds": msgspec.to_builtins(speeds)}
 
 

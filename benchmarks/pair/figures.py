@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from benchmarks.pair.client import Answer
+from ebbtide.cli.coserving_records import Answer, Moment
 
 Values = npt.NDArray[np.float64]
 #: ROSE's own multiples of the percentiles alone (its Qwen3-8B pair).
@@ -36,6 +36,7 @@ class Block(Struct, kw_only=True):
     wasted: int = 0
     reclaims: tuple[float, float, int] = (0.0, 0.0, 0)
     status: dict[str, Any] = field(default_factory=dict)
+    moments: list[Moment] = field(default_factory=list)
 
 
 class Cell(Struct, kw_only=True):

@@ -18,11 +18,13 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from benchmarks.pair.client import Answer, Plan, send
 from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Block, Cell, percentile
 from benchmarks.pair.policies import Guard, Slo, guard
 from benchmarks.pair.stack import MODEL, WORKER, Pair, settle
-from benchmarks.pair.traffic import Request, Speeds
+from benchmarks.pair.traffic import Speeds
+from ebbtide.cli.coserving_client import Plan, body, send
+from ebbtide.cli.coserving_records import Answer, Moment
+from ebbtide.cli.coserving_traffic import Request
 from ebbtide.grants import Page, page_path
 from ebbtide.types.grants import GuardStatus
 
@@ -33,6 +35,8 @@ _SETTLE_S: Final = 1.0
 _ROOT: Final = Path(__file__).parents[2]
 #: How often a policy that aborts is asked whether it does.
 _ABORT_S: Final = 0.25
+#: How often the page is looked at for the picture.
+_WATCH_S: Final = 0.05
 
 
 class Scene(Struct, frozen=True, kw_only=True):
@@ -125,16 +129,19 @@ class Measuring:
         tables = ",".join(map(str, (self._tables.fixed_s, self._tables.prompt_s, self._tables.token_s)))
         async with guard(pair, policy, slo, upstream, extra, tables) as made:
             await settle(_SETTLE_S)
-            aborting = asyncio.create_task(abort(pair, made)) if policy.startswith("rose") else None
+            moments: list[Moment] = []
+            beside = [asyncio.create_task(watch(pair, moments))]
+            if policy.startswith("rose"):
+                beside.append(asyncio.create_task(abort(pair, made)))
             before, aborted = pair.generated(), set(pair.feed.aborted)
             starts = time.monotonic() + _LEAD_S
             answers = await self._replay(made.url, Plan(starts=starts, requests=requests), scene.seed + number)
             seconds = time.monotonic() - starts
             after = pair.generated()
             status = await made.status()
-            if aborting is not None:
-                aborting.cancel()
-                await asyncio.gather(aborting, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
         wasted = sum(after.get(name, 0) for name in pair.feed.aborted - aborted)
         return Block(
             policy=policy,
@@ -144,12 +151,13 @@ class Measuring:
             wasted=wasted,
             reclaims=_reclaims(status),
             status=msgspec.to_builtins(status),
+            moments=moments,
         )
 
     async def _replay(self, url: str, plan: Plan, seed: int) -> list[Answer]:
         files = self._pair.directory / "plan.json", self._pair.directory / "answers.json"
         files[0].write_bytes(msgspec.json.encode(plan))
-        command = [sys.executable, "-m", "benchmarks.pair.client", "--url", url, "--model", MODEL]
+        command = [sys.executable, "-m", "ebbtide.cli.coserving_client", "--url", url, "--model", MODEL]
         command += ["--plan", str(files[0]), "--out", str(files[1]), "--seed", str(seed ^ time.time_ns() & 0xFFFF_FFFF)]
         process = await asyncio.create_subprocess_exec(*command, cwd=_ROOT)
         try:
@@ -168,7 +176,7 @@ async def probe(url: str) -> Speeds:
 
     async def one(session: aiohttp.ClientSession, prompt: int, output: int) -> tuple[float, float]:
         start = time.monotonic()
-        first, last = await send(session, url, MODEL, [random.randrange(3, 900) for _ in range(prompt)], output)
+        first, last = await send(session, url, body(MODEL, Request(0.0, prompt, output), random))
         return first - start, (last - first) / (output - 1)
 
     async with aiohttp.ClientSession() as session:
@@ -183,6 +191,26 @@ async def probe(url: str) -> Speeds:
 def slo_of(alone: Cell) -> Slo:
     """ROSE's own multiples of the p99 alone."""
     return Slo(ttft_s=TTFT_FACTOR * percentile(alone.ttft, 99), tpot_s=TPOT_FACTOR * percentile(alone.tpot, 99))
+
+
+async def watch(pair: Pair, moments: list[Moment]) -> None:
+    """Note what the rollouts may take and took, until cancelled."""
+    page = Page(page_path(pair.grants, WORKER))
+    try:
+        while True:
+            steps, offered = page.steps(), page.budget()
+            moments.append(
+                Moment(
+                    at_s=time.monotonic(),
+                    tokens=offered.tokens,
+                    sequences=offered.sequences,
+                    generated=steps.scheduled,
+                    busy_s=steps.busy_s,
+                )
+            )
+            await asyncio.sleep(_WATCH_S)
+    finally:
+        page.close()
 
 
 async def abort(pair: Pair, made: Guard) -> None:

@@ -1,11 +1,13 @@
 """The tables of co-serving, and its figures over all cells."""
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pair.figures import Alone, Cell, kept, row
+from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Cell, kept, percentile, row
+from ebbtide.cli.coserving_records import Replay
 
 _COLUMNS = (
     "policy", "n", "load", "TTFT p50", "p95", "p99", "x alone", "TPOT p50", "p95", "p99", "x alone", "SLO", "tok/s",
@@ -31,6 +33,21 @@ def told(
         )  # fmt: skip
     console.print(table)
     return [{"scene": scene, "trace": trace, "target_load": load, "step_ms": 1e3 * alone.step_s, **one} for one in rows]
+
+
+def draw(scene: str, found: dict[str, Cell], path: Path) -> None:
+    """The first block of ours, as a timeline."""
+    from ebbtide.cli.coserving_picture import write_coserving_picture
+
+    block, alone = found["ours"].blocks[0], found["alone"]
+    replay = Replay(
+        title=f"{scene}: the serving-guard in the traffic, two engines on the cores of one machine",
+        answers=tuple(block.answers),
+        moments=tuple(block.moments),
+        ttft_s=TTFT_FACTOR * percentile(alone.ttft, 99),
+        tpot_s=TPOT_FACTOR * percentile(alone.tpot, 99),
+    )
+    write_coserving_picture(replay, path)
 
 
 def figures(found: dict[str, Any]) -> dict[str, Any]:

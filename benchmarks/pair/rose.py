@@ -18,7 +18,7 @@ from typing import Final
 
 from ebbtide.runtime import run
 from ebbtide.scheduling.governor import NOTHING_INSIDE, Decides, Decision, Learnt, Limits, Targets
-from ebbtide.serving_guard.memory import Allowed
+from ebbtide.serving_guard.memory import Allowed, Memory
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.settings import load
 from ebbtide.types.grants import GRANT_S, Budget, Forecast, Hello, Report, Residency
@@ -84,15 +84,12 @@ class Rose(Decides):
         return one.last + self._targets.tpot_s - self._decode
 
 
-class RoseMemory:
+class RoseMemory(Memory):
     """The KV policy; the methods of `ebbtide.serving_guard.memory.Memory`."""
 
     def __init__(self, *, limit_mib: int = 0, serving_kv_mib: int = 0, bytes_per_token: int = 0) -> None:
-        del serving_kv_mib
+        super().__init__(limit_mib=limit_mib, serving_kv_mib=serving_kv_mib, bytes_per_token=bytes_per_token)
         step_s, watermark = map(float, os.environ["EBBTIDE_ROSE"].split(","))
-        self.limit = limit_mib << 20
-        self.serving_bytes = 0
-        self.disturbing = False
         self._token_bytes, self._step_s = bytes_per_token, step_s
         self._watermark = watermark * _HEADROOM * self.limit
         self._began = 0.0

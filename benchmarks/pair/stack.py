@@ -7,8 +7,6 @@ tokens as two. The split's serving engine has one thread and one core.
 
 import asyncio
 import os
-import sys
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,14 +15,18 @@ from typing import Any, Final
 from safetensors.torch import load_file
 
 from benchmarks.pair.feeding import Feeding, feeding
-from benchmarks.pair.models import ROLLOUTS, SERVED, make_model
 from ebbtide.cli.local import free_address
-from ebbtide.cli.process import Process, Program
+from ebbtide.cli.process import Process
+from ebbtide.cli.served_model import Network, served_model
+from ebbtide.cli.serving_engine import serving_engine
 from ebbtide.client import Lease
 from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
 
 RUN: Final = "pair"
+CACHE: Final = Path(__file__).parents[2] / "runs" / "bench-coserving"
+#: 3 M parameters; the served model has 27 M.
+_ROLLOUTS: Final = Network(hidden=256, layers=4, heads=4, kv_heads=2, feed_forward=768)
 MODEL: Final = "served"
 WORKER: Final = "borrowed"
 #: Rollouts in the engine at once, and open in all.
@@ -56,7 +58,8 @@ class Pair:
         """Boot a serving engine, or find it booted. Its address as a URL."""
         if name not in self.serving:
             address = free_address()
-            program = _serving(self.directory, name, address, threads, make_model(_cached(SERVED), SERVED, 1))
+            log = self.directory / f"{name}.log"
+            program = serving_engine(served_model(CACHE), MODEL, address, log, threads=threads, name=name)
             process = self.serving[name] = Process(program)
             if cores is not None:
                 os.sched_setaffinity(process.pid, cores)
@@ -101,7 +104,7 @@ async def pair(directory: Path, seed: int) -> AsyncIterator[Pair]:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, made)
         client = await made.cluster.boot(workers=0, heartbeat_s=1.0, heartbeat_timeout_s=5.0)
-        base = make_model(_cached(ROLLOUTS), ROLLOUTS, 2)
+        base = served_model(CACHE, _ROLLOUTS, seed=2)
         await _worker(made, base)
         await client.submit(
             {"name": RUN, "model": base.name, "environment": {"name": "none"}, "quota_bytes": 1 << 30}, RUN
@@ -138,43 +141,6 @@ async def _worker(made: Pair, base: Path) -> None:
         "boot_s": 180.0,
     }
     await made.cluster.worker(WORKER, **flags)
-
-
-def _serving(directory: Path, name: str, address: str, threads: int, model: Path) -> Program:
-    host, _, port = address.rpartition(":")
-
-    def ready() -> str | None:
-        try:
-            with urllib.request.urlopen(f"http://{address}/health", timeout=1):
-                return address
-        except OSError:
-            return None
-
-    command = (
-        str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--served-model-name", MODEL,
-        "--host", host, "--port", port, "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "8192",
-        "--max-num-seqs", "64", "--disable-uvicorn-access-log",
-        "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-    )  # fmt: skip
-    environment = _SLEEPING | {
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return Program(
-        name=name,
-        command=command,
-        environment={**os.environ, **environment},
-        log=directory / f"{name}.log",
-        ready=ready,
-        boot_s=180.0,
-    )
-
-
-def _cached(shape: tuple[int, int]) -> Path:
-    return Path(__file__).parents[2] / "runs" / "bench-coserving" / f"model-{shape[0]}x{shape[1]}"
 
 
 def _tree(pid: int) -> list[int]:

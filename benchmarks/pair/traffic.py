@@ -1,42 +1,14 @@
-"""Arrivals out of a recorded trace, made to fit a small engine: a window of it, faster or slower, and shorter."""
+"""At which speed a trace's arrivals load an engine as much as wanted."""
 
-import csv
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.cli.coserving_traffic import Request, faster
 
-_COLUMNS: Final = ("t_s", "input_tokens", "output_tokens")
 #: The speed at which a load is met is looked for between these, by halving.
 _SLOWEST, _FASTEST, _HALVINGS = 1e-3, 1e3, 40
-
-
-class Request(Struct, frozen=True):
-    """One request: when it arrives (seconds from the start), tokens of its prompt, tokens that it wants."""
-
-    at: float
-    prompt: int
-    output: int
-
-
-class Lengths(Struct, frozen=True, kw_only=True):
-    """Factors on a trace's lengths, and bounds of what comes out."""
-
-    prompts: float = 0.25
-    outputs: float = 0.5
-    longest_prompt: int = 4096
-    longest_output: int = 512
-
-    def scaled(self, at: float, prompt: int, output: int) -> Request:
-        return Request(
-            at,
-            min(self.longest_prompt, max(8, round(prompt * self.prompts))),
-            min(self.longest_output, max(2, round(output * self.outputs))),
-        )
 
 
 class Speeds(Struct, frozen=True, kw_only=True):
@@ -48,33 +20,6 @@ class Speeds(Struct, frozen=True, kw_only=True):
 
     def prefill(self, tokens: int) -> float:
         return self.fixed_s + self.prompt_s * tokens
-
-
-def read_trace(path: Path, window: tuple[float, float], lengths: Lengths) -> list[Request]:
-    """The requests of `window` (seconds of the trace), times counted from its start.
-
-    Raises `InvalidRequest` for a file without the columns `t_s,input_tokens,output_tokens`, or an empty window.
-    """
-    try:
-        with path.open(newline="") as file:
-            rows = csv.DictReader(file)
-            if not set(_COLUMNS) <= set(rows.fieldnames or ()):
-                raise InvalidRequest(f"needs the columns {','.join(_COLUMNS)}", field=str(path))
-            found = [
-                lengths.scaled(float(row["t_s"]) - window[0], int(row["input_tokens"]), int(row["output_tokens"]))
-                for row in rows
-                if window[0] <= float(row["t_s"]) < window[1]
-            ]
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"cannot be read as a trace: {error}", field=str(path)) from None
-    if not found:
-        raise InvalidRequest(f"has no request from {window[0]:g} to {window[1]:g} s", field=str(path))
-    return found
-
-
-def faster(requests: Sequence[Request], speed: float) -> list[Request]:
-    """The same requests, `speed` times as fast one behind the other."""
-    return [Request(one.at / speed, one.prompt, one.output) for one in requests]
 
 
 def busy_s(requests: Sequence[Request], speeds: Speeds) -> float:
