@@ -22,6 +22,7 @@ import grpc
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.convert import from_proto, to_proto
+from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANTS_VERSION, Grant, Hello, Report
 from ebbtide.v1 import grants_pb2 as pb
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
@@ -90,8 +91,7 @@ def step_for_ever(folder: Path, worker_id: str, manner: str, step_s: float, pare
 
 async def borrow(folder: Path, worker_id: str, engine: subprocess.Popen[bytes]) -> None:
     page = Page(page_path(folder, worker_id))
-    while page.steps().pid != engine.pid:
-        await asyncio.sleep(0.01)
+    await wait_until(lambda: page.steps().pid == engine.pid)
     while engine.poll() is None:
         with contextlib.suppress(grpc.aio.AioRpcError):
             async with open_socket(socket_path(folder)) as channel:

@@ -1,0 +1,157 @@
+"""Guard and worker die, freeze or misbehave: rollouts stand still by themselves, or are made to; users are served."""
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from ebbtide.testing import wait_until
+from tests.integration.serving_guard.borrower import Borrowing
+from tests.integration.serving_guard.engine import ServingEngine, ask
+from tests.integration.serving_guard.guards import GuardProcess, guard_process
+
+#: A guard's last grant holds 0.2 s, and the step that begins at its very end takes its time.
+STANDS_S = 0.25
+#: What two cores that others use too may add to a moment.
+SLACK_S = 0.1
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ebb-") as made:
+        path = Path(made) / "g"
+        path.mkdir(0o700)
+        yield path
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ServingEngine]:
+    async with ServingEngine() as made:
+        yield made
+
+
+@pytest.fixture
+async def guard(folder: Path, engine: ServingEngine) -> AsyncIterator[GuardProcess]:
+    with guard_process(folder, engine.url, yield_ms=100, kill_s=2, max_stops=1) as made:
+        await made.ready()
+        yield made
+
+
+async def stands_since(worker: Borrowing, *, for_s: float = 0.3) -> float:
+    """When the engine made its last step: none came for `for_s` behind it."""
+    await wait_until(lambda: not worker.page.steps().stepping and time.monotonic() - worker.page.steps().ended > for_s)
+    return worker.page.steps().ended
+
+
+async def going(worker: Borrowing, steps: int = 5) -> None:
+    """Some more steps were made."""
+    begin = worker.page.steps().steps
+    await wait_until(lambda: worker.page.steps().steps >= begin + steps)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_without_its_guard_a_worker_stands_still_by_itself(
+    guard: GuardProcess, folder: Path, fault: signal.Signals
+) -> None:
+    with Borrowing(folder) as worker:
+        await going(worker)
+        guard.signal(fault)
+        struck = time.monotonic()
+        assert await stands_since(worker) - struck <= STANDS_S
+
+
+async def test_a_guard_that_thaws_grants_again(guard: GuardProcess, folder: Path) -> None:
+    with Borrowing(folder) as worker:
+        await going(worker)
+        guard.signal(signal.SIGSTOP)
+        await stands_since(worker)
+        guard.signal(signal.SIGCONT)
+        await going(worker)
+
+
+async def test_a_guard_that_is_started_again_finds_its_worker(
+    guard: GuardProcess, folder: Path, engine: ServingEngine
+) -> None:
+    with Borrowing(folder) as worker:
+        await going(worker)
+        guard.close()
+        await stands_since(worker)
+        with guard_process(folder, engine.url) as successor:
+            await successor.ready()
+            await going(worker)
+            assert b"[DONE]" in await ask(successor.url)
+
+
+async def test_a_frozen_worker_leaves_the_served_engine_alone(guard: GuardProcess, folder: Path) -> None:
+    with Borrowing(folder) as worker:
+        await going(worker)
+        worker.process.send_signal(signal.SIGSTOP)
+        struck = time.monotonic()
+        assert await stands_since(worker) - struck <= 1.0
+        assert b"[DONE]" in await ask(guard.url)
+        worker.process.send_signal(signal.SIGCONT)
+        await going(worker)
+
+
+async def test_a_worker_that_dies_leaves_nothing_behind(guard: GuardProcess, folder: Path) -> None:
+    with Borrowing(folder) as worker:
+        await going(worker)
+        worker.process.kill()
+        await wait_until(lambda: _borrowers(guard, 0))
+        assert b"[DONE]" in await ask(guard.url)
+
+
+async def test_an_engine_that_does_not_yield_is_stopped_then_continued_and_at_last_killed(
+    guard: GuardProcess, folder: Path, engine: ServingEngine
+) -> None:
+    with Borrowing(folder, manner="stubborn") as worker:
+        await going(worker)
+        for outcome in ("T", "XZ"):
+            engine.go.clear()
+            request = asyncio.create_task(ask(guard.url))
+            await wait_until(lambda: worker.state() in outcome, what=outcome)  # noqa: B023
+            engine.go.set()
+            assert b"[DONE]" in await request
+            if outcome == "T":
+                await wait_until(lambda: worker.state() not in "TXZ")
+                await going(worker)
+        await wait_until(lambda: _borrowers(guard, 0))
+
+
+async def test_a_step_without_end_is_stopped_and_killed_if_serving_goes_on(
+    guard: GuardProcess, folder: Path, engine: ServingEngine
+) -> None:
+    with Borrowing(folder, manner="stuck") as worker:
+        await going(worker)
+        (folder / "stick").touch()
+        await wait_until(lambda: worker.page.steps().stepping and time.monotonic() - worker.page.steps().began > 0.1)
+        engine.go.clear()
+        request = asyncio.create_task(ask(guard.url))
+        sent = time.monotonic()
+        await wait_until(lambda: worker.state() == "T")
+        assert time.monotonic() - sent < 1.0 + SLACK_S
+        await wait_until(lambda: worker.state() in "XZ")
+        assert 2.0 <= time.monotonic() - sent
+        engine.go.set()
+        assert b"[DONE]" in await request
+
+
+async def test_an_engine_left_stopped_by_a_guard_that_died_goes_on_under_the_next(
+    guard: GuardProcess, folder: Path, engine: ServingEngine
+) -> None:
+    with Borrowing(folder) as worker:
+        await going(worker)
+        os.kill(worker.engine, signal.SIGSTOP)
+        guard.close()
+        with guard_process(folder, engine.url) as successor:
+            await successor.ready()
+            await going(worker)
+
+
+async def _borrowers(guard: GuardProcess, count: int) -> bool:
+    return len((await guard.status()).borrowers) == count
