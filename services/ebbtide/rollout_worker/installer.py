@@ -48,6 +48,8 @@ class Installer:
         self._wished = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
+        self._home = asyncio.Event()
+        self._home.set()
         self.current: Installation | None = None
         self.busy = False
 
@@ -73,6 +75,7 @@ class Installer:
         try:
             while not self._stopped:
                 await self._wished.wait()
+                await self._home.wait()
                 self._wished.clear()
                 if self._wish is not None:
                     self._be_busy(busy=self._wish != self.current)
@@ -80,6 +83,32 @@ class Installer:
                     self._be_busy(busy=False)
         finally:
             self.busy = False
+
+    def rest(self) -> bool:
+        """Install nothing until `restore`, for the engine gives its weights up; False if that cannot be now: because
+        it has none of a version, or another one is on its way."""
+        if self.current is None or self.busy or self._wish != self.current:
+            return False
+        self._home.clear()
+        return True
+
+    async def restore(self) -> None:
+        """Put the version that the engine served into it again. Raises what a pull or an install does; then whatever
+        is wished for is installed instead."""
+        wanted = self.current
+        try:
+            if wanted is not None:
+                manifest = await self._weights.prepare(wanted)
+                if self._clear is not None:
+                    await self._clear()
+                async with self._weights.ready(wanted, manifest) as (path, _):
+                    await self._install(wanted, manifest, path, None)
+        except EbbtideError:
+            self.current = None
+            raise
+        finally:
+            self._home.set()
+            self._wished.set()
 
     def _be_busy(self, *, busy: bool) -> None:
         if busy != self.busy:

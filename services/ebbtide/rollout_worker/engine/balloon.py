@@ -46,8 +46,17 @@ class Balloon:
         return bool(self._parked) and not self._scheduler.running and not self._scheduler.waiting
 
     def fit(self, kv_blocks: int) -> None:
-        """Let no more than `kv_blocks` be used, below 0: all. Comes before each step is scheduled."""
-        total = self._pool.num_gpu_blocks - _NULL
+        """Let no more than `kv_blocks` be used, below 0: all. Comes before each step is scheduled, and `scheduled`
+        behind it."""
+        allowed, total = self.squeeze(kv_blocks), self._pool.num_gpu_blocks - _NULL
+        self._make_room()
+        self._park(allowed)
+        # What runs may grow by a block each before others come in: or they would be let in and sent away by turns.
+        self._manager.watermark_blocks = self._watermark + (len(self._scheduler.running) if allowed < total else 0)
+
+    def squeeze(self, kv_blocks: int) -> int:
+        """Hold back what is not allowed; between steps. Returns how many blocks may be used."""
+        total = int(self._pool.num_gpu_blocks - _NULL)
         allowed = total if kv_blocks < 0 else min(kv_blocks, total)
         excess = len(self._held) - (total - allowed)
         if excess > 0:
@@ -55,10 +64,7 @@ class Balloon:
         elif excess < 0:
             self._free(-excess)
             self._hold(min(-excess, self._free_blocks))
-        self._make_room()
-        self._park(allowed)
-        # What runs may grow by a block each before others come in: or they would be let in and sent away by turns.
-        self._manager.watermark_blocks = self._watermark + (len(self._scheduler.running) if allowed < total else 0)
+        return allowed
 
     def scheduled(self, output: Any) -> None:
         """Comes behind each step's scheduling, with its output."""
@@ -76,7 +82,7 @@ class Balloon:
         self._lost[request.request_id] = max(request.num_computed_tokens, self._lost.get(request.request_id, 0))
 
     def deflate(self) -> None:
-        """Hold nothing, until the next `fit`: vLLM resets its prefix cache only while no block is taken."""
+        """Hold nothing: vLLM resets its prefix cache only while no block is taken."""
         self._give_back(len(self._held))
 
     @property

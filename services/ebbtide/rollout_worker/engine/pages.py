@@ -6,7 +6,6 @@ token's keys and values before it reads them. On a GPU the pool is one reservati
 """
 
 import ctypes
-import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -14,10 +13,10 @@ from typing import Any, Final
 
 import torch
 
-log = logging.getLogger(__name__)
-
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 _MADV_DONTNEED: Final = 4
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Pages:
@@ -25,8 +24,6 @@ class Pages:
 
     def __init__(self, vllm_config: Any, blocks: int) -> None:
         self._config, self._blocks = vllm_config, blocks
-        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
-        self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._strips: list[tuple[int, int]] | None = None
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -36,12 +33,15 @@ class Pages:
             self._strips = list(_strips(self._config, self._blocks))
         for first, count in _runs(block_ids):
             for start, size in self._strips:
-                begin = -(-(start + first * size) // _PAGE) * _PAGE
-                end = (start + (first + count) * size) // _PAGE * _PAGE
-                if begin < end and self._madvise(begin, end - begin, _MADV_DONTNEED):
-                    log.warning("memory of keys and values cannot be released: %s", os.strerror(ctypes.get_errno()))
-                    self._strips = []
-                    return
+                drop_pages(start + first * size, count * size)
+
+
+def drop_pages(start: int, size: int) -> None:
+    """Give the pages that lie wholly within `size` bytes at the address `start` back to the system. Whatever was in
+    them is lost. Raises `OSError`."""
+    begin, end = -(-start // _PAGE) * _PAGE, (start + size) // _PAGE * _PAGE
+    if begin < end and _madvise(begin, end - begin, _MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "memory cannot be given back")
 
 
 def _strips(config: Any, blocks: int) -> Iterator[tuple[int, int]]:

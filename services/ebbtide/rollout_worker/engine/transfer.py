@@ -18,7 +18,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine import cpu, in_place, reloading
+from ebbtide.rollout_worker.engine import cpu, in_place, reloading, resident
 from ebbtide.rollout_worker.engine.boxes import Boxes
 from ebbtide.rollout_worker.engine.loader_map import LoaderMap, aliases, observe
 
@@ -143,6 +143,10 @@ class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     def finish_weight_update(self) -> None:
         self.close_files()
+
+    def drop(self) -> None:
+        """Give the memory of all weights back to the system. Only an update without `in_place` brings them again."""
+        resident.drop(self.model)
 
     def shutdown(self) -> None:
         self.close_files()

@@ -68,6 +68,10 @@ class Updates:
         """Let the files go."""
         await self._llm.finish_weight_update()
 
+    async def drop(self) -> None:
+        """Give the weights' memory back; generation stands still until all of a version was applied."""
+        await self._ask("drop")
+
     async def _close(self, refusal: Exception) -> None:
         try:
             await self._ask("close_files")
