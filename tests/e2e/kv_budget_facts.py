@@ -13,10 +13,11 @@ import psutil
 
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.borrowed import Borrowed
+from ebbtide.rollout_worker.engine.residency import Sleeping
 from ebbtide.rollout_worker.engine.vllm import VllmEngine
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.testing import wait_until
-from ebbtide.types.grants import Budget
+from ebbtide.types.grants import Budget, Residency
 
 SETTINGS = VllmSettings(dtype="float32", max_model_len=512, enforce_eager=True, threads=1, kv_cache_mib=64)
 #: Some of them begin alike, by a whole block.
@@ -89,6 +90,49 @@ async def cut_at_random(keeper: Keeper, running: asyncio.Task[list[Facts]], seed
     return {"cuts": cuts, "seconds": times, "over": over, "answers": await running}
 
 
+class Mirror:
+    """Stands in for the installer: the checkpoint is the version that the engine serves."""
+
+    def __init__(self, engine: VllmEngine, weights: Path) -> None:
+        self.engine, self.weights = engine, weights
+
+    def rest(self) -> bool:
+        return True
+
+    async def restore(self) -> None:
+        await self.engine.install(1, self.weights)
+
+
+async def move_weights(engine: VllmEngine, keeper: Keeper, asker: Asker, checkpoint: Path) -> Facts:
+    """Cache and weights away and back, with requests under way and then without any."""
+    sleeping = Sleeping(engine, Mirror(engine, checkpoint / "model.safetensors"))
+    running = asyncio.create_task(asker.ask_all())
+    await wait_until(lambda: keeper.page.steps().running > 8)
+    seen = [resident(keeper.page)]
+    for level in (Residency.HOST, Residency.AWAY):
+        keeper.page.limit_kv(0)
+        await sleeping.be(level)
+        seen.append(resident(keeper.page))
+    before = keeper.page.steps()
+    await asyncio.sleep(0.2)
+    still = keeper.page.steps().steps == before.steps
+    await sleeping.be(Residency.AWAKE)
+    keeper.page.limit_kv(-1)
+    found = {"answers": await running, "resident": seen, "still": still, "used": before.kv_used}
+    keeper.page.limit_kv(0)
+    await sleeping.be(Residency.HOST)
+    host = resident(keeper.page)
+    await sleeping.be(Residency.AWAKE)
+    keeper.page.limit_kv(-1)
+    return {
+        **found,
+        "idle_used": keeper.page.steps().kv_used,
+        "idle_freed": seen[0] - host,
+        "after": await asker.ask_all(),
+        "wake_s": [sleeping.wake_host_s, sleeping.wake_away_s],
+    }
+
+
 def resident(page: Any) -> int:
     return int(psutil.Process(page.steps().pid).memory_info().rss)
 
@@ -135,6 +179,7 @@ async def main(checkpoint: str, path: str) -> None:
         keeper.grant()
         keeper.page.limit_kv(-1)
         facts["after_standing"] = await running
+        facts["residency"] = await move_weights(engine, keeper, asker, Path(checkpoint))
         facts["used_at_end"] = borrowed.page.steps().kv_used
         print(json.dumps(facts))  # noqa: T201 - the test reads it
     finally:

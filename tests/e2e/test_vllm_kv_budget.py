@@ -72,3 +72,19 @@ def test_memory_that_is_given_back_is_the_systems_again(facts: Facts) -> None:
 
 def test_nothing_is_left_behind(facts: Facts) -> None:
     assert facts["used_at_end"] == 0
+
+
+def test_weights_go_away_and_come_back_under_requests_that_go_on_exactly(facts: Facts) -> None:
+    moved = facts["residency"]
+    assert moved["still"]
+    assert moved["used"] == 0
+    assert_the_same(facts["whole"], moved["answers"])
+    assert_the_same(facts["whole"], moved["after"])
+    assert 0 < moved["wake_s"][0] < moved["wake_s"][1] < 30
+
+
+def test_each_level_gives_memory_back(facts: Facts) -> None:
+    awake, host, away = facts["residency"]["resident"]
+    # What was used of the pool, and most of 1.6 MB of weights.
+    assert awake - host > 16 * facts["block_bytes"]
+    assert host - away > 1_000_000
