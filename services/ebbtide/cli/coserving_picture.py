@@ -74,6 +74,8 @@ def _draw_load(axes: "Axes", replay: Replay, zero: float) -> None:
 def _draw_latency(
     axes: "Axes", replay: Replay, zero: float, name: str, of: Callable[[Answer], float], target: float
 ) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     shown = [one for one in replay.answers if not one.failed and of(one) > 0]
     colours = [_OVER if target and of(one) > target else _SERVING for one in shown]
     axes.scatter([one.sent - zero for one in shown], [1e3 * of(one) for one in shown], s=7, c=colours, lw=0)
@@ -85,9 +87,9 @@ def _draw_latency(
         )  # fmt: skip
     if shown:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:,g}")
-        axes.yaxis.set_minor_formatter("{x:,g}")
-        axes.tick_params(axis="y", which="both", labelsize=7)
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel(f"{name}, ms")
 
 

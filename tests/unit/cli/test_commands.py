@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.cli.coserving_options import CoservingOptions
 from ebbtide.cli.demo import DemoOptions, demo_spec
-from ebbtide.cli.local_commands import demo
+from ebbtide.cli.local_commands import demo, demo_coserving
 from ebbtide.cli.service_commands import BESIDE, SERVICES
 from ebbtide.errors import InvalidRequest
 
@@ -36,7 +37,7 @@ def test_help_names_every_command_and_is_quick() -> None:
     assert time.monotonic() - began < 3 * imports + 0.3
     assert done.returncode == 0
     runs = ["submit", "runs", "watch", "timeline", "cancel", "weights"]
-    people = ["demo", "up", "base-model", *runs, "workers", "drain"]
+    people = ["demo", "demo-coserving", "guard", "up", "base-model", *runs, "workers", "drain"]
     assert [name for name in (*people, *SERVICES, *BESIDE) if f" {name} " not in done.stdout] == []
 
 
@@ -137,3 +138,15 @@ def test_an_option_out_of_range_is_refused_by_its_field() -> None:
 def test_every_option_of_the_demo_reaches_it() -> None:
     flags = set(demo.__annotations__) - {"return", "kill"} | {"kill_worker"}
     assert flags == set(DemoOptions.__struct_fields__)
+
+
+def test_every_option_of_the_demo_beside_a_served_model_reaches_it() -> None:
+    assert set(demo_coserving.__annotations__) - {"return"} == set(CoservingOptions.__struct_fields__)
+
+
+@pytest.mark.parametrize("window", ["1:", "5:2", "a:b", "-1:3", "0:inf", "7"])
+def test_a_window_that_is_none_is_refused_before_anything_is_started(tmp_path: Path, window: str) -> None:
+    done = ebbtide("demo-coserving", "--run-dir", str(tmp_path), f"--window={window}")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"ebbtide: --window: {window!r} is no window")
+    assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from ebbtide.cli.fleet_screen import fleet_line, fleet_table, watch_fleet, worke
 from ebbtide.cli.run_detail import detail_table
 from ebbtide.cli.tables import run_table, worker_table
 from ebbtide.testing import wait_until
-from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
+from ebbtide.types.fleet import Borrowed, Worker, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
 
@@ -86,6 +86,35 @@ def test_it_fits_on_a_terminal_of_eighty_columns() -> None:
     text = out.getvalue()
     assert "…" not in text
     assert [word for word in ("suspected", "token", "4 s") if word not in text] == []
+
+
+LENT = msgspec.structs.replace(
+    BUSY, worker_id="w3", kind=WorkerKind.BORROWED, borrowed=Borrowed(granted=True, share=0.62, spell_s=11.6)
+)
+
+
+def test_of_a_borrowed_worker_it_is_shown_what_its_host_lends_and_for_how_long() -> None:
+    header, steady, lent = shown(BUSY, LENT).splitlines()
+    assert header.split()[-1] == "lent"
+    assert lent.rstrip().endswith("62% +12 s")
+    assert steady.rstrip().endswith("987,654")
+    assert worker_line(LENT).endswith("lent 62% +12 s")
+    assert "lent" not in shown(BUSY)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"borrowed": Borrowed(share=0.2, spell_s=40.0)}, ("stands still for its host", "20% -40 s")),
+        ({"borrowed": Borrowed(asleep=True)}, ("sleeps",)),
+        ({"given_up": True, "reason": "others have room for all"}, ("is given up: others have room for all",)),
+    ],
+)
+def test_a_borrowed_worker_that_does_nothing_is_shown_with_what_it_waits_for(
+    more: dict[str, Any], said: tuple[str, ...]
+) -> None:
+    text = shown(msgspec.structs.replace(LENT, **more))
+    assert [word for word in said if word not in text] == []
 
 
 @pytest.mark.parametrize("state", [WorkerState.LOST, WorkerState.SUSPECTED])

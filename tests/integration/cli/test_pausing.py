@@ -1,0 +1,101 @@
+"""A program that runs only while nothing is inside the serving engine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ebbtide.cli.pausing import pausing
+from ebbtide.grants import Page
+from ebbtide.testing import wait_until
+from ebbtide.types.grants import Budget
+
+SLEEP = "import time; time.sleep(600)"
+PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); {SLEEP}"
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    return Page(tmp_path / "w.page", create=True)
+
+
+@pytest.fixture
+async def program() -> AsyncIterator[subprocess.Popen[bytes]]:
+    started = start(PARENT)
+    await wait_until(lambda: len(group(started)) == 2, what="both processes")
+    yield started
+    os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+
+
+def start(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+
+def group(started: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    first = psutil.Process(started.pid)
+    return [first, *first.children()]
+
+
+def stopped(started: subprocess.Popen[bytes]) -> bool:
+    return all(one.status() == psutil.STATUS_STOPPED for one in group(started))
+
+
+def runs(started: subprocess.Popen[bytes]) -> bool:
+    return all(one.status() != psutil.STATUS_STOPPED for one in group(started))
+
+
+async def test_it_stands_still_without_a_budget_and_goes_on_with_one(
+    page: Page, program: subprocess.Popen[bytes]
+) -> None:
+    with pausing(page, lambda: program.pid) as made:
+        await wait_until(lambda: stopped(program), what="no budget, no processor")
+        page.write_budget(Budget(256, 32, time.monotonic() + 600))
+        await wait_until(lambda: runs(program), what="a budget, whoever holds a lease")
+        page.write_budget(Budget())
+        await wait_until(lambda: stopped(program), what="an arrival takes it back")
+        made.generated = 77
+        await wait_until(lambda: made.moments[-1].generated == 77, what="a note of it")
+    assert {(one.tokens, one.training) for one in made.moments} == {(0, False), (256, True)}
+
+
+async def test_a_budget_for_one_step_beside_requests_is_not_for_it(
+    page: Page, program: subprocess.Popen[bytes]
+) -> None:
+    with pausing(page, lambda: program.pid) as made:
+        await wait_until(lambda: stopped(program), what="no budget")
+        noted = len(made.moments)
+        for _ in range(20):
+            page.write_budget(Budget(16, 16, time.monotonic() + 0.05))
+            await wait_until(lambda: made.moments[-1].at_s > time.monotonic() - 0.1)
+        assert not any(one.training for one in made.moments[noted:])
+
+
+async def test_it_goes_on_for_good_at_the_end_however_that_comes(page: Page, program: subprocess.Popen[bytes]) -> None:
+    async def broken() -> None:
+        with pausing(page, lambda: program.pid):
+            await wait_until(lambda: stopped(program), what="no budget")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        await broken()
+    assert runs(program)
+
+
+async def test_a_program_that_was_started_anew_is_stopped_too(page: Page, program: subprocess.Popen[bytes]) -> None:
+    pids = [program.pid]
+    with pausing(page, lambda: pids[-1]):
+        await wait_until(lambda: stopped(program), what="the first")
+        later = start(SLEEP)
+        try:
+            pids.append(later.pid)
+            await wait_until(lambda: stopped(later), what="the second")
+        finally:
+            later.kill()
+            later.wait()
