@@ -1,8 +1,8 @@
 """The guard's governor, simulated: `python -m benchmarks.pair.simulated --trace PATH`, from the root of the repository.
 
 Serving alone, unguarded, ROSE's admission as reported, idle time alone, and the governor, all with the same arrivals
-in virtual time (benchmarks/pair/simulated_pair.py). It says whether rules hold up over many loads, seeds and traces, and nothing about
-real engines.
+in virtual time (benchmarks/pair/simulated_pair.py). It says whether rules hold up over loads and traces; it says nothing
+about real engines.
 """
 
 import argparse

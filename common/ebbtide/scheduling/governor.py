@@ -25,7 +25,7 @@ from ebbtide.types.grants import GRANT_S, Budget, Forecast
 #: A quiet period: in so much calm a budget grows by one step of its ramp.
 _PERIOD_S: Final = 0.01
 #: So much of the slack is for the step itself, at most: the rest is for it to begin in.
-_OF_SLACK: Final = 0.5
+_OF_SLACK: Final = 0.8
 #: One request in so many that come while nothing is inside is served without rollouts, to learn what that takes.
 _PROBED: Final = 16
 #: Overlapping that delays a request by more than the overlap makes waiting for the step's end the better choice.

@@ -12,9 +12,10 @@ from bisect import bisect_right
 from typing import Final
 
 LEAST: Final = 1.0 / 16
-#: From nothing to everything in eight quiet periods, and eight times slower near where there was trouble.
+#: From nothing to everything in eight quiet periods, and sixteen times slower near where there was trouble.
 _GROWTH: Final = 1.0 / 8
-_SLOW_GROWTH: Final = 1.0 / 64
+_SLOW_GROWTH: Final = 1.0 / 128
+_NEAR: Final = 0.75
 _CUT: Final = 0.5
 #: Asked less often than every so many periods, it did not run all the while.
 _RESTS: Final = 4
@@ -55,8 +56,8 @@ class Ramp:
         self._seen_at = now
         while self._grown_at + self._period <= now and self.level < 1.0:
             self._grown_at += self._period
-            near = self.level >= 0.75 * self._trouble_level and now - self._trouble_at < _FORGOTTEN_S
-            self.level = min(1.0, self.level + (_SLOW_GROWTH if near else _GROWTH))
+            near = _NEAR * self._trouble_level if now - self._trouble_at < _FORGOTTEN_S else 1.0
+            self.level = min(1.0, max(self.level + _SLOW_GROWTH, min(near, self.level + _GROWTH)))
         return self.level
 
 
