@@ -26,6 +26,9 @@ help: ## What there is to make
 demo: env ## An RL run on two vLLM workers, one of which is killed; options: ARGS="--seed 1 --steps 50"
 	@$(BIN)/ebbtide demo $(ARGS)
 
+demo-coserving: env ## A training run that borrows the idle time of a served model under traffic; options: ARGS="--trace PATH"
+	@$(BIN)/ebbtide demo-coserving $(ARGS)
+
 test: env ## All tests
 	@$(BIN)/python -m pytest $(ARGS)
 
@@ -70,4 +73,4 @@ $(BIN)/python:
 clean: ## Remove the environment, caches and generated code; runs/ stays
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache common/ebbtide/v1/*_pb2*
 
-.PHONY: help demo test nightly simulate bench-migration bench-weights bench-coserving lint types env clean
+.PHONY: help demo demo-coserving test nightly simulate bench-migration bench-weights bench-coserving lint types env clean
