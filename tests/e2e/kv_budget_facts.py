@@ -24,6 +24,8 @@ SETTINGS = VllmSettings(dtype="float32", max_model_len=512, enforce_eager=True, 
 SHARED = [(5 * i) % 113 for i in range(130)]
 PROMPTS = [[20 + i, 21, 22, 23 + i] for i in range(8)] + [[*SHARED, 30 + i, 31] for i in range(4)]
 LENGTH = 300
+#: No step takes as long.
+STEP_S = 0.15
 Facts = dict[str, Any]
 
 
@@ -76,12 +78,14 @@ class Keeper:
 async def cut_at_random(keeper: Keeper, running: asyncio.Task[list[Facts]], seed: int) -> Facts:
     generator, times, cuts, over = random.Random(seed), [], [], 0
     while not running.done():
-        blocks = generator.choice([0, 3, 5, 8, 12, 20])
+        blocks, start = generator.choice([0, 3, 5, 8, 12, 20]), time.monotonic()
         times.append(await keeper.cut(blocks))
         cuts.append(blocks)
-        end = time.monotonic() + generator.uniform(0.02, 0.2)
+        end = time.monotonic() + generator.uniform(0.02, 0.3)
         while time.monotonic() < end and not running.done():
-            over += keeper.page.steps().kv_used > blocks
+            steps = keeper.page.steps()
+            # The step that was under way at the cut may have taken more before.
+            over += steps.kv_used > blocks and (steps.began > start or time.monotonic() > start + STEP_S)
             await asyncio.sleep(0.002)
         if generator.random() < 0.3:
             keeper.page.limit_kv(-1)
