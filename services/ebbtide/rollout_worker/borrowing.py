@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.engine.borrowed import Borrowed as BorrowedEngine
+from ebbtide.rollout_worker.engine.residency import Sleeping
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.rpc.retry import pauses
@@ -63,6 +64,10 @@ class Borrowing:
         self._news = asyncio.Event()
         self._connected = False
         self._reason = ""
+        #: What moves the engine's weights; None: they stay.
+        self.sleeping: Sleeping | None = None
+        self._residency = Residency.AWAKE  # as wished by the newest grant
+        self._wished = asyncio.Event()
         self._able_at = time.monotonic()  # when the engine was last seen to generate, or to be free to
         self._flushed = True
 
@@ -75,6 +80,7 @@ class Borrowing:
             share=min(1.0, forecast.share),
             spell_s=forecast.spell_s,
             disturbance=forecast.disturbance,
+            asleep=self._at is not Residency.AWAKE,
         )
 
     def want(self, *, wanted: bool, reason: str) -> None:
@@ -106,6 +112,19 @@ class Borrowing:
             self._look()
             await asyncio.sleep(_LOOK_S)
 
+    async def move(self) -> None:
+        """Have the weights where the guard wants them, for ever. Raises `EngineFailed`."""
+        while True:
+            await self._wished.wait()
+            self._wished.clear()
+            if self.sleeping is not None:
+                await self.sleeping.be(self._residency)
+                self._news.set()
+
+    @property
+    def _at(self) -> Residency:
+        return self.sleeping.residency if self.sleeping is not None else Residency.AWAKE
+
     async def clear(self) -> None:
         """Wait until the device is free for work other than generation, but not for ever."""
         end = time.monotonic() + _PATIENCE_S
@@ -117,13 +136,14 @@ class Borrowing:
 
     async def _borrow(self) -> None:
         call = self._stub.Borrow()
-        with self._apart_again():
-            try:
-                hello = to_proto(self._hello(), grants_pb2.Hello)
-                await write(call, grants_pb2.BorrowerMessage(hello=hello))
-                await race(self._receive(call), self._report(call))
-            finally:
-                call.cancel()
+        try:
+            hello = to_proto(self._hello(), grants_pb2.Hello)
+            await write(call, grants_pb2.BorrowerMessage(hello=hello))
+            await race(self._receive(call), self._report(call))
+        finally:
+            call.cancel()
+            self._page.renew(0.0)
+            self._connected, self._forecast = False, Forecast()
 
     async def _receive(self, call: Any) -> None:
         async for message in call:
@@ -141,6 +161,9 @@ class Borrowing:
             blocks = blocks if blocks < steps.kv_total else -1
             if blocks != self._page.kv_blocks:
                 self._page.limit_kv(blocks)
+        if grant.residency is not self._at:
+            self._residency = grant.residency
+            self._wished.set()
         free = self._wanted and grant.tokens > 0
         self._page.renew(time.monotonic() + min(grant.expires_s, GRANT_S) if free else 0.0)
         self._look()
@@ -161,8 +184,10 @@ class Borrowing:
             tokens_generated=self._attempts.tokens,
             kv_bytes_used=steps.kv_used * steps.block_bytes,
             recomputed_tokens=steps.recomputed,
-            residency=Residency.AWAKE,
+            residency=self._at,
             wanted=self._wanted,
+            wake_host_s=self.sleeping.wake_host_s if self.sleeping else 0.0,
+            wake_away_s=self.sleeping.wake_away_s if self.sleeping else 0.0,
         )
 
     def _hello(self) -> Hello:
@@ -181,7 +206,9 @@ class Borrowing:
     def _look(self) -> None:
         """Whether the engine generates, or could: then nothing is held."""
         now, steps, holds = time.monotonic(), self._page.steps(), self._attempts.holds
-        if steps.stepping or self._page.budget().tokens:
+        # What waits while nothing runs lacks memory: a budget alone does not help it.
+        starved = self._at is not Residency.AWAKE or (steps.waiting and not steps.running)
+        if steps.stepping or (self._page.budget().tokens and not starved):
             self._able_at = now
         self._able_at = max(self._able_at, steps.ended)
         still_s = now - self._able_at
@@ -193,14 +220,6 @@ class Borrowing:
         if (still_s > _HELD_S) != (_HOLD in holds):
             (holds.begin if still_s > _HELD_S else holds.end)(_HOLD)
             metrics.GRANTED.set(still_s <= _HELD_S)
-
-    @contextmanager
-    def _apart_again(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._page.renew(0.0)
-            self._connected, self._forecast = False, Forecast()
 
     def _say_apart(self, reason: str) -> None:
         """Once for each reason: a guard may be away for long, and that is normal."""

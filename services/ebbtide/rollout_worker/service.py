@@ -17,6 +17,8 @@ from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.borrowing import Borrowing
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.borrowed import Borrowed
+from ebbtide.rollout_worker.engine.cpu import is_cpu_build
+from ebbtide.rollout_worker.engine.residency import Sleeping
 from ebbtide.rollout_worker.installer import Installer
 from ebbtide.rollout_worker.outbox import JITTER, Outbox
 from ebbtide.rollout_worker.peers import check_reachable, serving
@@ -93,7 +95,8 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         clear = borrowing.clear if borrowing else None
         installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put, clear)
         worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
-        worker.borrowing = borrowing
+        if borrowing is not None:
+            worker.borrowing, borrowing.sleeping = borrowing, _sleeping(engine, installer)
         presence = shutdown.spawn(supply.presence.run(), "presence")
         stack.push_async_callback(_end, presence)  # it may not outlive the channel that it tells by
         await stack.enter_async_context(serving(settings, supply.shelf, worker.leaving, supply.presence.again))
@@ -127,9 +130,16 @@ async def _borrow(
     stack.callback(borrowed.close)
     stub = GrantsStub(channel)
     borrowing = Borrowing(stub, str(found_at), borrowed, attempts, worker_id=worker_id, slots=settings.slots)
-    for work, name in ((borrowing.run(), "grants"), (borrowing.watch(), "grants watched")):
-        stack.push_async_callback(_end, shutdown.spawn(work, name))
+    for work in (borrowing.run(), borrowing.watch(), borrowing.move()):
+        stack.push_async_callback(_end, shutdown.spawn(work, "grants"))
     return borrowing
+
+
+def _sleeping(engine: Engine, installer: Installer) -> Sleeping | None:
+    """What moves the weights of an engine whose weights can be moved."""
+    from ebbtide.rollout_worker.engine.vllm import VllmEngine
+
+    return Sleeping(engine, installer) if isinstance(engine, VllmEngine) and is_cpu_build() else None
 
 
 async def _on_signal(shutdown: Shutdown, worker: Worker) -> None:
