@@ -50,7 +50,7 @@ class Targets(Struct, frozen=True, kw_only=True):
     tpot_factor: float = 1.27
     percentile: float = 99.0
     aim_ttft: float = 0.0
-    aim_tpot: float = 0.0
+    aim_tpot: float = 0.4
     aim_gap: float = 2.0
 
 
@@ -255,14 +255,18 @@ class Governor(Decides):
         quiet_until = self._left + self._quiet.seconds
         if now < quiet_until:
             return Decision(Budget(), "quiet", NOTHING_INSIDE, quiet_until)
-        limits, most = self._limits, self._limits.tokens
-        within = self._steps.tokens_within(limits.step_share * self._ttft if self._ttft else inf)
+        level = self._alone.calm(now)
+        tokens = self._most(level)
+        budget = Budget(tokens, min(self._limits.sequences, tokens), now + GRANT_S)
+        return Decision(budget, "idle", NOTHING_INSIDE, now + (GRANT_S / 3 if level == 1.0 else _PERIOD_S))
+
+    def _most(self, level: float) -> int:
+        """Tokens of a step, whatever goes on beside it: of a size that is known, within its share of the TTFT target,
+        and on the ramp's level."""
+        within = self._steps.tokens_within(self._limits.step_share * self._ttft if self._ttft else inf)
         known = self._steps.tokens_within(inf)
-        wanted = min(most, known, max(self._least, within))
-        tokens = max(self._least, min(wanted, int(self._alone.calm(now) * most)))
-        review = GRANT_S / 3 if tokens == most else _PERIOD_S
-        budget = Budget(tokens, min(limits.sequences, tokens), now + GRANT_S)
-        return Decision(budget, "idle", NOTHING_INSIDE, now + review)
+        most = self._limits.tokens
+        return max(self._least, min(most, known, within, int(level * most)))
 
     def _shared(self, now: float) -> Decision:
         aim_tpot = self._targets.aim_tpot * self._tpot if self._probe is None else 0.0
@@ -271,7 +275,9 @@ class Governor(Decides):
         slack = max(0.0, point - now)
         level = self._beside.calm(now) if slack > 0.0 else self._beside.level
         room = slack - (1.0 - level) * aim_gap
-        tokens = min(self._limits.tokens, self._steps.tokens_within(_OF_SLACK * room, beside=True)) if room > 0 else 0
+        tokens = 0
+        if room > 0.0 and now >= self._left + self._quiet.seconds:
+            tokens = min(self._most(self._alone.level), self._steps.tokens_within(_OF_SLACK * room, beside=True))
         if tokens < self._least:
             return Decision(Budget(), "reclaimed", slack, now + GRANT_S / 3)
         until = min(now + GRANT_S, now + room - self._steps.predicted(tokens, beside=True))

@@ -1,24 +1,318 @@
-"""How much rollout work may run beside served requests."""
+"""The laws of how much rollout work may run beside served requests."""
 
-from ebbtide.scheduling.governor import Governor, Limits, Targets
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import pairwise
+from math import inf
+from random import Random
+
+import pytest
+
+from ebbtide.scheduling.governor import Decision, Governor, Limits, Targets
+from ebbtide.types.grants import GRANT_S
+
+_STEP_S = 0.008
+_TARGETS = Targets(ttft_s=1.0, tpot_s=0.1, aim_ttft=0.4, aim_tpot=0.5, aim_gap=1.0)
 
 
-def governor() -> Governor:
-    return Governor(Targets(ttft_s=1.0, tpot_s=0.1), Limits())
+class Host:
+    """A governor, and traffic for it. `now` goes on as it is told."""
+
+    def __init__(self, targets: Targets = _TARGETS, limits: Limits | None = None) -> None:
+        self.governor = Governor(targets, limits or Limits())
+        self.now = 100.0
+        self.count = 0
+
+    def decide(self) -> Decision:
+        return self.governor.decide(self.now)
+
+    def arrive(self, prompt: int = 500) -> str:
+        self.count += 1
+        self.governor.arrived(self.now, str(self.count), prompt)
+        return str(self.count)
+
+    def decode(self, name: str, tokens: int = 10, pause: float = 0.01) -> None:
+        for _ in range(tokens):
+            self.now += pause
+            self.governor.produced(self.now, name, 1)
+
+    def serve(self) -> None:
+        """One request without anything beside it."""
+        name = self.arrive()
+        self.decide()
+        self.now += 0.1
+        self.governor.produced(self.now, name, 1)
+        self.decode(name)
+        self.governor.ended(self.now, name, ok=True)
+
+    def step(self, count: int, tokens: int = 32, seconds: float = _STEP_S) -> None:
+        for _ in range(count):
+            self.now += seconds
+            self.governor.stepped(self.now, tokens, seconds)
+
+    def rest(self) -> Decision:
+        """Nothing inside, until the quiet time is over."""
+        decision = self.decide()
+        while decision.state == "quiet":
+            self.now = decision.review_at
+            decision = self.decide()
+        return decision
+
+
+def learnt(targets: Targets = _TARGETS) -> Host:
+    """A host that knows its engines."""
+    host = Host(targets)
+    for _ in range(30):
+        host.rest()
+        for tokens in (16, 32, 128):
+            host.step(5, tokens, 0.004 + 0.000125 * tokens)
+        host.serve()
+    host.rest()
+    return host
+
+
+def test_idle_with_steps_known_everything_may_run() -> None:
+    host = learnt()
+    host.step(30, 256, 0.036)
+    decision = host.decide()
+    assert (decision.state, decision.budget.tokens, decision.budget.sequences) == ("idle", 256, 64)
+    assert decision.budget.until == host.now + GRANT_S
 
 
 def test_an_arrival_takes_everything_back_at_once() -> None:
-    decides = governor()
-    assert decides.decide(0.0).budget.tokens
-    decides.arrived(1.0, "a", 100)
-    assert decides.decide(1.0).budget.tokens == 0
+    host = learnt(Targets(ttft_s=1.0, tpot_s=0.1, aim_tpot=0.0))
+    assert host.decide().budget.tokens
+    host.arrive()
+    decision = host.decide()
+    assert (decision.state, decision.budget.tokens) == ("reclaimed", 0)
 
 
-def test_the_budget_comes_back_after_a_quiet_time() -> None:
-    decides = governor()
-    decides.arrived(1.0, "a", 100)
-    decides.produced(1.1, "a", 1)
-    decides.ended(1.2, "a", True)
-    decision = decides.decide(1.2)
+def test_the_budget_comes_back_within_the_same_spell_after_a_quiet_time() -> None:
+    host = learnt()
+    host.serve()
+    left = host.now
+    decision = host.decide()
     assert (decision.state, decision.budget.tokens) == ("quiet", 0)
-    assert decides.decide(decision.review_at).budget.tokens
+    assert host.rest().budget.tokens >= 128
+    assert host.now - left <= Limits().quiet_most_s
+
+
+def test_after_trouble_it_grows_again_by_itself_without_another_spell() -> None:
+    host = learnt()
+    host.step(1, 64, 0.5)
+    budgets = [host.decide().budget.tokens]
+    while budgets[-1] < 200 and len(budgets) < 100:
+        host.step(1, 128, 0.02)
+        budgets.append(host.decide().budget.tokens)
+    assert budgets[0] == 32
+    assert budgets == sorted(budgets)
+    assert budgets[-1] >= 200
+
+
+def test_nothing_known_is_a_few_tokens_at_a_time_while_idle_and_none_beside_requests() -> None:
+    host = Host()
+    assert host.decide().budget.tokens == Limits().first_tokens
+    name = host.arrive()
+    assert host.decide().budget.tokens == 0
+    host.now += 0.1
+    host.governor.produced(host.now, name, 1)
+    assert host.decide().budget.tokens == 0
+    host.decode(name, 100)
+    assert host.decide().budget.tokens == 0  # the decode step is known by now, but no rollout step
+
+
+def test_targets_that_are_factors_leave_no_sharing_until_learnt() -> None:
+    host = Host(Targets(ttft_factor=2.0, tpot_factor=5.0, aim_tpot=0.9))
+    host.step(50)
+    for number in range(1, 26):
+        host.rest()
+        name = host.arrive()
+        assert host.decide().budget.tokens == 0
+        host.now += 0.1
+        host.governor.produced(host.now, name, 1)
+        host.decode(name)
+        if number != 16:  # one that is served without rollouts
+            known = host.governor.learnt(host.now).tpot_target_s > 0
+            assert (host.decide().budget.tokens > 0) == known
+        host.governor.ended(host.now, name, ok=True)
+    found = host.governor.learnt(host.now)
+    assert found.ttft_target_s == pytest.approx(0.2)
+    assert found.tpot_target_s == pytest.approx(0.05)
+
+
+def test_a_step_takes_at_most_its_share_of_the_ttft_target() -> None:
+    host = learnt(Targets(ttft_s=0.1, tpot_s=0.1))
+    host.step(100, 256, 0.036)
+    tokens = host.decide().budget.tokens
+    assert Limits().first_tokens <= tokens < 64
+
+
+def test_some_requests_are_served_without_rollouts_so_that_what_is_unloaded_stays_known() -> None:
+    host, shared = learnt(), []
+    for _ in range(32):
+        host.rest()
+        name = host.arrive()
+        host.now += 0.1
+        host.governor.produced(host.now, name, 1)
+        host.decode(name, 3)
+        shared.append(host.decide().state == "shared")
+        host.governor.ended(host.now, name, ok=True)
+    assert shared.count(False) == 2
+
+
+def test_a_request_that_was_slowed_down_already_is_left_alone() -> None:
+    host = learnt()
+    name = host.arrive()
+    host.now += 0.1
+    host.governor.produced(host.now, name, 1)
+    assert host.decide().state == "shared"
+    host.decode(name, 1, pause=0.3)
+    assert host.decide().state == "reclaimed"
+    host.decode(name, 20, pause=0.01)
+    assert host.decide().state == "shared"
+
+
+def test_seen_from_outside_any_request_takes_everything_back() -> None:
+    host = learnt()
+    host.governor.observed(host.now, 2, 0)
+    assert host.decide().budget.tokens == 0
+    found = host.governor.learnt(host.now)
+    assert (found.inside, found.waiting) == (2, 0)
+    host.governor.observed(host.now, 0, 0)
+    assert host.decide().state == "quiet"
+    assert host.rest().budget.tokens
+
+
+def test_an_arrived_request_waits_for_the_step_under_way_only_where_overlapping_does_harm() -> None:
+    host = learnt()
+    assert host.governor.hold_s(host.now, host.now - 0.001) == 0.0
+    for _ in range(40):
+        host.rest()
+        name = host.arrive()
+        host.now += 0.008
+        host.governor.stepped(host.now, 32, 0.008)
+        host.now += 0.142  # four times the overlap later than alone
+        host.governor.produced(host.now, name, 1)
+        host.governor.ended(host.now, name, ok=True)
+    assert host.governor.hold_s(host.now, None) == 0.0
+    assert 0.0 < host.governor.hold_s(host.now, host.now - 0.001) <= Limits().hold_s
+    assert host.governor.hold_s(host.now, host.now - 1.0) == 0.0
+
+
+def test_events_of_requests_that_are_not_inside_change_nothing() -> None:
+    host = learnt()
+    before = host.decide()
+    host.governor.produced(host.now, "nobody", 1)
+    host.governor.ended(host.now, "nobody", ok=False)
+    assert host.decide() == before
+
+
+def random_life(host: Host, seed: int) -> Iterator[Decision]:
+    """Random events, a decision after each."""
+    random, inside = Random(seed), list[str]()
+    for _ in range(400):
+        host.now += random.choice((0.0, 0.0005, 0.003, 0.01, 0.05, 0.4)) * random.random()
+        what = random.random()
+        if what < 0.15 and len(inside) < 20:
+            inside.append(host.arrive(random.randrange(1, 3000)))
+        elif what < 0.25 and inside:
+            host.governor.ended(host.now, inside.pop(random.randrange(len(inside))), ok=random.random() < 0.8)
+        elif what < 0.85 and inside:
+            host.governor.produced(host.now, random.choice(inside), 1)
+        else:
+            host.governor.stepped(host.now, random.randrange(1, 257), random.choice((0.005, 0.01, 0.1)))
+        yield host.decide()
+
+
+def test_no_step_is_let_begin_that_is_predicted_to_take_more_than_the_slack() -> None:
+    shared = 0
+    for seed in range(30):
+        host = learnt()
+        for decision in random_life(host, seed):
+            if decision.state == "shared":
+                shared += 1
+                within_slack(host, decision)
+    assert shared > 100
+
+
+def within_slack(host: Host, decision: Decision) -> None:
+    governor, book = host.governor, host.governor._book
+    end = decision.budget.until + governor._steps.predicted(decision.budget.tokens, beside=True) - 1e-9
+    assert end <= host.now + decision.slack_s
+    for one in book._waiting.values():
+        assert end <= one.arrived + 0.4 - governor._unloaded.prefill_s(one.prompt_tokens)
+    for one in book._decoding.values():
+        due = min(one.last + 0.1, one.first + 0.05 * one.tokens)
+        assert end <= due - governor._unloaded.decode_s(book.decoding)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_decision_has_lapsed_or_lasts_longer_than_a_grant(seed: int) -> None:
+    host = Host() if seed % 2 else learnt()
+    for decision in random_life(host, seed):
+        assert decision.review_at > host.now
+        assert decision.review_at <= host.now + GRANT_S
+        if decision.budget.tokens:
+            assert host.now < decision.budget.until <= host.now + GRANT_S
+            assert 0 < decision.budget.sequences <= decision.budget.tokens <= Limits().tokens
+
+
+def test_no_decision_is_worth_an_endless_or_an_immediate_review() -> None:
+    host = learnt()
+    name = host.arrive()
+    host.now += 0.1
+    host.governor.produced(host.now, name, 1)
+    decisions = 0
+    while (decision := host.decide()).state == "shared":
+        host.now, decisions = decision.review_at, decisions + 1
+    assert decisions < 12
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_requests_or_longer_ones_never_give_a_larger_budget(seed: int) -> None:
+    host, random = learnt(), Random(seed)
+    for number, _ in enumerate(random_life(host, seed)):
+        if number % 10:
+            continue
+        longer, short, none = deepcopy(host), deepcopy(host), deepcopy(host)
+        longer.arrive(2000)
+        short.arrive(1000)
+        if random.random() < 0.3:
+            longer.governor.produced(longer.now, str(longer.count), 1)
+            short.governor.produced(short.now, str(short.count), 1)
+        given = [one.decide().budget for one in (none, short, longer)]
+        for more, fewer in pairwise(given):
+            assert fewer.tokens <= more.tokens
+            assert not fewer.tokens or fewer.until <= more.until + 0.0005  # a token's time: budgets are in whole ones
+
+
+def test_a_step_of_load_is_answered_without_swinging() -> None:
+    """From one moment on eight requests decode, and each rollout step delays their next token by itself."""
+    host = learnt()
+    names = [host.arrive() for _ in range(8)]
+    host.now += 0.8
+    for name in names:
+        host.governor.produced(host.now, name, 1)
+    given: list[float] = []
+    for _ in range(300):
+        end, granted = host.now + 0.011, 0.0
+        while (budget := host.decide().budget).tokens and host.now < end:
+            host.step(1, min(32, budget.tokens))
+            end, granted = end + _STEP_S, granted + _STEP_S
+        host.now = max(host.now, end)
+        for name in names:
+            host.governor.produced(host.now, name, 1)
+        given.append(granted)
+    spans = [sum(given[begin : begin + 10]) for begin in range(100, 300, 10)]
+    assert min(spans) > 0
+    assert max(spans) <= 1.25 * min(spans)
+
+
+def test_a_rollout_may_wake_up_where_idle_time_is_long() -> None:
+    host = Host()
+    host.decide()
+    host.now += 300.0
+    assert host.governor.pays(host.now, 5.0)
+    forecast = host.governor.learnt(host.now).forecast
+    assert forecast.share > 0.9
+    assert forecast.spell_s < inf
