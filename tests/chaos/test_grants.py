@@ -136,7 +136,7 @@ async def test_a_step_without_end_is_stopped_and_killed_if_serving_goes_on(
         await wait_until(lambda: worker.state() == "T")
         assert time.monotonic() - sent < 1.0 + SLACK_S
         await wait_until(lambda: worker.state() in "XZ")
-        assert 2.0 <= time.monotonic() - sent
+        assert time.monotonic() - sent >= 2.0
         engine.go.set()
         assert b"[DONE]" in await request
 

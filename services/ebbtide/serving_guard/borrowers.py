@@ -39,6 +39,7 @@ class Borrowers:
         self.news = asyncio.Event()  # set when grants are to be sent before their time
         self.changed: Callable[[], None] = lambda: None  # somebody came, went or changed
         self.forecast: Callable[[], Forecast] = Forecast
+        self.idle_s: Callable[[float], float] = lambda _: 0.0  # for how long, if that pays for a wake-up of so long
         self.open = True
 
     def all(self) -> list[Loan]:
@@ -101,8 +102,7 @@ class Borrowers:
         """What of memory it may use now."""
         if loan.gone_at is not None:
             return Allowed(0, "", Residency.AWAKE)
-        idle_s = 0.0 if loan.taken_at is not None else self.forecast().spell_s
-        return self._memory.allowed(self._clock(), loan.worker_id, idle_s=idle_s)
+        return self._memory.allowed(self._clock(), loan.worker_id, idle_s=self.idle_s(loan.wake_s))
 
     def grant(self, loan: Loan, sequence: int) -> Grant:
         allowed, forecast = self.allowed(loan), self.forecast()

@@ -46,5 +46,8 @@ class Panel:
     def observed(self, now: float, inside: int, waiting: int) -> None:
         self._of[""].observed(now, inside, waiting)
 
+    def pays(self, now: float, wake_s: float) -> bool:
+        return all(one.pays(now, wake_s) for one in self._all)
+
     def learnt(self, now: float, model: str) -> Learnt:
         return self.of(model).learnt(now)

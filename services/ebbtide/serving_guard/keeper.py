@@ -142,6 +142,12 @@ class Keeper(Traffic):
             known = self._learnt[model] = now, self._panel.learnt(now, model)
         return known[1]
 
+    def idle_s(self, wake_s: float = 0.0) -> float:
+        """For how long borrowing will probably be possible from now on; 0: it is not, or does not pay for waking."""
+        if not self._decision.budget.tokens or (wake_s and not self._panel.pays(self._clock(), wake_s)):
+            return 0.0
+        return self.learnt().forecast.spell_s
+
     def stepping_since(self) -> float | None:
         """When the oldest step under way began."""
         began = [since for loan in self._borrowers.all() if (since := loan.stepping_since()) is not None]

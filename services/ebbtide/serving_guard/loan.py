@@ -67,6 +67,13 @@ class Loan:
     def wanted(self) -> bool:
         return self.report is None or self.report.wanted
 
+    @property
+    def wake_s(self) -> float:
+        """How long its engine would take to wake, as measured; 0: it is awake, or nobody knows yet."""
+        if self.report is None or self.report.residency is Residency.AWAKE:
+            return 0.0
+        return self.report.wake_host_s if self.report.residency is Residency.HOST else self.report.wake_away_s
+
     def write(self, budget: Budget, now: float) -> None:
         """Let the next step take this; what its engine cannot take anyway is left out."""
         if budget.tokens and budget.sequences:

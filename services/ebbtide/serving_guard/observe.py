@@ -42,7 +42,7 @@ _TPOT: Final = (
     "vllm:time_per_output_token_seconds",
 )
 _WANTED: Final = (*_INSIDE, _ENDED, _TTFT, *_TPOT)
-_LINE: Final = re.compile(rb"^(vllm:[a-z_]+)(?:\{(.*)\})? ([^ ]+)", re.MULTILINE)
+_LINE: Final = re.compile(rb"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)", re.MULTILINE)
 _LE: Final = re.compile(rb'le="([^"]+)"')
 _REASON: Final = re.compile(rb'finished_reason="([^"]+)"')
 #: Of one answer, so many values of each latency are booked at most: tokens may be thousands.
@@ -61,7 +61,17 @@ class Sample(Struct, frozen=True):
 
     @property
     def waiting(self) -> int:
+        """In the engine's queue; those that it reads just now have no first token either."""
         return int(self.values.get(_INSIDE[1], 0.0))
+
+    @property
+    def ended(self) -> int:
+        return int(self.values.get(_ENDED, 0.0))
+
+    @property
+    def started(self) -> int:
+        """Requests that ever had a first token."""
+        return int(max(self.histograms.get(_TTFT, {}).values(), default=0.0))
 
 
 class Observer:
@@ -83,6 +93,7 @@ class Observer:
         self._url, self._keeper, self._books, self._memory = url, keeper, books, memory
         self._interval_s, self._borrowed, self._clock = interval_s, borrowed, clock
         self._last: Sample | None = None
+        self._unstarted = 0  # inside, without a first token
         self._task: asyncio.Task[None] | None = None
         self._failing = False
 
@@ -127,12 +138,18 @@ class Observer:
         self._failing = False
         last, self._last = self._last, sample
         self._memory.usage(now, sample.values.get(_INSIDE[2], 0.0))
-        ended = sample.values.get(_ENDED, 0.0) - last.values.get(_ENDED, 0.0) if last else 0.0
-        if ended > 0 and not sample.inside and last and not last.inside:
+        if last is None:
+            self._keeper.observed(sample.inside, sample.inside, now)
+            self._unstarted = sample.inside
+            return
+        ended = max(0, sample.ended - last.ended)
+        came = max(0, sample.inside - last.inside + ended)
+        unstarted = self._unstarted + came - max(0, sample.started - last.started)
+        self._unstarted = min(max(unstarted, sample.waiting), sample.inside)
+        if ended and not (sample.inside or last.inside):
             self._keeper.observed(1, 0, now)  # it came and went between two answers
-        self._keeper.observed(sample.inside, sample.waiting, now)
-        if last is not None:
-            self._book(last, sample, int(max(0.0, ended)))
+        self._keeper.observed(sample.inside, self._unstarted, now)
+        self._book(last, sample, ended)
 
     def _book(self, last: Sample, sample: Sample, ended: int) -> None:
         failed = sample.values.get("failed", 0.0) - last.values.get("failed", 0.0)

@@ -82,6 +82,7 @@ class Guard:
         self.borrowers = Borrowers(folder, self.memory)
         panel = Panel(decides, settings.targets(), settings.limits())
         self.keeper = Keeper(panel, self.borrowers, self.books, model=settings.model)
+        self.borrowers.idle_s = self.keeper.idle_s
         self.borrowers.forecast = lambda: self.keeper.learnt().forecast
         self.status = Status(
             settings.mode,

@@ -1,0 +1,81 @@
+"""Mode observe: the engine's metrics alone say when rollouts may run."""
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from ebbtide.testing import wait_until
+from tests.integration.serving_guard.borrower import Borrowing
+from tests.integration.serving_guard.engine import ServingEngine, told
+from tests.integration.serving_guard.guards import GuardProcess, guard_process
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ebb-") as made:
+        path = Path(made) / "g"
+        path.mkdir(0o700)
+        yield path
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ServingEngine]:
+    async with ServingEngine() as made:
+        yield made
+
+
+@pytest.fixture
+async def guard(folder: Path, engine: ServingEngine) -> AsyncIterator[GuardProcess]:
+    with guard_process(folder, engine.url, mode="observe", observe_ms=20, ttft_ms=300) as made:
+        await made.ready()
+        yield made
+
+
+async def test_a_worker_stands_still_while_the_metrics_say_that_somebody_is_served(
+    guard: GuardProcess, folder: Path, engine: ServingEngine
+) -> None:
+    with Borrowing(folder) as worker:
+        await wait_until(lambda: worker.page.steps().steps > 5)
+        engine.metrics = told(1, 1)
+        await wait_until(lambda: not worker.stepping_lately)
+        state = await guard.status()
+        assert (state.mode, state.inside, state.waiting, state.state) == ("observe", 2, 2, "reclaimed")
+        stood = worker.page.steps().steps
+        engine.metrics = told(0, 0, ended=1)
+        await wait_until(lambda: worker.page.steps().steps > stood)
+
+
+async def test_metrics_that_fail_mean_no_budget_until_they_are_back(
+    guard: GuardProcess, folder: Path, engine: ServingEngine
+) -> None:
+    with Borrowing(folder) as worker:
+        await wait_until(lambda: worker.page.steps().steps > 5)
+        engine.metrics = None
+        await wait_until(lambda: not worker.stepping_lately)
+        assert (await guard.status()).state == "blind"
+        stood = worker.page.steps().steps
+        engine.metrics = told(0, 0)
+        await wait_until(lambda: worker.page.steps().steps > stood)
+
+
+async def test_latencies_come_from_the_histograms(guard: GuardProcess, folder: Path, engine: ServingEngine) -> None:
+    engine.metrics = told(0, 0, ended=10, ttft={0.1: 10, 1.0: 10})
+    with Borrowing(folder) as worker:
+        await wait_until(lambda: worker.page.steps().steps > 5)
+        engine.metrics = told(0, 0, ended=14, ttft={0.1: 13, 1.0: 14})
+        await wait_until(lambda: _served(guard, 4))
+        state = await guard.status()
+        assert (state.ttft.p50, state.ttft.p99, state.ttft.attained) == (0.1, 1.0, 0.75)
+
+
+async def test_metrics_are_asked_for_seldom_while_nobody_borrows(guard: GuardProcess, engine: ServingEngine) -> None:
+    await wait_until(lambda: engine.asked >= 2)
+    asked = engine.asked
+    await wait_until(lambda: engine.asked > asked)
+    assert (await guard.status()).uptime_s > 0.5 * engine.asked
+
+
+async def _served(guard: GuardProcess, requests: int) -> bool:
+    return (await guard.status()).requests == requests

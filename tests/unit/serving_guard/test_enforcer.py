@@ -1,0 +1,189 @@
+"""Hand-back cannot be vetoed."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.grants import Page, page_path
+from ebbtide.serving_guard import processes
+from ebbtide.serving_guard.borrowers import Borrowers
+from ebbtide.serving_guard.enforcer import Enforcer
+from ebbtide.serving_guard.loan import Loan
+from ebbtide.serving_guard.memory import Memory
+from ebbtide.serving_guard.processes import Process
+from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello
+
+YIELD_S, KILL_S, STEP_S = 0.25, 5.0, 0.01
+
+
+class Scene:
+    """One borrower whose engine is this test, and a clock that this test moves."""
+
+    def __init__(self, folder: Path, pid: int) -> None:
+        self.engine = Page(page_path(folder, "w"), create=True)
+        self.engine.enter(os.getpid(), 8)
+        self.engine.renew(time.monotonic() + 600)
+        self.now = time.monotonic()
+        self.granting = True
+        self.sent: list[signal.Signals] = []
+        self.borrowers = Borrowers(folder, Memory(), clock=lambda: self.now)
+        hello = Hello(protocol_version=GRANTS_VERSION, worker_id="w", pids=(pid,), slots=4, step_tokens=32)
+        self.loan: Loan = self.borrowers.join(hello)
+        self.enforcer = Enforcer(
+            self.borrowers,
+            yield_s=YIELD_S,
+            kill_s=KILL_S,
+            most=2,
+            predicted_s=lambda: STEP_S,
+            granting=lambda: self.granting,
+            clock=lambda: self.now,
+            send=self.send,
+        )
+        self.grant(granted=True)
+
+    def send(self, found: Iterable[Process], number: signal.Signals) -> int:
+        self.sent.append(number)
+        return len(tuple(found))
+
+    def grant(self, *, granted: bool) -> None:
+        self.granting = granted
+        self.loan.write(Budget(8, 2, self.now + 600) if granted else Budget(), self.now)
+
+    def check(self, later_s: float = 0.0) -> list[signal.Signals]:
+        """Signals sent by looks at the engine over so long."""
+        self.sent.clear()
+        end = self.now + later_s
+        self.enforcer.check()
+        while self.now < end:
+            self.now = min(end, self.now + 0.05)
+            self.enforcer.check()
+        return list(self.sent)
+
+    def defy(self) -> None:
+        """Steps that nothing allows."""
+        for _ in range(2):
+            self.engine.begin_step(heeding=False)
+            self.engine.end_step(1)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        yield Scene(tmp_path, sleeper.pid)
+        sleeper.kill()
+
+
+def test_an_engine_that_ends_its_step_in_time_is_left_alone(scene: Scene) -> None:
+    scene.engine.begin_step()
+    scene.grant(granted=False)
+    assert scene.check(YIELD_S) == []
+    scene.engine.end_step(4)
+    assert scene.check(10.0) == []
+
+
+def test_a_step_beyond_its_bound_is_stopped_and_continued_with_the_next_budget(scene: Scene) -> None:
+    scene.engine.begin_step()
+    scene.grant(granted=False)
+    assert scene.check(YIELD_S + STEP_S + 0.1) == [signal.SIGSTOP]
+    assert not scene.loan.granted(scene.now)
+    scene.granting = True
+    assert scene.check(0.2) == [signal.SIGCONT]
+    assert scene.loan.granted(scene.now)
+
+
+def test_one_stopped_without_a_budget_for_too_long_is_killed(scene: Scene) -> None:
+    scene.engine.begin_step()
+    scene.grant(granted=False)
+    assert scene.check(KILL_S + 1) == [signal.SIGSTOP, signal.SIGKILL]
+    assert scene.borrowers.all() == []
+
+
+def test_steps_that_begin_without_a_budget_are_stopped_at_once(scene: Scene) -> None:
+    scene.grant(granted=False)
+    scene.defy()
+    assert scene.check() == [signal.SIGSTOP]
+
+
+def test_the_step_that_had_just_begun_is_no_defiance(scene: Scene) -> None:
+    scene.engine.begin_step()
+    scene.grant(granted=False)
+    scene.engine.end_step(4)
+    assert scene.check() == []
+
+
+def test_who_defies_too_often_is_killed_even_if_it_connects_anew(scene: Scene) -> None:
+    for _ in range(2):
+        scene.grant(granted=False)
+        scene.defy()
+        assert scene.check() == [signal.SIGSTOP]
+        scene.grant(granted=True)
+        assert scene.check(0.2) == [signal.SIGCONT]
+        scene.loan = scene.borrowers.join(scene.loan.hello)
+    scene.grant(granted=True)
+    scene.grant(granted=False)
+    scene.defy()
+    assert scene.check() == [signal.SIGKILL]
+
+
+def test_an_engine_that_steps_on_behind_its_stream_is_killed(scene: Scene) -> None:
+    scene.borrowers.leave(scene.loan, "its stream ended")
+    assert scene.check(0.1) == []
+    scene.defy()
+    assert scene.check() == [signal.SIGKILL]
+    assert scene.borrowers.parting == []
+
+
+def test_an_engine_that_stands_behind_its_stream_is_forgotten(scene: Scene) -> None:
+    scene.borrowers.leave(scene.loan, "its stream ended")
+    assert scene.check(5.0) == []
+    assert scene.borrowers.parting == []
+
+
+def test_one_that_loses_its_stream_while_it_is_stopped_is_killed(scene: Scene) -> None:
+    scene.grant(granted=False)
+    scene.defy()
+    assert scene.check() == [signal.SIGSTOP]
+    scene.borrowers.leave(scene.loan, "its stream broke")
+    assert scene.check() == [signal.SIGKILL]
+
+
+def test_a_guard_that_leaves_continues_whom_it_stopped(scene: Scene) -> None:
+    scene.grant(granted=False)
+    scene.defy()
+    scene.check()
+    scene.enforcer.close()
+    assert scene.sent == [signal.SIGSTOP, signal.SIGCONT]
+
+
+@pytest.mark.parametrize("pid", [0, 1, os.getpid(), 2**22 - 1])
+def test_no_worker_names_processes_that_are_not_its_own(pid: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"hello\.pids"):
+        processes.checked((pid,))
+
+
+def test_a_signal_reaches_a_process_and_all_below_it() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True) as parent:
+        try:
+            (found,) = processes.checked((parent.pid,))
+            while len(family := list(processes.with_children((found,)))) < 2:
+                time.sleep(0)
+            assert processes.send((found,), signal.SIGSTOP) == 2
+            while not all(processes.stopped(one) for one in family):
+                time.sleep(0)
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+    assert not processes.alive(found)
+
+
+def test_a_pid_that_another_process_got_is_not_signalled() -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (found,) = processes.checked((other.pid,))
+        assert processes.send((Process(found.pid, found.started - 1),), signal.SIGKILL) == 0
+        assert other.poll() is None
+        other.kill()

@@ -1,0 +1,208 @@
+"""Behind each event the pages hold what the governor decided at it, or less."""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.grants import Page, page_path
+from ebbtide.scheduling.governor import Decides, Decision, Learnt, Limits, Targets
+from ebbtide.serving_guard.books import Books
+from ebbtide.serving_guard.borrowers import Borrowers
+from ebbtide.serving_guard.deciding import Panel
+from ebbtide.serving_guard.keeper import Keeper
+from ebbtide.serving_guard.memory import Memory
+from ebbtide.testing import wait_until
+from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello, Report
+
+
+class Told(Decides):
+    """Nothing while anything is inside, `budget` otherwise; keeps what it heard."""
+
+    def __init__(self, targets: Targets, limits: Limits) -> None:
+        self.targets = targets
+        self.heard: list[tuple[Any, ...]] = []
+        self.inside: set[str] = set()
+        self.seen = 0
+        self.budget = (100, 10)
+        self.lasts_s = 60.0
+        self.held_s = 0.0
+
+    def arrived(self, now: float, request: str, prompt_tokens: int, *, streamed: bool = True) -> None:
+        self.heard.append(("arrived", request, prompt_tokens, streamed))
+        self.inside.add(request)
+
+    def produced(self, now: float, request: str, tokens: int) -> None:
+        self.heard.append(("produced", request, tokens))
+
+    def ended(self, now: float, request: str, ok: bool) -> None:
+        self.heard.append(("ended", request, ok))
+        self.inside.discard(request)
+
+    def observed(self, now: float, inside: int, waiting: int) -> None:
+        self.seen = inside
+
+    def stepped(self, now: float, tokens: int, seconds: float) -> None:
+        self.heard.append(("stepped", tokens))
+
+    def decide(self, now: float) -> Decision:
+        self.heard.append(("decide",))
+        if self.inside or self.seen:
+            return Decision(Budget(), "reclaimed", 0.0, now + 60)
+        return Decision(Budget(*self.budget, now + self.lasts_s), "idle", -1.0, now + self.lasts_s / 2)
+
+    def hold_s(self, now: float, stepping_since: float | None) -> float:
+        return self.held_s if stepping_since else 0.0
+
+    def learnt(self, now: float) -> Learnt:
+        return Learnt()
+
+    def pays(self, now: float, wake_s: float) -> bool:
+        return True
+
+
+class Scene:
+    def __init__(self, folder: Path, **targets: Targets) -> None:
+        self.made: list[Told] = []
+        self.folder = folder
+        self.borrowers = Borrowers(folder, Memory())
+        panel = Panel(self.make, {"": Targets(), **targets}, Limits())
+        self.keeper = Keeper(panel, self.borrowers, Books(time.monotonic()))
+
+    def make(self, targets: Targets, limits: Limits) -> Told:
+        self.made.append(Told(targets, limits))
+        return self.made[-1]
+
+    def engine(self, worker_id: str = "w") -> Page:
+        """That of a borrower with a lease."""
+        page = Page(page_path(self.folder, worker_id), create=True)
+        page.enter(os.getpid(), 8)
+        page.renew(time.monotonic() + 600)
+        self.borrowers.join(Hello(protocol_version=GRANTS_VERSION, worker_id=worker_id, slots=64, step_tokens=256))
+        return page
+
+    def arrive(self, request: str, model: str = "", *, streamed: bool = True) -> None:
+        self.keeper.arrived(request, model, 7, time.monotonic(), streamed)
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> Iterator[Scene]:  # type: ignore[misc]
+    made = Scene(tmp_path)
+    made.keeper.start()
+    yield made
+    made.keeper.close()
+
+
+async def test_an_arrival_is_written_before_anything_else_is_done_for_it(scene: Scene) -> None:
+    engine = scene.engine()
+    assert engine.budget().tokens == 100
+    scene.arrive("a")
+    assert not engine.budget().tokens
+    scene.keeper.ended("a", True, time.monotonic())
+    await wait_until(lambda: engine.budget().tokens)
+
+
+async def test_a_budget_is_decided_anew_before_it_runs_out(scene: Scene) -> None:
+    scene.made[0].lasts_s = 0.05
+    engine = scene.engine()
+    until = engine.budget().until
+    await wait_until(lambda: engine.budget().until > until + 0.1)
+
+
+async def test_several_borrowers_share_one_budget_and_those_without_work_leave_theirs(scene: Scene) -> None:
+    scene.made[0].budget = (101, 10)
+    engines = [scene.engine("a"), scene.engine("b")]
+    assert [engine.budget().tokens for engine in engines] == [51, 50]
+    assert [engine.budget().sequences for engine in engines] == [5, 5]
+    scene.borrowers.heard(scene.borrowers.all()[0], Report(wanted=False))
+    assert [engine.budget().tokens for engine in engines] == [0, 101]
+    scene.borrowers.heard(scene.borrowers.all()[1], Report(wanted=False))
+    assert [engine.budget().tokens for engine in engines] == [51, 50]
+
+
+async def test_without_sight_of_the_traffic_there_is_no_budget(scene: Scene) -> None:
+    engine = scene.engine()
+    scene.keeper.lose_sight()
+    assert not engine.budget().tokens
+    scene.keeper.review()
+    assert not engine.budget().tokens
+    scene.keeper.observed(0, 0, time.monotonic())
+    assert engine.budget().tokens
+
+
+async def test_the_governor_hears_of_each_step(scene: Scene) -> None:
+    engine = scene.engine()
+    engine.begin_step()
+    engine.end_step(5)
+    await wait_until(lambda: ("stepped", 5) in scene.made[0].heard)
+
+
+async def test_events_of_one_turn_are_decided_once(scene: Scene) -> None:
+    for name in "abc":
+        scene.arrive(name)
+    scene.made[0].heard.clear()
+    for name in "abc":
+        scene.keeper.produced(name, 1, time.monotonic())
+    await asyncio.sleep(0)
+    assert scene.made[0].heard.count(("decide",)) == 1
+
+
+async def test_an_answer_in_one_piece_has_no_first_token(scene: Scene) -> None:
+    scene.arrive("a", streamed=False)
+    scene.keeper.produced("a", 1, time.monotonic())
+    scene.keeper.ended("a", True, time.monotonic())
+    assert [one for one in scene.made[0].heard if one[0] in {"arrived", "produced", "ended"}] == [
+        ("arrived", "a", 7, False),
+        ("ended", "a", True),
+    ]
+
+
+async def test_a_request_is_held_until_the_step_under_way_ends_and_no_longer_than_that_pays(scene: Scene) -> None:
+    engine = scene.engine()
+    scene.made[0].held_s = 5.0
+    assert engine.begin_step().tokens
+    scene.arrive("a")
+    held = scene.keeper.ready("a")
+    assert held is not None
+    waiting = asyncio.ensure_future(held)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    engine.end_step(1)
+    await asyncio.wait_for(waiting, 1.0)
+    assert scene.keeper.ready("a") is None
+    scene.made[0].held_s = 0.01
+    engine.begin_step(heeding=False)
+    held = scene.keeper.ready("a")
+    assert held is not None
+    await asyncio.wait_for(asyncio.ensure_future(held), 1.0)
+
+
+async def test_each_model_has_its_own_governor_and_rollouts_may_do_what_all_allow(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, big=Targets(ttft_s=1.0))
+    scene.keeper.start()
+    try:
+        engine = scene.engine()
+        other, big = scene.made
+        other.budget, big.budget = (100, 4), (30, 9)
+        scene.keeper.review()
+        assert (engine.budget().tokens, engine.budget().sequences) == (30, 4)
+        scene.arrive("a", "big")
+        assert not engine.budget().tokens
+        assert ("arrived", "a", 7, True) in big.heard
+        assert ("arrived", "a", 7, True) not in other.heard
+        assert big.targets.ttft_s == 1.0
+    finally:
+        scene.keeper.close()
+
+
+async def test_a_keeper_that_was_closed_writes_nothing_more(scene: Scene) -> None:
+    engine = scene.engine()
+    scene.keeper.close()
+    assert not engine.budget().tokens
+    scene.keeper.ended("a", True, time.monotonic())
+    scene.keeper.review()
+    assert not engine.budget().tokens
