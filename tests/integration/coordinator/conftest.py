@@ -47,6 +47,7 @@ class ScriptedWorker:
         self.publishers: list[bytes] = []  # the keys that came with them
         self.drains: list[float] = []
         self.asked: list[str] = []  # rollouts that it is to hand back
+        self.borrows: list[fleet_pb2.Borrow] = []  # whether its host is to be borrowed, as it was told
         self._loops: list[asyncio.Task[None]] = []
         self.attached = fleet_pb2.Attached()
         self.ended: Exception | None = None
@@ -93,6 +94,8 @@ class ScriptedWorker:
             self.cancelled.append(ref.rollout_id)
             self.assigned.pop(ref.rollout_id, None)
         self.asked += [ref.rollout_id for ref in message.release.attempts]
+        if message.HasField("borrow"):
+            self.borrows.append(message.borrow)
         if message.HasField("drain"):
             self.drains.append(message.drain.deadline_s)
         if message.HasField("install"):

@@ -63,10 +63,11 @@ def engine(
     version: int = 1,
     promised: int = 0,
     held: bool = False,
+    **lent: Any,
 ) -> Engine:
     host = Host(
         worker_id=name, name=name, slots=slots, running=len(rollouts) + promised, installed=version, target=version,
-        max_model_len=40_000, pending=sum(not one.started for one in rollouts), held=held,
+        max_model_len=40_000, pending=sum(not one.started for one in rollouts), held=held, **lent,
     )  # fmt: skip
     return Engine(host=host, speed=learnt, context=2_000, rollouts=lambda: rollouts)
 
@@ -238,3 +239,33 @@ def test_a_speed_that_nobody_would_believe_moves_nothing(stalled: Any) -> None:
     engines = [engine(f"s{n}", [generating(f"s{n}.{i}") for i in range(8)], learnt=slow) for n in range(stalled)]
     engines += [engine("idle", []), engine("known", [generating(f"k{i}") for i in range(8)])]
     assert moves(engines) == []
+
+
+def borrowed(name: str, rollouts: list[Generating], *, share: float = 0.9, spell_s: float = 10.0) -> Engine:
+    return engine(name, rollouts, borrowed=True, share=share, spell_s=spell_s)
+
+
+def test_long_work_leaves_a_borrowed_worker_with_a_small_share_for_a_steady_one() -> None:
+    long = [generating("long", made=16_000), generating("short", made=0)]
+    made = moves([borrowed("lent", long, share=0.3), engine("steady", [])])
+    assert [(move.attempt_id, move.target) for move in made][:1] == [("long", "steady")]
+
+
+def test_nothing_goes_to_a_borrowed_worker_that_is_faster_only_while_it_lasts() -> None:
+    full = running("f", 40, made=8_000)
+    assert moves([engine("full", full), engine("idle", [])])
+    assert moves([engine("full", full), borrowed("lent", [], share=0.4)]) == []
+
+
+def test_what_a_reclaim_would_cost_keeps_work_from_a_shaky_worker() -> None:
+    surplus = running("f", 50, made=20_000)
+    to_steady = moves([engine("full", surplus), borrowed("lent", [], share=1.0, spell_s=1e9)])
+    dear = Costs(prefill_tokens_per_s=500.0)
+    assert len(to_steady) > len(
+        moves([engine("full", surplus), borrowed("lent", [], share=1.0, spell_s=1.0)], costs=dear)
+    )
+
+
+def test_nothing_goes_to_a_worker_whose_host_has_itself_back() -> None:
+    away = engine("lent", [], borrowed=True, spell_s=1e9, shut=True)
+    assert moves([engine("full", running("f", 64)), away]) == []

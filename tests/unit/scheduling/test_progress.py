@@ -254,3 +254,42 @@ def test_ten_minutes_of_jitter_and_a_loaded_processor_make_no_suspect(seed: Any)
                 heard, said = max(heard, at), at - quiet_s
         beats = [one for one in beats if one[0] > now]
         assert judge(watch, doing(8), now, heard=heard, made=said) == []
+
+
+def until(watch: Progress, what: Doing, start: float, end: float) -> bool:
+    """Whether the worker is found between the two."""
+    now, found = start, False
+    while now < end:
+        found = bool(judge(watch, what, now)) or found
+        now += _TICK_S
+    return found
+
+
+@pytest.mark.parametrize("what", [doing(8), doing(0, 8), doing(3, 5)])
+def test_a_worker_whose_host_has_itself_back_is_no_case_however_long(what: Doing) -> None:
+    watch = Progress()
+    judge(watch, what, 0.0)
+    assert not until(watch, replace(what, standing=True), 0.25, 3_600.0)
+
+
+def test_a_worker_that_makes_nothing_whenever_it_may_is_found_across_its_grants() -> None:
+    """A second of grant, three of none: what it was waited for adds up."""
+    watch = Progress()
+    judge(watch, doing(8), 0.0)
+    watch.arrived("a", 0.5)
+    now = 0.5
+    while not until(watch, doing(8), now, now + 1.0):
+        assert not until(watch, doing(8, standing=True), now + 1.0, now + 4.0)
+        now += 4.0
+        assert now < 40.0
+    assert now >= 4.0
+
+
+def test_a_worker_that_makes_tokens_in_each_of_its_short_grants_is_trusted() -> None:
+    watch = Progress()
+    judge(watch, doing(8), 0.0)
+    for number in range(200):
+        now = 10.0 * number
+        watch.arrived("a", now + 0.2)
+        assert not until(watch, doing(8), now + 0.25, now + 1.5)
+        assert not until(watch, doing(8, standing=True), now + 1.5, now + 10.0)
