@@ -50,6 +50,7 @@ class Installer:
         self._stopped = False
         self._home = asyncio.Event()
         self._home.set()
+        self._away = False  # the engine gave its weights up
         self.current: Installation | None = None
         self.busy = False
 
@@ -90,19 +91,22 @@ class Installer:
         if self.current is None or self.busy or self._wish != self.current:
             return False
         self._home.clear()
+        self._away = True
         return True
 
     async def restore(self) -> None:
         """Put the version that the engine served into it again. Raises what a pull or an install does; then whatever
-        is wished for is installed instead."""
-        wanted = self.current
+        is wished for is installed instead, and this may be asked again."""
+        if not self._away:
+            return
         try:
-            if wanted is not None:
-                manifest = await self._weights.prepare(wanted)
-                if self._clear is not None:
-                    await self._clear()
-                async with self._weights.ready(wanted, manifest) as (path, _):
-                    await self._install(wanted, manifest, path, None)
+            if (wanted := self.current) is None:
+                raise Unavailable("no version is installed")
+            manifest = await self._weights.prepare(wanted)
+            if self._clear is not None:
+                await self._clear()
+            async with self._weights.ready(wanted, manifest) as (path, _):
+                await self._install(wanted, manifest, path, None)
         except EbbtideError:
             self.current = None
             raise
@@ -161,7 +165,7 @@ class Installer:
             except InvalidRequest:
                 self._weights.refused(wanted.version)
                 raise
-            self.current, self._weights.installed = wanted, manifest
+            self.current, self._weights.installed, self._away = wanted, manifest, False
         return pause_s
 
     def _refused(self, wanted: Installation, error: EbbtideError) -> None:

@@ -1,0 +1,116 @@
+"""A borrowed engine's weights move as the grants wish, as far as they can, and are never between levels unnoticed."""
+
+import asyncio
+
+import pytest
+
+from ebbtide.errors import Unavailable
+from ebbtide.rollout_worker.engine import EngineFailed
+from ebbtide.rollout_worker.engine.residency import Sleeping
+from ebbtide.testing import wait_until
+from ebbtide.types.grants import Residency
+
+AWAKE, HOST, AWAY = Residency.AWAKE, Residency.HOST, Residency.AWAY
+
+
+class Recorder:
+    """Engine and installer in one: what was asked of them, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.may_rest = True
+        self.refusals: list[Exception] = []
+        self.going = asyncio.Event()
+        self.going.set()
+
+    async def give_up_cache(self) -> None:
+        self.asked.append("cache")
+
+    async def give_up_weights(self) -> None:
+        self.asked.append("weights")
+        await self.going.wait()
+
+    def rest(self) -> bool:
+        return self.may_rest
+
+    async def restore(self) -> None:
+        self.asked.append("restore")
+        if self.refusals:
+            raise self.refusals.pop()
+
+
+@pytest.mark.parametrize(
+    ("levels", "asked"),
+    [
+        ([HOST, AWAKE], ["cache"]),
+        ([AWAY, AWAKE], ["cache", "weights", "restore"]),
+        ([HOST, AWAY, AWAKE], ["cache", "weights", "restore"]),
+        ([AWAY, HOST, AWAKE], ["cache", "weights", "restore"]),
+        ([AWAKE, HOST, HOST, AWAKE, AWAKE], ["cache"]),
+    ],
+)
+async def test_each_step_down_is_made_once_and_a_wake_up_undoes_all(levels: list[Residency], asked: list[str]) -> None:
+    recorder = Recorder()
+    sleeping = Sleeping(recorder, recorder)
+    for level in levels:
+        await sleeping.be(level)
+    assert recorder.asked == asked
+    assert sleeping.residency is AWAKE
+
+
+async def test_wake_ups_are_measured_by_the_level_that_they_came_from() -> None:
+    recorder = Recorder()
+    sleeping = Sleeping(recorder, recorder)
+    assert (sleeping.wake_host_s, sleeping.wake_away_s) == (0, 0)
+    await sleeping.be(HOST)
+    await sleeping.be(AWAKE)
+    assert sleeping.wake_host_s > 0 == sleeping.wake_away_s
+    await sleeping.be(AWAY)
+    await sleeping.be(AWAKE)
+    assert sleeping.wake_away_s > 0
+
+
+async def test_weights_without_a_way_back_stay_and_the_cache_goes() -> None:
+    recorder = Recorder()
+    recorder.may_rest = False
+    sleeping = Sleeping(recorder, recorder)
+    await sleeping.be(AWAY)
+    assert recorder.asked == ["cache"]
+    assert sleeping.residency is HOST
+    recorder.may_rest = True
+    await sleeping.be(AWAY)
+    assert sleeping.residency is AWAY
+
+
+async def test_weights_that_do_not_come_back_are_away_still_and_may_be_asked_for_again() -> None:
+    recorder = Recorder()
+    recorder.refusals = [Unavailable("the relay is gone")]
+    sleeping = Sleeping(recorder, recorder)
+    await sleeping.be(AWAY)
+    await sleeping.be(AWAKE)
+    assert sleeping.residency is AWAY
+    await sleeping.be(AWAKE)
+    assert sleeping.residency is AWAKE
+
+
+async def test_an_engine_that_is_lost_over_it_is_not_taken_for_one_that_sleeps() -> None:
+    recorder = Recorder()
+    recorder.refusals = [EngineFailed("a mixture")]
+    sleeping = Sleeping(recorder, recorder)
+    await sleeping.be(AWAY)
+    with pytest.raises(EngineFailed):
+        await sleeping.be(AWAKE)
+
+
+async def test_a_wake_up_waits_for_the_way_down_to_end() -> None:
+    recorder = Recorder()
+    recorder.going.clear()
+    sleeping = Sleeping(recorder, recorder)
+    down = asyncio.create_task(sleeping.be(AWAY))
+    up = asyncio.create_task(sleeping.be(AWAKE))
+    await wait_until(lambda: "weights" in recorder.asked)
+    assert sleeping.residency is AWAY, "half gone is gone"
+    assert "restore" not in recorder.asked
+    recorder.going.set()
+    await asyncio.gather(down, up)
+    assert sleeping.residency is AWAKE
