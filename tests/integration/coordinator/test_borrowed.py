@@ -14,7 +14,7 @@ from ebbtide.scheduling.attempts import MOVED
 from ebbtide.testing import wait_until
 from ebbtide.types.run import BorrowSpec
 from ebbtide.types.tokens import TOKEN_BYTES
-from ebbtide.v1 import fleet_pb2, types_pb2
+from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
 
 STOP: Final = types_pb2.FINISH_REASON_STOP
 BORROWED: Final = types_pb2.WORKER_KIND_BORROWED
@@ -45,15 +45,10 @@ def session(cluster: Any, worker: Any) -> Any:
     return next(s for s in cluster.coordinator.state.sessions.values() if s.worker_id == worker.worker_id)
 
 
-async def listed(cluster: Any, name: str) -> fleet_pb2.Worker:
-    answer = await cluster.call(cluster_fleet(cluster).ListWorkers, fleet_pb2.ListWorkersRequest())
+async def listed(cluster: Any, name: str) -> Any:
+    fleet: Any = fleet_pb2_grpc.FleetStub(cluster.channel)
+    answer = await cluster.call(fleet.ListWorkers, fleet_pb2.ListWorkersRequest())
     return next(one for one in answer.workers if one.worker_id == name)
-
-
-def cluster_fleet(cluster: Any) -> Any:
-    from ebbtide.v1 import fleet_pb2_grpc
-
-    return fleet_pb2_grpc.FleetStub(cluster.channel)
 
 
 async def busy(cluster: Any, **said: Any) -> tuple[Any, Any]:
@@ -205,8 +200,8 @@ async def test_a_worker_lost_while_its_host_had_itself_back_is_no_fault_of_its_r
 def test_of_user_traffic_nothing_but_the_forecast_can_be_told() -> None:
     told = [field.name for field in fleet_pb2.Borrowed.DESCRIPTOR.fields]
     assert told == ["granted", "share", "spell_s", "disturbance", "asleep"]
-    kinds = {field.message_type.name: field.name for field in fleet_pb2.WorkerMessage.DESCRIPTOR.fields}
-    assert [name for name in kinds if "borrowed" in getattr(fleet_pb2, name).DESCRIPTOR.fields_by_name] == ["Heartbeat"]
+    messages = (fleet_pb2.Attach, fleet_pb2.Heartbeat, fleet_pb2.Released, fleet_pb2.Draining, fleet_pb2.Installed)
+    assert [one for one in messages if "borrowed" in one.DESCRIPTOR.fields_by_name] == [fleet_pb2.Heartbeat]
 
 
 class Mill:
@@ -273,7 +268,8 @@ async def test_over_hundreds_of_reclaims_no_token_is_lost_and_every_rollout_ends
 
         async def done() -> bool:
             assert not [task.exception() for task in tasks if task.done()]
-            return await run.count("running") + await run.count("queued") == 0
+            counters = (await run.get()).counters
+            return not counters.get("running", 0) + counters.get("queued", 0)
 
         await wait_until(done, timeout=100, interval=0.2, what="all are finished")
     finally:
