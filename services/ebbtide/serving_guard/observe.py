@@ -167,7 +167,6 @@ class Observer:
                 "the engine's metrics fail: no budget", url=self._url, reason=str(error) or type(error).__name__
             )
         self._failing = True
-        self._last = None
         self._keeper.lose_sight()
 
 

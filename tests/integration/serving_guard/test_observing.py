@@ -23,6 +23,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture
 async def engine() -> AsyncIterator[ServingEngine]:
     async with ServingEngine() as made:
+        made.metrics = told(0, 0, ended=10, ttft={0.1: 10, 1.0: 10})
         yield made
 
 
@@ -38,12 +39,12 @@ async def test_a_worker_stands_still_while_the_metrics_say_that_somebody_is_serv
 ) -> None:
     with Borrowing(folder) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
-        engine.metrics = told(1, 1)
+        engine.metrics = told(1, 1, ended=10)
         await wait_until(lambda: not worker.stepping_lately)
         state = await guard.status()
         assert (state.mode, state.inside, state.waiting, state.state) == ("observe", 2, 2, "reclaimed")
         stood = worker.page.steps().steps
-        engine.metrics = told(0, 0, ended=1)
+        engine.metrics = told(0, 0, ended=12)
         await wait_until(lambda: worker.page.steps().steps > stood)
 
 
@@ -61,7 +62,6 @@ async def test_metrics_that_fail_mean_no_budget_until_they_are_back(
 
 
 async def test_latencies_come_from_the_histograms(guard: GuardProcess, folder: Path, engine: ServingEngine) -> None:
-    engine.metrics = told(0, 0, ended=10, ttft={0.1: 10, 1.0: 10})
     with Borrowing(folder) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
         engine.metrics = told(0, 0, ended=14, ttft={0.1: 13, 1.0: 14})
