@@ -32,8 +32,10 @@ from ebbtide.v1.grants_pb2_grpc import GrantsStub
 
 log = telemetry.get_logger(__name__)
 
-#: The guard is told what runs here so often, and at changes.
+#: The guard is told what runs here so often, and at changes at once;
 _REPORT_S: Final = 0.1
+#: if there is no news, so seldom. It takes a worker that says nothing for a second for one that hangs.
+_NO_NEWS_S: Final = 0.4
 #: How often it is looked whether the engine may generate.
 _LOOK_S: Final = 0.05
 #: An engine that stood still for so long will not go on in this moment: what it made is flushed.
@@ -169,10 +171,13 @@ class Borrowing:
         self._look()
 
     async def _report(self, call: Any) -> None:
+        told, told_at = None, 0.0
         while True:
             self._news.clear()
-            report = to_proto(self._news_of_engine(), grants_pb2.Report)
-            await write(call, grants_pb2.BorrowerMessage(report=report))
+            report = self._news_of_engine()
+            if report != told or time.monotonic() - told_at >= _NO_NEWS_S:
+                told, told_at = report, time.monotonic()
+                await write(call, grants_pb2.BorrowerMessage(report=to_proto(report, grants_pb2.Report)))
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REPORT_S):
                     await self._news.wait()

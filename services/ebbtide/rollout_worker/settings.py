@@ -47,7 +47,12 @@ class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the worker."""
+    """Of the worker.
+
+    Two engines on the same cores: OpenMP threads that spin while they wait (the default) destroy both, so the served
+    engine is to be started with OMP_WAIT_POLICY=PASSIVE; a borrowed one sets it by itself, and is best given
+    `vllm.threads` of 1.
+    """
 
     coordinator: Annotated[str, Meta(description="address of the coordinator", extra={"shared": True})] = (
         "127.0.0.1:7600"

@@ -15,6 +15,8 @@ from ebbtide.types.grants import GRANT_S, Budget
 from ebbtide.v1 import grants_pb2, grants_pb2_grpc
 
 EVER = 1e9
+#: Grants are renewed so often, as a real guard does.
+RENEWED_S = 0.06
 
 
 class Guard(grants_pb2_grpc.GrantsServicer):
@@ -52,7 +54,7 @@ class Guard(grants_pb2_grpc.GrantsServicer):
                 if not self.silent:
                     grant = {"tokens": 256, "sequences": 64, "expires_s": GRANT_S, "residency": 1, **self.fields}
                     yield grants_pb2.Grant(sequence=time.monotonic_ns(), **grant)
-                await asyncio.sleep(0.03)
+                await asyncio.sleep(RENEWED_S)
         finally:
             self.streams -= 1
             reading.cancel()

@@ -270,3 +270,15 @@ async def test_a_kind_and_a_folder_that_do_not_match_are_refused_before_boot(
     with pytest.raises(InvalidRequest, match=remedy) as refused:
         await asyncio.wait_for(serve(Shutdown("rollout-worker", settings), settings), 10)
     assert refused.value.field == "grant_dir"
+
+
+async def test_what_was_made_before_a_reclaim_is_stored_long_before_the_next_flush(
+    house: House, guard: Guard, folder: Path
+) -> None:
+    worker = await working(house, guard, folder, flush_interval_ms=60_000, flush_tokens=30)
+    guard.allow(0)
+    begun = time.monotonic()
+    made = await still(house, guard)
+    await wait_until(lambda: house.coordinator.length("r") == made, 5.0)
+    assert time.monotonic() - begun < 5
+    await worker.end()
