@@ -10,17 +10,18 @@ carefully.
 """
 
 from math import inf
-from typing import Final, Protocol
+from typing import Final
 
-from msgspec import Struct
-
+from ebbtide.scheduling.decides import NOTHING_INSIDE, Decides, Decision, Learnt, Limits, Targets
 from ebbtide.scheduling.lessons import Lessons
 from ebbtide.scheduling.ramp import Quiet, Ramp
 from ebbtide.scheduling.rhythm import Rhythm
 from ebbtide.scheduling.slack import Book
 from ebbtide.scheduling.steptime import StepTime
 from ebbtide.scheduling.unloaded import Unloaded
-from ebbtide.types.grants import GRANT_S, Budget, Forecast
+from ebbtide.types.grants import GRANT_S, Budget
+
+__all__ = ["NOTHING_INSIDE", "Decides", "Decision", "Governor", "Learnt", "Limits", "Targets"]
 
 #: A quiet period: in so much calm a budget grows by one step of its ramp.
 _PERIOD_S: Final = 0.01
@@ -28,111 +29,10 @@ _PERIOD_S: Final = 0.01
 _OF_SLACK: Final = 0.8
 #: One request in so many that come while nothing is inside is served without rollouts, to learn what that takes.
 _PROBED: Final = 16
+#: An aim that is so near what it was stays, for the deadlines of all inside follow from it.
+_SAME: Final = 0.05
 #: Overlapping that delays a request by more than the overlap makes waiting for the step's end the better choice.
 _HARMFUL: Final = 1.5
-#: Slack where nothing is inside.
-NOTHING_INSIDE: Final = -1.0
-
-
-class Targets(Struct, frozen=True, kw_only=True):
-    """The SLO of one served model.
-
-    `ttft_s`, `tpot_s`: seconds until the first token, and per token behind it, within which the `percentile` of
-    requests is to be; where one is 0, `ttft_factor` or `tpot_factor` times that percentile of the engine's own unloaded
-    latency, as learnt. `aim_ttft`, `aim_tpot`: the fraction of each target to which rollouts may push a request; 0: no
-    rollouts while a request waits for its first token, or while one decodes. TPOT is a request's mean, so that no pause
-    between two tokens is pushed beyond `aim_gap` times the target, and the mean not beyond `aim_tpot` times.
-    """
-
-    ttft_s: float = 0.0
-    tpot_s: float = 0.0
-    ttft_factor: float = 1.6
-    tpot_factor: float = 1.27
-    percentile: float = 99.0
-    aim_ttft: float = 0.0
-    aim_tpot: float = 0.4
-    aim_gap: float = 2.0
-
-
-class Limits(Struct, frozen=True, kw_only=True):
-    """What the borrowing engine can take in a step: `tokens` and `sequences`, at most.
-
-    `first_tokens`: of a step while nothing is known, and the least that is worth one. `step_share`: of the TTFT target,
-    for one step at most. `quiet_s`: how long after the last request left nothing runs, at first; later between
-    `quiet_least_s` and `quiet_most_s`. `hold_s`: how long an arrived request waits for the step under way, at most.
-    """
-
-    tokens: int = 256
-    sequences: int = 64
-    first_tokens: int = 16
-    step_share: float = 0.1
-    quiet_s: float = 0.01
-    quiet_least_s: float = 0.002
-    quiet_most_s: float = 0.05
-    hold_s: float = 0.02
-
-
-class Decision(Struct, frozen=True):
-    """`budget` for the next step; `state`: idle, shared, quiet or reclaimed; `slack_s`: least of all requests inside,
-    -1 where none is; `review_at`: decide again then, if no event asks for it before."""
-
-    budget: Budget
-    state: str
-    slack_s: float
-    review_at: float
-
-
-class Learnt(Struct, frozen=True, kw_only=True):
-    """What a governor knows by now, for status and grants. Seconds; 0: not known yet. `load`: share of the last minute
-    with a request inside."""
-
-    ttft_target_s: float = 0.0
-    tpot_target_s: float = 0.0
-    unloaded_ttft_s: float = 0.0
-    unloaded_tpot_s: float = 0.0
-    step_s: float = 0.0
-    load: float = 0.0
-    inside: int = 0
-    waiting: int = 0
-    forecast: Forecast = Forecast()
-
-
-class Decides(Protocol):
-    """What a guard asks at each event of its traffic. `now` is in seconds of the monotonic clock and never goes
-    back."""
-
-    def arrived(self, now: float, request: str, prompt_tokens: int, *, streamed: bool = True) -> None:
-        """A request came; `prompt_tokens` may be an estimate. One that is not `streamed` has its first token at its
-        end, as seen from here, so it waits all the while and teaches nothing."""
-
-    def produced(self, now: float, request: str, tokens: int) -> None:
-        """It made `tokens` more; at first its first."""
-
-    def ended(self, now: float, request: str, ok: bool) -> None:
-        """It ended, was cancelled or failed. One that is not inside any more changes nothing."""
-
-    def observed(self, now: float, inside: int, waiting: int) -> None:
-        """In place of the three above where requests cannot be told apart: so many are inside, and so many of them have
-        no first token."""
-
-    def stepped(self, now: float, tokens: int, seconds: float) -> None:
-        """A rollout step of `tokens` took so long; it ended at `now` or a little before."""
-
-    def decide(self, now: float) -> Decision:
-        """What the next rollout step may take, from now on and until told otherwise."""
-        ...
-
-    def hold_s(self, now: float, stepping_since: float | None) -> float:
-        """For how long an arrived request is held back for the rollout step under way since then; 0: not at all."""
-        ...
-
-    def learnt(self, now: float) -> Learnt:
-        """What is known by now."""
-        ...
-
-    def pays(self, now: float, wake_s: float) -> bool:
-        """Whether what idle time may be expected is worth waking a sleeping engine, which takes `wake_s`."""
-        ...
 
 
 class Governor(Decides):
@@ -148,6 +48,7 @@ class Governor(Decides):
         self._alone, self._beside = Ramp(_PERIOD_S), Ramp(_PERIOD_S)
         self._rhythm = Rhythm(1.0 - targets.percentile / 100.0)
         self._ttft, self._tpot = targets.ttft_s, targets.tpot_s  # resolved; 0.0: not yet
+        self._aim = 0.0  # of a request's mean TPOT; 0.0: no sharing
         self._seen = (0, 0)  # from outside: inside, waiting
         self._left = -inf  # when the last request did
         self._probe: str | None = None
@@ -269,7 +170,7 @@ class Governor(Decides):
         return max(self._least, min(most, known, within, int(level * most)))
 
     def _shared(self, now: float) -> Decision:
-        aim_tpot = self._targets.aim_tpot * self._tpot if self._probe is None else 0.0
+        aim_tpot = self._aim if self._probe is None else 0.0
         aim_gap = self._targets.aim_gap * self._tpot
         point = self._book.point(self._targets.aim_ttft * self._ttft, aim_tpot, aim_gap) if not self._seen[0] else -inf
         slack = max(0.0, point - now)
@@ -285,9 +186,13 @@ class Governor(Decides):
         return Decision(budget, "shared", slack, min(until, now + GRANT_S / 3))
 
     def _resolve(self) -> None:
-        """Targets that are factors follow what was learnt."""
+        """Targets that are factors, and aims, follow what was learnt."""
         targets = self._targets
         if not targets.ttft_s:
             self._ttft = targets.ttft_factor * self._unloaded.ttft_s(targets.percentile)
         if not targets.tpot_s:
             self._tpot = targets.tpot_factor * self._unloaded.tpot_s(targets.percentile)
+        usual = self._unloaded.usual_decode_s
+        aim = usual + targets.aim_tpot * (self._tpot - usual) if usual < self._tpot and targets.aim_tpot > 0.0 else 0.0
+        if abs(aim - self._aim) > _SAME * aim:
+            self._aim = aim

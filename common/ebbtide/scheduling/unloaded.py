@@ -57,5 +57,6 @@ class Unloaded:
         return self._tpot.quantile(percentile / 100) if len(self._tpot) >= LEARNT else 0.0
 
     @property
-    def knows_decode(self) -> bool:
-        return self._decode.count >= LEARNT and self._decode.predicted(1) < inf
+    def usual_decode_s(self) -> float:
+        """From one token of a request alone to its next, without a margin; infinite until enough were seen."""
+        return self._decode.typical(1) if self._decode.count >= LEARNT else inf

@@ -239,10 +239,11 @@ def within_slack(host: Host, decision: Decision) -> None:
     governor, book = host.governor, host.governor._book
     end = decision.budget.until + governor._steps.predicted(decision.budget.tokens, beside=True) - 1e-9
     assert end <= host.now + decision.slack_s
+    assert governor._aim < 0.1
     for one in book._waiting.values():
         assert end <= one.arrived + 0.4 - governor._unloaded.prefill_s(one.prompt_tokens)
     for one in book._decoding.values():
-        due = min(one.last + 0.1, one.first + 0.05 * one.tokens)
+        due = min(one.last + 0.1, one.first + governor._aim * one.tokens)
         assert end <= due - governor._unloaded.decode_s(book.decoding)
 
 
