@@ -185,3 +185,42 @@ def test_a_limit_that_shrinks_cuts_too() -> None:
     allowance = budget.update(1, serving=100, rollout=700, limit=500, full=FULL)
     assert allowance.kv_bytes <= 400
     assert allowance.phase == CUT
+
+
+def bursts(seed: int, seconds: float, step: float) -> list[int]:
+    """Serving's use: little, and every minute or so a burst of some seconds."""
+    generator, use, found, until = random.Random(seed), 50, [], 0.0
+    now = 0.0
+    while now < seconds:
+        if now >= until:
+            burst = use <= 100 and generator.random() < 0.5
+            use = generator.randint(300, 700) if burst else generator.randint(20, 100)
+            until = now + (generator.uniform(2, 15) if burst else generator.uniform(20, 120))
+        found.append(use)
+        now += step
+    return found
+
+
+def halved_once(uses: list[int], step: float, watermark: float, freeze_s: float = 600) -> float:
+    """The reported policy of ROSE: a fifth is kept for serving; when so much of that is in use, the budget is halved,
+    once, until the next step of the training. Returns memory times time."""
+    share, held, frozen = 0.0, int(0.8 * LIMIT), float("-inf")
+    for index, use in enumerate(uses):
+        now = index * step
+        if now % freeze_s < step:
+            held, frozen = int(0.8 * LIMIT), float("-inf")
+        if use > watermark * 0.2 * LIMIT and frozen < 0:
+            held, frozen = held // 2, now
+        share += held * step
+    return share
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rollouts_have_more_than_by_halving_once_and_serving_is_never_short(seed: int) -> None:
+    uses = bursts(seed, 1800, 0.05)
+    pair, share = Pair(), 0.0
+    for use in uses:
+        assert use + pair.update(use).kv_bytes <= LIMIT
+        share += pair.last.kv_bytes * 0.05
+    assert share > 0.9 * sum(min(FULL, LIMIT - use) for use in uses) * 0.05, "most of what there was"
+    assert share > 1.5 * max(halved_once(uses, 0.05, watermark) for watermark in (0.25, 0.5, 0.75, 1.0))
