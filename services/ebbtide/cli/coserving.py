@@ -27,7 +27,7 @@ from ebbtide.cli.coserving_report import Coserving, Harvest, make_coserving
 from ebbtide.cli.coserving_traffic import Request, laps
 from ebbtide.cli.demo import BASE_MODEL, DemoOptions, demo_spec
 from ebbtide.cli.guard_client import GuardClient, guard_client
-from ebbtide.cli.guard_screen import head, picture
+from ebbtide.cli.guard_screen import head, small_picture
 from ebbtide.cli.local import Cluster, Shape, free_address, local_cluster
 from ebbtide.cli.pausing import Pausing, pausing
 from ebbtide.cli.progress import Progress, follow
@@ -219,7 +219,7 @@ class _Demo:
         """Inside the block the guard's state is known and shown."""
         async with guard_client(socket_path(self._cluster.grants)) as guard:
             task = asyncio.create_task(self._watch(guard))
-            self._screen.beside = lambda: picture(self._status)
+            self._screen.beside = lambda: small_picture(self._status)
             try:
                 yield
             finally:

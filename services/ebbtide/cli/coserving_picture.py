@@ -108,7 +108,7 @@ def _draw_speed(axes: "Axes", moments: Sequence[Moment], zero: float) -> None:
         at = [one.at_s - zero for one in moments]
         axes.fill_between(
             at, 0, 0.06, where=training, transform=axes.get_xaxis_transform(), color=_TRAINER, lw=0, step="post",
-            label="the trainer runs",
+            label="the trainer may run",
         )  # fmt: skip
         axes.legend(loc="upper right", frameon=False, fontsize=8)
     axes.set_ylabel("rollouts,\ntokens/s")

@@ -49,7 +49,7 @@ class Bursts(Struct, frozen=True, kw_only=True):
     size: Annotated[float, Meta(ge=1)] = 6.0
     apart_s: float = 0.2
     quiet_s: float = 3.5
-    prompt: int = 300
+    prompt: int = 400
     output: int = 16
     spread: float = 0.5
 

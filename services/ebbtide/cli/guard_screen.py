@@ -50,10 +50,17 @@ def picture(status: GuardStatus) -> Group:
     return Group(*parts)
 
 
+def small_picture(status: GuardStatus) -> Group:
+    """What fits below something else: latencies, and what is granted now."""
+    now = f"slack: {_slack(status)} · next step: {_budget(status)} · harvested: {_harvested(status)}"
+    return Group(Text(plain(head(status))), _latencies(status), Text(plain(now), style="dim"))
+
+
 def head(status: GuardStatus) -> str:
     """The whole in a line."""
     speed = sum(one.tokens_per_s for one in status.borrowers)
-    lent = f"{len(status.borrowers)} borrowers at {speed:,.0f} tokens/s" if status.borrowers else "no borrower"
+    count = len(status.borrowers)
+    lent = f"{count} borrower{'s' * (count > 1)} at {speed:,.0f} tokens/s" if count else "no borrower"
     return (
         f"{status.model or 'served model'}: {status.state or 'starting'}, {status.inside} inside "
         f"({status.waiting} wait), load {status.load:.0%}, {lent}"
@@ -96,15 +103,14 @@ def _facts(status: GuardStatus) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     requests = f"{status.requests:,} in {clock(status.uptime_s)}, {status.failed:,} failed"
-    forecast, harvested = status.forecast, sum(one.tokens_harvested for one in status.borrowers)
-    gpu_s = sum(one.gpu_seconds for one in status.borrowers)
+    forecast = status.forecast
     rows = [
         ("mode", status.mode or "-"),
         ("requests", requests),
         ("state", f"{status.state or '-'}: {_WORDS[status.state]}" if status.state in _WORDS else status.state or "-"),
         ("slack", _slack(status)),
         ("next step", _budget(status)),
-        ("harvested", f"{harvested:,} tokens in {gpu_s:,.1f} GPU-seconds"),
+        ("harvested", _harvested(status)),
         ("forecast", f"{forecast.share:.0%} of the next minute; this lasts {_seconds(forecast.spell_s)}"),
         ("disturbance", f"{forecast.disturbance:.0%} of the SLO's error budget, used lately beside rollouts"),
     ]
@@ -161,6 +167,11 @@ def _borrower_row(one: Borrower) -> tuple[str, ...]:
 
 def _budget(status: GuardStatus) -> str:
     return f"{status.tokens:,} tokens of {status.sequences:,} rollouts" if status.tokens else "none"
+
+
+def _harvested(status: GuardStatus) -> str:
+    tokens = sum(one.tokens_harvested for one in status.borrowers)
+    return f"{tokens:,} tokens in {sum(one.gpu_seconds for one in status.borrowers):,.1f} GPU-seconds"
 
 
 def _slack(status: GuardStatus) -> str:

@@ -110,7 +110,7 @@ class Screen:
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [self._head()]
-        if self._detail:
+        if self._detail and self.beside is None:
             parts.append(Text(f"  {plain(self._detail)}", style="dim"))
         if (progress := self.progress) is not None and progress.run is not None:
             parts += [Text(), _numbers(progress), Text(), worker_table(progress.workers, progress.rate), Text()]

@@ -6,7 +6,7 @@ import json
 from msgspec.structs import replace
 from rich.console import Console
 
-from ebbtide.cli.guard_screen import head, lines, picture, to_json
+from ebbtide.cli.guard_screen import head, lines, picture, small_picture, to_json
 from ebbtide.types.grants import Borrower, Forecast, GuardStatus, Latency, Residency
 
 BUSY = Borrower(
@@ -64,13 +64,22 @@ def test_each_borrower_tells_what_it_harvested_and_how_fast_it_gave_the_engine_b
 
 def test_load_slack_and_the_next_steps_budget_are_told() -> None:
     told = shown(STATUS)
-    assert "chat: shared, 3 inside (1 wait), load 35%, 1 borrowers at 3,344 tokens/s" in told
+    assert "chat: shared, 3 inside (1 wait), load 35%, 1 borrower at 3,344 tokens/s" in told
     assert "96 tokens of 24 rollouts" in told
     assert "12.3 ms" in told
     assert "5,306 in 1:00:05, 2 failed" in told
     assert "serving has 300 MB of the pair's 1 GB" in told
     assert "1,234,567 tokens in 345.7 GPU-seconds" in told
     assert "62% of the next minute; this lasts 8.2 s" in told
+
+
+def test_the_small_picture_has_latencies_and_what_is_granted_and_fits_below_another() -> None:
+    out = io.StringIO()
+    Console(file=out, width=100).print(small_picture(STATUS))
+    told = out.getvalue()
+    assert told.splitlines()[0] == head(STATUS)
+    assert "slack: 12.3 ms · next step: 96 tokens of 24 rollouts · harvested: 1,234,567 tokens" in told
+    assert len(told.splitlines()) <= 6
 
 
 def test_without_requests_and_borrowers_it_says_so() -> None:
