@@ -16,6 +16,7 @@ import grpc
 import structlog
 
 import ebbtide.rollout_worker.mirrors
+import ebbtide.rollout_worker.service
 import ebbtide.rpc.server
 import ebbtide.runtime
 import ebbtide.telemetry
@@ -23,6 +24,7 @@ import ebbtide.weight_relay.disk
 from ebbtide.rollout_worker.engine import scripted
 from ebbtide.transfer import Mirror, Puller
 from tests.simulation.engine import Told, engine_class
+from tests.simulation.grants import page
 from tests.simulation.grpc_client import SimChannel
 from tests.simulation.grpc_server import SimServer
 from tests.simulation.loop import Exited, Proc, SimLoop, current
@@ -103,9 +105,9 @@ def _kept(mirror: Mirror, mirrors: list[Mirror]) -> Mirror:
 
 @contextmanager
 def patched(
-    loop: SimLoop, network: Network, told: Told, log: Log, ended: Callable[[Proc, int], None]
+    loop: SimLoop, network: Network, told: Told, log: Log, ended: Callable[[Proc, int], None], borrow: Any
 ) -> Iterator[None]:
-    """The world as the code under test sees it, for one run. Not reentrant."""
+    """The world as the code under test sees it, for one run. `borrow`: see `grants.borrower`. Not reentrant."""
     chance, events = loop.random, itertools.count(1)
     disk: Any = ebbtide.weight_relay.disk
     mirrors: list[Mirror] = []  # those of processes that are killed are closed by nobody else
@@ -137,6 +139,9 @@ def patched(
         (Puller, "warm_up", lambda _self: None),
         (ebbtide.rollout_worker.mirrors, "Mirror", lambda *args: _kept(Mirror(*args), mirrors)),
         (scripted, "ScriptedEngine", engine_class(scripted.ScriptedEngine, told)),
+        (ebbtide.rollout_worker.service, "_borrowed", page),
+        (ebbtide.rollout_worker.service, "_borrow", borrow),
+        (ebbtide.rollout_worker.service, "_sleeping", lambda *_: None),
         (logging, "lastResort", None),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]

@@ -37,6 +37,7 @@ class Wanted(Struct, frozen=True):
 class Plan:
     def __init__(self, seed: int) -> None:
         chance = random.Random(seed ^ 0x5EED)
+        self.seed = seed
         self.workers = chance.choice((3, 3, 4))
         self.slots = chance.choice((4, 6, 10))
         self.flush_tokens = chance.choice((3, 8, 32))
@@ -58,6 +59,8 @@ class Plan:
         ]
         self.gaps = [chance.uniform(0.3, 2.0) for _ in self.batches]
         self.wanted = {one.request.rollout_id: one for batch in self.batches for one in batch}
+        # Apart, so that all else is as it was without them: so many of the workers are borrowed.
+        self.borrowed = random.Random(seed ^ 0x1E27).choice((0, 0, 1, 2))
         self.forgetful = chance.random() < 0.2  # the store syncs every second, and loses its newest when it is killed
 
     def _wanted(self, chance: random.Random, batch: int, number: int) -> Wanted:

@@ -26,6 +26,7 @@ class Outcome(Struct, kw_only=True):
     virtual_s: float = 0.0
     steps: int = 0
     rollouts: int = 0
+    reclaims: int = 0
     cells: list[str] = []
     trace: list[str] | None = None
 
@@ -55,6 +56,7 @@ def _simulate(seed: int, *, trace: bool, faults: bool) -> Outcome:
         virtual_s=world.loop.now,
         steps=world.loop.steps,
         rollouts=len(world.journal.requests),
+        reclaims=world.reclaims,
         cells=[str(cell) for cell in chaos.struck] if chaos else [],
         trace=world.trace,
     )

@@ -16,10 +16,12 @@ from ebbtide.rollout_worker.service import serve as serve_worker
 from ebbtide.rollout_worker.settings import Settings as WorkerSettings
 from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.runtime import ProcessSettings, Shutdown
+from ebbtide.types.fleet import WorkerKind
 from ebbtide.weight_relay.__main__ import serve as serve_relay
 from ebbtide.weight_relay.settings import RelaySettings
 from tests.simulation.acks import Acks
-from tests.simulation.loop import Proc, SimLoop
+from tests.simulation.grants import borrower
+from tests.simulation.loop import Proc, SimLoop, current
 from tests.simulation.monitor import Monitor
 from tests.simulation.network import Network, Wire
 from tests.simulation.patches import patched
@@ -52,7 +54,7 @@ class World:
         self.acks = Acks(self.monitor)
         self.proc: dict[str, Proc] = {}
         self.promises = Promises(self.loop, self.network, self.monitor, self.plan, self.proc)
-        self.acks.on_beat = lambda proc, beat: self.promises.beats(proc, held=beat.held)
+        self.acks.on_beat = lambda proc, beat: self.promises.beats(proc, held=beat.held and not _reclaimed(beat))
         self.exits: list[tuple[str, int]] = []
         self.restart_s: Callable[[str], float] = lambda _name: self.loop.random.uniform(0.2, 3.0)
         self.directory = Path(tempfile.mkdtemp(prefix="ebb-sim-", dir="/dev/shm"))
@@ -60,10 +62,12 @@ class World:
         self.taps: list[Callable[[Proc, Wire, str, str, bytes], None]] = []
         self.ears: list[Callable[[Proc, int], None]] = []  # told of requests that begin (0) and of tokens (version)
         self.calm_at = 0.0  # when the last fault was over
+        self.reclaims = 0
         self.interruptions = 0  # kills, stops and cuts that may have cost a worker its attempts
 
     def patched(self) -> AbstractContextManager[None]:
-        return patched(self.loop, self.network, self._told, self._log, self._ended)
+        borrow = borrower(self.loop, self.plan.seed, self._reclaimed)
+        return patched(self.loop, self.network, self._told, self._log, self._ended, borrow)
 
     # -- what happens --------------------------------------------------------------------------------------------
 
@@ -94,6 +98,12 @@ class World:
         self.monitor.token(proc, attempt_id, version)
         for ear in self.ears:
             ear(proc, version)
+
+    def _reclaimed(self, seconds: float) -> None:
+        """The host of a borrowed worker takes itself back: its rollouts may go elsewhere for that."""
+        self.note("reclaim", f"{current.get()} {seconds:.3f}")
+        self.interruptions += seconds > 1.0
+        self.reclaims += 1
 
     def _log(self, level: str, event: str, values: dict[str, Any]) -> None:
         self.note("log", f"{level} {event} {values}")
@@ -150,6 +160,7 @@ class World:
             relay=RELAY,
             client=ClientSecurity(token=TOKEN),
             worker_id=name,
+            kind=WorkerKind.BORROWED if int(name[1:]) < plan.borrowed else WorkerKind.RESERVED,
             engine="scripted",
             slots=plan.slots,
             flush_tokens=plan.flush_tokens,
@@ -213,3 +224,8 @@ class World:
         self.store.close()
         self.loop.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _reclaimed(beat: Any) -> bool:
+    """Whether the worker says that its host has itself back."""
+    return bool(beat.HasField("borrowed") and not beat.borrowed.granted)
