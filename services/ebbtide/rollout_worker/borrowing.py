@@ -212,7 +212,8 @@ class Borrowing:
         """Whether the engine generates, or could: then nothing is held."""
         now, steps, holds = time.monotonic(), self._page.steps(), self._attempts.holds
         # What waits while nothing runs lacks memory: a budget alone does not help it.
-        starved = self._at is not Residency.AWAKE or (steps.waiting and not steps.running)
+        without = not self._page.kv_blocks or (steps.waiting and not steps.running)
+        starved = self._at is not Residency.AWAKE or (steps.kv_total and without)
         if steps.stepping or (self._page.budget().tokens and not starved):
             self._able_at = now
         self._able_at = max(self._able_at, steps.ended)
