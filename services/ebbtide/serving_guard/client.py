@@ -22,6 +22,8 @@ log = telemetry.get_logger(__name__)
 
 #: After a refusal, what still comes is thrown away for so long, so that the client reads why before the end.
 _LINGER_S: Final = 2.0
+#: Requests on one connection whose turn has not come; more come only from one that does not wait for answers.
+_PIPELINED: Final = 64
 
 
 class Answers(Protocol):
@@ -146,6 +148,8 @@ class Client(asyncio.Protocol):
             )  # fmt: skip
             if (head.length or 0) > settings.max_body_bytes:
                 raise self._too_large()
+            if len(self._queue) >= _PIPELINED:
+                raise Refused(429, f"more than {_PIPELINED} requests wait on one connection", "rate_limit_error")
         except Refused as refused:
             self.refuse(refused)
             return

@@ -93,7 +93,6 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         self.transport.set_write_buffer_limits(high=self._pool.buffer_bytes)
-        self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
         asker = self._asker
@@ -221,15 +220,15 @@ class Pool:
         async with asyncio.timeout(self._connect_timeout_s):
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
+        # Not counted before: uvloop tells a connection nothing of its end if it is cancelled while it is made.
+        if not connection.transport.is_closing():
+            self._open.add(connection)
+            self.empty.clear()
         return connection
 
     def put(self, connection: Connection) -> None:
         connection.idle_since = time.monotonic()
         self._idle.append(connection)
-
-    def opened(self, connection: Connection) -> None:
-        self._open.add(connection)
-        self.empty.clear()
 
     def lost(self, connection: Connection) -> None:
         self._open.discard(connection)

@@ -48,7 +48,8 @@ async def test_method_target_headers_status_and_bodies_pass_untouched() -> None:
         ("Host", "a.example"), ("X-Mixed-CASE", "v  w"), ("Cookie", "a"), ("Cookie", "b"),
         ("Authorization", "Bearer s"), ("Content-Length", "3000"),
     ]  # fmt: skip
-    assert answer.startswith(b"HTTP/1.1 418 Short And Stout\r\n") and answer.endswith(b"\r\n\r\n\x00\xffbytes")
+    assert answer.startswith(b"HTTP/1.1 418 Short And Stout\r\n")
+    assert answer.endswith(b"\r\n\r\n\x00\xffbytes")
     assert answer.count(b"X-Twice: ") == 2
 
 
@@ -67,7 +68,8 @@ async def test_headers_of_the_connection_stay_on_it() -> None:
             b"Keep-Alive: 3\r\nProxy-Connection: x\r\nX-Stays: 1\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n\r\n"
         )
     assert seen == [[b"host", b"x-stays"]]
-    assert b"x-stays: 1" in answer.lower() and b"keep-alive" not in answer.lower()
+    assert b"x-stays: 1" in answer.lower()
+    assert b"keep-alive" not in answer.lower()
 
 
 @on_uvloop
@@ -134,8 +136,10 @@ async def test_an_older_client_gets_a_plain_body_and_its_end() -> None:
         body = b'{"stream": true}'
         answer = await stand.say(b"POST %s HTTP/1.0\r\nContent-Length: 16\r\n\r\n%s" % (CHAT.encode(), body))
         head, _, events = answer.partition(b"\r\n\r\n")
-        assert b"Connection: close" in head and b"chunked" not in head
-        assert events.startswith(b"data: {") and events.endswith(b"}\n\ndata: [DONE]\n\n")
+        assert b"Connection: close" in head
+        assert b"chunked" not in head
+        assert events.startswith(b"data: {")
+        assert events.endswith(b"}\n\ndata: [DONE]\n\n")
 
 
 @on_uvloop
@@ -167,7 +171,8 @@ async def test_an_engine_that_is_not_there_is_named() -> None:
         status, body = await stand.chat()
         error = json.loads(body)["error"]
         assert status == error["code"] == 502
-        assert error["type"] == "upstream_unreachable" and "http://127.0.0.1:9" in error["message"]
+        assert error["type"] == "upstream_unreachable"
+        assert "http://127.0.0.1:9" in error["message"]
         assert stand.traffic.outcomes == [False]
 
 
@@ -180,7 +185,8 @@ async def test_an_engine_that_fails_before_its_answer_is_named(answer: bytes) ->
 
     async with scripted(serve) as url, standing(url) as stand:
         status, body = await stand.chat()
-        assert status == 502 and json.loads(body)["error"]["type"] == "upstream_failed"
+        assert status == 502
+        assert json.loads(body)["error"]["type"] == "upstream_failed"
         assert stand.traffic.outcomes == [False]
 
 
@@ -274,7 +280,8 @@ async def test_websockets_get_a_clear_answer() -> None:
             b"GET /v1/realtime HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
             b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x\r\n\r\n"
         )
-        assert answer.startswith(b"HTTP/1.1 501 ") and b"websockets do not pass" in answer
+        assert answer.startswith(b"HTTP/1.1 501 ")
+        assert b"websockets do not pass" in answer
         assert stand.engine.asked == 0
 
 

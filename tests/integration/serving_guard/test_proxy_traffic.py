@@ -32,7 +32,9 @@ async def test_a_streamed_chat_is_told_from_arrival_to_its_end() -> None:
         assert (await stand.chat())[0] == 200
         (arrived,) = stand.traffic.of("arrived")
         request, model, prompt_tokens, at, streamed = arrived
-        assert model == "served" and streamed and 0 < prompt_tokens < 20
+        assert model == "served"
+        assert streamed
+        assert 0 < prompt_tokens < 20
         assert stand.traffic.tokens == stand.engine.events  # neither who speaks, nor [DONE]
         times = [at, *[when for _, _, when in stand.traffic.of("produced")], stand.traffic.of("ended")[0][2]]
         assert times == sorted(times)
@@ -201,7 +203,8 @@ async def test_a_listener_that_fails_costs_no_request(late: bool) -> None:
     async with standing(f"http://{proxy.address}") as stand:
         for _ in range(3):
             status, body = await stand.chat()
-            assert status == 200 and body.endswith(b"[DONE]\n\n")
+            assert status == 200
+            assert body.endswith(b"[DONE]\n\n")
     assert proxy.listener.failures == 3 * (3 + engine.events)
     await proxy.stop()
     await engine.stop()
