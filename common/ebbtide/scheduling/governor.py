@@ -27,10 +27,15 @@ __all__ = ["NOTHING_INSIDE", "Decides", "Decision", "Governor", "Learnt", "Limit
 _PERIOD_S: Final = 0.01
 #: So much of the slack is for the step itself, at most: the rest is for it to begin in.
 _OF_SLACK: Final = 0.8
-#: One request in so many that come while nothing is inside is served without rollouts, to learn what that takes.
+#: One request in so many that come while nothing is inside is served without rollouts, to learn what that takes; where
+#: sharing is not worth it, one in so many is served with them.
 _PROBED: Final = 16
 #: An aim that is so near what it was stays, for the deadlines of all inside follow from it.
 _SAME: Final = 0.05
+#: Sharing has to bring so much per second of it, to begin and to go on: less than that idle time brings too, later, and
+#: served tokens are not slowed down for it. Under load it brings more: what is held up decodes in larger batches.
+_WORTH, _WORTH_LESS = 0.15, 0.1
+_BATCHING: Final = 0.5
 #: Overlapping that delays a request by more than the overlap makes waiting for the step's end the better choice.
 _HARMFUL: Final = 1.5
 
@@ -50,8 +55,9 @@ class Governor(Decides):
         self._ttft, self._tpot = targets.ttft_s, targets.tpot_s  # resolved; 0.0: not yet
         self._aim = 0.0  # of a request's mean TPOT; 0.0: no sharing
         self._seen = (0, 0)  # from outside: inside, waiting
-        self._left = -inf  # when the last request did
-        self._probe: str | None = None
+        self._left = self._came_at = -inf  # when the last request left, and one came while nothing was inside
+        self._probe: str | None = None  # one that is served the other way, to learn what that is like
+        self._worth = True  # sharing is, as far as is known
         self._lone_ones = 0
         self._granted = False
 
@@ -65,6 +71,7 @@ class Governor(Decides):
 
     def produced(self, now: float, request: str, tokens: int) -> None:
         before = self._book.last(request)
+        beside = self._book.beside(request)
         served = self._book.produce(request, now, tokens, self._lessons.beside)
         if served is None:
             return
@@ -72,7 +79,7 @@ class Governor(Decides):
             self._lessons.began(served, self._ttft or inf)
             return
         if not self._book.waiting:
-            self._lessons.went_on(served, before, self._book.decoding)
+            self._lessons.went_on(served, before, self._book.decoding, self._lessons.beside - beside)
 
     def ended(self, now: float, request: str, ok: bool) -> None:
         served = self._book.end(request)
@@ -80,7 +87,7 @@ class Governor(Decides):
             return
         self._lessons.ended(now, served, self._tpot or inf, ok=ok)
         self._rhythm.served(now, missed=served.missed)
-        self._resolve()
+        self._resolve(now)
         if served.missed:
             self._beside.cut(now, self._beside.level)
         if request == self._probe:
@@ -96,13 +103,15 @@ class Governor(Decides):
             self._went(now)
 
     def stepped(self, now: float, tokens: int, seconds: float) -> None:
-        beside = self._busy or self._left > now - seconds
+        begin = now - seconds
+        beside = self._busy or self._left > begin
+        wholly = beside == self._busy and not (self._busy and self._came_at > begin)
         if self._steps.overran(tokens, seconds, beside=beside):
             if beside:
                 self._beside.cut(now, self._beside.level)
             else:
                 self._alone.cut(now, tokens / self._limits.tokens)
-        self._lessons.stepped(now, tokens, seconds, beside=beside)
+        self._lessons.stepped(now, tokens, seconds, beside=beside if wholly else None)
 
     def decide(self, now: float) -> Decision:
         decision = self._shared(now) if self._busy else self._idle(now)
@@ -143,6 +152,7 @@ class Governor(Decides):
 
     def _came(self, now: float) -> None:
         """The first request is inside."""
+        self._came_at = now
         self._quiet.came(now - self._left, self._steps.usual_s)
         self._rhythm.turn(now, busy=True)
 
@@ -170,7 +180,7 @@ class Governor(Decides):
         return max(self._least, min(most, known, within, int(level * most)))
 
     def _shared(self, now: float) -> Decision:
-        aim_tpot = self._aim if self._probe is None else 0.0
+        aim_tpot = self._aim if self._worth == (self._probe is None) else 0.0
         aim_gap = self._targets.aim_gap * self._tpot
         point = self._book.point(self._targets.aim_ttft * self._ttft, aim_tpot, aim_gap) if not self._seen[0] else -inf
         slack = max(0.0, point - now)
@@ -185,13 +195,16 @@ class Governor(Decides):
         budget = Budget(tokens, min(self._limits.sequences, tokens), until)
         return Decision(budget, "shared", slack, min(until, now + GRANT_S / 3))
 
-    def _resolve(self) -> None:
-        """Targets that are factors, and aims, follow what was learnt."""
+    def _resolve(self, now: float) -> None:
+        """Targets that are factors, aims, and whether to share at all follow what was learnt."""
         targets = self._targets
         if not targets.ttft_s:
             self._ttft = targets.ttft_factor * self._unloaded.ttft_s(targets.percentile)
         if not targets.tpot_s:
             self._tpot = targets.tpot_factor * self._unloaded.tpot_s(targets.percentile)
+        gained, load = self._lessons.gained, self._rhythm.load(now)
+        if gained is not None:
+            self._worth = gained + _BATCHING * load * load > (_WORTH_LESS if self._worth else _WORTH)
         usual = self._unloaded.usual_decode_s
         aim = usual + targets.aim_tpot * (self._tpot - usual) if usual < self._tpot and targets.aim_tpot > 0.0 else 0.0
         if abs(aim - self._aim) > _SAME * aim:

@@ -17,6 +17,7 @@ _EVERY_S: Final = 0.005
 #: The excess over what was predicted is taken from so many first tokens, roughly, as single ones say little.
 _FADE: Final = 1.0 - 1.0 / 64
 _SOME_S: Final = 0.2
+_SHARED_FADE: Final = 1.0 - 1.0 / 512
 
 
 class Lessons:
@@ -30,11 +31,14 @@ class Lessons:
         self._changed = -inf  # when a request came, had its first token or left
         self._taught = -inf
         self._overlap = self._excess = 0.0  # of first tokens: with rollouts, and over what was predicted
+        self._shared = self._lost = 0.0  # the same of decode steps
 
-    def stepped(self, now: float, tokens: int, seconds: float, *, beside: bool) -> None:
+    def stepped(self, now: float, tokens: int, seconds: float, *, beside: bool | None) -> None:
+        """`beside`: whether served work went on during the step; None: for a part of it, so it says little."""
         self._beside += max(0.0, seconds)
         self._step_end = max(self._step_end, now)
-        self._steps.observe(tokens, seconds, beside=beside)
+        if beside is not None:
+            self._steps.observe(tokens, seconds, beside=beside)
 
     def may_step(self, until: float) -> None:
         """A rollout step may begin until then."""
@@ -68,11 +72,18 @@ class Lessons:
         if overlap < 0.5 * ttft:
             self._unloaded.began(request.prompt_tokens, ttft - overlap)
 
-    def went_on(self, request: Request, since: float, batch: int) -> None:
-        """Its next token came, the one before it at `since`, while `batch` decoded and nobody waited."""
-        if since > max(self._changed, self._step_end, self._taught + _EVERY_S):
-            self._taught = request.last
-            self._unloaded.decoded(batch, request.last - since)
+    def went_on(self, request: Request, since: float, batch: int, overlap: float) -> None:
+        """Its next token came, the one before it at `since`, while `batch` decoded and nobody waited; rollout steps ran
+        for `overlap` in between."""
+        if since <= self._changed or request.last <= self._taught + _EVERY_S:
+            return
+        self._taught = request.last
+        pause = request.last - since
+        if since > self._step_end:
+            self._unloaded.decoded(batch, pause)
+        elif overlap > 0.0:
+            self._shared = _SHARED_FADE * self._shared + min(pause, overlap)
+            self._lost = _SHARED_FADE * self._lost + pause - min(pause, self._unloaded.typical_decode_s(batch))
 
     def ended(self, now: float, request: Request, target: float, *, ok: bool) -> None:
         self._changed = now
@@ -84,6 +95,14 @@ class Lessons:
                 self._unloaded.finished(behind, seconds)
         if request is self._lone:
             self._lone = None
+
+    @property
+    def gained(self) -> float | None:
+        """What sharing brings: rollouts' progress less the served work's delay, per second in which both ran. None
+        while not known. 0.0 where the two only take time from each other, and more where they leave each other gaps."""
+        if self._shared < _SOME_S:
+            return None
+        return 1.0 / max(1.0, self._steps.beside_ratio) - self._lost / self._shared
 
     @property
     def contention(self) -> float:

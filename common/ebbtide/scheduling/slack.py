@@ -64,6 +64,11 @@ class Book:
         request = self._decoding.get(name)
         return None if request is None else request.last
 
+    def beside(self, name: str) -> float:
+        """`beside_last` of one that decodes; 0.0 of others."""
+        request = self._decoding.get(name)
+        return 0.0 if request is None else request.beside_last
+
     def produce(self, name: str, now: float, tokens: int, beside: float) -> Request | None:
         """It made `tokens` more. None if it is not inside."""
         request = self._decoding.get(name)

@@ -54,6 +54,11 @@ class StepTime:
         size = self._alone.size_within(seconds * self._alone.factor / self._factor(beside))
         return int(min(most, size + 1e-9))
 
+    @property
+    def beside_ratio(self) -> float:
+        """How many times as long as alone a step takes beside served work, at the median."""
+        return self._beside.quantile(0.5) or _BESIDE
+
     def overran(self, tokens: int, seconds: float, *, beside: bool = False) -> bool:
         """Whether a step took much longer than predicted, where enough were seen to say so."""
         return self._alone.count >= ENOUGH and seconds > 1.5 * self.predicted(tokens, beside=beside) + 0.002

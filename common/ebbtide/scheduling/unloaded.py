@@ -48,6 +48,10 @@ class Unloaded:
         """From one token of a request to its next, with `batch` of them, at a quantile; infinite while unknown."""
         return self._decode.predicted(batch) if batch else 0.0
 
+    def typical_decode_s(self, batch: int) -> float:
+        """The same without a margin."""
+        return self._decode.typical(max(1, batch))
+
     def ttft_s(self, percentile: float) -> float:
         """Of requests all alone; 0.0 until enough were seen."""
         return self._ttft.quantile(percentile / 100) if len(self._ttft) >= LEARNT else 0.0
@@ -59,4 +63,4 @@ class Unloaded:
     @property
     def usual_decode_s(self) -> float:
         """From one token of a request alone to its next, without a margin; infinite until enough were seen."""
-        return self._decode.typical(1) if self._decode.count >= LEARNT else inf
+        return self.typical_decode_s(1) if self._decode.count >= LEARNT else inf

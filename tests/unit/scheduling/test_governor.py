@@ -160,6 +160,27 @@ def test_some_requests_are_served_without_rollouts_so_that_what_is_unloaded_stay
     assert shared.count(False) == 2
 
 
+@pytest.mark.parametrize(("delay", "worth"), [(1.0, False), (0.2, True)])
+def test_requests_are_slowed_down_only_where_sharing_brings_more_than_idle_time_would(
+    delay: float, worth: bool
+) -> None:
+    """`delay`: of served tokens, per second of a rollout step beside them."""
+    host, shared = learnt(), []
+    for _ in range(64):
+        host.now += 20.0  # so that there is idle time enough
+        host.rest()
+        name = host.arrive()
+        host.now += 0.1
+        host.governor.produced(host.now, name, 1)
+        host.decode(name, 2)
+        shared.append(host.decide().state == "shared")
+        for _ in range(10 * shared[-1]):
+            host.step(1)
+            host.decode(name, 1, pause=0.01 + _STEP_S * (delay - 1.0))
+        host.governor.ended(host.now, name, ok=True)
+    assert shared[32:].count(True) == (30 if worth else 2)
+
+
 def test_a_request_that_was_slowed_down_already_is_left_alone() -> None:
     host = learnt()
     name = host.arrive()

@@ -29,9 +29,9 @@ class Scene:
 
     def decoded(self, request: Request, pause: float) -> None:
         since, request.last = request.last, request.last + pause
+        before, request.beside_last = request.beside_last, self.lessons.beside
         request.tokens += 1
-        request.beside_last = self.lessons.beside
-        self.lessons.went_on(request, since, 1)
+        self.lessons.went_on(request, since, 1, request.beside_last - before)
 
 
 def test_one_alone_teaches_its_latency_less_the_step_that_it_found_under_way() -> None:
@@ -99,3 +99,20 @@ def test_contention_is_the_delay_per_second_of_overlap(excess: float, contention
     for _ in range(30):
         scene.served(0.1 + excess, beside=0.01)
     assert scene.lessons.contention == pytest.approx(contention, rel=0.35)
+
+
+@pytest.mark.parametrize(("ratio", "delay", "gained"), [(2.0, 0.5, 0.0), (1.25, 0.2, 0.6), (2.0, 1.5, -1.0)])
+def test_what_sharing_brings_is_the_rollouts_progress_less_the_delay_of_served_tokens(
+    ratio: float, delay: float, gained: float
+) -> None:
+    scene = Scene()
+    for _ in range(30):
+        scene.lessons.stepped(scene.now, 32, 0.01, beside=False)
+    request = scene.served(0.1)
+    for _ in range(60):
+        scene.decoded(request, 0.01)
+    assert scene.lessons.gained is None
+    for _ in range(60):
+        scene.lessons.stepped(request.last + 0.01, 32, 0.01 * ratio, beside=True)
+        scene.decoded(request, 0.01 + 0.01 * ratio * delay)
+    assert scene.lessons.gained == pytest.approx(gained, abs=0.1)
