@@ -3,7 +3,8 @@
 Invariant: what all borrowers together may hold of keys and values, what serving uses of them, and a headroom for what
 it takes next never exceed the stated limit for the pair. Serving's use is counted where its traffic goes through the
 guard (tokens inside, by bytes for each), or read from the engine's own metrics. On a GPU the device itself says how
-much is free: vLLM keeps its pool of keys and values for good, so only sleep gives anything back there.
+much is free: vLLM keeps its pool of keys and values for good, so only sleep would give anything back there. Where
+weights shall be is a wish: an engine that cannot fulfil it (workers do not drive vLLM's sleep mode on GPUs) goes on.
 """
 
 from collections.abc import Callable
@@ -98,7 +99,8 @@ class Memory:
         at = self._residency(now, borrower, allowance, idle_s)
         full = sum(other.hello.kv_bytes for other in self._borrowers.values())
         share = allowance.kv_bytes * borrower.hello.kv_bytes // full if full else 0
-        return Allowed(share if at is Residency.AWAKE else 0, allowance.phase, at)
+        # On a device keys and values go with the weights: taking them from an engine that stays would free nothing.
+        return Allowed(share if at is Residency.AWAKE or borrower.device else 0, allowance.phase, at)
 
     @property
     def disturbing(self) -> bool:

@@ -112,7 +112,7 @@ def test_a_gpu_that_runs_full_sends_weights_to_the_host_or_away_where_the_host_i
         assert memory.allowed(0.0, "w", idle_s=0) == Allowed(100, NORMAL, Residency.AWAKE)
         gpu.free = 10
         memory.allowed(1.0, "w", idle_s=0)
-        assert memory.allowed(2.0, "w", idle_s=0) == Allowed(0, NORMAL, goes)
+        assert memory.allowed(2.0, "w", idle_s=0) == Allowed(100, NORMAL, goes), "an engine that cannot go, goes on"
 
 
 def test_weights_come_back_to_a_gpu_with_room_for_all_that_they_need() -> None:
