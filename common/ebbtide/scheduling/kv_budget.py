@@ -39,8 +39,8 @@ class KvRules(Struct, frozen=True, kw_only=True):
 
 
 class Allowance(Struct, frozen=True):
-    """`kv_bytes` that rollouts may hold. `phase`: see the constants. `short`: bytes that serving lacks even if rollouts
-    held nothing."""
+    """`kv_bytes` that rollouts may hold. `phase`: see the constants. `short`: bytes that serving and the least
+    headroom lack even if rollouts held nothing."""
 
     kv_bytes: int
     phase: str
@@ -67,7 +67,8 @@ class KvBudget:
             self._cut(now, line, rollout)
         else:
             self._grow(now, line, most, limit)
-        return Allowance(self._allowed or 0, self._phase(rollout, most), max(0, serving + reserve - limit))
+        short = max(0, serving + int(limit * self._rules.headroom) - limit)
+        return Allowance(self._allowed or 0, self._phase(rollout, most), short)
 
     def _reserve(self, now: float, serving: int, limit: int) -> int:
         """Kept free for serving: what it took at its fastest, within bounds."""
