@@ -1,7 +1,9 @@
 """Starts the serving-guard."""
 
+import sys
 from collections.abc import Sequence
 
+from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import Shutdown, run
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.settings import load
@@ -10,6 +12,11 @@ from ebbtide.settings import load
 def main(argv: Sequence[str] | None = None) -> None:
     """Keep a serving engine's SLO, and lend what that leaves to the workers beside it."""
     settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=main.__doc__ or "")
+    try:
+        settings.checked()
+    except InvalidRequest as error:
+        print(f"ebbtide serving-guard: {error}", file=sys.stderr)  # noqa: T201 - before there are logs
+        raise SystemExit(2) from None
 
     async def guard(shutdown: Shutdown) -> None:
         from ebbtide.serving_guard.service import serve

@@ -59,14 +59,14 @@ class Borrowers:
         found = processes.checked(hello.pids)
         page = Page(page_path(self._folder, hello.worker_id))
         self._memory.joined(hello.worker_id, hello)
-        if old is not None:
-            self.leave(old, "it connected anew", watched=False)
-            self._memory.joined(hello.worker_id, hello)
         now = self._clock()
         loan = Loan(hello, found, page, self._account(hello.worker_id, found), now)
         if any(processes.stopped(process) for process in found):
-            loan.stopped_at = now  # by a guard that is no more
+            loan.stopped_at = now  # by a guard that is no more, or before it connected anew
         self._loans[hello.worker_id] = loan
+        self.parting = [one for one in self.parting if one.worker_id != hello.worker_id]
+        if old is not None:
+            self.leave(old, "it connected anew", watched=False)
         metrics.BORROWERS.set(len(self._loans))
         log.info("borrows", worker_id=hello.worker_id, pids=hello.pids, step_tokens=hello.step_tokens)
         self.changed()
@@ -128,7 +128,7 @@ class Borrowers:
     def _account(self, worker_id: str, found: tuple[processes.Process, ...]) -> Account:
         account = self._accounts.pop(worker_id, None) or Account()
         if account.pids != found:
-            account.pids, account.stops = found, 0
+            account.pids, account.strikes = found, []
         self._accounts[worker_id] = account
         while len(self._accounts) > _ACCOUNTS:
             self._accounts.pop(next(iter(self._accounts)))

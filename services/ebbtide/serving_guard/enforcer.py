@@ -2,8 +2,8 @@
 
 Invariant: an engine without a budget runs no longer than its predicted step and `yield_s`; then its processes, and all
 below them, are stopped (SIGSTOP). One that was stopped is continued when there is a budget again, for it finishes its
-step first; it is killed (SIGKILL) if there is none for `kill_s`, if it was stopped `most` times, or if it lost its
-stream meanwhile. Its rollouts go elsewhere: the coordinator hears no more tokens, or that its worker has gone.
+step first; it is killed (SIGKILL) if there is none for `kill_s`, if it was stopped `most` times lately, or if it lost
+its stream meanwhile. Its rollouts go elsewhere: the coordinator hears no more tokens, or that its worker has gone.
 """
 
 import asyncio
@@ -27,6 +27,8 @@ _LOOK_S: Final = 0.05
 _CALM_S: Final = 0.1
 #: A step that had begun is one; that one more began without a budget is no accident any more.
 _ACCIDENTS: Final = 1
+#: A stop that is so long ago is forgiven.
+_FORGIVEN_S: Final = 600.0
 #: How long one whose stream ended is watched for steps behind it.
 _PARTING_S: Final = 2.0
 
@@ -81,10 +83,12 @@ class Enforcer:
             return False
         why = self._violation(loan, now)
         if why:
-            loan.account.stops += 1
-            if loan.account.stops > self._most:
-                self._kill(loan, f"it went on without a budget for the {loan.account.stops}. time")
+            account = loan.account
+            account.strikes = [at for at in account.strikes if now - at < _FORGIVEN_S]
+            if len(account.strikes) >= self._most:
+                self._kill(loan, f"{why}, and it was stopped {len(account.strikes)} times lately")
             else:
+                account.strikes.append(now)
                 self._stop(loan, now, why)
         return loan.taken_at is not None and loan.stepping_since() is not None
 
@@ -115,6 +119,7 @@ class Enforcer:
     def _stop(self, loan: Loan, now: float, why: str) -> None:
         sent = self._send(loan.processes, signal.SIGSTOP)
         loan.stopped_at = now
+        loan.account.stops += 1
         loan.settle_stopped(now)
         self._say("stopped", loan, why, sent)
         self._borrowers.changed()

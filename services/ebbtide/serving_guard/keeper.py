@@ -54,6 +54,7 @@ class Keeper(Traffic):
         self._closed = False
         self._soon = False
         self._review: asyncio.TimerHandle | None = None
+        self._review_at = 0.0
         self._look: asyncio.TimerHandle | None = None
         self._learnt: dict[str, tuple[float, Learnt]] = {}
         borrowers.changed = self.review
@@ -129,7 +130,7 @@ class Keeper(Traffic):
     # The rest of the guard.
 
     def review(self) -> None:
-        """Decide now: something changed that is no traffic."""
+        """Decide now: it is time to, or something changed that is no traffic."""
         self._decide(self._clock())
 
     def learnt(self, model: str = "") -> Learnt:
@@ -177,6 +178,10 @@ class Keeper(Traffic):
         self._soon = False
         self._decide(self._clock())
 
+    def _due(self) -> None:
+        self._review = None
+        self.review()
+
     def _decide(self, now: float) -> None:
         if self._closed:
             return
@@ -185,11 +190,13 @@ class Keeper(Traffic):
         if decision.state != self._decision.state:
             metrics.DECISIONS.labels(decision.state).inc()
         self._decision = decision
-        if self._review is not None:
-            self._review.cancel()
         wait_s = min(_MOST_S, max(_LEAST_S, decision.review_at - now))
         loop = asyncio.get_running_loop()
-        self._review = loop.call_later(wait_s, self.review)
+        if self._review is None or now + wait_s < self._review_at:
+            if self._review is not None:
+                self._review.cancel()
+            self._review_at = now + wait_s
+            self._review = loop.call_later(wait_s, self._due)
         if self._look is None and self._borrowers.all():
             self._look = loop.call_later(_LOOK_S, self._look_at_pages)
 

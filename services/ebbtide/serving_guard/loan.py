@@ -31,6 +31,7 @@ class Account(Struct):
     recomputed: int = 0
     reclaims: int = 0
     stops: int = 0
+    strikes: list[float] = []  # when it was stopped, lately
     pids: tuple[Process, ...] = ()
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_RECLAIMS))
 

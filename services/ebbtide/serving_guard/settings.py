@@ -62,8 +62,10 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     ] = 250
     kill_s: Annotated[
         float, Meta(gt=0, description="how long a worker that was stopped may stay so before it is killed")
-    ] = 5.0
-    max_stops: Annotated[int, Meta(ge=1, description="times that a worker is stopped before it is killed")] = 3
+    ] = 10.0
+    max_stops: Annotated[
+        int, Meta(ge=1, description="times in ten minutes that a worker is stopped; then it is killed")
+    ] = 3
     observe_ms: Annotated[
         int, Meta(ge=5, description="mode observe: how often the engine's metrics are read while rollouts run")
     ] = 50

@@ -139,6 +139,14 @@ def test_an_engine_that_steps_on_behind_its_stream_is_killed(scene: Scene) -> No
     assert scene.borrowers.parting == []
 
 
+def test_one_that_comes_back_is_judged_by_its_new_stream(scene: Scene) -> None:
+    scene.borrowers.leave(scene.loan, "its stream broke")
+    scene.loan = scene.borrowers.join(scene.loan.hello)
+    scene.grant(granted=True)
+    scene.defy()
+    assert scene.check(5.0) == []
+
+
 def test_an_engine_that_stands_behind_its_stream_is_forgotten(scene: Scene) -> None:
     scene.borrowers.leave(scene.loan, "its stream ended")
     assert scene.check(5.0) == []
