@@ -32,7 +32,7 @@ class Targets(Struct, frozen=True, kw_only=True):
     tpot_factor: float = 1.27
     percentile: float = 99.0
     aim_ttft: float = 0.0
-    aim_tpot: float = 0.2
+    aim_tpot: float = 0.15
     aim_gap: float = 2.0
 
 

@@ -34,7 +34,7 @@ _PROBED: Final = 16
 _SAME: Final = 0.05
 #: Sharing has to bring so much per second of it, to begin and to go on: less than that idle time brings too, later, and
 #: served tokens are not slowed down for it. Under load it brings more: what is held up decodes in larger batches.
-_WORTH, _WORTH_LESS = 0.15, 0.1
+_WORTH, _WORTH_LESS = 0.25, 0.2
 _BATCHING: Final = 0.5
 #: Overlapping that delays a request by more than the overlap makes waiting for the step's end the better choice.
 _HARMFUL: Final = 1.5
