@@ -10,9 +10,10 @@ from ebbtide.scheduling.hosts import Host, may_take
 from ebbtide.scheduling.line import Waiting
 from ebbtide.scheduling.reclaims import risk_s
 
-#: So many of those that wait behind the last one placed are looked at for a borrowed worker's places: whoever gives way
-#: waits for so many at most, and for a steady worker's next place.
+#: So many of those that wait behind the last one placed are looked at for a borrowed worker's places.
 _BEHIND: Final = 32
+#: Who gives way waits for a steady worker's next place, but no longer than this: the longest decide when a step ends.
+_PATIENCE_S: Final = 10.0
 #: Who risks less than this share of what another does, by at least so many seconds, takes its place.
 _LESS: Final = 0.8
 _LESS_S: Final = 0.05
@@ -27,7 +28,11 @@ class Place(NamedTuple):
 
 
 def exchanged(
-    places: Sequence[Place], behind: Iterator[Waiting], hosts: Sequence[Host], rest: Callable[[Waiting], float]
+    places: Sequence[Place],
+    behind: Iterator[Waiting],
+    hosts: Sequence[Host],
+    rest: Callable[[Waiting], float],
+    now: float,
 ) -> list[Place]:
     """The places, with those on borrowed hosts given to who risks least there. Each host gets as many as before."""
     made = list(places)
@@ -48,9 +53,10 @@ def exchanged(
         others += [(_risk_s(one, common, rest), first + number, one) for number, one in enumerate(waiting)]
     others.sort(key=lambda item: item[:2])
     for at in sorted(lent, key=lambda at: (-risks[at], at)):
-        found = _taker(places[at], risks[at], others, len(places), places, steady)
+        patient = now - places[at].one.since < _PATIENCE_S
+        found = _taker(places[at], risks[at], others, places, steady if patient else [])
         if found is None:
-            break
+            continue
         _, number, one = others.pop(found)
         made[at] = Place(one, places[at].host, bound=False)
         if number < len(places):
@@ -62,17 +68,18 @@ def _taker(
     place: Place,
     risk: float,
     others: Sequence[tuple[float, int, Waiting]],
-    placed: int,
     places: Sequence[Place],
     steady: Sequence[Host],
 ) -> int | None:
-    """Who is to have the place instead: the least at risk of `others` that may, if that is worth it."""
+    """Who is to have the place instead: the least at risk of `others` that may, if that is worth it. `steady`: hosts
+    for which who has it now may wait.
+    """
     for found, (less, number, one) in enumerate(others):
         if less > _LESS * risk or risk - less < _LESS_S:
             return None
         if not may_take(one, place.host):
             continue
-        if number < placed:
+        if number < len(places):
             if may_take(place.one, places[number].host):
                 return found
         elif one.priority == place.one.priority and any(may_take(place.one, host) for host in steady):

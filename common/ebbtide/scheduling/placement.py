@@ -41,6 +41,7 @@ def place(
     at_most: int | None = None,
     rest: Callable[[Waiting], float] | None = None,
     borrowable: float = inf,
+    now: float = -inf,
 ) -> list[Placement]:
     """Fill the hosts' free slots from the line, with `at_most` placements. `homes`: episode -> worker of its last turn;
     `rest`: tokens that a rollout will probably still make; `borrowable`: so many more at most on borrowed hosts.
@@ -54,7 +55,7 @@ def place(
     rollout that kills workers is told from its neighbours. One that is held gets what no other has room for.
 
     With `rest`, the places of borrowed hosts go to those who risk least by a reclaim, of all that are placed and some
-    behind them; who gives way takes the other's place, or waits if a steady host could take it.
+    behind them; who gives way takes the other's place, or waits a while if a steady host could take it.
     """
     rooms = _Rooms(hosts, pending_limit, borrowable)
     kinds = line.bounds() if isinstance(line, Line) else None
@@ -77,7 +78,7 @@ def place(
             places.append(Place(one, room.host, bound))
             rooms.take(room, one)
     if rest is not None and any(place.host.borrowed for place in places):
-        places = exchanged(places, queue, hosts, rest)
+        places = exchanged(places, queue, hosts, rest, now)
     return [Placement(one.rollout_id, host.worker_id) for one, host, _ in places]
 
 

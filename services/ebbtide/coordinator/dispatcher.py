@@ -308,6 +308,7 @@ class Dispatcher:
                     at_most=_PLACE_AT_ONCE,
                     rest=lambda one: run.lengths.rest(one.made, one.budget or None),
                     borrowable=borrowable(run),
+                    now=time.monotonic(),
                 )
                 if not placements:
                     return

@@ -120,6 +120,13 @@ def test_long_work_at_the_head_of_the_line_waits_for_a_steady_place_and_lets_sho
     assert placed(line, [host("steady", 2, running=1), lent("shaky", 1)]) == {"r0": "steady", "r2": "shaky"}
 
 
+def test_long_work_waits_for_a_steady_place_only_for_a_while() -> None:
+    line = [waiting(0, 9_000, since=100.0), waiting(1, 10, since=100.0)]
+    hosts = [host("steady", 1, running=1), lent("shaky", 1)]
+    assert placed(line, hosts, now=105.0) == {"r1": "shaky"}
+    assert placed(line, hosts, now=115.0) == {"r0": "shaky"}
+
+
 def test_without_a_steady_worker_the_line_keeps_its_order() -> None:
     line = [waiting(0, 9_000), waiting(1, 10)]
     assert placed(line, [lent("shaky", 1)]) == {"r0": "shaky"}
