@@ -4,6 +4,7 @@ Invariant: `budget` is what stands in the page; `taken_at` is when that last bec
 All of it ends with the stream; sums that outlive a stream are in `Account`.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Iterator
 from typing import Final
@@ -19,6 +20,8 @@ from ebbtide.types.grants import Budget, Hello, Report, Residency
 SILENT_S: Final = 1.0
 #: A budget that differs only in its end is written again when the end moves by so much.
 _RENEW_S: Final = 0.02
+#: Steps told of one look, at most: after a standstill of this process there may be more.
+_STEPS: Final = 64
 #: Reclaims that the percentiles in the status rest on.
 _RECLAIMS: Final = 2000
 
@@ -42,6 +45,7 @@ class Loan:
     def __init__(self, hello: Hello, processes: tuple[Process, ...], page: Page, account: Account, now: float) -> None:
         self.hello, self.processes, self.page, self.account = hello, processes, page, account
         self.report: Report | None = None
+        self.reported = asyncio.Event()
         self.heard_at = now
         self.budget = Budget()
         self.taken_at: float | None = now
@@ -125,7 +129,7 @@ class Loan:
             busy = max(0.0, steps.busy_s - seen.busy_s)
             self.account.gpu_s += busy
             metrics.GPU_SECONDS.inc(busy)
-            yield from [(steps.ended, (steps.scheduled - seen.scheduled) // count, busy / count)] * min(count, 4)
+            yield from [(steps.ended, (steps.scheduled - seen.scheduled) // count, busy / count)] * min(count, _STEPS)
 
     def heard(self, report: Report, now: float) -> None:
         old = self.report or report  # what it made before this guard met it is not this guard's
@@ -136,6 +140,7 @@ class Loan:
         self.account.recomputed += again
         metrics.HARVESTED.inc(made)
         self.report, self.heard_at = report, now
+        self.reported.set()
         since, tokens = self._told
         if now - since >= 1.0:
             self.tokens_per_s = (self.account.tokens - tokens) / (now - since)

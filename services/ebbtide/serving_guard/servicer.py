@@ -4,6 +4,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from itertools import count
 from typing import Any, Final, TypeAlias
 
@@ -23,6 +24,8 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 SERVICE: Final = "ebbtide.v1.Grants"
 #: A worker that opens a stream says who it is within this time.
 _HELLO_S: Final = 5.0
+#: Its first report is right behind; without it nobody knows whether its weights are awake.
+_REPORT_S: Final = 0.25
 #: A grant holds for 200 ms; two of three may come late.
 _RENEW_S: Final = 0.06
 
@@ -38,6 +41,9 @@ class Servicer(GrantsServicer):
         reader = asyncio.create_task(self._read(request_iterator, loan))
         reason = "its stream broke"
         try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REPORT_S):
+                    await loan.reported.wait()
             for sequence in count(1):
                 yield to_proto(self._borrowers.grant(loan, sequence), pb.Grant)
                 if loan.gone_at is not None:

@@ -10,7 +10,18 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import ProcessSettings
 from ebbtide.scheduling.governor import Limits, Targets
 from ebbtide.serving_guard.limits import ProxySettings
-from ebbtide.serving_guard.slo import Aim, Percentile, Slo, TpotFactor, TpotMs, TtftFactor, TtftMs, read_slos
+from ebbtide.serving_guard.slo import (
+    AimGap,
+    AimTpot,
+    AimTtft,
+    Percentile,
+    Slo,
+    TpotFactor,
+    TpotMs,
+    TtftFactor,
+    TtftMs,
+    read_slos,
+)
 
 
 class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,9 +48,10 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     tpot_ms: TpotMs = 0.0
     ttft_factor: TtftFactor = 0.0
     tpot_factor: TpotFactor = 0.0
-    percentile: Percentile = 99.0
-    aim_ttft: Aim = 0.0
-    aim_tpot: Aim = 0.0
+    percentile: Percentile = Slo().percentile
+    aim_ttft: AimTtft = Slo().aim_ttft
+    aim_tpot: AimTpot = Slo().aim_tpot
+    aim_gap: AimGap = Slo().aim_gap
     slo_file: Annotated[
         str, Meta(description="TOML file with a table for each served model whose SLO differs; keys as these flags")
     ] = ""

@@ -2,7 +2,7 @@
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -19,10 +19,22 @@ TpotFactor: TypeAlias = Annotated[
     float, Meta(ge=0, description="that target as a factor over the engine's unloaded latency, learnt; 0: 1.27")
 ]
 Percentile: TypeAlias = Annotated[float, Meta(gt=0, le=100, description="percentile of requests that both hold for")]
-Aim: TypeAlias = Annotated[
+AimTtft: TypeAlias = Annotated[
     float,
-    Meta(ge=0, le=1, description="fraction of that target to which rollouts may push a request; 0: none beside it"),
+    Meta(ge=0, le=1, description="part of the TTFT target that rollouts may use up; 0: none beside who waits for it"),
 ]
+AimTpot: TypeAlias = Annotated[
+    float,
+    Meta(
+        ge=0,
+        le=1,
+        description="part of the room between unloaded time per token and target for rollouts; 0: idle time alone",
+    ),
+]
+AimGap: TypeAlias = Annotated[
+    float, Meta(ge=1, description="longest pause between two tokens beside rollouts, as a multiple of the TPOT target")
+]
+_DEFAULT: Final = Targets()
 
 
 class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,9 +44,10 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tpot_ms: TpotMs = 0.0
     ttft_factor: TtftFactor = 0.0
     tpot_factor: TpotFactor = 0.0
-    percentile: Percentile = 99.0
-    aim_ttft: Aim = 0.0
-    aim_tpot: Aim = 0.0
+    percentile: Percentile = _DEFAULT.percentile
+    aim_ttft: AimTtft = _DEFAULT.aim_ttft
+    aim_tpot: AimTpot = _DEFAULT.aim_tpot
+    aim_gap: AimGap = _DEFAULT.aim_gap
 
     def targets(self) -> Targets:
         """For the governor. Raises `InvalidRequest` naming the field where a target is given twice, or is below 1."""
@@ -50,7 +63,8 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             given[f"{name}_s"] = absolute / 1000
             if factor:
                 given[f"{name}_factor"] = factor
-        return Targets(percentile=self.percentile, aim_ttft=self.aim_ttft, aim_tpot=self.aim_tpot, **given)
+        same = ("percentile", "aim_ttft", "aim_tpot", "aim_gap")
+        return Targets(**{name: getattr(self, name) for name in same}, **given)
 
 
 def read_slos(path: Path, default: Slo) -> dict[str, Slo]:
