@@ -1,0 +1,57 @@
+"""How long prompts are, from bodies."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ebbtide.serving_guard.estimate import Asked, Estimator, read
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens", "text"),
+    [
+        ({"prompt": [1, 2, 3]}, 3, 0),
+        ({"prompt": [[1, 2], [3]]}, 3, 0),
+        ({"prompt": "x" * 40}, 0, 42),
+        ({"prompt": ["ab", "cd"]}, 0, 12),
+        ({"prompt": None}, 0, 0),
+        ({"token_ids": [5] * 9}, 9, 0),
+        ({"input": "x" * 38, "instructions": "y" * 8}, 0, 50),
+    ],
+)
+def test_lists_of_tokens_are_counted_and_text_is_measured(body: dict[str, Any], tokens: int, text: int) -> None:
+    asked = read(json.dumps({"model": "m", "stream": True, **body}).encode())
+    assert (asked.model, asked.streamed, asked.tokens, asked.text_bytes) == ("m", True, tokens, text)
+
+
+def test_images_are_not_their_bytes() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    asked = read(json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode())
+    assert asked.tokens == 1000
+    assert asked.text_bytes < 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"model": 3}', b"\xff\xff", b'{"stream": "x"}'])
+def test_an_odd_body_counts_by_its_length(body: bytes) -> None:
+    assert read(body) == Asked(text_bytes=len(body))
+
+
+def test_bytes_per_token_are_learnt_of_each_model() -> None:
+    estimator = Estimator()
+    asked, other = Asked(model="a", text_bytes=4000), Asked(model="b", text_bytes=4000)
+    assert estimator.tokens(asked) == 1000
+    for _ in range(50):
+        estimator.learn(asked, 2000)
+    assert estimator.tokens(asked) == 2000
+    assert estimator.tokens(other) == 1000
+    for number in range(1000):
+        estimator.learn(Asked(model=f"m{number}", text_bytes=10), 1)
+    assert len(estimator._ratios) <= 64
+
+
+def test_counted_prompts_teach_nothing_about_text() -> None:
+    estimator = Estimator()
+    estimator.learn(Asked(model="a", tokens=3, text_bytes=10), 100)
+    estimator.learn(Asked(model="a", text_bytes=10), 0)
+    assert estimator.tokens(Asked(model="a", text_bytes=400)) == 100
