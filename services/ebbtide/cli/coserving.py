@@ -8,7 +8,6 @@ import asyncio
 import os
 import shutil
 import signal
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from ebbtide.cli.demo import BASE_MODEL, DemoOptions, demo_spec
 from ebbtide.cli.guard_client import GuardClient, guard_client
 from ebbtide.cli.guard_screen import head, small_picture
 from ebbtide.cli.local import Cluster, Shape, free_address, local_cluster
+from ebbtide.cli.others import Cores, cores, share_of_others
 from ebbtide.cli.pausing import Pausing, pausing
 from ebbtide.cli.progress import Progress, follow
 from ebbtide.cli.report import Report, make_report
@@ -166,7 +166,7 @@ class _Demo:
         self._screen.detail(f"{len(self._sent.requests)} requests in {self._sent.seconds:.0f} s: {self._sent.what}")
         first = [Request(_WARM_UP_APART_S * at, prompt, 16) for at, prompt in enumerate(_WARM_UP)]
         await self._send("warm-up", upstream, first)
-        begin = time.monotonic()
+        begin = cores()
         answers = await self._send("alone", upstream, self._sent.requests)
         self._add("serving alone", answers, begin)
         ttft, tpot = ttfts(answers), tpots(answers)
@@ -183,9 +183,10 @@ class _Demo:
         await self._cluster.run_once(name, "ebbtide.cli.coserving_client", *arguments, watch=lambda: None)
         return msgspec.json.decode(out.read_bytes(), type=list[Answer])
 
-    def _add(self, name: str, answers: Sequence[Answer], begin_s: float) -> None:
+    def _add(self, name: str, answers: Sequence[Answer], begin: Cores) -> None:
+        end = cores()
         self._answers += answers
-        self._stretches.append(Stretch(name, begin_s, time.monotonic()))
+        self._stretches.append(Stretch(name, begin.at_s, end.at_s, share_of_others(begin, end)))
 
     # -- the run beside it -----------------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@ class _Demo:
         run = await client.submit(spec, _RUN_ID)
         progress = Progress(run.run_id, run=run)
         self._screen.attach(progress)
-        begin = time.monotonic()
+        begin = cores()
         async with self._watched(), self._paced():
             users = asyncio.create_task(self._send("beside", url, laps(self._sent.requests, self._sent.seconds, _LAPS)))
             following = asyncio.create_task(follow(client, progress))

@@ -15,7 +15,7 @@ class CoservingOptions(Struct, frozen=True, kw_only=True):
     run_dir: Path = Path("runs/demo-coserving")
     cache: Path = Path(".cache/base-models")
     seed: int | None = None
-    steps: int = 12
+    steps: int = 16
     eval_problems: int = 160
     trace: Path | None = None
     window: str = "0:45"

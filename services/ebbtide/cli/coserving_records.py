@@ -49,11 +49,13 @@ class Moment(Struct, frozen=True, kw_only=True):
 
 
 class Stretch(Struct, frozen=True):
-    """A part of the replay, such as the one in which serving was alone."""
+    """A part of the replay, such as the one in which serving was alone. `others`: what programs that have no part in it
+    took of the cores, as a share."""
 
     name: str
     begin_s: float
     end_s: float
+    others: float = 0.0
 
 
 class Replay(Struct, frozen=True, kw_only=True):

@@ -1,23 +1,28 @@
 """The verdict of the co-serving demo: what users noticed of a run beside them, and what the run got out of it."""
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.cli.coserving_records import Answer, Replay, idle_s, percentile, tpots, ttfts, within
+from ebbtide.cli.coserving_records import Answer, Replay, Stretch, idle_s, percentile, tpots, ttfts, within
 from ebbtide.types.grants import GuardStatus
 
+#: From this share of the cores on, other programs are worth a line.
+_DISTURBING: Final = 0.05
 #: An SLO that names no other: a hundredth of the requests may miss it.
-ENOUGH = 0.99
+ENOUGH: Final = 0.99
 
 
 class Latencies(Struct, frozen=True, kw_only=True):
-    """Of one part of a replay; milliseconds. `load`: share of its time with a request inside."""
+    """Of one part of a replay; milliseconds. `load`: share of its time with a request inside; `others`: of the
+    cores, what programs took that have no part in it."""
 
     requests: int
     failed: int
     seconds: float
     load: float
+    others: float
     ttft_p50_ms: float
     ttft_p95_ms: float
     ttft_p99_ms: float
@@ -66,8 +71,7 @@ def make_coserving(traffic: str, replay: Replay, harvest: Harvest, status: Guard
     alone, beside = replay.stretches
     quiet, busy = (within(replay.answers, part.begin_s, part.end_s) for part in (alone, beside))
     targets = (replay.ttft_s, replay.tpot_s)
-    before = latencies(quiet, alone.begin_s, alone.end_s, *targets)
-    after = latencies(busy, beside.begin_s, beside.end_s, *targets)
+    before, after = latencies(quiet, alone, *targets), latencies(busy, beside, *targets)
     idle, seconds = idle_s(busy, beside.begin_s, beside.end_s), beside.end_s - beside.begin_s
     borrowers = status.borrowers
     return Coserving(
@@ -92,16 +96,17 @@ def make_coserving(traffic: str, replay: Replay, harvest: Harvest, status: Guard
     )
 
 
-def latencies(answers: Sequence[Answer], begin_s: float, end_s: float, ttft_s: float, tpot_s: float) -> Latencies:
-    """Of what was sent between the two; the targets in seconds."""
-    ttft, tpot, seconds = ttfts(answers), tpots(answers), end_s - begin_s
+def latencies(answers: Sequence[Answer], part: Stretch, ttft_s: float, tpot_s: float) -> Latencies:
+    """Of what was sent in this part; the targets in seconds."""
+    ttft, tpot, seconds = ttfts(answers), tpots(answers), part.end_s - part.begin_s
     whole = [one for one in answers if not one.failed]
     good = sum(one.ttft_s <= ttft_s and one.tpot_s <= tpot_s for one in whole)
     return Latencies(
         requests=len(answers),
         failed=len(answers) - len(whole),
         seconds=seconds,
-        load=1 - idle_s(answers, begin_s, end_s) / seconds if seconds else 0.0,
+        load=1 - idle_s(answers, part.begin_s, part.end_s) / seconds if seconds else 0.0,
+        others=part.others,
         ttft_p50_ms=1e3 * percentile(ttft, 0.5),
         ttft_p95_ms=1e3 * percentile(ttft, 0.95),
         ttft_p99_ms=1e3 * percentile(ttft),
@@ -122,7 +127,7 @@ def told(found: Coserving) -> Iterator[tuple[str, str]]:
     yield "traffic", f"{found.traffic}; load {alone.load:.0%} alone, {beside.load:.0%} beside"
     for name in ("TTFT", "TPOT"):
         pairs = [[getattr(one, f"{name.lower()}_p{share}_ms") for one in (alone, beside)] for share in (50, 95, 99)]
-        shares = [f"p{share} {a:,.4g} → {b:,.4g}" for share, (a, b) in zip((50, 95, 99), pairs, strict=True)]
+        shares = [f"p{share} {_ms(a)} → {_ms(b)}" for share, (a, b) in zip((50, 95, 99), pairs, strict=True)]
         yield name, f"{', '.join(shares)} ms (alone → beside)"
     yield (
         "harvested",
@@ -133,3 +138,10 @@ def told(found: Coserving) -> Iterator[tuple[str, str]]:
     yield "idle time", f"{found.idle_s:.0f} of {beside.seconds:.0f} s; {used}, {trainer}"
     times = f"{found.reclaims:,} times, p50 {found.reclaim_p50_ms:,.1f} ms, p99 {found.reclaim_p99_ms:,.1f} ms"
     yield "taken back", f"{times} from a request's arrival to the last rollout step's end; {found.stops} by force"
+    if max(alone.others, beside.others) > _DISTURBING:
+        taken = f"{alone.others:.0%} of the cores alone, {beside.others:.0%} beside"
+        yield "disturbed", f"programs that have no part in this took {taken}: all figures tell of them too"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}"

@@ -63,7 +63,7 @@ def demo_coserving(
     speed: Annotated[float, typer.Option(min=0.001, help="Times its own pace.")] = 1.0,
     prompts: Annotated[float, typer.Option(min=0.001, help="Factor on the trace's prompt lengths.")] = 0.25,
     outputs: Annotated[float, typer.Option(min=0.001, help="Factor on the trace's answer lengths.")] = 0.5,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of the run.")] = 12,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of the run.")] = 16,
     eval_problems: Annotated[int, typer.Option(min=0, help="Problems of each evaluation.")] = 160,
     seed: Annotated[int | None, typer.Option(min=0, help="Of problems, base model and made-up traffic.")] = None,
     run_dir: Annotated[Path, typer.Option(help="Where the report, timeline and logs go.")] = Path(

@@ -63,6 +63,13 @@ def test_idle_time_is_what_no_request_covers_and_what_was_used_of_it_is_told() -
     assert lines["idle time"] == "50 of 100 s; rollout steps ran in 30 s of it (60%), the trainer took 12 core-seconds"
 
 
+def test_programs_that_have_no_part_in_it_are_told_of() -> None:
+    quiet = judged([answer(100.0 + at) for at in range(10)])
+    assert "disturbed" not in dict(told(quiet))
+    noisy = replace(quiet, alone=replace(quiet.alone, others=0.31), beside=replace(quiet.beside, others=0.6))
+    assert "31% of the cores alone, 60% beside" in dict(told(noisy))["disturbed"]
+
+
 def test_overlapping_requests_are_counted_together_and_failed_ones_not() -> None:
     answers = [answer(0.0, ttft=1.0, tpot=0.1), answer(1.5, ttft=1.0, tpot=0.1), answer(1.0, failed="gone")]
     assert inside(answers) == [(0.0, 1), (1.5, 2), (2.0, 1), (3.5, 0)]
