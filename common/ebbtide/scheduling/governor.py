@@ -57,6 +57,7 @@ class Governor(Decides):
         self._seen = (0, 0)  # from outside: inside, waiting
         self._left = self._came_at = -inf  # when the last request left, and one came while nothing was inside
         self._probe: str | None = None  # one that is served the other way, to learn what that is like
+        self._sized: int | None = None  # tokens of a step, by its own duration alone; None: to be computed
         self._worth = True  # sharing is, as far as is known
         self._lone_ones = 0
         self._granted = False
@@ -112,6 +113,7 @@ class Governor(Decides):
             else:
                 self._alone.cut(now, tokens / self._limits.tokens)
         self._lessons.stepped(now, tokens, seconds, beside=beside if wholly else None)
+        self._sized = None
 
     def decide(self, now: float) -> Decision:
         decision = self._shared(now) if self._busy else self._idle(now)
@@ -174,10 +176,11 @@ class Governor(Decides):
     def _most(self, level: float) -> int:
         """Tokens of a step, whatever goes on beside it: of a size that is known, within its share of the TTFT target,
         and on the ramp's level."""
-        within = self._steps.tokens_within(self._limits.step_share * self._ttft if self._ttft else inf)
-        known = self._steps.tokens_within(inf)
         most = self._limits.tokens
-        return max(self._least, min(most, known, within, int(level * most)))
+        if self._sized is None:
+            within = self._steps.tokens_within(self._limits.step_share * self._ttft if self._ttft else inf)
+            self._sized = min(most, self._steps.tokens_within(inf), within)
+        return max(self._least, min(self._sized, int(level * most)))
 
     def _shared(self, now: float) -> Decision:
         aim_tpot = self._aim if self._worth == (self._probe is None) else 0.0
@@ -197,7 +200,7 @@ class Governor(Decides):
 
     def _resolve(self, now: float) -> None:
         """Targets that are factors, aims, and whether to share at all follow what was learnt."""
-        targets = self._targets
+        targets, self._sized = self._targets, None
         if not targets.ttft_s:
             self._ttft = targets.ttft_factor * self._unloaded.ttft_s(targets.percentile)
         if not targets.tpot_s:
