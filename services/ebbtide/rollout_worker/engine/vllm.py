@@ -21,6 +21,7 @@ from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint, cpu, plugin
 from ebbtide.rollout_worker.engine.borrowed import Borrowed
 from ebbtide.rollout_worker.engine.boxes import Boxes
+from ebbtide.rollout_worker.engine.conversions import logprobs, sampling_params
 from ebbtide.rollout_worker.engine.updates import Updates
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.types.fleet import EngineInfo
@@ -95,7 +96,7 @@ class VllmEngine:
         while anew:
             anew, salt = False, self._salt
             prompt = tokens_input(list(request.token_ids), cache_salt=str(salt))
-            stream = self._llm.generate(prompt, _sampling(request), request.request_id, priority=request.priority)
+            stream = self._llm.generate(prompt, sampling_params(request), request.request_id, priority=request.priority)
             try:
                 async for output in stream:
                     if anew := not made and salt != self._salt:
@@ -106,7 +107,7 @@ class VllmEngine:
                         continue
                     versions = self._versions(request.request_id, completion, made, len(ids))
                     made += len(ids)
-                    yield TokenDelta(ids, _logprobs(completion), versions, _REASONS.get(completion.finish_reason))
+                    yield TokenDelta(ids, logprobs(completion), versions, _REASONS.get(completion.finish_reason))
             except EngineDeadError as error:
                 raise EngineFailed(_DEAD) from error
             except (VLLMClientError, ValueError) as error:
@@ -281,32 +282,6 @@ def _load_tokenizer(root: Path) -> Any:
         return AutoTokenizer.from_pretrained(root, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"its tokenizer cannot be loaded: {error}", field="model") from error
-
-
-def _sampling(request: EngineRequest) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        repetition_penalty=request.repetition_penalty,
-        max_tokens=request.max_tokens,
-        min_tokens=request.min_tokens,
-        stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # they are among the stop tokens, where they count
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
-
-
-def _logprobs(completion: Any) -> list[float]:
-    """One per token: with `logprobs=0` the sampled token's stands first, and alone."""
-    flat = completion.logprobs
-    return [flat.logprobs[index] for index in flat.start_indices] if flat is not None else []
 
 
 def _extra(text: str) -> dict[str, Any]:
