@@ -10,6 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from ebbtide.cli.progress import standing
 from ebbtide.cli.tables import GONE, cell, plain
 from ebbtide.cli.watching import watch
 from ebbtide.types.fleet import Worker, WorkerState
@@ -55,12 +56,8 @@ def fleet_table(workers: Sequence[Worker]) -> Table:
 def state(worker: Worker) -> str:
     """What it is about, and why if that is no good."""
     match worker.state:
-        case WorkerState.READY | WorkerState.INSTALLING if worker.given_up:
-            words = "is given up"
-        case WorkerState.READY if worker.borrowed is not None and worker.borrowed.asleep:
-            words = "sleeps: its weights are not on the device"
-        case WorkerState.READY if worker.borrowed is not None and not worker.borrowed.granted:
-            words = "stands still for its host"
+        case WorkerState.READY | WorkerState.INSTALLING if why := standing(worker):
+            words = why
         case WorkerState.READY:
             words = "generates" if worker.running else "waits for work"
         case WorkerState.SHUNNED:

@@ -153,8 +153,21 @@ async def _poll(client: "Client", progress: Progress) -> None:
         await asyncio.sleep(_POLL_S)
 
 
+def standing(worker: Worker) -> str:
+    """Why a borrowed worker does nothing; "" if it may work, or is no such."""
+    if worker.given_up and worker.state in {WorkerState.READY, WorkerState.INSTALLING}:
+        return "is given up"
+    if worker.borrowed is None or worker.state is not WorkerState.READY:
+        return ""
+    if worker.borrowed.asleep:
+        return "sleeps: its weights are not on the device"
+    return "" if worker.borrowed.granted else "stands still for its host"
+
+
 def doing(worker: Worker) -> str:
     """What a worker is about, in a few words."""
+    if words := standing(worker):
+        return words
     version = max((installed.version for installed in worker.installed), default=0)
     with_version = f" with version {version}" if version else ""
     match worker.state:
