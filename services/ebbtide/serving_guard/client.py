@@ -140,6 +140,9 @@ class Client(asyncio.Protocol):
         if self._deaf:
             return
         self._head_since = 0.0
+        if len(self._queue) >= _PIPELINED:
+            self.refuse(Refused(429, f"more than {_PIPELINED} requests wait on one connection", "rate_limit_error"))
+            return
         parser, settings = self._parser, self._settings
         try:
             head = heads.read_head(
@@ -148,8 +151,6 @@ class Client(asyncio.Protocol):
             )  # fmt: skip
             if (head.length or 0) > settings.max_body_bytes:
                 raise self._too_large()
-            if len(self._queue) >= _PIPELINED:
-                raise Refused(429, f"more than {_PIPELINED} requests wait on one connection", "rate_limit_error")
         except Refused as refused:
             self.refuse(refused)
             return

@@ -208,6 +208,16 @@ async def scripted(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@contextlib.asynccontextmanager
+async def many(stand: Stand, count: int) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+    pairs = [await stand.raw() for _ in range(count)]
+    try:
+        yield pairs
+    finally:
+        for _, writer in pairs:
+            writer.transport.abort()
+
+
 def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Run a test on the loop that services run on."""
 

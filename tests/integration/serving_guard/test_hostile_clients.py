@@ -5,25 +5,14 @@ import contextlib
 import gc
 import json
 import tracemalloc
-from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
 
 from ebbtide.testing import wait_until
-from tests.integration.serving_guard.stand import CHAT, COMPLETIONS, Stand, begin, on_uvloop, standing
+from tests.integration.serving_guard.stand import CHAT, COMPLETIONS, begin, many, on_uvloop, standing
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
-
-
-@contextlib.asynccontextmanager
-async def many(stand: Stand, count: int) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
-    pairs = [await stand.raw() for _ in range(count)]
-    try:
-        yield pairs
-    finally:
-        for _, writer in pairs:
-            writer.transport.abort()
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
@@ -240,129 +229,6 @@ async def test_one_address_has_its_bound() -> None:
         answer = await stand.say(b"")
         assert answer.startswith(b"HTTP/1.1 429 ")
         assert b"127.0.0.1" in answer
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        POST + b"".join(b"X-%d: 1\r\n" % number for number in range(200)),
-        POST + b"X-Long: " + b"x" * 100_000 + b"\r\n",
-        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n",
-        POST + b"X" * 200_000,
-        b"GET /" + b"x" * 200_000,
-    ],
-    ids=["many", "long", "target", "endless name", "endless target"],
-)
-@on_uvloop
-async def test_floods_of_headers_are_refused(head: bytes) -> None:
-    async with standing() as stand:
-        answer = await stand.say(head + b"\r\n")
-        assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
-        assert stand.engine.asked == 0
-        assert (await stand.chat())[0] == 200
-
-
-SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-        POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n" + SMUGGLED,
-        POST + b"Content-Length: 0\r\nContent-Length: 35\r\n\r\n" + SMUGGLED,
-        POST + b"Content-Length: 0, 35\r\n\r\n" + SMUGGLED,
-        POST + b"Content-Length: +0\r\n\r\n" + SMUGGLED,
-        POST + b"Content-Length: -1\r\n\r\n" + SMUGGLED,
-        POST + b"Content-Length: 99999999999999999999\r\n\r\n" + SMUGGLED,
-        POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-        POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + SMUGGLED,
-        POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-        POST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-        POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n\r\n" + SMUGGLED,
-        POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n\r\n" + SMUGGLED,
-        POST + b"Transfer-Encoding: chunked\r\n\r\n1ffffffffffffffff\r\n" + SMUGGLED,
-        POST + b"X: a\rGET /smuggled HTTP/1.1\r\n\r\n" + SMUGGLED,
-        POST + b"X: a\0b\r\n\r\n" + SMUGGLED,
-        POST + b"X: a\nContent-Length: 3\r\n continued\r\n\r\n" + SMUGGLED,
-        POST + b"Bad Name: a\r\n\r\n" + SMUGGLED,
-        POST + b"No-Colon\r\n\r\n" + SMUGGLED,
-        POST + b" X: folded\r\n\r\n" + SMUGGLED,
-        POST + b"Host: b\r\n\r\n" + SMUGGLED,
-        b"GET / HTTP/1.1\r\n\r\n" + SMUGGLED,
-        b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-        b"GET / HTTP/3.0\r\nHost: a\r\n\r\n" + SMUGGLED,
-        b"GET /a b HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
-        b"GET nonsense HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
-        b"GARBAGE\r\n\r\n" + SMUGGLED,
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + SMUGGLED,
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SMUGGLED,
-        b"CONNECT other:443 HTTP/1.1\r\nHost: other:443\r\n\r\n" + SMUGGLED,
-    ],
-)
-@on_uvloop
-async def test_what_two_hosts_could_read_in_two_ways_is_refused(request_bytes: bytes) -> None:
-    async with standing() as stand:
-        answer = await stand.say(request_bytes)
-        assert answer.split(b" ")[1] in {b"400", b"413", b"501", b"505"}
-        assert answer.count(b"\r\n\r\n") == 1
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
-        assert stand.engine.asked == 0
-        assert stand.traffic.calls == []
-
-
-@on_uvloop
-async def test_no_header_is_injected_by_a_target() -> None:
-    seen: list[tuple[str, list[str]]] = []
-
-    async def handler(request: web.Request) -> web.Response:
-        seen.append((request.raw_path, list(request.headers)))
-        return web.Response()
-
-    async with standing() as stand:
-        stand.engine.handler = handler
-        await stand.say(b"GET http://evil/a%20HTTP/1.1%0dX:%201?b HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-        assert seen == [("/a%20HTTP/1.1%0dX:%201?b", ["Host"])]
-
-
-@on_uvloop
-async def test_pipelined_requests_are_answered_in_their_order() -> None:
-    async def handler(request: web.Request) -> web.Response:
-        if request.path == "/0":
-            await stand.engine.go_on.wait()
-        return web.Response(text=f"answer{request.path}")
-
-    async with standing() as stand, many(stand, 1) as [(reader, writer)]:
-        stand.engine.handler = handler
-        writer.write(b"".join(b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % number for number in range(10)))
-        await wait_until(lambda: stand.engine.asked == 1)
-        assert len(stand.proxy.pool) == 1
-        stand.engine.go_on.set()
-        for number in range(10):
-            await reader.readuntil(b"answer/%d" % number)
-        writer.write(b"GET /last HTTP/1.1\r\nHost: a\r\n\r\nnonsense\r\n\r\n")
-        await reader.readuntil(b"answer/last")
-        assert b"HTTP/1.1 400 " in await reader.read()
-
-
-@on_uvloop
-async def test_a_flood_of_pipelined_requests_is_cut_off() -> None:
-    async with standing() as stand, many(stand, 1) as [(_, writer)]:
-        stand.engine.handler = stand.engine.hanging
-        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 100_000)
-        await wait_until(lambda: stand.engine.asked == 1)
-        await wait_until(lambda: stand.proxy.clients.refused[429] == 1)
-        (client,) = stand.proxy.clients._open
-        assert len(client._queue) <= 64
-        assert stand.engine.asked == 1
-
-
-@on_uvloop
-async def test_what_comes_behind_a_refusal_is_not_read() -> None:
-    async with standing() as stand:
-        answer = await stand.say(b"GET / HTTP/1.1\r\n\r\n" + b"POST / HTTP/1.1\r\nHost: a\r\n\r\n" * 100)
-        assert answer.count(b"HTTP/1.1 ") == 1
-        assert stand.engine.asked == 0
 
 
 @on_uvloop
