@@ -166,15 +166,12 @@ def standing(worker: Worker) -> str:
 
 def doing(worker: Worker) -> str:
     """What a worker is about, in a few words."""
-    if words := standing(worker):
-        return words
     version = max((installed.version for installed in worker.installed), default=0)
     with_version = f" with version {version}" if version else ""
     match worker.state:
-        case WorkerState.READY if worker.running:
-            return f"generates {worker.running} rollouts{with_version}"
         case WorkerState.READY:
-            return f"waits for work{with_version}"
+            works = f"generates {worker.running} rollouts" if worker.running else "waits for work"
+            return standing(worker) or f"{works}{with_version}"
         case WorkerState.INSTALLING:
             return "installs new weights"
         case WorkerState.DRAINING:
