@@ -7,13 +7,16 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ebbtide.testing import wait_until
+from tests.chaos.cluster import Cluster
+from tests.chaos.load import Begin
 from tests.integration.serving_guard.borrower import Borrowing
 from tests.integration.serving_guard.engine import ServingEngine, ask
-from tests.integration.serving_guard.guards import GuardProcess, guard_process
+from tests.integration.serving_guard.guards import GuardProcess, guard_process, status
 
 #: A guard's last grant holds 0.2 s, and the step that begins at its very end takes its time.
 STANDS_S = 0.25
@@ -151,6 +154,32 @@ async def test_an_engine_left_stopped_by_a_guard_that_died_goes_on_under_the_nex
         with guard_process(folder, engine.url) as successor:
             await successor.ready()
             await going(worker)
+
+
+async def test_a_run_that_borrows_loses_no_token_to_reclaims_nor_to_its_guards_death(
+    cluster: Cluster, begin: Begin, folder: Path, engine: ServingEngine
+) -> None:
+    load = await begin(workers=1)
+    guard: dict[str, Any] = {"upstream": engine.url, "grant_dir": folder, "listen": "127.0.0.1:0"}
+    await cluster.start("guard", "serving_guard", **guard)
+    await cluster.worker("w2", kind="borrowed", grant_dir=folder)
+    engine.tokens, engine.gap_s = 4, 0.02
+    for _ in range(2):
+        await load.submit(96)
+        await wait_until(lambda: _reclaimed_once(folder, cluster.process["guard"].address), 20, interval=0.1)
+        cluster.kill("guard")
+        await cluster.start("guard", "serving_guard", **guard)
+    await load.settle()
+    assert load.generated_twice() == 0
+    assert sum(record.generated for record in cluster.ledger("w2")) > 0
+
+
+async def _reclaimed_once(folder: Path, address: str) -> bool:
+    """Serve a request; whether that took a budget from a worker that had made use of it."""
+    assert b"[DONE]" in await ask(f"http://{address}")
+    borrowers = (await status(folder)).borrowers
+    assert not any(one.stops for one in borrowers)
+    return any(one.tokens_harvested and one.reclaims for one in borrowers)
 
 
 async def _borrowers(guard: GuardProcess, count: int) -> bool:
