@@ -287,4 +287,5 @@ class Client(asyncio.Protocol):
             self.transport.pause_reading()
         else:
             self._heard_at = time.monotonic()
+            self._head_since = self._head_since and self._heard_at  # it was not the client that waited
             self.transport.resume_reading()

@@ -57,6 +57,8 @@ class Clients:
         return None
 
     def left(self, client: Client) -> None:
+        if client not in self._open:  # it made room
+            return
         self._open.discard(client)
         if not self._open:
             self.empty.set()
@@ -111,6 +113,7 @@ class Clients:
         spare = [(since, id(client), client) for client in self._open if (since := client.spare_since) is not None]
         oldest = [client for _, _, client in heapq.nsmallest(_ROOM, spare) if client is not newcomer]
         for client in oldest:
+            self.left(client)
             client.transport.abort()
         self.evicted += len(oldest)
         return bool(oldest)
