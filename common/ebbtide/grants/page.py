@@ -212,9 +212,9 @@ class Page:
         words, now = self._words, time.monotonic_ns()
         if scheduled:
             words[_ENDED] = now
-            words[_STEPS] += 1
             words[_SCHEDULED] += scheduled
             words[_BUSY] += now - words[_BEGAN]
+            words[_STEPS] += 1  # the last: who has counted it finds the sums
         words[_STEPPING] = 0
 
     def report(self, *, running: int, waiting: int, kv_used: int, recomputed: int) -> None:

@@ -18,7 +18,7 @@ from ebbtide.types.grants import Budget, Hello, Report, Residency
 
 #: A worker reports every 0.1 s. One that is silent for so long is frozen, and nothing is kept for it.
 SILENT_S: Final = 1.0
-#: A budget that differs only in its end is written again when the end moves by so much.
+#: A budget that differs only in its end is written again when the end moves by so much, or the old one is as near.
 _RENEW_S: Final = 0.02
 #: Steps told of one look, at most: after a standstill of this process there may be more.
 _STEPS: Final = 64
@@ -53,7 +53,7 @@ class Loan:
         self.stopped_at: float | None = None
         self.gone_at: float | None = None
         self.tokens_per_s = 0.0
-        self._arrivals: list[float] = []  # of requests since which the step under way has not ended
+        self._arrivals: list[tuple[float, int]] = []  # of requests that met a step; the steps that had ended by then
         self._seen = page.steps()
         self._told: tuple[float, int] = (now, 0)
         self.page.write_budget(Budget())
@@ -88,7 +88,7 @@ class Loan:
             budget = Budget()
         old = self.budget
         if (budget.tokens, budget.sequences) == (old.tokens, old.sequences) and (
-            not budget.tokens or 0 <= budget.until - old.until < _RENEW_S
+            not budget.tokens or (0 <= budget.until - old.until < _RENEW_S and old.until - now > _RENEW_S)
         ):
             return
         if budget.tokens and self._arrivals:
@@ -109,8 +109,11 @@ class Loan:
         return steps.began if steps.stepping else None
 
     def reclaimed(self, arrived: float) -> None:
-        """A request took its budget away; `new_steps` finds out how long its engine went on."""
-        self._arrivals.append(arrived)
+        """A request took its budget away; if it met a step, `new_steps` finds out how long that went on."""
+        self.account.reclaims += 1
+        steps = self.page.steps()
+        if steps.stepping:
+            self._arrivals.append((arrived, steps.steps))
 
     @property
     def yielding(self) -> bool:
@@ -129,7 +132,8 @@ class Loan:
             busy = max(0.0, steps.busy_s - seen.busy_s)
             self.account.gpu_s += busy
             metrics.GPU_SECONDS.inc(busy)
-            yield from [(steps.ended, (steps.scheduled - seen.scheduled) // count, busy / count)] * min(count, _STEPS)
+            tokens = (steps.scheduled - seen.scheduled) // count
+            yield from [(steps.ended, tokens, busy / count)] * (min(count, _STEPS) if tokens > 0 else 0)
 
     def heard(self, report: Report, now: float) -> None:
         old = self.report or report  # what it made before this guard met it is not this guard's
@@ -154,7 +158,7 @@ class Loan:
 
     def settle_stopped(self, now: float) -> None:
         """Its engine was made to stand still: here its reclaims end."""
-        for arrived in self._arrivals:
+        for arrived, _ in self._arrivals:
             self._record(now - arrived)
         self._arrivals.clear()
 
@@ -162,14 +166,13 @@ class Loan:
         if not self._arrivals:
             return
         left = []
-        for arrived in self._arrivals:
-            if steps.stepping and steps.began <= arrived:
-                left.append(arrived)
+        for arrived, ended in self._arrivals:
+            if steps.stepping and steps.steps <= ended:
+                left.append((arrived, ended))
             else:
                 self._record(max(0.0, steps.ended - arrived))
         self._arrivals = left
 
     def _record(self, seconds: float) -> None:
-        self.account.reclaims += 1
         self.account.latencies.append(seconds)
         metrics.RECLAIM_SECONDS.observe(seconds)
