@@ -215,15 +215,16 @@ async def watch(pair: Pair, moments: list[Moment]) -> None:
 
 async def abort(pair: Pair, made: Guard) -> None:
     """ROSE's victims: when its budget was cut, whole rollouts go, fewest tokens first, until the rest fits."""
-    cut = False
+    used, cut = 0, False
     while True:
         found: Any = (await made.status()).borrowers
         now_cut = bool(found) and found[0].memory == "cut"
-        if now_cut and not cut and found[0].kv_bytes_used > found[0].kv_bytes:
+        if now_cut and not cut and used > found[0].kv_bytes:
             made_by = pair.generated()
             running = sorted((name for name in pair.feed.open if made_by.get(name)), key=lambda name: made_by[name])
-            share = 1 - found[0].kv_bytes / found[0].kv_bytes_used
-            await pair.feed.give_up(running[: round(share * len(running))])
+            await pair.feed.give_up(running[: round((1 - found[0].kv_bytes / used) * len(running))])
+        if found and not now_cut:
+            used = found[0].kv_bytes_used
         cut = now_cut
         await asyncio.sleep(_ABORT_S)
 

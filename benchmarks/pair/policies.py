@@ -17,7 +17,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from benchmarks.pair.stack import WORKER, Pair
+from benchmarks.pair.stack import SERVING_KV_MIB, WORKER, Pair
 from ebbtide.cli.process import Process, Program
 from ebbtide.grants import socket_path
 from ebbtide.rpc.channel import open_socket
@@ -28,9 +28,9 @@ from ebbtide.v1 import grants_pb2
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
 
 _ROOT: Final = Path(__file__).parents[2]
-#: Memory for both engines' keys and values: as rollouts fill the four fifths that ROSE gives them, and served requests
-#: take a seventh of it in the mean, as on the machines that it reports of.
-MEMORY_MIB: Final = 40
+#: Memory for both engines' keys and values: rollouts fill the four fifths that ROSE gives them, and served
+#: requests take some seventh of it in the mean, as on the machines that it reports of; bursts take nearly all.
+MEMORY_MIB: Final = 26
 #: Of the served model: keys and values of 8 layers, 4 heads, 64 dimensions, 2 bytes.
 _SERVED_TOKEN_BYTES: Final = 8 * 2 * 4 * 64 * 2
 _MODULES: Final = {
@@ -95,6 +95,7 @@ def _program(
 ) -> Program:
     ready = pair.directory / "guard.json"
     memory = {"memory-limit-mib": str(MEMORY_MIB), "serving-kv-bytes-per-token": str(_SERVED_TOKEN_BYTES)}
+    memory["serving-kv-mib"] = str(SERVING_KV_MIB)
     flags = {
         "ready-file": str(ready),
         "die-with-parent": str(os.getpid()),

@@ -97,7 +97,7 @@ class RoseMemory(Memory):
         self._kv: dict[str, int] = {}
 
     def tokens_inside(self, now: float, tokens: int) -> None:
-        self.serving_bytes = tokens * self._token_bytes
+        self.serving_bytes = min(tokens * self._token_bytes, self._pool or tokens * self._token_bytes)
         if now - self._began >= self._step_s:  # the next RL step
             self._began, self._cut = now, False
         self._cut |= self.serving_bytes > self._watermark

@@ -26,13 +26,16 @@ from tests.chaos.cluster import Cluster
 RUN: Final = "pair"
 CACHE: Final = Path(__file__).parents[2] / "runs" / "bench-coserving"
 #: 3 M parameters; the served model has 27 M.
-_ROLLOUTS: Final = Network(hidden=256, layers=4, heads=4, kv_heads=2, feed_forward=768)
+_ROLLOUTS: Final = Network(hidden=256, layers=4, heads=4, kv_heads=4, feed_forward=768)
 MODEL: Final = "served"
 WORKER: Final = "borrowed"
-#: Rollouts in the engine at once, and open in all.
-SLOTS: Final = 32
-_OPEN: Final = 96
-_KV_MIB: Final = 256
+#: Rollouts in the engine at once, as many as ROSE gives a GPU, and open in all.
+SLOTS: Final = 16
+_OPEN: Final = 64
+#: Room for all slots' longest texts, of 4 KiB a token. What of it may be used is the guard's to say.
+_KV_MIB: Final = 64
+#: Of the served engine: a dozen usual requests, or one of the longest.
+SERVING_KV_MIB: Final = 24
 _ENGINE: Final = f"""
 [vllm]
 dtype = "bfloat16"
@@ -59,7 +62,9 @@ class Pair:
         if name not in self.serving:
             address = free_address()
             log = self.directory / f"{name}.log"
-            program = serving_engine(served_model(CACHE), MODEL, address, log, threads=threads, name=name)
+            program = serving_engine(
+                served_model(CACHE), MODEL, address, log, threads=threads, kv_mib=SERVING_KV_MIB, name=name
+            )
             process = self.serving[name] = Process(program)
             if cores is not None:
                 os.sched_setaffinity(process.pid, cores)

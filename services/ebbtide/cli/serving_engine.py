@@ -25,9 +25,18 @@ _HEALTH_S: Final = 1.0
 
 
 def serving_engine(
-    model: Path, served_name: str, address: str, log: Path, *, threads: int = 0, stage: int = 0, name: str = "serving"
+    model: Path,
+    served_name: str,
+    address: str,
+    log: Path,
+    *,
+    threads: int = 0,
+    kv_mib: int = 0,
+    stage: int = 0,
+    name: str = "serving",
 ) -> Program:
-    """The server of `model` at `address` (host:port), ready once it answers. `threads` of a CPU engine; 0: as cores."""
+    """The server of `model` at `address` (host:port), ready once it answers. `threads` of a CPU engine, 0: as cores; `kv_mib` for
+    keys and values, 0: as vLLM decides."""
     host, _, port = address.rpartition(":")
     on_cpu = "cpu" in version("vllm")
     command = (
@@ -35,6 +44,8 @@ def serving_engine(
         "--host", host, "--port", port, "--max-model-len", "8192", "--max-num-seqs", "64",
         "--disable-uvicorn-access-log", *(_CPU if on_cpu else ()),
     )  # fmt: skip
+    if kv_mib:
+        command += ("--kv-cache-memory-bytes", str(kv_mib << 20))
     cpu = _SHARED_CORES | {"OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)} if on_cpu else {}
     return Program(
         name=name,
