@@ -2,12 +2,14 @@
 
 Invariant: behind each event the pages hold what the governor decided at it, or less. An arrival is written before
 anything else is done for the request. Where no events come, the budget is decided anew at the decision's own time and
-before it runs out; so if this process stands still, the budget runs out by itself.
+before it runs out; so if this process stands still, the budget runs out by itself. What was observed from outside
+holds for a while, and not for ever.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from math import inf
 from typing import Final
 
 from ebbtide import telemetry
@@ -31,7 +33,7 @@ _LEAST_S: Final = 0.0005
 _MOST_S: Final = 0.1
 #: What the governor learnt is asked for no more often.
 _LEARNT_S: Final = 0.25
-_NOTHING: Final = Decision(Budget(), "blind", -1.0, float("inf"))
+_NOTHING: Final = Decision(Budget(), "blind", -1.0, inf)
 
 
 class Keeper(Traffic):
@@ -51,6 +53,7 @@ class Keeper(Traffic):
         self._deciders: dict[str, tuple[Decides, bool]] = {}  # of each request inside, and whether it streams
         self._decision = _NOTHING
         self._blind = False
+        self._seen_until = inf  # what was observed holds until then
         self._closed = False
         self._soon = False
         self._review: asyncio.TimerHandle | None = None
@@ -111,9 +114,10 @@ class Keeper(Traffic):
 
     # Mode observe: what the engine's metrics tell.
 
-    def observed(self, inside: int, waiting: int, now: float) -> None:
-        """So many requests are inside, so many of them without a first token."""
-        self._blind = False
+    def observed(self, inside: int, waiting: int, now: float, *, holds_s: float = inf) -> None:
+        """So many requests are inside, so many of them without a first token. Unless it is told anew, nothing is
+        known of the traffic after `holds_s`."""
+        self._blind, self._seen_until = False, now + holds_s
         before = self._decision.budget.tokens
         self._panel.observed(now, inside, waiting)
         self._books.observed(inside, waiting, now)
@@ -185,7 +189,7 @@ class Keeper(Traffic):
     def _decide(self, now: float) -> None:
         if self._closed:
             return
-        decision = _NOTHING if self._blind else self._panel.decide(now)
+        decision = _NOTHING if self._blind or now > self._seen_until else self._panel.decide(now)
         self._share(decision.budget, now)
         if decision.state != self._decision.state:
             metrics.DECISIONS.labels(decision.state).inc()

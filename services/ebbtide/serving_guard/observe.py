@@ -3,7 +3,8 @@
 What is known is as old as the last answer: a request is noticed up to the interval and one answer after it came, so
 that it may meet a rollout step that a proxy would have held back. Answers cost the engine a few milliseconds of its
 API server: so metrics are read at the interval only while rollouts may run, and more seldom while they may not, while
-nobody borrows, or where answers are slow. Invariant: without an answer there is no budget.
+nobody borrows, or where answers are slow. Invariant: without an answer there is no budget, whatever the reason: it
+fails, it says what cannot be, this task has ended, or it is too old.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import re
 import time
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
+from math import inf
 from typing import Final
 
 import aiohttp
@@ -94,6 +96,7 @@ class Observer:
         self._interval_s, self._borrowed, self._clock = interval_s, borrowed, clock
         self._last: Sample | None = None
         self._unstarted = 0  # inside, without a first token
+        self._timeout_s = max(_TIMEOUT_S, 3 * interval_s)
         self._task: asyncio.Task[None] | None = None
         self._failing = False
 
@@ -107,22 +110,26 @@ class Observer:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=max(_TIMEOUT_S, 3 * self._interval_s))
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
-            while True:
-                began = self._clock()
-                try:
-                    async with session.get(self._url) as answer:
-                        answer.raise_for_status()
-                        sample = parsed(await answer.read())
-                except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                    self._fail(error)
-                else:
-                    self._take(sample, self._clock())
-                    if not self._borrowed():
-                        self._keeper.lose_sight()  # who comes now waits for the next answer
-                now = self._clock()
-                await asyncio.sleep(self._pause(now - began))
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+                while True:
+                    began = self._clock()
+                    try:
+                        await self._look(session)
+                    except Exception as error:  # noqa: BLE001 - whatever it is, it means no sight
+                        self._fail(error)
+                    await asyncio.sleep(self._pause(self._clock() - began))
+        finally:
+            self._keeper.lose_sight()
+
+    async def _look(self, session: aiohttp.ClientSession) -> None:
+        async with session.get(self._url) as answer:
+            answer.raise_for_status()
+            sample = parsed(await answer.read())
+        self._take(sample, self._clock())
+        if not self._borrowed():
+            self._keeper.lose_sight()  # who comes now waits for the next answer
 
     def _pause(self, answer_s: float) -> float:
         """Until the next question."""
@@ -132,6 +139,10 @@ class Observer:
         wanted = self._interval_s * (_TAKEN if taken else 1.0)
         return max(wanted - answer_s, (_SHARE - 1) * min(answer_s, self._interval_s), 0.001)
 
+    def _observed(self, inside: int, waiting: int, now: float) -> None:
+        # The longest pause between two answers, and the longest answer.
+        self._keeper.observed(inside, waiting, now, holds_s=_SHARE * self._interval_s + self._timeout_s)
+
     def _take(self, sample: Sample, now: float) -> None:
         if self._failing:
             log.info("the engine's metrics are back")
@@ -139,7 +150,7 @@ class Observer:
         last, self._last = self._last, sample
         self._memory.usage(now, sample.values.get(_INSIDE[2], 0.0))
         if last is None:
-            self._keeper.observed(sample.inside, sample.inside, now)
+            self._observed(sample.inside, sample.inside, now)
             self._unstarted = sample.inside
             return
         ended = max(0, sample.ended - last.ended)
@@ -147,8 +158,8 @@ class Observer:
         unstarted = self._unstarted + came - max(0, sample.started - last.started)
         self._unstarted = min(max(unstarted, sample.waiting), sample.inside)
         if ended and not (sample.inside or last.inside):
-            self._keeper.observed(1, 0, now)  # it came and went between two answers
-        self._keeper.observed(sample.inside, self._unstarted, now)
+            self._observed(1, 0, now)  # it came and went between two answers
+        self._observed(sample.inside, self._unstarted, now)
         self._book(last, sample, ended)
 
     def _book(self, last: Sample, sample: Sample, ended: int) -> None:
@@ -171,12 +182,14 @@ class Observer:
 
 
 def parsed(text: bytes) -> Sample:
-    """An answer in Prometheus' text format. Raises `ValueError` if it says nothing of requests."""
+    """An answer in Prometheus' text format. Raises `ValueError` if it says nothing of requests, or what cannot be."""
     values: dict[str, float] = {}
     histograms: dict[str, dict[float, float]] = {}
     for name_, labels, number in _LINE.findall(text):
         name, value = name_.decode(), float(number)
         base = name.removesuffix("_bucket")
+        if {name, base} & set(_WANTED) and not 0 <= value < inf:
+            raise ValueError(f"{name} is {value}")
         if name in _WANTED:
             values[name] = values.get(name, 0.0) + value
             if name == _ENDED and (reason := _REASON.search(labels)) and reason[1] in {b"error", b"abort"}:

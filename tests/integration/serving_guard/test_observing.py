@@ -61,6 +61,19 @@ async def test_metrics_that_fail_mean_no_budget_until_they_are_back(
         await wait_until(lambda: worker.page.steps().steps > stood)
 
 
+async def test_an_answer_that_cannot_be_means_no_budget_until_one_that_can(
+    guard: GuardProcess, folder: Path, engine: ServingEngine
+) -> None:
+    with Borrowing(folder) as worker:
+        await wait_until(lambda: worker.page.steps().steps > 5)
+        engine.metrics = told(0, 0) + "vllm:kv_cache_usage_perc NaN\n"
+        await wait_until(lambda: not worker.stepping_lately)
+        assert (await guard.status()).state == "blind"
+        stood = worker.page.steps().steps
+        engine.metrics = told(0, 0)
+        await wait_until(lambda: worker.page.steps().steps > stood)
+
+
 async def test_latencies_come_from_the_histograms(guard: GuardProcess, folder: Path, engine: ServingEngine) -> None:
     with Borrowing(folder) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)

@@ -134,6 +134,16 @@ async def test_without_sight_of_the_traffic_there_is_no_budget(scene: Scene) -> 
     assert engine.budget().tokens
 
 
+async def test_an_observation_that_is_not_renewed_is_none(scene: Scene) -> None:
+    engine = scene.engine()
+    scene.keeper.observed(0, 0, time.monotonic(), holds_s=0.05)
+    assert engine.budget().tokens
+    await wait_until(lambda: not engine.budget().tokens)
+    assert scene.keeper.decision.state == "blind"
+    scene.keeper.observed(0, 0, time.monotonic(), holds_s=60.0)
+    assert engine.budget().tokens
+
+
 async def test_the_governor_hears_of_each_step(scene: Scene) -> None:
     engine = scene.engine()
     engine.begin_step()

@@ -34,6 +34,13 @@ def test_an_answer_that_says_nothing_of_requests_is_none(text: bytes) -> None:
         parsed(text)
 
 
+@pytest.mark.parametrize("value", [b"NaN", b"+Inf", b"-1"])
+def test_numbers_that_cannot_be_are_no_answer(value: bytes) -> None:
+    for name in (b"num_requests_waiting", b"kv_cache_usage_perc", b"time_to_first_token_seconds_bucket"):
+        with pytest.raises(ValueError, match=name.decode()):
+            parsed(TEXT + b'vllm:%s{le="1"} %s\n' % (name, value))
+
+
 def test_latencies_are_the_bounds_of_the_buckets_that_grew() -> None:
     before, after = {0.1: 5.0, 0.2: 6.0, inf: 6.0}, {0.1: 6.0, 0.2: 9.0, inf: 10.0}
     assert list(between(before, after)) == [0.1, 0.2, 0.2, 0.4]
