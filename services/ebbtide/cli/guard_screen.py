@@ -31,6 +31,8 @@ _WORDS: Final = {
     "shared": "rollouts run in the slack of what is inside",
     "reclaimed": "the engine is its users' alone",
     "quiet": "waits for the traffic to stay away",
+    "blind": "nothing is known of the traffic",
+    "closed": "the guard lends no more: it ends, or its log says why",
 }
 #: Nobody waits: `slack_s` then.
 _NO_SLACK: Final = -1.0

@@ -16,7 +16,7 @@ from ebbtide.errors import NotReady
 from ebbtide.grants import Page, page_path
 from ebbtide.serving_guard import metrics, processes
 from ebbtide.serving_guard.loan import Account, Loan
-from ebbtide.serving_guard.memory import Allowed, Memory
+from ebbtide.serving_guard.memory import UNREADABLE, Allowed, Memory
 from ebbtide.types.grants import GRANT_S, GRANTS_VERSION, Budget, Forecast, Grant, Hello, Report, Residency
 from ebbtide.types.ids import check_id
 
@@ -44,9 +44,6 @@ class Borrowers:
 
     def all(self) -> list[Loan]:
         return list(self._loans.values())
-
-    def granted(self, now: float) -> list[Loan]:
-        return [loan for loan in self._loans.values() if loan.granted(now)]
 
     def join(self, hello: Hello) -> Loan:
         """A worker said Hello. Raises `InvalidRequest` or `NotReady` for one that cannot borrow here."""
@@ -106,7 +103,7 @@ class Borrowers:
 
     def grant(self, loan: Loan, sequence: int) -> Grant:
         allowed, forecast = self.allowed(loan), self.forecast()
-        may = self.open and loan.granted(self._clock())
+        may = self.open and loan.granted(self._clock()) and allowed.phase != UNREADABLE
         return Grant(
             sequence=sequence,
             tokens=(loan.hello.step_tokens or 1) if may else 0,

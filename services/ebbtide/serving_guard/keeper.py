@@ -34,6 +34,7 @@ _MOST_S: Final = 0.1
 #: What the governor learnt is asked for no more often.
 _LEARNT_S: Final = 0.25
 _NOTHING: Final = Decision(Budget(), "blind", -1.0, inf)
+_CLOSED: Final = Decision(Budget(), "closed", -1.0, inf)
 
 
 class Keeper(Traffic):
@@ -71,7 +72,7 @@ class Keeper(Traffic):
 
     def close(self) -> None:
         """Take everything back, for good."""
-        self._closed = True
+        self._closed, self._decision = True, _CLOSED
         for timer in (self._review, self._look):
             if timer is not None:
                 timer.cancel()

@@ -1,7 +1,7 @@
 """How much memory rollouts may use beside the served engine, and where their weights stay.
 
 Invariant: what all borrowers together may hold of keys and values, what serving uses of them, and a headroom for what
-it takes next never exceed the stated limit for the pair. Serving's use is counted where its traffic goes through the
+it takes next never exceed the stated limit for the pair. Memory that cannot be read is none. Serving's use is counted where its traffic goes through the
 guard (tokens inside, by bytes for each), or read from the engine's own metrics. On a GPU the device itself says how
 much is free: vLLM keeps its pool of keys and values for good, so only sleep would give anything back there. Where
 weights shall be is a wish: an engine that cannot fulfil it (workers do not drive vLLM's sleep mode on GPUs) goes on.
@@ -13,6 +13,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling import residency
 from ebbtide.scheduling.kv_budget import NORMAL, Allowance, KvBudget
@@ -20,6 +21,10 @@ from ebbtide.scheduling.residency import Weights
 from ebbtide.serving_guard.device import Device, open_device
 from ebbtide.types.grants import Hello, Report, Residency
 
+log = telemetry.get_logger(__name__)
+
+#: The phase of one whose device, or host, cannot be read just now: nothing is granted to it.
+UNREADABLE: Final = "unreadable"
 #: Share of a device's memory, or of the host's, that stays free for serving.
 _RESERVE: Final = 0.03
 #: Where only a limit for keys and values is stated: weights come back when this share of it is free.
@@ -27,7 +32,7 @@ _ROOM: Final = 0.1
 
 
 class Allowed(Struct, frozen=True):
-    """What a grant tells one borrower. `phase`: see `scheduling.kv_budget`."""
+    """What a grant tells one borrower. `phase`: see `scheduling.kv_budget`, or `UNREADABLE`."""
 
     kv_bytes: int
     phase: str
@@ -39,6 +44,7 @@ class _Borrower:
         self.hello, self.device = hello, device
         self.report = Report()
         self.weights = Weights()
+        self.unreadable = False
 
 
 class Memory:
@@ -96,16 +102,18 @@ class Memory:
         Raises `KeyError` for one that did not join."""
         borrower = self._borrowers[worker_id]
         allowance = self._allowance(now)
-        at = self._residency(now, borrower, allowance, idle_s)
+        try:
+            at = self._residency(now, borrower, allowance, idle_s)
+        except Exception as error:  # noqa: BLE001 - of NVML or of the system: users' requests go on
+            if not borrower.unreadable:
+                log.warning("memory cannot be read: nothing is granted", worker_id=worker_id, reason=str(error))
+            borrower.unreadable = True
+            return Allowed(0, UNREADABLE, borrower.report.residency)
+        borrower.unreadable = False
         full = sum(other.hello.kv_bytes for other in self._borrowers.values())
         share = allowance.kv_bytes * borrower.hello.kv_bytes // full if full else 0
         # On a device keys and values go with the weights: taking them from an engine that stays would free nothing.
         return Allowed(share if at is Residency.AWAKE or borrower.device else 0, allowance.phase, at)
-
-    @property
-    def disturbing(self) -> bool:
-        """Whether serving and rollouts hold more than the limit: a cut is not honoured yet."""
-        return 0 < self.limit < self.serving_bytes + self._held()
 
     def _serving(self, now: float, used: int) -> None:
         self.serving_bytes = used

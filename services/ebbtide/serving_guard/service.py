@@ -3,7 +3,7 @@
 import asyncio
 import fcntl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -115,9 +115,8 @@ class Guard:
         await self._front.start()
         self.keeper.start()
         await self._server.start()
-        shutdown.spawn(self._enforcer.run(), "enforcer")
-        shutdown.spawn(self._tick(), "memory")
-        shutdown.spawn(self._gauges(), "gauges")
+        for work, name in ((self._enforcer.run(), "enforcer"), (self._tick(), "memory"), (self._gauges(), "gauges")):
+            shutdown.spawn(self._contained(work, name), name)
         await self._server.set_serving(True)
 
     async def stop(self) -> None:
@@ -127,6 +126,17 @@ class Guard:
         self._enforcer.close()
         await self._server.stop(_GRACE_S)
         await self._front.stop()
+
+    async def _contained(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """What fails there ends lending; it ends the guard too only where no user's request goes through it."""
+        try:
+            await work
+        except Exception:
+            self.borrowers.close()
+            self.keeper.close()
+            if self._settings.mode == "observe":
+                raise
+            log.exception("lends nothing any more, until it is started again; users' requests go on", task=name)
 
     def _proxy(self) -> Front:
         from ebbtide.serving_guard.proxy import Proxy

@@ -7,7 +7,7 @@ import pytest
 from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.kv_budget import CUT, NORMAL
 from ebbtide.serving_guard.device import Device, open_device
-from ebbtide.serving_guard.memory import Allowed, Memory, host_memory
+from ebbtide.serving_guard.memory import UNREADABLE, Allowed, Memory, host_memory
 from ebbtide.types.grants import Hello, Report, Residency
 
 MIB = 1 << 20
@@ -27,8 +27,11 @@ def stated() -> Memory:
 class Gpu:
     def __init__(self, free: int, total: int = 1000) -> None:
         self.free, self.total = free, total
+        self.lost = False
 
     def memory(self) -> tuple[int, int]:
+        if self.lost:
+            raise RuntimeError("GPU is lost")
         return self.free, self.total
 
 
@@ -75,8 +78,9 @@ def test_a_cut_lasts_until_it_is_honoured_and_disturbs_only_beyond_the_limit() -
     memory.allowed(0.0, "w", idle_s=0)
     memory.tokens_inside(0.2, 60)
     for now, used_mib in [(0.2, 60), (0.3, 10)]:
-        memory.reported(now, "w", Report(kv_bytes_used=used_mib * MIB))
-        seen.append((memory.disturbing, memory.allowed(now, "w", idle_s=0).phase == CUT))
+        held = used_mib * MIB
+        memory.reported(now, "w", Report(kv_bytes_used=held))
+        seen.append((memory.serving_bytes + held > memory.limit, memory.allowed(now, "w", idle_s=0).phase == CUT))
     assert seen == [(True, True), (False, False)]
 
 
@@ -113,6 +117,15 @@ def test_a_gpu_that_runs_full_sends_weights_to_the_host_or_away_where_the_host_i
         gpu.free = 10
         memory.allowed(1.0, "w", idle_s=0)
         assert memory.allowed(2.0, "w", idle_s=0) == Allowed(100, NORMAL, goes), "an engine that cannot go, goes on"
+
+
+def test_memory_that_cannot_be_read_is_none_until_it_can() -> None:
+    gpu = Gpu(free=500)
+    memory = on_gpu(gpu)
+    gpu.lost = True
+    assert memory.allowed(0.0, "w", idle_s=0) == Allowed(0, UNREADABLE, Residency.AWAKE)
+    gpu.lost = False
+    assert memory.allowed(1.0, "w", idle_s=0) == Allowed(100, NORMAL, Residency.AWAKE)
 
 
 def test_weights_come_back_to_a_gpu_with_room_for_all_that_they_need() -> None:
