@@ -7,6 +7,7 @@ its heartbeats say that it may not generate. Nothing of this outlives the proces
 """
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -42,8 +43,10 @@ _LOOK_S: Final = 0.05
 _STILL_S: Final = 0.1
 #: And after so long nothing is to be expected of it: the coordinator is told.
 _HELD_S: Final = 0.25
-#: For how long an install waits for a grant: without one it disturbs who is served, without it the run may wait.
+#: For how long an install waits for a spell: without one it disturbs who is served, without it the run may wait.
 _PATIENCE_S: Final = 5.0
+#: While requests are inside, a budget lasts for a step; only one for longer means that nothing is.
+_AHEAD_S: Final = 0.1
 #: Between two looks for a grant then.
 _PAUSE_S: Final = 0.01
 #: A stream that lasted so long was a good one: the next is opened soon.
@@ -68,7 +71,8 @@ class Borrowing:
         self._reason = ""
         #: What moves the engine's weights; None: they stay.
         self.sleeping: Sleeping | None = None
-        self._residency = Residency.AWAKE  # as wished by the newest grant
+        self._residency = Residency.AWAKE  # as wished by the newest grant,
+        self._granted_at = -math.inf  # which came then
         self._wished = asyncio.Event()
         self._able_at = time.monotonic()  # when the engine was last seen to generate, or to be free to
         self._flushed = True
@@ -127,14 +131,25 @@ class Borrowing:
     def _at(self) -> Residency:
         return self.sleeping.residency if self.sleeping is not None else Residency.AWAKE
 
-    async def clear(self) -> None:
-        """Wait until the device is free for work other than generation, but not for ever."""
+    async def spell(self, seconds: float) -> None:
+        """Wait until nothing is inside the serving engine and probably nothing will be for so long, so that the device
+        is free for work other than steps; but not for ever."""
         end = time.monotonic() + _PATIENCE_S
-        while not self._page.budget().tokens:
+        while not self._spell_of(seconds):
             if time.monotonic() > end:
-                log.warning("no grant came: going on without one", waited_s=_PATIENCE_S)
+                log.warning("no grant for so long came: going on without one", waited_s=_PATIENCE_S, wanted_s=seconds)
                 return
             await asyncio.sleep(_PAUSE_S)
+
+    def _spell_of(self, seconds: float) -> bool:
+        idle = self._page.budget().tokens and self._page.offered().until > time.monotonic() + _AHEAD_S
+        forecast = self._forecast.spell_s  # 0: not known
+        return bool(idle) and (not forecast or forecast >= seconds)
+
+    def may_wake(self) -> bool:
+        """Whether the guard wishes the weights awake, in a grant that holds. That is the permission to load them: the
+        guard gives neither tokens nor a budget to an engine that does not have any."""
+        return self._residency is Residency.AWAKE and time.monotonic() - self._granted_at < GRANT_S
 
     async def _borrow(self) -> None:
         call = self._stub.Borrow()
@@ -145,7 +160,7 @@ class Borrowing:
         finally:
             call.cancel()
             self._page.renew(0.0)
-            self._connected, self._forecast = False, Forecast()
+            self._connected, self._forecast, self._granted_at = False, Forecast(), -math.inf
 
     async def _receive(self, call: Any) -> None:
         async for message in call:
@@ -163,8 +178,8 @@ class Borrowing:
             blocks = blocks if blocks < steps.kv_total else -1
             if blocks != self._page.kv_blocks:
                 self._page.limit_kv(blocks)
+        self._residency, self._granted_at = grant.residency, time.monotonic()
         if grant.residency is not self._at:
-            self._residency = grant.residency
             self._wished.set()
         free = self._wanted and grant.tokens > 0
         self._page.renew(time.monotonic() + min(grant.expires_s, GRANT_S) if free else 0.0)

@@ -11,8 +11,9 @@ Nothing of this survives the process: a new one asks for the version again, and 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, InvalidRequest, Unavailable
@@ -28,6 +29,22 @@ from ebbtide.v1 import fleet_pb2, types_pb2
 log = telemetry.get_logger(__name__)
 
 
+class Lender(Protocol):
+    """Who lends the device: see `Borrowing`."""
+
+    async def spell(self, seconds: float) -> None:
+        """Wait for a time in which the engine may be touched for so long, but not for ever."""
+        ...
+
+    def may_wake(self) -> bool:
+        """Whether an engine that gave its weights up may load them now."""
+        ...
+
+
+class NotNow(Unavailable):
+    """The device is somebody else's at this moment: nothing has changed, and it is to be asked again."""
+
+
 class Installer:
     """Pulls and installs what the coordinator wishes for."""
 
@@ -38,10 +55,11 @@ class Installer:
         attempts: Attempts,
         presence: Presence,
         report: Callable[[fleet_pb2.WorkerMessage], None],
-        clear: Callable[[], Awaitable[None]] | None = None,
+        lender: Lender | None = None,
     ) -> None:
-        """`clear` waits for a moment in which the engine may be touched."""
-        self._clear = clear
+        """`lender`: of the device, if it is borrowed."""
+        self._lender = lender
+        self._took_s = 0.0  # by the last install
         self._engine, self._weights, self._attempts = engine, weights, attempts
         self._presence, self._report = presence, report
         self._wish: Installation | None = None
@@ -95,24 +113,51 @@ class Installer:
         return True
 
     async def restore(self) -> None:
-        """Put the version that the engine served into it again. Raises what a pull or an install does; then whatever
-        is wished for is installed instead, and this may be asked again."""
+        """Put the version that the engine served into it again, or the one that is wished for by now. Raises what a
+        pull or an install does; then whatever is wished for is installed instead, and this may be asked again. Raises
+        `NotNow`, and goes on resting, if the device is not to be touched once all is at hand."""
         if not self._away:
             return
         try:
-            if (wanted := self.current) is None:
-                raise Unavailable("no version is installed")
-            manifest = await self._weights.prepare(wanted)
-            if self._clear is not None:
-                await self._clear()
-            async with self._weights.ready(wanted, manifest) as (path, _):
-                await self._install(wanted, manifest, path, None)
+            await self._come_back()
+        except NotNow:
+            raise
         except EbbtideError:
             self.current = None
+            self._go_on()
             raise
-        finally:
-            self._home.set()
-            self._wished.set()
+        self._go_on()
+
+    async def _come_back(self) -> None:
+        wish, served = self._wish, self.current
+        if wish is not None and wish != served and self._attempts.admit(wish.run_id, wish.version):
+            try:
+                await self._load(wish)
+            except (EngineFailed, NotNow):
+                raise
+            except EbbtideError as error:  # it is reported when it is tried again, behind this
+                log.info("back to the version before", **_names(wish), reason=str(error))
+            else:
+                return
+        if served is None:
+            raise Unavailable("no version is installed")
+        await self._load(served)
+
+    async def _load(self, wanted: Installation) -> None:
+        manifest = await self._weights.prepare(wanted)
+        async with self._weights.ready(wanted, manifest) as (path, _):
+            if self._lender is not None and not self._lender.may_wake():
+                raise NotNow("the host needs its memory, or its processor, again")
+            another = wanted != self.current
+            if another and not self._attempts.admit(wanted.run_id, wanted.version):
+                raise Unavailable("rollouts of the version before have come")
+            pause_s = await self._install(wanted, manifest, path, None)
+        if another:
+            self._presence.installed(pause_s)
+
+    def _go_on(self) -> None:
+        self._home.set()
+        self._wished.set()
 
     def _be_busy(self, *, busy: bool) -> None:
         if busy != self.busy:
@@ -150,9 +195,9 @@ class Installer:
             if not self._attempts.admit(wanted.run_id, wanted.version):
                 await self._attempts.ended.wait()
                 continue
-            if self._clear is not None:
-                await self._clear()
             async with self._weights.ready(wanted, manifest) as (path, changes):
+                if self._lender is not None:
+                    await self._lender.spell(self._took_s)
                 # Meanwhile others may have begun that forbid it.
                 if self._wish == wanted and self._attempts.admit(wanted.run_id, wanted.version):
                     return await self._install(wanted, manifest, path, changes)
@@ -166,6 +211,7 @@ class Installer:
                 self._weights.refused(wanted.version)
                 raise
             self.current, self._weights.installed, self._away = wanted, manifest, False
+            self._took_s = pause_s
         return pause_s
 
     def _refused(self, wanted: Installation, error: EbbtideError) -> None:

@@ -92,8 +92,7 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         supply = Supply(settings, worker_id, engine, WeightsStub(relay))
         stack.callback(supply.close)
         borrowing = await _borrow(stack, shutdown, settings, borrowed, attempts, worker_id) if borrowed else None
-        clear = borrowing.clear if borrowing else None
-        installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put, clear)
+        installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put, borrowing)
         worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
         if borrowing is not None:
             worker.borrowing, borrowing.sleeping = borrowing, _sleeping(engine, installer)

@@ -3,55 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from ebbtide.errors import Unavailable
-from ebbtide.rollout_worker.holds import Holds
-from ebbtide.rollout_worker.installer import Installer
-from ebbtide.rollout_worker.weights import Installation
+from ebbtide.rollout_worker.installer import NotNow
 from ebbtide.testing import wait_until
-from ebbtide.types.weights import PolicyVersion
+from tests.unit.rollout_worker.installing import Worker, version
 
 
-def version(number: int) -> Installation:
-    return Installation("run", PolicyVersion(policy="policy", version=number))
-
-
-class Worker:
-    """What stands around an installer: an engine and a mirror that take note, attempts that forbid nothing."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[int, bool]] = []  # versions, and whether changes were made use of
-        self.gone: set[int] = set()
-        self.installed: Any = None
-        attempts: Any = SimpleNamespace(holds=Holds(), ended=asyncio.Event(), admit=lambda *_: True)
-        presence: Any = SimpleNamespace(installed=lambda _: None)
-        weights: Any = self
-        engine: Any = self
-        self.installer = Installer(engine, weights, attempts, presence, lambda _: None)
-
-    async def install(self, number: int, path: Path, changes: Path | None = None) -> float:
-        self.made.append((number, changes is not None))
-        return 0.0
-
-    async def prepare(self, wanted: Installation) -> object:
-        if wanted.version.version in self.gone:
-            raise Unavailable("retired")
-        return object()
-
-    @asynccontextmanager
-    async def ready(self, *_: object) -> AsyncIterator[tuple[Path, Path | None]]:
-        yield Path("weights"), Path("changes")
-
-
-@pytest.fixture
-async def worker() -> AsyncIterator[Worker]:
-    """One that serves version 1."""
-    worker = Worker()
+@asynccontextmanager
+async def installing(worker: Worker) -> AsyncIterator[Worker]:
+    """It serves version 1."""
     task = asyncio.create_task(worker.installer.run())
     worker.installer.wish(version(1))
     await wait_until(lambda: worker.installer.current == version(1) and not worker.installer.busy)
@@ -61,19 +24,84 @@ async def worker() -> AsyncIterator[Worker]:
         await task
 
 
+@pytest.fixture
+async def worker() -> AsyncIterator[Worker]:
+    async with installing(Worker()) as worker:
+        yield worker
+
+
 async def test_what_the_engine_served_comes_back_whole_and_not_by_changes(worker: Worker) -> None:
     assert worker.installer.rest()
     await worker.installer.restore()
     assert worker.made == [(1, True), (1, False)]
 
 
-async def test_a_version_that_comes_meanwhile_waits_until_they_are_back(worker: Worker) -> None:
+async def test_a_version_that_comes_meanwhile_is_what_they_come_back_as(worker: Worker) -> None:
     assert worker.installer.rest()
     worker.installer.wish(version(2))
     await asyncio.sleep(0)
     assert worker.made == [(1, True)]
     await worker.installer.restore()
-    await wait_until(lambda: worker.made == [(1, True), (1, False), (2, True)])
+    assert worker.made == [(1, True), (2, False)], "in one reload"
+    assert worker.installer.current == version(2)
+
+
+async def test_where_that_one_cannot_be_loaded_the_engine_wakes_with_what_it_served(worker: Worker) -> None:
+    worker.bad = {2}
+    assert worker.installer.rest()
+    worker.installer.wish(version(2))
+    await worker.installer.restore()
+    assert worker.installer.current == version(1)
+    assert worker.made == [(1, True), (1, False)]
+
+
+class Lender:
+    """Lends the device as a test says."""
+
+    def __init__(self) -> None:
+        self.wakes = True
+        self.asked: list[float] = []
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def spell(self, seconds: float) -> None:
+        self.asked.append(seconds)
+        await self.free.wait()
+
+    def may_wake(self) -> bool:
+        return self.wakes
+
+
+async def test_a_wish_that_was_taken_back_during_the_pull_leaves_all_as_it_was() -> None:
+    lender = Lender()
+    async with installing(Worker(lender)) as worker:
+        assert worker.installer.rest()
+        lender.wakes = False
+        with pytest.raises(NotNow):
+            await worker.installer.restore()
+        assert worker.installer.current == version(1)
+        assert worker.made == [(1, True)]
+        lender.wakes = True
+        await worker.installer.restore()
+        assert worker.made == [(1, True), (1, False)]
+
+
+async def test_an_install_asks_for_a_spell_once_all_is_at_hand_and_only_then() -> None:
+    lender = Lender()
+    async with installing(Worker(lender)) as worker:
+        lender.free.clear()
+        lender.asked.clear()
+        worker.looks.clear()
+        worker.pulling.clear()
+        worker.installer.wish(version(2))
+        await wait_until(lambda: worker.looks == ["pull"])
+        assert not lender.asked
+        worker.pulling.set()
+        await wait_until(lambda: lender.asked)
+        assert worker.looks == ["pull", "locked"]
+        assert worker.made == [(1, True)]
+        lender.free.set()
+        await wait_until(lambda: worker.made == [(1, True), (2, True)])
 
 
 async def test_it_does_not_rest_while_another_version_is_on_its_way_or_before_the_first(worker: Worker) -> None:

@@ -1,0 +1,57 @@
+"""An installer, and what stands around it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ebbtide.errors import InvalidRequest, Unavailable
+from ebbtide.rollout_worker.holds import Holds
+from ebbtide.rollout_worker.installer import Installer, Lender
+from ebbtide.rollout_worker.weights import Installation
+from ebbtide.types.weights import PolicyVersion
+
+
+def version(number: int) -> Installation:
+    return Installation("run", PolicyVersion(policy="policy", version=number))
+
+
+class Worker:
+    """What stands around an installer: an engine and a mirror that take note, attempts that forbid nothing."""
+
+    def __init__(self, lender: Lender | None = None) -> None:
+        self.made: list[tuple[int, bool]] = []  # versions, and whether changes were made use of
+        self.looks: list[str] = []
+        self.bad: set[int] = set()
+        self.pulling = asyncio.Event()  # cleared: pulls do not end
+        self.pulling.set()
+        self.gone: set[int] = set()
+        self.installed: Any = None
+        attempts: Any = SimpleNamespace(holds=Holds(), ended=asyncio.Event(), admit=lambda *_: True)
+        presence: Any = SimpleNamespace(installed=lambda _: None)
+        weights: Any = self
+        engine: Any = self
+        self.installer = Installer(engine, weights, attempts, presence, lambda _: None, lender)
+
+    async def install(self, number: int, path: Path, changes: Path | None = None) -> float:
+        if number in self.bad:
+            raise InvalidRequest("another architecture", field="weights")
+        self.made.append((number, changes is not None))
+        return 0.0
+
+    async def prepare(self, wanted: Installation) -> object:
+        if wanted.version.version in self.gone:
+            raise Unavailable("retired")
+        self.looks.append("pull")
+        await self.pulling.wait()
+        return object()
+
+    def refused(self, version: PolicyVersion) -> None:
+        self.looks.append(f"refused {version.version}")
+
+    @asynccontextmanager
+    async def ready(self, *_: object) -> AsyncIterator[tuple[Path, Path | None]]:
+        self.looks.append("locked")
+        yield Path("weights"), Path("changes")
