@@ -128,6 +128,26 @@ def test_what_makes_an_engine_a_borrowed_one_cannot_be_set_otherwise(tmp_path: P
     assert refused.value.field == "vllm.engine_args"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pipeline_parallel_size": 2},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        {"kv_offloading_size": 4.0},
+        {"enable_dbo": True},
+    ],
+)
+def test_what_a_budget_cannot_hold_is_refused_by_name(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{next(iter(given))} is not for a borrowed engine") as refused:
+        arguments(tmp_path, **given)
+    assert refused.value.field == "vllm.engine_args"
+
+
+def test_what_is_said_as_vllm_has_it_anyway_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    assert arguments(tmp_path, pipeline_parallel_size=1, kv_transfer_config=None)["pipeline_parallel_size"] == 1
+
+
 def test_a_step_has_room_for_a_token_of_each_slot(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="slots, 32") as refused:
         arguments(tmp_path, step_tokens=31)

@@ -17,6 +17,21 @@ PAGE: Final = "EBBTIDE_GRANT_PAGE"
 #: The one token of a warm-up is made within this time.
 _WARM_UP_S: Final = 120.0
 _SCHEDULER: Final = "ebbtide.rollout_worker.engine.budgeted.BudgetedScheduler"
+_ARGS: Final = "vllm.engine_args"
+#: What the scheduler and its balloon are not made for, by vLLM's names: several steps under way at once, tokens that no
+#: budget counts, and keys and values that live elsewhere.
+_REFUSED: Final = {
+    "pipeline_parallel_size": "it has several steps under way at once",
+    "enable_dbo": "it has several steps under way at once",
+    "speculative_config": "its drafts are tokens that no budget counts",
+    "spec_method": "its drafts are tokens that no budget counts",
+    "spec_model": "its drafts are tokens that no budget counts",
+    "spec_tokens": "its drafts are tokens that no budget counts",
+    "diffusion_config": "it makes tokens by other steps than those that are budgeted",
+    "kv_transfer_config": "keys and values elsewhere are not given back with the others",
+    "kv_offloading_size": "keys and values elsewhere are not given back with the others",
+    "ec_transfer_config": "what a connector keeps is not given back with the rest",
+}
 
 
 class Borrowed:
@@ -34,7 +49,10 @@ class Borrowed:
         fixed = {"scheduler_cls": _SCHEDULER, "async_scheduling": False, "max_num_batched_tokens": self.step_tokens}
         for name in fixed:
             if name in arguments:
-                raise InvalidRequest(f"{name} is not free in a borrowed engine", field="vllm.engine_args")
+                raise InvalidRequest(f"{name} is not free in a borrowed engine", field=_ARGS)
+        for name, reason in _REFUSED.items():
+            if (value := arguments.get(name)) and (name, value) != ("pipeline_parallel_size", 1):
+                raise InvalidRequest(f"{name} is not for a borrowed engine ({reason}): leave it out", field=_ARGS)
         if self.step_tokens < arguments["max_num_seqs"]:
             text = f"must be at least the number of slots, {arguments['max_num_seqs']}, which may be in one step"
             raise InvalidRequest(text, field="step_tokens")
