@@ -53,8 +53,9 @@ class Borrowers:
         old = self._loans.get(hello.worker_id)
         if old is None and len(self._loans) >= _MOST:
             raise NotReady(f"{_MOST} workers borrow here already")
-        found = processes.checked(hello.pids)
-        page = Page(page_path(self._folder, hello.worker_id))
+        path = page_path(self._folder, hello.worker_id)
+        page = Page(path)
+        found = processes.checked(hello.pids, path)
         self._memory.joined(hello.worker_id, hello)
         now = self._clock()
         loan = Loan(hello, found, page, self._account(hello.worker_id, found), now)

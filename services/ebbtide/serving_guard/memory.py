@@ -1,10 +1,11 @@
 """How much memory rollouts may use beside the served engine, and where their weights stay.
 
 Invariant: what all borrowers together may hold of keys and values, what serving uses of them, and a headroom for what
-it takes next never exceed the stated limit for the pair. Memory that cannot be read is none. Serving's use is counted where its traffic goes through the
-guard (tokens inside, by bytes for each), or read from the engine's own metrics. On a GPU the device itself says how
-much is free: vLLM keeps its pool of keys and values for good, so only sleep would give anything back there. Where
-weights shall be is a wish: an engine that cannot fulfil it (workers do not drive vLLM's sleep mode on GPUs) goes on.
+it takes next never exceed the stated limit for the pair. Memory that cannot be read is none. Serving's use is counted
+where its traffic goes through the guard (tokens inside, by bytes for each), or read from the engine's own metrics. On a
+GPU the device itself says how much is free: vLLM keeps its pool of keys and values for good, so only sleep would give
+anything back there. Where weights shall be is a wish: an engine that cannot fulfil it (workers do not drive vLLM's
+sleep mode on GPUs) goes on.
 """
 
 from collections.abc import Callable

@@ -3,8 +3,10 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from ebbtide.serving_guard.memory import Memory
 from ebbtide.serving_guard.processes import Process
 from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello
 
+#: A process that has mapped the page.
+MAPS = "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); time.sleep(9)"
 YIELD_S, KILL_S, STEP_S = 0.25, 5.0, 0.01
 
 
@@ -72,11 +76,29 @@ class Scene:
             self.engine.end_step(1)
 
 
+@contextmanager
+def mapping(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    page = page_path(folder, "w")
+    Page(page, create=True).close()
+    command = [sys.executable, "-ISc", MAPS, str(page)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout
+        worker.stdout.readline()
+        try:
+            yield worker
+        finally:
+            worker.kill()
+
+
+def process_of(program: subprocess.Popen[bytes]) -> Process:
+    fields = Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()
+    return Process(program.pid, int(fields[19]))
+
+
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
-    with subprocess.Popen(["sleep", "60"]) as sleeper:
-        yield Scene(tmp_path, sleeper.pid)
-        sleeper.kill()
+    with mapping(tmp_path) as worker:
+        yield Scene(tmp_path, worker.pid)
 
 
 def test_an_engine_that_ends_its_step_in_time_is_left_alone(scene: Scene) -> None:
@@ -172,13 +194,22 @@ def test_a_guard_that_leaves_continues_whom_it_stopped(scene: Scene) -> None:
 @pytest.mark.parametrize("pid", [0, 1, os.getpid(), 2**22 - 1])
 def test_no_worker_names_processes_that_are_not_its_own(pid: int) -> None:
     with pytest.raises(InvalidRequest, match=r"hello\.pids"):
-        processes.checked((pid,))
+        processes.checked((pid,), Path("w.page"))
+
+
+def test_a_process_that_does_not_share_the_page_is_never_taken_for_a_worker(tmp_path: Path) -> None:
+    with mapping(tmp_path) as worker, subprocess.Popen(["sleep", "60"]) as stranger:
+        page = page_path(tmp_path, "w")
+        assert [one.pid for one in processes.checked((worker.pid,), page)] == [worker.pid]
+        with pytest.raises(InvalidRequest, match=r"hello\.pids.*w\.page"):
+            processes.checked((worker.pid, stranger.pid), page)
+        stranger.kill()
 
 
 def test_a_signal_reaches_a_process_and_all_below_it() -> None:
     with subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True) as parent:
         try:
-            (found,) = processes.checked((parent.pid,))
+            found = process_of(parent)
             while len(family := list(processes.with_children((found,)))) < 2:
                 time.sleep(0)
             assert processes.send((found,), signal.SIGSTOP) == 2
@@ -191,7 +222,7 @@ def test_a_signal_reaches_a_process_and_all_below_it() -> None:
 
 def test_a_pid_that_another_process_got_is_not_signalled() -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
-        (found,) = processes.checked((other.pid,))
+        found = process_of(other)
         assert processes.send((Process(found.pid, found.started - 1),), signal.SIGKILL) == 0
         assert other.poll() is None
         other.kill()
