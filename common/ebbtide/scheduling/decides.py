@@ -93,6 +93,11 @@ class Decides(Protocol):
     def ended(self, now: float, request: str, ok: bool) -> None:
         """It ended, was cancelled or failed. One that is not inside any more changes nothing."""
 
+    def elsewhere(self, now: float, inside: int) -> None:  # noqa: ARG002 - not all ask
+        """So many requests are inside that are not told here, as they are of models that others decide for: what runs
+        meanwhile teaches nothing of the engine alone."""
+        return
+
     def observed(self, now: float, inside: int, waiting: int) -> None:
         """In place of the three above where requests cannot be told apart: so many are inside, and so many of them have
         no first token."""

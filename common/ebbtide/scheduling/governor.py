@@ -55,6 +55,8 @@ class Governor(Decides):
         self._ttft, self._tpot = targets.ttft_s, targets.tpot_s  # resolved; 0.0: not yet
         self._aim = 0.0  # of a request's mean TPOT; 0.0: no sharing
         self._seen = (0, 0)  # from outside: inside, waiting
+        self._others = 0  # requests inside that other governors know
+        self._others_came = self._others_left = -inf  # when there were some, and none any more
         self._left = self._came_at = -inf  # when the last request left, and one came while nothing was inside
         self._probe: str | None = None  # one that is served the other way, to learn what that is like
         self._sized: int | None = None  # tokens of a step, by its own duration alone; None: to be computed
@@ -63,11 +65,12 @@ class Governor(Decides):
         self._granted = False
 
     def arrived(self, now: float, request: str, prompt_tokens: int, *, streamed: bool = True) -> None:
-        alone = not self._book
-        if alone:
+        first = not self._book
+        if first:
             self._lone_ones += 1
             self._probe = request if self._lone_ones % _PROBED == 0 else None
             self._came(now)
+        alone = first and not self._others
         self._book.arrive(request, self._lessons.arrived(now, prompt_tokens, alone=alone, streamed=streamed))
 
     def produced(self, now: float, request: str, tokens: int) -> None:
@@ -79,7 +82,7 @@ class Governor(Decides):
         if before is None:
             self._lessons.began(served, self._ttft or inf)
             return
-        if not self._book.waiting:
+        if not self._book.waiting and not self._others:
             self._lessons.went_on(served, before, self._book.decoding, self._lessons.beside - beside)
 
     def ended(self, now: float, request: str, ok: bool) -> None:
@@ -96,6 +99,15 @@ class Governor(Decides):
         if not self._book:
             self._went(now)
 
+    def elsewhere(self, now: float, inside: int) -> None:
+        before, self._others = self._others, inside
+        if inside != before:
+            self._lessons.disturbed(now)
+        if inside and not before:
+            self._others_came = now
+        elif before and not inside:
+            self._others_left = now
+
     def observed(self, now: float, inside: int, waiting: int) -> None:
         before, self._seen = self._seen[0], (inside, waiting)
         if inside and not before:
@@ -105,8 +117,10 @@ class Governor(Decides):
 
     def stepped(self, now: float, tokens: int, seconds: float) -> None:
         begin = now - seconds
-        beside = self._busy or self._left > begin
-        wholly = beside == self._busy and not (self._busy and self._came_at > begin)
+        busy = self._busy or self._others > 0
+        beside = busy or max(self._left, self._others_left) > begin
+        since = min(self._came_at if self._busy else inf, self._others_came if self._others else inf)
+        wholly = beside == busy and not (busy and since > begin)
         if self._steps.overran(tokens, seconds, beside=beside):
             if beside:
                 self._beside.cut(now, self._beside.level)

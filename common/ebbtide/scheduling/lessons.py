@@ -54,6 +54,10 @@ class Lessons:
         self._lone = request if alone and streamed else None
         return request
 
+    def disturbed(self, now: float) -> None:
+        """Requests that are not told here came or left."""
+        self._changed, self._lone = now, None
+
     @property
     def beside(self) -> float:
         return self._beside

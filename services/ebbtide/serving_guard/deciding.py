@@ -1,6 +1,7 @@
 """Governors of several served models behind one engine, asked as one.
 
-Invariant: each request is known to the governor of its model alone, and rollouts may do what all of them allow.
+Invariant: each request is known to the governor of its model alone, of the others each knows how many are inside, and
+rollouts may do what all of them allow.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +18,24 @@ class Panel:
     def __init__(self, makes: Makes, targets: Mapping[str, Targets], limits: Limits) -> None:
         self._of = {model: makes(of, limits) for model, of in targets.items()}
         self._all = list(self._of.values())
+        self._inside = dict.fromkeys(self._all, 0)
 
     def of(self, model: str) -> Decides:
         return self._of.get(model) or self._of[""]
+
+    def came(self, now: float, decider: Decides) -> None:
+        """A request of `decider`'s model is inside."""
+        self._count(now, decider, 1)
+
+    def went(self, now: float, decider: Decides) -> None:
+        self._count(now, decider, -1)
+
+    def _count(self, now: float, decider: Decides, more: int) -> None:
+        self._inside[decider] += more
+        inside = sum(self._inside.values())
+        for other in self._all:
+            if other is not decider:
+                other.elsewhere(now, inside - self._inside[other])
 
     def decide(self, now: float) -> Decision:
         """The tightest of all."""

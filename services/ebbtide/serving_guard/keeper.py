@@ -85,6 +85,7 @@ class Keeper(Traffic):
     def arrived(self, request: str, model: str, prompt_tokens: int, now: float, streamed: bool) -> None:
         decider = self._panel.of(model or self._model)
         self._deciders[request] = decider, streamed
+        self._panel.came(now, decider)
         decider.arrived(now, request, prompt_tokens, streamed=streamed)
         self._take_back(now)
         self._books.arrived(request, model or self._model, prompt_tokens, now, streamed=streamed)
@@ -109,6 +110,7 @@ class Keeper(Traffic):
         if decider is None:
             return
         decider.ended(now, request, ok)
+        self._panel.went(now, decider)
         model = self._books.model(request)
         self._books.ended(request, self.learnt(model), now, ok=ok)
         self._decide_soon()

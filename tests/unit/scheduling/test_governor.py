@@ -338,3 +338,38 @@ def test_a_rollout_may_wake_up_where_idle_time_is_long() -> None:
     forecast = host.governor.learnt(host.now).forecast
     assert forecast.share > 0.9
     assert forecast.spell_s < inf
+
+
+def test_what_ran_beside_requests_of_other_models_is_not_learnt_as_the_engine_alone() -> None:
+    host = Host(Targets(ttft_factor=2.0, tpot_factor=2.0))
+    for _ in range(30):
+        host.serve()
+        host.now += 1.0
+    alone = host.governor.learnt(host.now)
+    for joins in (False, True) * 30:  # before it came, or while it waited
+        if not joins:
+            host.governor.elsewhere(host.now, 1)
+        name = host.arrive()
+        if joins:
+            host.governor.elsewhere(host.now, 1)
+        host.now += 0.9
+        host.governor.produced(host.now, name, 1)
+        host.decode(name, pause=0.09)
+        host.governor.ended(host.now, name, ok=True)
+        host.governor.elsewhere(host.now, 0)
+        host.now += 1.0
+    beside = host.governor.learnt(host.now)
+    assert beside.unloaded_ttft_s == pytest.approx(alone.unloaded_ttft_s)
+    assert beside.unloaded_tpot_s == pytest.approx(alone.unloaded_tpot_s)
+
+
+def test_steps_beside_requests_of_other_models_teach_nothing_of_steps_alone() -> None:
+    host = Host()
+    host.step(50)
+    most = host.rest().budget.tokens
+    host.governor.elsewhere(host.now, 1)
+    host.now += 1.0
+    host.step(50, seconds=3 * _STEP_S)
+    host.governor.elsewhere(host.now, 0)
+    host.now += 1.0
+    assert host.rest().budget.tokens == most

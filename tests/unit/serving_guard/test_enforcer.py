@@ -22,7 +22,9 @@ from ebbtide.serving_guard.processes import Process
 from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello
 
 #: A process that has mapped the page.
-MAPS = "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); time.sleep(9)"
+MAPS = (
+    "import mmap, sys, time; f=open(sys.argv[1], 'r+b'); m=mmap.mmap(f.fileno(), 0); print(flush=True); time.sleep(9)"
+)
 YIELD_S, KILL_S, STEP_S = 0.25, 5.0, 0.01
 
 

@@ -27,7 +27,7 @@ class Told(Decides):
         self.targets = targets
         self.heard: list[tuple[Any, ...]] = []
         self.inside: set[str] = set()
-        self.seen = 0
+        self.seen = self.others = 0
         self.budget = (100, 10)
         self.lasts_s = 60.0
         self.held_s = 0.0
@@ -42,6 +42,9 @@ class Told(Decides):
     def ended(self, now: float, request: str, ok: bool) -> None:
         self.heard.append(("ended", request, ok))
         self.inside.discard(request)
+
+    def elsewhere(self, now: float, inside: int) -> None:
+        self.others = inside
 
     def observed(self, now: float, inside: int, waiting: int) -> None:
         self.seen = inside
@@ -205,6 +208,9 @@ async def test_each_model_has_its_own_governor_and_rollouts_may_do_what_all_allo
         assert ("arrived", "a", 7, True) in big.heard
         assert ("arrived", "a", 7, True) not in other.heard
         assert big.targets.ttft_s == 1.0
+        assert (other.others, big.others) == (1, 0)
+        scene.keeper.ended("a", True, time.monotonic())
+        assert (other.others, big.others) == (0, 0)
     finally:
         scene.keeper.close()
 
