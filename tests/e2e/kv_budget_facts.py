@@ -123,6 +123,7 @@ async def move_weights(engine: VllmEngine, keeper: Keeper, asker: Asker, checkpo
     await sleeping.be(Residency.AWAKE)
     keeper.page.limit_kv(-1)
     found = {"answers": await running, "resident": seen, "still": still, "used": before.kv_used}
+    idle = resident(keeper.page)
     keeper.page.limit_kv(0)
     await sleeping.be(Residency.HOST)
     host = resident(keeper.page)
@@ -131,7 +132,7 @@ async def move_weights(engine: VllmEngine, keeper: Keeper, asker: Asker, checkpo
     return {
         **found,
         "idle_used": keeper.page.steps().kv_used,
-        "idle_freed": seen[0] - host,
+        "idle_freed": idle - host,
         "after": await asker.ask_all(),
         "wake_s": [sleeping.wake_host_s, sleeping.wake_away_s],
     }

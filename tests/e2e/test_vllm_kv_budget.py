@@ -70,6 +70,10 @@ def test_memory_that_is_given_back_is_the_systems_again(facts: Facts) -> None:
     assert facts["freed_bytes"] > facts["standing"]["used"] * facts["block_bytes"] / 2
 
 
+def test_a_cut_gives_memory_back_while_there_is_nothing_to_schedule_too(facts: Facts) -> None:
+    assert facts["residency"]["idle_freed"] > 8 * facts["block_bytes"]
+
+
 def test_nothing_is_left_behind(facts: Facts) -> None:
     assert facts["used_at_end"] == 0
 

@@ -72,9 +72,14 @@ class BudgetedScheduler(Scheduler):  # type: ignore[misc]
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Blocks that are held back would be in its way."""
+        """What the page does not allow goes here too: without requests nothing is scheduled, and so nothing is cut. But
+        blocks that are held back would be in the reset's way."""
+        self._balloon.squeeze(self._page.kv_blocks)
         self._balloon.deflate()
-        return super().reset_prefix_cache(*args, **kwargs)
+        try:
+            return super().reset_prefix_cache(*args, **kwargs)
+        finally:
+            self._balloon.squeeze(self._page.kv_blocks)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self._balloon.preempted(request)
