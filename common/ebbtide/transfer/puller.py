@@ -62,15 +62,17 @@ class Puller:
         cache: BlobCache | None = None,
         streams: int = 3,
         silence_s: float = 5.0,
+        threads: Threads | None = None,
     ) -> None:
         """`target`: the relay's address, for errors. `holder`: who asks, as it stands now. `patience_s`: for how long a
         pull goes on without any progress. `open_source`: see `sources.opener`. `cache` gets the verified blobs.
-        `streams`: how many at once. `silence_s`: for how long a source may send nothing."""
+        `streams`: how many at once. `silence_s`: for how long a source may send nothing. `threads`, for
+        digests and patches, end with this."""
         self._relay, self._target, self._holder = relay, target, holder
         self._patience_s, self._open_source = patience_s, open_source
         self._finder = Finder(relay, target, holder)
         self._rate = 0.0
-        self._threads = Threads()
+        self._threads = threads or Threads()
         self._means = Means(threads=self._threads, cache=cache or BlobCache(0), streams=streams, silence_s=silence_s)
 
     async def manifest(

@@ -16,8 +16,10 @@ _MOST: Final = 4
 
 
 class Threads:
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max(1, min(_MOST, os.cpu_count() or 1)), "ebbtide-weights")
+    def __init__(self, most: int = _MOST, *, niceness: int = 0) -> None:
+        """At most `most`, and no more than there are cores. `niceness`: theirs, and that of all that they start."""
+        count = max(1, min(most, _MOST, os.cpu_count() or 1))
+        self._pool = ThreadPoolExecutor(count, "ebbtide-weights", _be_nice, (niceness,))
 
     async def run(self, work: Callable[[], T]) -> T:
         """What `work` returns. Cancelled, this too ends only after `work`: a mirror may be another's then."""
@@ -36,3 +38,9 @@ class Threads:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _be_nice(niceness: int) -> None:
+    """On Linux this is the calling thread's own."""
+    if niceness:
+        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))

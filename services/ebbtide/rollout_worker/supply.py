@@ -11,11 +11,14 @@ from ebbtide.rollout_worker.presence import Presence
 from ebbtide.rollout_worker.settings import Settings
 from ebbtide.rollout_worker.weights import Weights
 from ebbtide.transfer import BlobCache, Puller, opener
+from ebbtide.transfer.threads import Threads
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.weights import Holder
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 
 _MIB: Final = 1 << 20
+#: Of threads that work beside somebody else's engine: they get what is left of the cores.
+_NICENESS: Final = 19
 
 
 class Supply:
@@ -24,6 +27,7 @@ class Supply:
         folder = Path(settings.mirror_dir) if settings.mirror_dir else None
         self._host = host_name(folder) if folder else ""
         cache = BlobCache(settings.peer_cache_mib * _MIB)
+        self.threads = threads_for(settings)
         self.puller = puller = Puller(
             stub,
             settings.relay,
@@ -31,6 +35,7 @@ class Supply:
             patience_s=settings.pull_patience_s,
             open_source=opener(settings.client),
             cache=cache if settings.peer_listen else None,
+            threads=self.threads,
         )
         self.weights = Weights(
             engine, puller, folder, in_place=_in_place(settings), patience_s=settings.pull_patience_s
@@ -53,6 +58,15 @@ class Supply:
     def close(self) -> None:
         self.weights.close()
         self.puller.close()
+
+
+def threads_for(settings: Settings) -> Threads:
+    """For digests and patches. A pull waits for no grant: so a borrowed worker's have the lowest priority, and are no
+    more than one where the served engine computes on the same cores."""
+    if settings.kind is not WorkerKind.BORROWED:
+        return Threads()
+    on_cores = settings.engine == "vllm" and is_cpu_build()
+    return Threads(1, niceness=_NICENESS) if on_cores else Threads(niceness=_NICENESS)
 
 
 def _in_place(settings: Settings) -> bool:
