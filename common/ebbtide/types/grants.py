@@ -9,6 +9,8 @@ from msgspec import Meta, Struct
 GRANTS_VERSION: Final = 1
 #: No grant is longer: this long after its guard died, froze or was cut off a worker stands still.
 GRANT_S: Final = 0.2
+#: A share of nothing.
+UNKNOWN: Final = -1.0
 
 Share = Annotated[float, Meta(ge=0)]
 
@@ -74,13 +76,14 @@ class Grant(Struct, frozen=True, kw_only=True):
 
 
 class Latency(Struct, frozen=True, kw_only=True):
-    """Of the served requests lately, seconds. `target` 0: still being learnt."""
+    """Of the served requests lately, seconds. `target` 0: still being learnt; `attained`: `UNKNOWN` until one was
+    judged."""
 
     p50: float = 0.0
     p95: float = 0.0
     p99: float = 0.0
     target: float = 0.0
-    attained: float = 1.0
+    attained: float = UNKNOWN
     unloaded: float = 0.0
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ebbtide.cli.tables import amount, cell, clock, plain, wide_console
 from ebbtide.cli.watching import watch
-from ebbtide.types.grants import Borrower, GuardStatus, Latency
+from ebbtide.types.grants import UNKNOWN, Borrower, GuardStatus, Latency
 
 if TYPE_CHECKING:
     from ebbtide.cli.guard_client import GuardClient
@@ -72,7 +72,7 @@ def head(status: GuardStatus) -> str:
 def lines(status: GuardStatus) -> Iterator[str]:
     """A line on the whole, one for the latencies and one for each borrower: for output that is no terminal."""
     latencies = " · ".join(
-        f"{name} p99 {_ms(one.p99)} of {_ms(one.target)}, {one.attained:.2%} attained"
+        f"{name} p99 {_ms(one.p99)} of {_ms(one.target)}, {_attained(one)} attained"
         for name, one in (("TTFT", status.ttft), ("TPOT", status.tpot))
     )
     yield plain(f"{head(status)} · budget {_budget(status)} · slack {_slack(status)} · {latencies}")
@@ -137,7 +137,11 @@ def _latencies(status: GuardStatus) -> Table:
 
 def _latency_row(one: Latency) -> tuple[str, ...]:
     target = _ms(one.target) if one.target else "learning"
-    return (_ms(one.p50), _ms(one.p95), _ms(one.p99), target, f"{one.attained:.2%}", _ms(one.unloaded))
+    return (_ms(one.p50), _ms(one.p95), _ms(one.p99), target, _attained(one), _ms(one.unloaded))
+
+
+def _attained(one: Latency) -> str:
+    return "-" if one.attained == UNKNOWN else f"{one.attained:.2%}"
 
 
 def _borrowers(borrowers: Sequence[Borrower]) -> Table:

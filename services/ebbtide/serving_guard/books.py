@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ebbtide.scheduling.governor import Learnt
 from ebbtide.serving_guard import metrics
-from ebbtide.types.grants import Latency
+from ebbtide.types.grants import UNKNOWN, Latency
 
 #: Requests that percentiles rest on.
 _WINDOW: Final = 1024
@@ -46,7 +46,7 @@ class _Side(Struct):
 
     def latency(self, target: float, unloaded: float) -> Latency:
         p50, p95, p99 = percentiles(self.window)
-        attained = self.within / self.judged if self.judged else 1.0
+        attained = self.within / self.judged if self.judged else UNKNOWN
         return Latency(p50=p50, p95=p95, p99=p99, target=target, attained=attained, unloaded=unloaded)
 
 

@@ -38,7 +38,7 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         Literal["proxy", "observe"],
         Meta(
             description="proxy: user traffic passes through here; observe: it does not, the engine's metrics are read, "
-            "and rollouts give way up to observe_ms and an answer later"
+            "rollouts give way up to observe_ms and an answer later, and the SLO is to be given by ttft_ms and tpot_ms"
         ),
     ] = "proxy"
     model: Annotated[
@@ -104,13 +104,22 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         self.targets()
         for name in ("upstream", "metrics_url"):
             url = urlsplit(getattr(self, name))
-            if getattr(self, name) and (url.scheme not in ("http", "https") or not url.hostname):
+            schemes = ("http",) if self.mode == "proxy" else ("http", "https")
+            if getattr(self, name) and (url.scheme not in schemes or not url.hostname):
                 raise InvalidRequest("give a URL such as http://127.0.0.1:8000", field=name)
-        if self.slo_file and self.mode == "observe":
-            raise InvalidRequest("metrics do not tell models apart; give the SLO by flags", field="slo_file")
-        if self.metrics_url and self.mode == "proxy":
+        if self.mode == "observe":
+            self._checked_observe()
+        elif self.metrics_url:
             raise InvalidRequest(
                 "is read in mode observe alone; leave it out, or set mode = observe", field="metrics_url"
             )
         if self.hold_ms / 1000 > self.proxy.max_hold_s:
             raise InvalidRequest(f"is more than proxy.max_hold_s ({self.proxy.max_hold_s:g} s)", field="hold_ms")
+
+    def _checked_observe(self) -> None:
+        if self.slo_file:
+            raise InvalidRequest("metrics do not tell models apart; give the SLO by flags", field="slo_file")
+        for name in ("ttft_ms", "tpot_ms"):
+            if not getattr(self, name):
+                message = "metrics do not tell which request was alone, so no factor can be learnt; give milliseconds"
+                raise InvalidRequest(message, field=name)

@@ -29,7 +29,7 @@ async def engine() -> AsyncIterator[ServingEngine]:
 
 @pytest.fixture
 async def guard(folder: Path, engine: ServingEngine) -> AsyncIterator[GuardProcess]:
-    with guard_process(folder, engine.url, mode="observe", observe_ms=20, ttft_ms=300) as made:
+    with guard_process(folder, engine.url, mode="observe", observe_ms=20, ttft_ms=300, tpot_ms=50) as made:
         await made.ready()
         yield made
 

@@ -24,13 +24,20 @@ def settings(*flags: str) -> GuardSettings:
         (("--upstream", "localhost:8000"), "upstream", "http://127.0.0.1:8000"),
         (("--metrics-url", "http://h/metrics"), "metrics_url", "observe"),
         (("--hold-ms", "900"), "hold_ms", "max_hold_s"),
+        (("--upstream", "https://h"), "upstream", "http://127.0.0.1:8000"),
         (("--mode", "observe", "--slo-file", "/dev/null"), "slo_file", "flags"),
+        (("--mode", "observe", "--tpot-ms", "20"), "ttft_ms", "milliseconds"),
+        (("--mode", "observe", "--ttft-ms", "200", "--tpot-factor", "2"), "tpot_ms", "milliseconds"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(flags: tuple[str, ...], field: str, remedy: str) -> None:
     with pytest.raises(InvalidRequest, match=remedy) as refused:
         settings(*flags).checked()
     assert refused.value.field == field
+
+
+def test_an_engine_that_is_only_observed_may_be_behind_https() -> None:
+    settings("--mode", "observe", "--ttft-ms", "200", "--tpot-ms", "20", "--upstream", "https://h").checked()
 
 
 def test_a_target_is_absolute_or_a_factor() -> None:
