@@ -65,7 +65,8 @@ class Decision(Struct, frozen=True):
 
 
 class Learnt(Struct, frozen=True, kw_only=True):
-    """What a governor knows by now, for status and grants. Seconds; 0: not known yet. `load`: share of the last minute
+    """What a governor knows by now, for status and grants. Seconds; 0: not known yet. `step_s`: of a rollout step, at
+    most. `load`: share of the last minute
     with a request inside."""
 
     ttft_target_s: float = 0.0

@@ -17,6 +17,8 @@ _BESIDE: Final = 2.0
 #: From step to step the largest size seen shrinks by this, so that an old one is no promise.
 _SHRINK: Final = 0.999
 _GROWTH: Final = 2
+#: A step that took so many times as long as one of its size counts for this much in the mean: it was a hiccup.
+_OUTLIER: Final = 4.0
 
 
 class StepTime:
@@ -34,7 +36,8 @@ class StepTime:
         if tokens <= 0 or not 0.0 < seconds < inf:
             return
         self._largest = max(float(tokens), self._largest * _SHRINK)
-        self.usual_s += (seconds - self.usual_s) * (0.05 if self.usual_s else 1.0)
+        usual = min(seconds, _OUTLIER * self._alone.typical(tokens))
+        self.usual_s += (usual - self.usual_s) * (0.05 if self.usual_s else 1.0)
         if not beside:
             self._alone.observe(tokens, seconds)
         elif self._alone.count:
@@ -43,6 +46,11 @@ class StepTime:
     def predicted(self, tokens: int, *, beside: bool = False) -> float:
         """Seconds that it takes at most, at a quantile; infinite while nothing is known."""
         return self._alone.typical(tokens) * self._factor(beside)
+
+    @property
+    def most_s(self) -> float:
+        """What a step takes at most, of the largest size lately and beside served work; 0.0 while nothing is known."""
+        return self.predicted(round(self._largest), beside=True) if self._alone.count else 0.0
 
     def tokens_within(self, seconds: float, *, beside: bool = False) -> int:
         """The most tokens of a step that is predicted to take no longer; 0: none. With endless time and nothing known,

@@ -226,9 +226,13 @@ class Keeper(Traffic):
         self._look = None
         now, busy, watched, stepped = self._clock(), False, False, False
         for loan in self._borrowers.all():
-            for ended, tokens, seconds in loan.new_steps():
-                self._panel.stepped(max(now, ended), tokens, seconds)
+            steps = list(loan.new_steps())
+            ran_s = sum(seconds for _, _, seconds in steps)
+            for ended, tokens, seconds in steps:
                 stepped = True
+                # One that was stopped in its midst says nothing of steps.
+                if not any(ended - ran_s <= at <= ended for at in loan.account.strikes):
+                    self._panel.stepped(max(now, ended), tokens, seconds)
             watched = watched or loan.yielding
             busy = busy or bool(loan.budget.tokens) or loan.stepping_since() is not None
         if stepped:

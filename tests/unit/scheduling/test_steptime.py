@@ -58,3 +58,18 @@ def test_a_step_that_takes_much_longer_than_all_before_overran() -> None:
     assert not steps.overran(32, 0.0075)
     assert steps.overran(32, 0.03)
     assert not StepTime(16).overran(32, 100.0)
+
+
+def test_what_a_step_takes_at_most_is_of_the_largest_and_no_mean() -> None:
+    steps = learnt(beside=1.5)
+    assert StepTime(16).most_s == 0.0
+    assert steps.most_s >= 1.5 * (0.004 + 0.0001 * 128) * 0.95
+    assert steps.usual_s < steps.most_s
+
+
+def test_a_step_that_hung_for_seconds_moves_neither_bound_nor_mean_by_more_than_a_hiccup() -> None:
+    steps = learnt()
+    usual_s, most_s = steps.usual_s, steps.most_s
+    steps.observe(32, 3.0, beside=True)
+    assert steps.usual_s < 1.2 * usual_s
+    assert steps.most_s < 1.2 * most_s

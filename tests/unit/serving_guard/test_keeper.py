@@ -154,6 +154,21 @@ async def test_the_governor_hears_of_each_step(scene: Scene) -> None:
     await wait_until(lambda: ("stepped", 5) in scene.made[0].heard)
 
 
+async def test_a_step_that_was_stopped_in_its_midst_teaches_nothing(scene: Scene) -> None:
+    engine = scene.engine()
+    engine.begin_step()
+    (loan,) = scene.borrowers.all()
+    loan.account.strikes.append(time.monotonic())
+    engine.end_step(5)
+    engine.begin_step()
+    engine.end_step(6)
+    await wait_until(lambda: loan.account.gpu_s)
+    engine.begin_step()
+    engine.end_step(7)
+    await wait_until(lambda: ("stepped", 7) in scene.made[0].heard)
+    assert [one for one in scene.made[0].heard if one[0] == "stepped"] == [("stepped", 7)]
+
+
 async def test_events_of_one_turn_are_decided_once(scene: Scene) -> None:
     for name in "abc":
         scene.arrive(name)
