@@ -29,7 +29,7 @@ from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
 from ebbtide.rpc.channel import open_channel, open_socket
 from ebbtide.runtime import Shutdown
 from ebbtide.transfer import check_folder as check_mirrors
-from ebbtide.types.fleet import WorkerKind
+from ebbtide.types.fleet import EngineInfo, WorkerKind
 from ebbtide.types.ids import check_id
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
@@ -83,27 +83,16 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         # First of all: the engine's processes may be forked, which nothing but this thread should live through.
         info = await engine.start()
         log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
-        outgoing, outbox = Outgoing(), _outbox(settings)
-        ledger = stack.enter_context(Ledger(Path(settings.counter_file))) if settings.counter_file else None
-        attempts = Attempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
-        stack.push_async_callback(attempts.close)
         coordinator = await stack.enter_async_context(open_channel(settings.coordinator, settings.client))
-        relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
-        supply = Supply(settings, worker_id, engine, WeightsStub(relay))
-        stack.callback(supply.close)
-        borrowing = await _borrow(stack, shutdown, settings, borrowed, attempts, worker_id) if borrowed else None
-        installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put, borrowing)
-        worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
-        if borrowing is not None:
-            worker.borrowing, borrowing.sleeping = borrowing, _sleeping(engine, installer)
+        worker, supply = await _assemble(stack, shutdown, settings, worker_id, engine, info, borrowed)
         presence = shutdown.spawn(supply.presence.run(), "presence")
         stack.push_async_callback(_end, presence)  # it may not outlive the channel that it tells by
         await stack.enter_async_context(serving(settings, supply.shelf, worker.leaving, supply.presence.again))
         session = Session(worker, FleetStub(coordinator), settings.coordinator, attached=_once(shutdown, worker_id))
-        installing = shutdown.spawn(installer.run(), "installer")
+        installing = shutdown.spawn(worker.installer.run(), "installer")
         stack.push_async_callback(_end, installing)  # an install may not outlive the engine that it is for
         supply.puller.warm_up()
-        shutdown.spawn(throttle(engine, outbox, attempts), "throttle")
+        shutdown.spawn(throttle(engine, worker.outbox, worker.attempts), "throttle")
         streams = shutdown.spawn(session.run(), "streams")
         shutdown.spawn(_on_signal(shutdown, worker), "signals")
         if settings.notices != "none":
@@ -113,6 +102,31 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
             shutdown.spawn(watch(settings.notices, settings.metadata_url, worker.leave), "notices")
         await worker.leaving.wait()
         await _leave(worker, session, streams)
+
+
+async def _assemble(
+    stack: AsyncExitStack,
+    shutdown: Shutdown,
+    settings: Settings,
+    worker_id: str,
+    engine: Engine,
+    info: EngineInfo,
+    borrowed: Borrowed | None,
+) -> tuple[Worker, Supply]:
+    """The parts around an engine that has booted; of tasks only those to the guard of the host have begun."""
+    outgoing, outbox = Outgoing(), _outbox(settings)
+    ledger = stack.enter_context(Ledger(Path(settings.counter_file))) if settings.counter_file else None
+    attempts = Attempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
+    stack.push_async_callback(attempts.close)
+    relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
+    supply = Supply(settings, worker_id, engine, WeightsStub(relay))
+    stack.callback(supply.close)
+    borrowing = await _borrow(stack, shutdown, settings, borrowed, attempts, worker_id) if borrowed else None
+    installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put, borrowing)
+    worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
+    if borrowing is not None:
+        worker.borrowing, borrowing.sleeping = borrowing, _sleeping(engine, installer)
+    return worker, supply
 
 
 async def _borrow(
