@@ -1,10 +1,13 @@
 """How long a prompt is, estimated from the request's body, and what the engine says about it later.
 
+Of an answer in one piece nothing is heard until its end, so what it may become counts from the start: the tokens that
+the body asks for at most. Where it asks for none of a number, nothing is known of them.
+
 Nothing here raises for a body that is odd: the engine is who refuses it.
 """
 
 import re
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import Raw, Struct
@@ -18,6 +21,8 @@ _WEIGHT: Final = 0.1
 _MODELS: Final = 64
 #: What an image is to most models, whatever its bytes.
 _IMAGE_TOKENS: Final = 1000
+#: No engine holds more for one request, whatever is asked for.
+_MOST_ANSWERED: Final = 1 << 22
 #: msgspec knows no optional `Raw`.
 _NONE: Final = Raw(b"")
 _IMAGE: Final = re.compile(rb'"data:[^",]{0,100};base64,[^"]*"')
@@ -32,6 +37,10 @@ class _Body(Struct):
     instructions: Raw = _NONE
     token_ids: Raw = _NONE
     tools: Raw = _NONE
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    n: Any = None
 
 
 class _Answer(Struct):
@@ -49,6 +58,7 @@ class Asked(Struct, frozen=True):
     streamed: bool = False
     tokens: int = 0
     text_bytes: int = 0
+    answer_tokens: int = 0  # of an answer in one piece, at most; 0: not known
 
 
 def read(body: bytes) -> Asked:
@@ -61,7 +71,14 @@ def read(body: bytes) -> Asked:
     for part in (seen.prompt, seen.messages, seen.input, seen.instructions, seen.token_ids, seen.tools):
         counted, length = _size(bytes(part))
         tokens, text = tokens + counted, text + length
-    return Asked(seen.model, bool(seen.stream), tokens, text)
+    return Asked(seen.model, bool(seen.stream), tokens, text, 0 if seen.stream else _answer_tokens(seen))
+
+
+def _answer_tokens(seen: _Body) -> int:
+    asked = (seen.max_completion_tokens, seen.max_tokens, seen.max_output_tokens)
+    most = next((one for one in asked if isinstance(one, int)), 0)
+    answers = max(1, seen.n) if isinstance(seen.n, int) else 1
+    return min(max(0, most) * answers, _MOST_ANSWERED)
 
 
 def _size(part: bytes) -> tuple[int, int]:
@@ -92,7 +109,12 @@ class Estimator:
         self._ratios: dict[str, float] = {}
 
     def tokens(self, asked: Asked) -> int:
-        return asked.tokens + round(asked.text_bytes / self._ratios.get(asked.model, _BYTES_PER_TOKEN))
+        """Of the prompt, and of an answer of which no token will be heard."""
+        return (
+            asked.tokens
+            + asked.answer_tokens
+            + round(asked.text_bytes / self._ratios.get(asked.model, _BYTES_PER_TOKEN))
+        )
 
     def learn(self, asked: Asked, prompt_tokens: int) -> None:
         """The engine counted so many. Prompts of numbers, or with counted parts, say nothing about text."""

@@ -19,7 +19,8 @@ class Traffic(Protocol):
         """A request is complete (or too long to be kept whole) and about to be forwarded.
 
         `request` is unique in this process, `model` as the body says ("" where it does not), `prompt_tokens` an
-        estimate. Without `streamed` the answer comes in one piece, and its one `produced` is no first token's time.
+        estimate. Without `streamed` the answer comes in one piece, its one `produced` is no first token's time, and
+        `prompt_tokens` has what the body asks for at most in it.
         """
 
     def ready(self, request: str) -> Awaitable[None] | None:

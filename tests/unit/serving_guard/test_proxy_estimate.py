@@ -25,6 +25,24 @@ def test_lists_of_tokens_are_counted_and_text_is_measured(body: dict[str, Any], 
     assert (asked.model, asked.streamed, asked.tokens, asked.text_bytes) == ("m", True, tokens, text)
 
 
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        ({"max_tokens": 500}, 500),
+        ({"max_tokens": 500, "stream": True}, 0),
+        ({"max_completion_tokens": 70, "n": 3}, 210),
+        ({"max_output_tokens": 9, "max_tokens": None}, 9),
+        ({"max_tokens": "many", "n": []}, 0),
+        ({"max_tokens": -5}, 0),
+        ({"max_tokens": 10**15}, 1 << 22),
+    ],
+)
+def test_an_answer_in_one_piece_counts_from_the_start_for_what_it_may_become(body: dict[str, Any], tokens: int) -> None:
+    asked = read(json.dumps({"model": "m", "prompt": [1, 2], **body}).encode())
+    assert (asked.model, asked.answer_tokens) == ("m", tokens)
+    assert Estimator().tokens(asked) == 2 + tokens
+
+
 def test_images_are_not_their_bytes() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     asked = read(json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode())
