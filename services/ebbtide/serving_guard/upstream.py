@@ -18,6 +18,9 @@ from ebbtide.serving_guard.heads import Header
 #: Of the head of an answer, all together.
 _LONGEST_HEAD: Final = 256 << 10
 _SWITCHED: Final = 101
+#: A kept connection that the engine gave up breaks within a way there and back; one that breaks later may have been
+#: worked for, in silence, as a prefill is.
+_UNREAD_S: Final = 0.1
 
 
 class Asker(Protocol):
@@ -32,7 +35,7 @@ class Asker(Protocol):
         """What has come of the body since; `last`: that was all."""
 
     def broken(self, reason: str, *, untouched: bool) -> None:
-        """It will never be whole. `untouched`: the engine closed a connection it had kept, before any answer."""
+        """It will never be whole. `untouched`: the engine had given up a kept connection, and has read nothing."""
 
     def pause(self) -> None:
         """Send no more of the request's body for now."""
@@ -48,7 +51,8 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.idle_since = 0.0
         self._asker: Asker | None = None
-        self._used = False
+        self._asked_at = 0.0
+        self._used = self._lost = False
         self._parser = httptools.HttpResponseParser(self)
         self._forget()
 
@@ -64,7 +68,10 @@ class Connection(asyncio.Protocol):
     def ask(self, asker: Asker, head: bytes) -> None:
         """Send a request's head, with the body's beginning where it is there; the rest follows by `send`."""
         self._forget()
-        self._asker = asker
+        self._asker, self._asked_at = asker, time.monotonic()
+        if self._lost:  # before anybody was there to be told
+            asyncio.get_running_loop().call_soon(self._end_broken, "it closed the connection")
+            return
         self.transport.write(head)
 
     def send(self, data: bytes) -> None:
@@ -121,6 +128,7 @@ class Connection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
         self._pool.lost(self)
         del self._parser  # which refers back
         if (asker := self._asker) is None:
@@ -135,7 +143,8 @@ class Connection(asyncio.Protocol):
         asker, self._asker = self._asker, None
         self.transport.abort()
         if asker is not None:
-            asker.broken(reason, untouched=self._used and not self._heard)
+            soon = time.monotonic() - self._asked_at < _UNREAD_S
+            asker.broken(reason, untouched=self._used and not self._heard and soon)
 
     def pause_writing(self) -> None:
         if self._asker is not None:
@@ -167,14 +176,15 @@ class Connection(asyncio.Protocol):
                 self._trouble = "it switched protocols, which nobody asked for"
             return
         self._headed = True
-        self._keeps = self._parser.should_keep_alive()
+        # An answer to HEAD leaves the parser waiting for the body whose length it tells: it reads no other answer.
+        self._keeps = self._parser.should_keep_alive() and not self._asker.head_only
         names = {name.lower() for name, _ in self._headers}
         bounded = not names.isdisjoint((b"content-length", b"transfer-encoding"))
         empty = status in {204, 304} or self._asker.head_only
         self._until_close = not bounded and not empty
         self._asker.answered(status, self._reason, self._headers)
         if self._asker is not None and self._asker.head_only:
-            self._complete = True  # the parser does not know, and would wait for a body
+            self._complete = True
 
     def on_body(self, data: bytes) -> None:
         if not self._complete:

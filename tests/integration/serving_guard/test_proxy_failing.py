@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.serving_guard import upstream
 from ebbtide.serving_guard.limits import ProxySettings
 from ebbtide.serving_guard.proxy import Proxy
 from ebbtide.testing import wait_until
@@ -16,6 +17,7 @@ from tests.integration.serving_guard.stand import (
     COMPLETIONS,
     Recorded,
     begin,
+    many,
     on_uvloop,
     random_bytes,
     scripted,
@@ -175,7 +177,82 @@ async def test_what_is_under_way_ends_before_the_proxy_does() -> None:
         await stop
 
 
-@pytest.mark.parametrize("upstream", ["https://a:1", "127.0.0.1:8000", "http://a:1/path", "http://a:x", "http://"])
-def test_an_upstream_that_cannot_be_is_refused(upstream: str) -> None:
+@pytest.mark.parametrize("url", ["https://a:1", "127.0.0.1:8000", "http://a:1/path", "http://a:x", "http://"])
+def test_an_upstream_that_cannot_be_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="upstream"):
-        Proxy(ProxySettings(), upstream, Recorded())
+        Proxy(ProxySettings(), url, Recorded())
+
+
+@on_uvloop
+async def test_what_an_engine_may_have_worked_on_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await reader.readuntil(b"\r\n\r\n")
+        asked += 1  # and breaks in the midst of it, later than a connection that nobody read
+
+    monkeypatch.setattr(upstream, "_UNREAD_S", 0.0)
+    async with scripted(serve) as url, standing(url) as stand:
+        assert (await stand.session.get("/")).status == 200
+        status, body = await stand.chat()
+        assert (status, json.loads(body)["error"]["type"]) == (502, "upstream_failed")
+        assert asked == 1
+
+
+@on_uvloop
+async def test_an_answer_without_its_body_leaves_no_connection_waiting_for_one() -> None:
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            body = b"" if head.startswith(b"HEAD") else b"hello"
+            writer.write(b"HTTP/1.1 405 No\r\nContent-Length: %d\r\n\r\n%b" % (len(body) or 1000, body))
+
+    async with scripted(serve) as url, standing(url) as stand, many(stand, 1) as [(reader, writer)]:
+        for method in (b"HEAD", b"GET", b"GET"):
+            writer.write(b"%b / HTTP/1.1\r\nHost: a\r\n\r\n" % method)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            assert (b"Content-Length: 1000" in head) == (method == b"HEAD")
+            if method == b"GET":
+                assert await asyncio.wait_for(reader.readexactly(5), 10) == b"hello"
+        assert connections == 2
+
+
+class Deaf:
+    """Who asks, and keeps what was told of the end."""
+
+    head_only = False
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def answered(self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]]) -> None: ...
+
+    def passed(self, data: bytes, *, last: bool) -> None: ...
+
+    def broken(self, reason: str, *, untouched: bool) -> None:
+        assert not untouched
+        self.ends.append(reason)
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+@on_uvloop
+async def test_who_asks_on_a_connection_lost_before_hears_of_it() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with scripted(serve) as url:
+        pool, asker = upstream.Pool(url, connect_timeout_s=1.0, keep_s=1.0, buffer_bytes=4096), Deaf()
+        connection = await pool.connect()
+        connection.transport.abort()
+        await pool.empty.wait()
+        connection.ask(asker, b"GET / HTTP/1.1\r\n\r\n")
+        await wait_until(lambda: len(asker.ends) == 1)
