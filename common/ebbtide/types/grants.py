@@ -87,6 +87,14 @@ class Latency(Struct, frozen=True, kw_only=True):
     unloaded: float = 0.0
 
 
+class ModelLatency(Struct, frozen=True, kw_only=True):
+    """`model` empty: all that have no SLO of their own."""
+
+    model: str = ""
+    ttft: Latency = Latency()
+    tpot: Latency = Latency()
+
+
 class Borrower(Struct, frozen=True, kw_only=True):
     worker_id: str
     state: str = ""
@@ -126,3 +134,4 @@ class GuardStatus(Struct, frozen=True, kw_only=True):
     memory_limit: int = 0
     serving_kv_bytes: int = 0
     uptime_s: float = 0.0
+    models: tuple[ModelLatency, ...] = ()

@@ -72,8 +72,7 @@ def head(status: GuardStatus) -> str:
 def lines(status: GuardStatus) -> Iterator[str]:
     """A line on the whole, one for the latencies and one for each borrower: for output that is no terminal."""
     latencies = " · ".join(
-        f"{name} p99 {_ms(one.p99)} of {_ms(one.target)}, {_attained(one)} attained"
-        for name, one in (("TTFT", status.ttft), ("TPOT", status.tpot))
+        f"{name} p99 {_ms(one.p99)} of {_ms(one.target)}, {_attained(one)} attained" for name, one in _named(status)
     )
     yield plain(f"{head(status)} · budget {_budget(status)} · slack {_slack(status)} · {latencies}")
     for one in status.borrowers:
@@ -127,12 +126,20 @@ def _facts(status: GuardStatus) -> Table:
 
 
 def _latencies(status: GuardStatus) -> Table:
-    named = (("TTFT", status.ttft), ("TPOT", status.tpot))
+    named = _named(status)
     table = _table(_LATENCIES)
     for name, one in named:
         missed = one.target and one.p99 > one.target
         table.add_row(*map(cell, (name, *_latency_row(one))), style="red" if missed else "")
     return table
+
+
+def _named(status: GuardStatus) -> Iterator[tuple[str, Latency]]:
+    """Of the model that the guard was told of, or of all; then of those with an SLO of their own, by their names."""
+    yield from (("TTFT", status.ttft), ("TPOT", status.tpot))
+    for one in status.models:
+        name = one.model or "others"
+        yield from ((f"TTFT {name}", one.ttft), (f"TPOT {name}", one.tpot))
 
 
 def _latency_row(one: Latency) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """What became of served requests: how many, how fast, within the SLO or not, and the load that they make.
 
-Invariant: a request is in `_open` from its arrival to its end; sums only grow. Lost with the process.
+Invariant: a request is in `_open` from its arrival to its end; sums only grow. Requests of each model that has an SLO
+of its own are judged apart, all others together (""), so that clients' names make nothing grow. Lost with the process.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from msgspec import Struct
@@ -32,17 +33,20 @@ class _Request(Struct):
 class _Side(Struct):
     """TTFT, or TPOT, of requests lately and the share of all within the target."""
 
+    model: str
     kind: str
     window: deque[float]
     judged: int = 0
     within: int = 0
 
     def add(self, seconds: float, target: float) -> None:
+        histogram = metrics.TTFT_SECONDS if self.kind == "ttft" else metrics.TPOT_SECONDS
+        histogram.labels(self.model).observe(seconds)
         self.window.append(seconds)
         if target > 0:
             self.judged += 1
             self.within += seconds <= target
-            metrics.ATTAINED.labels(self.kind, "within" if seconds <= target else "beyond").inc()
+            metrics.ATTAINED.labels(self.model, self.kind, "within" if seconds <= target else "beyond").inc()
 
     def latency(self, target: float, unloaded: float) -> Latency:
         p50, p95, p99 = percentiles(self.window)
@@ -51,19 +55,26 @@ class _Side(Struct):
 
 
 class Books:
-    """`now` is in seconds of the monotonic clock, and when this began."""
+    """`now` is in seconds of the monotonic clock, and when this began. `models`: those with an SLO of their own."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, models: Iterable[str] = ()) -> None:
         self.began = now
         self.requests = self.failed = 0
         self.tokens_inside = 0  # read and made, of all requests inside
         self.waiting = 0
         self._open: dict[str, _Request] = {}
         self._seen = (0, 0)
-        self._ttft = _Side("ttft", deque(maxlen=_WINDOW))
-        self._tpot = _Side("tpot", deque(maxlen=_WINDOW))
+        self._sides = {
+            model: (_Side(model, "ttft", deque(maxlen=_WINDOW)), _Side(model, "tpot", deque(maxlen=_WINDOW)))
+            for model in {"": None, **dict.fromkeys(models)}
+        }
         self._busy: deque[tuple[int, float]] = deque()  # second, and how much of it something was inside
         self._busy_since: float | None = None
+
+    @property
+    def models(self) -> Sequence[str]:
+        """That are judged apart; "": all others."""
+        return tuple(self._sides)
 
     @property
     def inside(self) -> int:
@@ -94,13 +105,11 @@ class Books:
         self.waiting -= not one.tokens
         self.tokens_inside -= one.prompt + one.tokens
         self._count(ok=ok)
+        ttft, tpot = self._of(one.model)
         if one.tokens:  # a request that failed behind its first token was served until then
-            metrics.TTFT_SECONDS.observe(one.first - one.arrived)
-            self._ttft.add(one.first - one.arrived, learnt.ttft_target_s)
+            ttft.add(one.first - one.arrived, learnt.ttft_target_s)
         if one.tokens > 1:
-            seconds = (one.last - one.first) / (one.tokens - 1)
-            metrics.TPOT_SECONDS.observe(seconds)
-            self._tpot.add(seconds, learnt.tpot_target_s)
+            tpot.add((one.last - one.first) / (one.tokens - 1), learnt.tpot_target_s)
         self._note(now)
 
     def observed(self, inside: int, waiting: int, now: float) -> None:
@@ -111,10 +120,8 @@ class Books:
 
     def served(self, kind: str, seconds: Sequence[float], target: float) -> None:
         """Mode observe: latencies of requests that ended, told apart by nothing else."""
-        side = self._ttft if kind == "ttft" else self._tpot
-        histogram = metrics.TTFT_SECONDS if kind == "ttft" else metrics.TPOT_SECONDS
+        side = self._of("")[kind == "tpot"]
         for one in seconds:
-            histogram.observe(one)
             side.add(one, target)
 
     def finished(self, count: int, failed: int = 0) -> None:
@@ -122,9 +129,16 @@ class Books:
         for number in range(count):
             self._count(ok=number >= failed)
 
-    def latencies(self, learnt: Learnt) -> tuple[Latency, Latency]:
-        ttft = self._ttft.latency(learnt.ttft_target_s, learnt.unloaded_ttft_s)
-        return ttft, self._tpot.latency(learnt.tpot_target_s, learnt.unloaded_tpot_s)
+    def latencies(self, learnt: Learnt, model: str = "") -> tuple[Latency, Latency]:
+        """TTFT and TPOT of the model's requests, or of all that are not judged apart; `learnt` is of the same."""
+        ttft, tpot = self._of(model)
+        return (
+            ttft.latency(learnt.ttft_target_s, learnt.unloaded_ttft_s),
+            tpot.latency(learnt.tpot_target_s, learnt.unloaded_tpot_s),
+        )
+
+    def _of(self, model: str) -> tuple[_Side, _Side]:
+        return self._sides.get(model) or self._sides[""]
 
     def load(self, now: float) -> float:
         """Share of the last minute, or of the time since the start, with a request inside."""

@@ -140,9 +140,9 @@ class Keeper(Traffic):
         """Decide now: it is time to, or something changed that is no traffic."""
         self._decide(self._clock())
 
-    def learnt(self, model: str = "") -> Learnt:
-        """What the governor of the model learnt, lately."""
-        now, model = self._clock(), model or self._model
+    def learnt(self, model: str | None = None) -> Learnt:
+        """What the governor of the model learnt, lately; None: of the one that the guard was told of."""
+        now, model = self._clock(), self._model if model is None else model
         known = self._learnt.get(model)
         if known is None or now - known[0] > _LEARNT_S:
             if len(self._learnt) > 64:  # the names come from clients

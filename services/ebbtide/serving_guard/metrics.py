@@ -8,9 +8,13 @@ _RECLAIMS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03,
 
 REQUESTS = telemetry.counter("guard_requests_total", "served requests ended", ("outcome",))
 INSIDE = telemetry.gauge("guard_requests_inside", "served requests under way")
-TTFT_SECONDS = telemetry.histogram("guard_ttft_seconds", "served: arrival to the first token", buckets=_TTFT)
-TPOT_SECONDS = telemetry.histogram("guard_tpot_seconds", "served: mean time per token behind the first", buckets=_TPOT)
-ATTAINED = telemetry.counter("guard_slo_total", "served requests, within the target or not", ("kind", "outcome"))
+TTFT_SECONDS = telemetry.histogram("guard_ttft_seconds", "served: arrival to the first token", ("model",), _TTFT)
+TPOT_SECONDS = telemetry.histogram(
+    "guard_tpot_seconds", "served: mean time per token behind the first", ("model",), _TPOT
+)
+ATTAINED = telemetry.counter(
+    "guard_slo_total", "served requests, within the target or not", ("model", "kind", "outcome")
+)
 LOAD = telemetry.gauge("guard_load", "share of the last minute with a served request inside")
 BUDGET_TOKENS = telemetry.gauge("guard_budget_tokens", "what the next rollout step may take")
 DECISIONS = telemetry.counter("guard_states_total", "changes of what the budget follows from", ("state",))

@@ -78,9 +78,10 @@ class Guard:
             serving_kv_mib=settings.serving_kv_mib,
             bytes_per_token=settings.serving_kv_bytes_per_token,
         )
-        self.books = Books(clock())
+        targets = settings.targets()
+        self.books = Books(clock(), targets)
         self.borrowers = Borrowers(folder, self.memory)
-        panel = Panel(decides, settings.targets(), settings.limits())
+        panel = Panel(decides, targets, settings.limits())
         self.keeper = Keeper(panel, self.borrowers, self.books, model=settings.model)
         self.borrowers.idle_s = self.keeper.idle_s
         self.borrowers.forecast = lambda: self.keeper.learnt().forecast

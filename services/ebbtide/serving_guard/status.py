@@ -1,6 +1,6 @@
 """The guard's state in one record, and what its metrics say of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.books import Books, percentiles
@@ -8,7 +8,7 @@ from ebbtide.serving_guard.borrowers import Borrowers
 from ebbtide.serving_guard.keeper import Keeper
 from ebbtide.serving_guard.loan import Loan
 from ebbtide.serving_guard.memory import Memory
-from ebbtide.types.grants import Borrower, GuardStatus, Report
+from ebbtide.types.grants import Borrower, GuardStatus, ModelLatency, Report
 
 
 class Status:
@@ -32,7 +32,7 @@ class Status:
     def now(self) -> GuardStatus:
         now, books, decision = self._clock(), self._books, self._keeper.decision
         learnt = self._keeper.learnt()
-        ttft, tpot = books.latencies(learnt)
+        ttft, tpot = books.latencies(learnt, self._model)
         return GuardStatus(
             model=self._model,
             mode=self._mode,
@@ -52,7 +52,16 @@ class Status:
             memory_limit=self._memory.limit,
             serving_kv_bytes=self._memory.serving_bytes,
             uptime_s=now - books.began,
+            models=tuple(self._others()),
         )
+
+    def _others(self) -> Iterator[ModelLatency]:
+        models = self._books.models
+        told = self._model if self._model in models else ""
+        for model in models:
+            if model != told:
+                ttft, tpot = self._books.latencies(self._keeper.learnt(model), model)
+                yield ModelLatency(model=model, ttft=ttft, tpot=tpot)
 
     def set_gauges(self) -> None:
         metrics.LOAD.set(self._books.load(self._clock()))

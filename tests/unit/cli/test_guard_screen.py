@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from ebbtide.cli.guard_screen import head, lines, picture, small_picture, to_json
-from ebbtide.types.grants import Borrower, Forecast, GuardStatus, Latency, Residency
+from ebbtide.types.grants import Borrower, Forecast, GuardStatus, Latency, ModelLatency, Residency
 
 BUSY = Borrower(
     worker_id="w1", state="granted", running=32, tokens_per_s=3344.4, tokens_harvested=1_234_567, gpu_seconds=345.67,
@@ -49,6 +49,14 @@ def rows(status: GuardStatus) -> list[list[str]]:
 def test_latencies_stand_beside_their_targets_with_the_share_that_kept_them() -> None:
     assert ["TTFT", "110", "ms", "300", "ms", "466", "ms", "750", "ms", "99.87%", "100", "ms"] in rows(STATUS)
     assert ["TPOT", "10.1", "ms", "20.0", "ms", "43.1", "ms", "40.0", "ms", "98.10%", "9.0", "ms"] in rows(STATUS)
+
+
+def test_models_with_an_slo_of_their_own_have_their_own_lines() -> None:
+    own = ModelLatency(model="big", ttft=Latency(p50=0.2), tpot=Latency(p99=0.5, target=0.4, attained=0.9))
+    several = replace(STATUS, models=(own, ModelLatency()))
+    assert ["TTFT", "big", "200", "ms", "-", "-", "learning", "-", "-"] in rows(several)
+    assert ["TPOT", "others", "-", "-", "-", "learning", "-", "-"] in rows(several)
+    assert "TPOT big p99 500 ms of 400 ms, 90.00% attained" in next(lines(several))
 
 
 def test_a_target_that_is_not_known_yet_is_being_learnt() -> None:

@@ -18,7 +18,7 @@ import ebbtide.types
 from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.fleet import AttemptRef, Borrowed, EngineInfo, Worker, WorkerKind, WorkerState
-from ebbtide.types.grants import Borrower, Budget, Forecast, Grant, GuardStatus, Hello, Latency, Report
+from ebbtide.types.grants import Borrower, Budget, Forecast, Grant, GuardStatus, Hello, Latency, ModelLatency, Report
 from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
@@ -100,6 +100,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     Grant: grants_pb2.Grant,
     Forecast: grants_pb2.Forecast,
     Latency: grants_pb2.Latency,
+    ModelLatency: grants_pb2.ModelLatency,
     Borrower: grants_pb2.Borrower,
     GuardStatus: grants_pb2.GuardStatus,
 }

@@ -30,6 +30,18 @@ def test_latencies_and_attainment_follow_from_the_tokens() -> None:
     assert (books.requests, books.failed, books.inside, books.waiting, books.tokens_inside) == (2, 0, 0, 0, 0)
 
 
+def test_models_with_an_slo_of_their_own_are_judged_apart_and_all_others_together() -> None:
+    books = Books(0.0, ["m"])
+    serve(books, "a", 0.0, first=0.1, gap=0.01, tokens=11)
+    for name, model in (("b", "x"), ("c", "y")):
+        books.arrived(name, model, 10, 1.0, streamed=True)
+        books.produced(name, 1, 1.5)
+        books.ended(name, LEARNT, 1.5, ok=True)
+    assert books.models == ("", "m")
+    assert [books.latencies(LEARNT, model)[0].attained for model in ("m", "", "x")] == [1.0, 0.0, 0.0]
+    assert [books.latencies(LEARNT, model)[0].p99 for model in ("m", "")] == pytest.approx([0.1, 0.5])
+
+
 def test_a_request_that_fails_before_its_first_token_has_no_latency() -> None:
     books = Books(0.0)
     books.arrived("a", "m", 10, 0.0, streamed=True)
