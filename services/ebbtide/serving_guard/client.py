@@ -51,6 +51,7 @@ class Client(asyncio.Protocol):
         self._queue: deque[Answers] = deque()
         self._incoming: Answers | None = None  # whose body is being read
         self._body_bytes = 0
+        self._expected = False  # whether who sends `_incoming` waits to be asked for it
         self._target = b""
         self._headers: list[Header] = []
         self._head_bytes = 0
@@ -158,10 +159,9 @@ class Client(asyncio.Protocol):
         answer = self._clients.answers(self, head)
         self._incoming = answer
         self._queue.append(answer)
+        self._expected = head.expects
         if len(self._queue) == 1:
-            if head.expects:
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            answer.begin()
+            self._begin()
 
     def on_body(self, data: bytes) -> None:
         if self._deaf or self._incoming is None:
@@ -189,7 +189,7 @@ class Client(asyncio.Protocol):
             self._end(rudely=answer is self._incoming or bool(self._queue))
             return
         if self._queue:
-            self._queue[0].begin()
+            self._begin()
         elif self._refusal:
             self._say_refusal()
         self._keep_order()
@@ -248,6 +248,14 @@ class Client(asyncio.Protocol):
             self.refuse(Refused(408, f"nothing of the body came for {settings.body_timeout_s:g} s", "timeout"))
         elif not self._queue and not self._head_since and now - self._heard_at > settings.idle_timeout_s:
             self.transport.close()
+
+    def _begin(self) -> None:
+        """The first in the queue has its turn; a client that waits to be asked for its body is asked now."""
+        answer = self._queue[0]
+        if self._expected and answer is self._incoming:
+            self._expected = False
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        answer.begin()
 
     def _refuse_head(self) -> None:
         settings = self._settings

@@ -1,5 +1,6 @@
 """Requests that are malformed, endless, or could be read in two ways: refused by name, and nothing of them passes."""
 
+import asyncio
 import json
 
 import pytest
@@ -112,6 +113,20 @@ async def test_pipelined_requests_are_answered_in_their_order() -> None:
         writer.write(b"GET /last HTTP/1.1\r\nHost: a\r\n\r\nnonsense\r\n\r\n")
         await reader.readuntil(b"answer/last")
         assert b"HTTP/1.1 400 " in await reader.read()
+
+
+@on_uvloop
+async def test_a_client_is_asked_for_its_body_when_its_turn_comes() -> None:
+    async with standing() as stand, many(stand, 1) as [(reader, writer)]:
+        stand.engine.handler = stand.engine.hanging
+        writer.write(b"GET /first HTTP/1.1\r\nHost: a\r\n\r\n")
+        writer.write(POST + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        await wait_until(lambda: stand.engine.asked == 1)
+        stand.engine.go_on.set()
+        before = await asyncio.wait_for(reader.readuntil(b"HTTP/1.1 100 Continue\r\n\r\n"), 10)
+        assert before.startswith(b"HTTP/1.1 200 ")
+        writer.write(b"{}")
+        assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 200 ")
 
 
 @on_uvloop
