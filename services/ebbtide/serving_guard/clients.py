@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from typing import Final
 
+from ebbtide import telemetry
 from ebbtide.serving_guard import heads
 from ebbtide.serving_guard.client import Answers, Client
 from ebbtide.serving_guard.exchange import Exchange
@@ -17,6 +18,8 @@ from ebbtide.serving_guard.heads import Refused, RequestHead
 from ebbtide.serving_guard.limits import ProxySettings
 from ebbtide.serving_guard.timing import Listener
 from ebbtide.serving_guard.upstream import Pool
+
+log = telemetry.get_logger(__name__)
 
 HEALTH: Final = b"/ebbtide/health"
 #: Making room looks at all connections, so it makes some at once.
@@ -76,7 +79,11 @@ class Clients:
     def check(self) -> None:
         now = time.monotonic()
         for client in list(self._open):
-            client.check(now)
+            try:
+                client.check(now)
+            except Exception:  # one client's trouble leaves the others their limits
+                log.exception("a client's limits could not be looked at, its connection ends")
+                client.transport.abort()
         self.pool.prune()
 
     def drain(self) -> None:

@@ -6,14 +6,18 @@ then their sender is not read.
 """
 
 import asyncio
-from typing import Final, Protocol
+from collections.abc import Coroutine
+from typing import Any, Final, Protocol
 
+from ebbtide import telemetry
 from ebbtide.serving_guard import estimate, heads
 from ebbtide.serving_guard.estimate import Asked
 from ebbtide.serving_guard.heads import Header, RequestHead
 from ebbtide.serving_guard.limits import ProxySettings
 from ebbtide.serving_guard.timing import Listener, Timed
 from ebbtide.serving_guard.upstream import Connection, Pool
+
+log = telemetry.get_logger(__name__)
 
 #: POSTs whose work is the engine's; other paths (tokenize, models, metrics) pass without being timed.
 INFERENCE: Final = (
@@ -135,12 +139,29 @@ class Exchange:
         if connection is not None:
             self._send(connection)
         else:
-            self._task = asyncio.get_running_loop().create_task(self._open())
+            self._start(self._open())
 
     def _asked(self) -> Asked:
         if self._whole_request:
             return estimate.read(b"".join(self._kept))
         return Asked(text_bytes=max(self.head.length or 0, self._kept_bytes))
+
+    def _start(self, opening: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.get_running_loop().create_task(opening)
+        self._task.add_done_callback(self._opened)
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        """However the way to the engine failed, the client gets an answer, and the request its end."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("a request could not be forwarded", exc_info=error)
+        if self.over:
+            return
+        if self.answering and not self._out:
+            self._finish(whole=False)
+            self._client.drop()
+        else:
+            self._refuse("the serving-guard failed to forward it; its log says why", "upstream_failed")
 
     async def _open(self, *, fresh: bool = False) -> None:
         if self._held is not None:
@@ -218,9 +239,9 @@ class Exchange:
     def broken(self, reason: str, *, untouched: bool) -> None:
         self._connection = None
         if untouched and self._sent and not self._again:
-            # The engine closed a connection that it had kept, as it may: it has read nothing.
+            # As it may with a connection that it kept.
             self._again = True
-            self._task = asyncio.get_running_loop().create_task(self._open(fresh=True))
+            self._start(self._open(fresh=True))
         elif self.answering and not self._out:
             self._finish(whole=False)
             self._client.drop()

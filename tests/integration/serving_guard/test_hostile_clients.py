@@ -86,6 +86,21 @@ async def test_half_a_request_gets_a_timeout_and_nobody_else_does(half: bytes) -
 
 
 @on_uvloop
+async def test_a_client_that_cannot_be_looked_at_leaves_the_others_their_limits() -> None:
+    def fail(_: float) -> None:
+        raise RuntimeError("nobody thought of this")
+
+    async with standing(header_timeout_s=0.2) as stand, many(stand, 2) as [(broken, first), (half, writer)]:
+        await wait_until(lambda: len(stand.proxy.clients) == 2)
+        port = first.get_extra_info("sockname")[1]
+        (odd,) = [one for one in stand.proxy.clients._open if one.transport.get_extra_info("peername")[1] == port]
+        odd.check = fail  # type: ignore[method-assign]
+        assert await asyncio.wait_for(broken.read(), 10) == b""
+        writer.write(POST)
+        assert await status_of(half) == 408
+
+
+@on_uvloop
 async def test_dripping_headers_do_not_put_the_timeout_off() -> None:
     async with standing(header_timeout_s=0.3) as stand, many(stand, 1) as [(reader, writer)]:
         writer.write(POST)

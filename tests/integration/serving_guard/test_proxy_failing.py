@@ -256,3 +256,17 @@ async def test_who_asks_on_a_connection_lost_before_hears_of_it() -> None:
         await pool.empty.wait()
         connection.ask(asker, b"GET / HTTP/1.1\r\n\r\n")
         await wait_until(lambda: len(asker.ends) == 1)
+
+
+@on_uvloop
+async def test_a_way_to_the_engine_that_fails_oddly_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def failing(pool: upstream.Pool) -> upstream.Connection:
+        raise RuntimeError(f"nobody thought of this, on the way to {pool.url}")
+
+    async with standing() as stand:
+        with monkeypatch.context() as patched:
+            patched.setattr(upstream.Pool, "connect", failing)
+            status, body = await stand.chat()
+        assert (status, json.loads(body)["error"]["type"]) == (502, "upstream_failed")
+        assert stand.traffic.outcomes == [False]
+        assert (await stand.chat())[0] == 200
