@@ -179,7 +179,7 @@ class Borrowing:
             if blocks != self._page.kv_blocks:
                 self._page.limit_kv(blocks)
         self._residency, self._granted_at = grant.residency, time.monotonic()
-        if grant.residency is not self._at:
+        if self.sleeping is not None and grant.residency is not self._at:
             self._wished.set()
         free = self._wanted and grant.tokens > 0
         self._page.renew(time.monotonic() + min(grant.expires_s, GRANT_S) if free else 0.0)

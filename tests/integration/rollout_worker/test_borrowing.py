@@ -189,19 +189,49 @@ async def test_a_worker_whose_grant_is_withdrawn_gives_its_lease_back_at_once(
     await worker.end()
 
 
-async def test_an_install_waits_for_a_moment_with_a_grant(house: House, guard: Guard, folder: Path) -> None:
-    worker = await working(house, guard, folder)
-    guard.allow(0)
-    await still(house, guard)
+async def waits(house: House) -> int:
+    """Version 2 is to be installed, and is not; how many installs there were before."""
     house.coordinator.install(house.relay.publish(2))
     await wait_until(lambda: installing(house), what="an install under way")
     heard = len(house.coordinator.heard["installed"])
     beats = len(house.coordinator.heard["heartbeat"])
     await wait_until(lambda: len(house.coordinator.heard["heartbeat"]) > beats + 5)
     assert len(house.coordinator.heard["installed"]) == heard, "the device was touched without a grant"
+    return heard
+
+
+async def test_an_install_waits_for_a_moment_with_a_grant(house: House, guard: Guard, folder: Path) -> None:
+    worker = await working(house, guard, folder)
+    guard.allow(0)
+    await still(house, guard)
+    heard = await waits(house)
     guard.allow(64)
     await house.coordinator.hear("installed", heard + 1)
     await wait_until(lambda: 2 in house.coordinator.versions("r"))
+    await worker.end()
+
+
+async def test_an_install_waits_where_the_budget_is_for_a_step_beside_requests(
+    house: House, guard: Guard, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await working(house, guard, folder)
+    monkeypatch.setattr(borrowing, "_AHEAD_S", 1000.0)
+    guard.allow(64, until=time.monotonic() + 500)
+    heard = await waits(house)
+    guard.allow(64)
+    await house.coordinator.hear("installed", heard + 1)
+    await worker.end()
+
+
+async def test_an_install_waits_for_a_spell_as_long_as_the_last_one_took(
+    house: House, guard: Guard, folder: Path
+) -> None:
+    worker = await working(house, guard, folder, scripted={"install_s": 0.3})
+    guard.fields["forecast"] = grants_pb2.Forecast(share=0.5, spell_s=0.2)
+    await wait_until(lambda: beat(house).borrowed.spell_s == 0.2)
+    heard = await waits(house)
+    guard.fields["forecast"] = grants_pb2.Forecast(share=0.5, spell_s=60.0)
+    await house.coordinator.hear("installed", heard + 1)
     await worker.end()
 
 
