@@ -33,7 +33,8 @@ class Traffic(Protocol):
         """The engine sent so many tokens, 1 or more; the first call is the first token's.
 
         One for each streamed event, unless the engine's own `usage` says otherwise: then the last call brings what
-        earlier events held beyond one each. An answer in one piece counts as one.
+        earlier events held beyond one each. An answer in one piece counts as one; as an answer to a request that
+        was said to be streamed (embeddings do so) it brings nothing, as its time is no first token's.
         """
 
     def ended(self, request: str, ok: bool, now: float) -> None:

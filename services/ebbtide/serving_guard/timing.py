@@ -105,7 +105,7 @@ class Timed:
         now = time.monotonic()
         if ok:
             self._learn()
-            if self._events is None:
+            if self._events is None and not self._asked.streamed:  # else it would be taken for a first token
                 self._listener.call(self._traffic.produced, self.id, 1, now)
         self._listener.call(self._traffic.ended, self.id, ok, now)
 

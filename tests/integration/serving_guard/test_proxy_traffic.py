@@ -73,6 +73,18 @@ async def test_an_answer_in_one_piece_counts_as_one_token() -> None:
 
 
 @on_uvloop
+async def test_an_answer_that_does_not_stream_though_asked_to_has_no_first_token() -> None:
+    async def whole(request: web.Request) -> web.Response:
+        return web.json_response({"data": [], "usage": {"prompt_tokens": 7}})
+
+    async with standing() as stand:
+        stand.engine.handler = whole
+        assert (await stand.chat())[0] == 200
+        assert stand.traffic.of("arrived")[0][4] is True
+        assert (stand.traffic.tokens, stand.traffic.outcomes) == (0, [True])
+
+
+@on_uvloop
 async def test_prompts_are_estimated_as_the_engine_counts_them() -> None:
     text = "x" * 4000
     async with standing() as stand:
