@@ -19,6 +19,8 @@ _BYTES_PER_TOKEN: Final = 4.0
 #: Of each new observation, so that some ten of them say it.
 _WEIGHT: Final = 0.1
 _MODELS: Final = 64
+#: Names come from clients and are kept; no served model has a longer one.
+_LONGEST_NAME: Final = 256
 #: What an image is to most models, whatever its bytes.
 _IMAGE_TOKENS: Final = 1000
 #: No engine holds more for one request, whatever is asked for.
@@ -71,7 +73,8 @@ def read(body: bytes) -> Asked:
     for part in (seen.prompt, seen.messages, seen.input, seen.instructions, seen.token_ids, seen.tools):
         counted, length = _size(bytes(part))
         tokens, text = tokens + counted, text + length
-    return Asked(seen.model, bool(seen.stream), tokens, text, 0 if seen.stream else _answer_tokens(seen))
+    model = seen.model if len(seen.model) <= _LONGEST_NAME else ""
+    return Asked(model, bool(seen.stream), tokens, text, 0 if seen.stream else _answer_tokens(seen))
 
 
 def _answer_tokens(seen: _Body) -> int:

@@ -55,6 +55,11 @@ def test_an_odd_body_counts_by_its_length(body: bytes) -> None:
     assert read(body) == Asked(text_bytes=len(body))
 
 
+def test_a_name_too_long_for_a_model_is_none() -> None:
+    assert read(json.dumps({"model": "m" * 256}).encode()).model == "m" * 256
+    assert read(json.dumps({"model": "m" * 257, "prompt": [1, 2]}).encode()) == Asked(tokens=2)
+
+
 def test_bytes_per_token_are_learnt_of_each_model() -> None:
     estimator = Estimator()
     asked, other = Asked(model="a", text_bytes=4000), Asked(model="b", text_bytes=4000)
