@@ -20,13 +20,12 @@ from ebbtide.serving_guard.upstream import Connection, Pool
 log = telemetry.get_logger(__name__)
 
 #: POSTs whose work is the engine's; other paths (tokenize, models, metrics) pass without being timed.
-INFERENCE: Final = (
+_TOLD: Final = frozenset((
     b"/v1/completions", b"/v1/chat/completions", b"/v1/chat/completions/batch", b"/v1/responses", b"/v1/messages",
     b"/v1/embeddings", b"/v1/rerank", b"/v2/rerank", b"/v1/score", b"/v2/embed", b"/v1/audio/transcriptions",
     b"/v1/audio/translations", b"/inference/v1/generate", b"/cohere/v2/chat", b"/invocations", b"/pooling",
-    b"/classify",    b"/rerank", b"/score", b"/generative_scoring", b"/generate",
-)  # fmt: skip
-_TOLD: Final = frozenset(INFERENCE)
+    b"/classify", b"/rerank", b"/score", b"/generative_scoring", b"/generate",
+))  # fmt: skip
 
 
 class Asking(Protocol):
