@@ -73,7 +73,7 @@ class Rose(Decides):
         return 0.0
 
     def learnt(self, now: float) -> Learnt:
-        return Learnt(inside=len(self._inside), forecast=Forecast(share=1.0, spell_s=3600.0))
+        return Learnt(forecast=Forecast(share=1.0, spell_s=3600.0))
 
     def pays(self, now: float, wake_s: float) -> bool:
         return True

@@ -66,17 +66,13 @@ class Decision(Struct, frozen=True):
 
 class Learnt(Struct, frozen=True, kw_only=True):
     """What a governor knows by now, for status and grants. Seconds; 0: not known yet. `step_s`: of a rollout step, at
-    most. `load`: share of the last minute
-    with a request inside."""
+    most."""
 
     ttft_target_s: float = 0.0
     tpot_target_s: float = 0.0
     unloaded_ttft_s: float = 0.0
     unloaded_tpot_s: float = 0.0
     step_s: float = 0.0
-    load: float = 0.0
-    inside: int = 0
-    waiting: int = 0
     forecast: Forecast = Forecast()
 
 

@@ -52,6 +52,7 @@ class Fitted:
         self._fade, self._margin = 1.0 - 1.0 / memory, margin
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # faded sums
         self._slope = self._base = 0.0
+        self._flat = 0.0  # sizes below cost as much as this one
         self._over = Recent(min(128, memory))
         self._ratio = 1.0
         self.count = 0
@@ -109,5 +110,3 @@ class Fitted:
         elif slope < 0.0:
             base, slope = mean_y, 0.0
         self._base, self._slope = base, slope
-
-    _flat = 0.0

@@ -153,9 +153,6 @@ class Governor(Decides):
             unloaded_ttft_s=self._unloaded.ttft_s(self._targets.percentile),
             unloaded_tpot_s=self._unloaded.tpot_s(self._targets.percentile),
             step_s=self._steps.most_s,
-            load=self._rhythm.load(now),
-            inside=len(self._book) or self._seen[0],
-            waiting=self._book.waiting or self._seen[1],
             forecast=self._rhythm.forecast(now),
         )
 

@@ -72,14 +72,14 @@ class Guard:
     def __init__(self, settings: GuardSettings, decides: Makes, memory: Callable[..., Memory]) -> None:
         folder = Path(settings.grant_dir)
         check_folder(folder, field="grant_dir")
-        self._settings, clock = settings, time.monotonic
+        self._settings = settings
         self.memory = memory(
             limit_mib=settings.memory_limit_mib,
             serving_kv_mib=settings.serving_kv_mib,
             bytes_per_token=settings.serving_kv_bytes_per_token,
         )
         targets = settings.targets()
-        self.books = Books(clock(), targets)
+        self.books = Books(time.monotonic(), targets)
         self.borrowers = Borrowers(folder, self.memory)
         panel = Panel(decides, targets, settings.limits())
         self.keeper = Keeper(panel, self.borrowers, self.books, model=settings.model)
@@ -92,19 +92,12 @@ class Guard:
             borrowers=self.borrowers,
             books=self.books,
             memory=self.memory,
-            clock=clock,
+            clock=time.monotonic,
         )
         services = [(add_GrantsServicer_to_server, Servicer(self.borrowers, self.status), SERVICE)]
         listen = ServerSettings.at(f"unix:{socket_path(folder).absolute()}")
         self._server = Server(listen, services, observe=rpc_observer(), private=True)
-        self._enforcer = Enforcer(
-            self.borrowers,
-            yield_s=settings.yield_ms / 1000,
-            kill_s=settings.kill_s,
-            most=settings.max_stops,
-            predicted_s=lambda: self.keeper.learnt().step_s,
-            granting=lambda: self.keeper.decision.budget.tokens > 0,
-        )
+        self._enforcer = self._enforcing()
         self._front: Front = self._proxy() if settings.mode == "proxy" else self._observer()
 
     @property
@@ -127,6 +120,16 @@ class Guard:
         self._enforcer.close()
         await self._server.stop(_GRACE_S)
         await self._front.stop()
+
+    def _enforcing(self) -> Enforcer:
+        return Enforcer(
+            self.borrowers,
+            yield_s=self._settings.yield_ms / 1000,
+            kill_s=self._settings.kill_s,
+            most=self._settings.max_stops,
+            predicted_s=lambda: self.keeper.learnt().step_s,
+            granting=lambda: self.keeper.decision.budget.tokens > 0,
+        )
 
     async def _contained(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """What fails there ends lending; it ends the guard too only where no user's request goes through it."""
