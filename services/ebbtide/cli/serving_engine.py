@@ -35,8 +35,8 @@ def serving_engine(
     stage: int = 0,
     name: str = "serving",
 ) -> Program:
-    """The server of `model` at `address` (host:port), ready once it answers. `threads` of a CPU engine, 0: as cores; `kv_mib` for
-    keys and values, 0: as vLLM decides."""
+    """The server of `model` at `address` (host:port), ready once it answers. `threads` of a CPU engine, 0: as cores;
+    `kv_mib` for keys and values, 0: as vLLM decides."""
     host, _, port = address.rpartition(":")
     on_cpu = "cpu" in version("vllm")
     command = (
