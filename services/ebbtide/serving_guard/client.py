@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 import httptools
 
 from ebbtide import telemetry
-from ebbtide.serving_guard import heads
+from ebbtide.serving_guard import heads, metrics
 from ebbtide.serving_guard.heads import Header, Refused
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ class Client(asyncio.Protocol):
         self._clients.left(self)
         self._deaf = True
         del self._parser  # which refers back
-        if self._queue:
-            self._clients.cancelled += len(self._queue)
+        metrics.CANCELLED.inc(len(self._queue))
         for answer in self._queue:
             answer.cancel()
         self._queue.clear()
@@ -209,7 +208,7 @@ class Client(asyncio.Protocol):
         if self._deaf:
             return
         self._deaf = True
-        self._clients.refused[refused.status] += 1
+        metrics.REFUSED.labels(str(refused.status)).inc()
         self._refusal = heads.failure(refused.status, refused.message, refused.kind, close=True)
         if (answer := self._incoming) is not None:
             self._incoming = None
@@ -238,7 +237,7 @@ class Client(asyncio.Protocol):
             if now > self._lingers_until:
                 self.transport.abort()
         elif unread and now - self._unread_since > settings.stall_timeout_s:
-            self._clients.stalled += 1
+            metrics.CLIENTS_CUT.labels("unread").inc()
             self.transport.abort()
         elif self._head_since and not self._paused and now - self._head_since > settings.header_timeout_s:
             self.refuse(

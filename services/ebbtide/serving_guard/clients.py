@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.serving_guard import heads
+from ebbtide.serving_guard import heads, metrics
 from ebbtide.serving_guard.client import Answers, Client
 from ebbtide.serving_guard.exchange import Exchange
 from ebbtide.serving_guard.heads import Refused, RequestHead
@@ -30,15 +30,11 @@ _PROBE_S: Final = 1.0
 
 
 class Clients:
-    """The counts are of this process's life: `refused` by status; `evicted` to make room; `stalled`: left unread."""
-
     def __init__(self, settings: ProxySettings, pool: Pool, listener: Listener) -> None:
         self.settings, self.pool, self.listener = settings, pool, listener
         self.draining = False
         self.empty = asyncio.Event()
         self.empty.set()
-        self.requests = self.cancelled = self.evicted = self.stalled = 0
-        self.refused: Counter[int] = Counter()
         self._open: set[Client] = set()
         self._of_address: Counter[str] = Counter()
         self._reached: tuple[float, bool] = (0.0, False)
@@ -71,7 +67,6 @@ class Clients:
 
     def answers(self, client: Client, head: RequestHead) -> Answers:
         """Who answers this request."""
-        self.requests += 1
         if heads.path_of(head.target) == HEALTH and head.method in {b"GET", b"HEAD"}:
             return Health(client, self, head)
         return Exchange(client, self.pool, self.listener, self.settings, head)
@@ -122,7 +117,7 @@ class Clients:
         for client in oldest:
             self.left(client)
             client.transport.abort()
-        self.evicted += len(oldest)
+        metrics.CLIENTS_CUT.labels("room").inc(len(oldest))
         return bool(oldest)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from typing import Any, Final, Protocol
 
 from ebbtide import telemetry
-from ebbtide.serving_guard import estimate, heads
+from ebbtide.serving_guard import estimate, heads, metrics
 from ebbtide.serving_guard.estimate import Asked
 from ebbtide.serving_guard.heads import Header, RequestHead
 from ebbtide.serving_guard.limits import ProxySettings
@@ -256,7 +256,7 @@ class Exchange:
     def _refuse(self, message: str, kind: str) -> None:
         close = not (self.head.keep_alive and self._whole_request)
         self._finish(whole=False)
-        self._listener.upstream_failures += 1
+        metrics.ENGINE_FAILURES.inc()
         self._client.write(heads.failure(502, message, kind, close=close, body=not self.head_only))
         self._client.done(close=close)
 

@@ -27,3 +27,11 @@ RECLAIM_SECONDS = telemetry.histogram(
 ENFORCED = telemetry.counter("guard_enforced_total", "workers that had to be stopped, continued, killed", ("kind",))
 HELD_SECONDS = telemetry.histogram("guard_held_seconds", "requests held back for the end of a rollout step")
 OBSERVE_FAILURES = telemetry.counter("guard_observe_failures_total", "answers of the engine's metrics that failed")
+REFUSED = telemetry.counter("guard_refused_total", "requests and connections that the proxy refused", ("status",))
+CLIENTS_CUT = telemetry.counter(
+    "guard_clients_cut_total", "connections ended to make room, or as their answer was left unread", ("reason",)
+)
+CANCELLED = telemetry.counter("guard_cancelled_total", "requests whose client left before the end of the answer")
+ENGINE_CONNECTS = telemetry.counter("guard_engine_connects_total", "connections opened to the serving engine")
+ENGINE_FAILURES = telemetry.counter("guard_engine_failures_total", "requests that the serving engine did not answer")
+LISTENER_FAILURES = telemetry.counter("guard_listener_failures_total", "errors in the guard's judgement of requests")

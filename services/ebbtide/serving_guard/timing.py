@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from ebbtide import telemetry
-from ebbtide.serving_guard import estimate
+from ebbtide.serving_guard import estimate, metrics
 from ebbtide.serving_guard.estimate import Asked, Estimator
 from ebbtide.serving_guard.events import Traffic
 from ebbtide.serving_guard.sse import Events
@@ -21,16 +21,11 @@ _KEPT_ANSWER: Final = 256 << 10
 
 
 class Listener:
-    """A `Traffic` whose failures cost no request. `failures` counts them; the first of each kind is logged.
-
-    `upstream_failures` counts requests that the engine did not answer.
-    """
+    """A `Traffic` whose failures cost no request; the first of each kind is logged."""
 
     def __init__(self, traffic: Traffic) -> None:
         self.traffic = traffic
         self.estimator = Estimator()
-        self.failures = 0
-        self.upstream_failures = 0
         self._told: set[str] = set()
         self._ids = itertools.count(1)
 
@@ -45,7 +40,7 @@ class Listener:
             return None
 
     def failed(self, what: str, error: BaseException) -> None:
-        self.failures += 1
+        metrics.LISTENER_FAILURES.inc()
         if what not in self._told:
             self._told.add(what)
             log.error("a listener failed; traffic goes on, and this is said once", call=what, exc_info=error)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.heads import Header
 
 #: Of the head of an answer, all together.
@@ -207,7 +208,6 @@ class Pool:
         self._connect_timeout_s, self._keep_s = connect_timeout_s, keep_s
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
-        self.connects = 0
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -226,7 +226,7 @@ class Pool:
 
     async def connect(self) -> Connection:
         """A new connection. Raises `OSError` or `TimeoutError`."""
-        self.connects += 1
+        metrics.ENGINE_CONNECTS.inc()
         async with asyncio.timeout(self._connect_timeout_s):
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)

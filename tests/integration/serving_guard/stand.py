@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import uvloop
 from aiohttp import web
+from prometheus_client import REGISTRY
 
 from ebbtide.serving_guard.limits import ProxySettings
 from ebbtide.serving_guard.proxy import Proxy
@@ -134,9 +135,25 @@ def event(what: Any) -> bytes:
     return b"data: " + json.dumps(what).encode() + b"\n\n"
 
 
+def counts() -> Counter[tuple[str, str]]:
+    """The process's counters of the guard, by name and label."""
+    found: Counter[tuple[str, str]] = Counter()
+    for metric in REGISTRY.collect():
+        for sample in metric.samples:
+            if metric.type == "counter" and sample.name.startswith("ebbtide_guard_"):
+                name = sample.name.removeprefix("ebbtide_guard_").removesuffix("_total")
+                found[name, "".join(sample.labels.values())] += int(sample.value)
+    return found
+
+
 class Stand:
     def __init__(self, engine: Engine, proxy: Proxy, traffic: Recorded, session: aiohttp.ClientSession) -> None:
         self.engine, self.proxy, self.traffic, self.session = engine, proxy, traffic, session
+        self._before = counts()
+
+    def counted(self, name: str, label: str = "") -> int:
+        """What a counter of the guard rose by since the start."""
+        return counts()[name, label] - self._before[name, label]
 
     async def chat(self, **more: Any) -> tuple[int, bytes]:
         """The status and the body of a streamed chat."""

@@ -135,7 +135,7 @@ async def test_a_flood_of_pipelined_requests_is_cut_off() -> None:
         stand.engine.handler = stand.engine.hanging
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 100_000)
         await wait_until(lambda: stand.engine.asked == 1)
-        await wait_until(lambda: stand.proxy.clients.refused[429] == 1)
+        await wait_until(lambda: stand.counted("refused", "429") == 1)
         (client,) = stand.proxy.clients._open
         assert len(client._queue) <= 64
         assert stand.engine.asked == 1

@@ -109,7 +109,7 @@ async def test_connections_to_the_engine_are_kept() -> None:
     async with standing() as stand:
         for _ in range(20):
             assert (await stand.chat())[0] == 200
-        assert stand.proxy.pool.connects == 1
+        assert stand.counted("engine_connects") == 1
 
 
 @on_uvloop
