@@ -1,4 +1,5 @@
-"""Where the weights of a borrowing engine stay: on the device, in host memory (vLLM's sleep level 1), or nowhere (2).
+"""Where the weights of a borrowing engine should stay: on the device, in host memory, or nowhere. A wish: workers
+fulfil it on CPU builds, and those on GPUs do not, as they do not drive vLLM's sleep mode.
 
 Invariant: they go down a level only while memory is short after all keys and values were given back, and come up only
 where there is room for them and the idle time to come pays for the wake-up. Both levels free the same on a device;
