@@ -67,7 +67,7 @@ def read(body: bytes) -> Asked:
     """Of a whole body. One that is no JSON object of this kind counts by its length."""
     try:
         seen = _decode_body(body)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return Asked(text_bytes=len(body))
     tokens = text = 0
     for part in (seen.prompt, seen.messages, seen.input, seen.instructions, seen.token_ids, seen.tools):
@@ -101,7 +101,7 @@ def usage(body: bytes) -> Usage | None:
     """What a whole answer says it took."""
     try:
         return _decode_answer(body).usage
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
 
 

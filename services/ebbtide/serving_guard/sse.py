@@ -107,7 +107,7 @@ class Events:
             return 0
         try:
             seen = _decode(payload)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             tokens = 1
         else:
             tokens = self._of(seen)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.serving_guard.estimate import Asked, Estimator, read
+from ebbtide.serving_guard.estimate import Asked, Estimator, read, usage
+from ebbtide.serving_guard.sse import Events
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,13 @@ def test_an_odd_body_counts_by_its_length(body: bytes) -> None:
 def test_a_name_too_long_for_a_model_is_none() -> None:
     assert read(json.dumps({"model": "m" * 256}).encode()).model == "m" * 256
     assert read(json.dumps({"model": "m" * 257, "prompt": [1, 2]}).encode()) == Asked(tokens=2)
+
+
+def test_a_body_nested_without_end_is_no_more_than_odd() -> None:
+    body = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    assert read(body) == Asked(text_bytes=len(body))
+    assert usage(body) is None
+    assert Events().feed(b"data: " + body + b"\n\n") == 1
 
 
 def test_bytes_per_token_are_learnt_of_each_model() -> None:
