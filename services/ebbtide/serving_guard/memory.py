@@ -46,6 +46,7 @@ class _Borrower:
         self.report = Report()
         self.weights = Weights()
         self.unreadable = False
+        self.needs = 0  # bytes of keys and values of one rollout, as last seen where nothing bounded them
 
 
 class Memory:
@@ -96,7 +97,8 @@ class Memory:
         """What a borrower says of itself; its keys and values count at once."""
         if (borrower := self._borrowers.get(worker_id)) is not None:
             borrower.report = report
-            self._allowance(now)
+            if self._allowance(now).phase == NORMAL and report.running:
+                borrower.needs = report.kv_bytes_used // report.running
 
     def allowed(self, now: float, worker_id: str, *, idle_s: float) -> Allowed:
         """What its next grant tells. `idle_s`: for how long borrowing will probably be possible, 0 while it is not.
@@ -128,7 +130,11 @@ class Memory:
         full = sum(borrower.hello.kv_bytes for borrower in self._borrowers.values())
         if not self.limit:
             return Allowance(full, NORMAL)
-        return self._budget.update(now, serving=self.serving_bytes, rollout=self._held(), limit=self.limit, full=full)
+        # Each borrower gets a share by what it could hold: enough for one of its rollouts, or nothing.
+        least = max((_needed(one, full) for one in self._borrowers.values()), default=0)
+        return self._budget.update(
+            now, serving=self.serving_bytes, rollout=self._held(), limit=self.limit, full=full, least=least
+        )
 
     def _residency(self, now: float, borrower: _Borrower, allowance: Allowance, idle_s: float) -> Residency:
         report = borrower.report
@@ -159,6 +165,11 @@ class Memory:
             host_spare=max(0, host_free - host_reserve),
             device=True,
         )
+
+
+def _needed(borrower: _Borrower, full: int) -> int:
+    """What all have to be allowed so that its share is enough for one of its rollouts."""
+    return -(-borrower.needs * full // borrower.hello.kv_bytes) if borrower.hello.kv_bytes > 0 else 0
 
 
 def host_memory(path: Path = Path("/proc/meminfo")) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ebbtide.scheduling.kv_budget import CUT, NORMAL, PRESSURE, REGROW, Allowance, KvBudget, KvRules, Rises
+from ebbtide.scheduling.kv_budget import CUT, NORMAL, PRESSURE, REGROW, Allowance, KvBudget, KvRules, Peaks, Rises
 
 LIMIT = 1000
 FULL = 900
@@ -108,7 +108,7 @@ def test_single_requests_that_come_and_go_move_nothing_once_they_are_known() -> 
     assert len(allowed) == 1
 
 
-def test_after_a_burst_all_of_it_grows_back_by_itself_within_seconds() -> None:
+def test_after_a_burst_all_of_it_comes_back_at_once() -> None:
     pair = Pair()
     phases = [pair.update(0).phase]
     phases += [pair.update(800).phase, pair.update(800).phase]
@@ -116,10 +116,10 @@ def test_after_a_burst_all_of_it_grows_back_by_itself_within_seconds() -> None:
     most = pair.last.kv_bytes
     assert most == LIMIT * (1 - RULES.headroom_most), "the burst's speed is remembered for a while"
     regrown = next(index for index, item in enumerate(after) if item.kv_bytes == most) * 0.05
-    assert regrown <= RULES.quiet_s + (1 / RULES.step + 1) * (RULES.step_s + 0.05)
+    assert regrown <= RULES.quiet_s + 0.1
     assert phases == [NORMAL, CUT, PRESSURE]
     seen = list(dict.fromkeys(item.phase for item in after))
-    assert seen == [PRESSURE, REGROW, NORMAL]
+    assert seen == [PRESSURE, NORMAL]
     list(pair.run(lambda _: 0, 2 * RULES.remember_s))
     assert pair.last.kv_bytes == FULL
 
@@ -143,10 +143,59 @@ def test_bursts_right_behind_a_growth_make_the_quiet_time_longer_and_peace_makes
     pair = Pair()
     pair.update(0)
     times = [regrowth(pair) for _ in range(6)]
-    assert times[-1] > 3 * times[0]
-    assert times[-1] <= RULES.quiet_most_s + 2 * RULES.step_s
+    assert times[-1] > 2 * times[0]
+    assert times[-1] <= 1.0
     list(pair.run(lambda _: 0, 120))
-    assert regrowth(pair) < 2 * times[0]
+    assert regrowth(pair) < 1.5 * times[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_idle_second_later_rollouts_hold_their_share_again(seed: int) -> None:
+    pair, serving = Pair(), walk(seed)
+    for _ in range(20):
+        list(pair.run(serving, 15))
+        list(pair.run(lambda _: 0, 1.0))
+        assert pair.last.kv_bytes >= LIMIT * (1 - RULES.headroom_most)
+        assert pair.last.phase == NORMAL
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_within_a_burst_nothing_goes_to_and_fro(seed: int) -> None:
+    generator, pair = random.Random(seed), Pair()
+    list(pair.run(lambda _: 0, 5))
+    pair.update(650)
+    held = [item.kv_bytes for item in pair.run(lambda _: generator.randint(200, 650), 30)]
+    given_back = sum(max(0, before - after) for before, after in itertools.pairwise(held))
+    assert given_back <= 0.2 * LIMIT, "what a peak of it will take again is not handed out between two"
+
+
+def test_what_stays_of_a_burst_that_ebbs_but_does_not_end_is_grown_into_step_by_step() -> None:
+    pair = Pair()
+    pair.update(700)
+    after = list(pair.run(lambda _: 300, RULES.burst_s + 8 * RULES.step_s))
+    changes = [b.kv_bytes - a.kv_bytes for a, b in itertools.pairwise(after) if a.kv_bytes != b.kv_bytes]
+    assert max(changes) <= LIMIT * RULES.step
+    assert after[-1].kv_bytes >= LIMIT * (1 - 0.3 - RULES.headroom_most - 0.03)
+    assert REGROW in {item.phase for item in after}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rollouts_are_left_nothing_rather_than_less_than_one_of_them_needs(seed: int) -> None:
+    budget, serving, least, held = KvBudget(), walk(seed), 200, 0
+    seen = set()
+    for index in range(4000):
+        use = serving(0.05 * index)
+        held = budget.update(0.05 * index, serving=use, rollout=held, limit=LIMIT, full=FULL, least=least).kv_bytes
+        assert held == 0 or held >= least
+        assert use + held <= max(LIMIT * (1 - RULES.headroom), use)
+        seen.add(held == 0)
+    assert seen == {True, False}
+
+
+def test_the_highest_of_late_is_known_and_forgotten() -> None:
+    peaks = Peaks(window_s=3.0)
+    seen = [peaks.add(now, value) for now, value in [(0, 5), (1, 9), (2, 3), (4, 4), (4.5, 1), (8, 2)]]
+    assert seen == [5, 9, 9, 9, 4, 2]
 
 
 def test_cuts_into_what_nobody_holds_do_not_make_growth_slower() -> None:

@@ -84,6 +84,18 @@ def test_a_cut_lasts_until_it_is_honoured_and_disturbs_only_beyond_the_limit() -
     assert seen == [(True, True), (False, False)]
 
 
+def test_what_is_not_enough_for_one_rollout_is_nothing() -> None:
+    memory = stated()
+    memory.allowed(0.0, "w", idle_s=0)
+    memory.reported(0.1, "w", Report(running=2, kv_bytes_used=60 * MIB))
+    memory.tokens_inside(0.2, 50)
+    assert memory.allowed(0.2, "w", idle_s=0).kv_bytes >= 30 * MIB
+    memory.tokens_inside(0.3, 70)
+    assert memory.allowed(0.3, "w", idle_s=0).kv_bytes == 0
+    memory.tokens_inside(0.4, 0)
+    assert memory.allowed(1.4, "w", idle_s=0).kv_bytes >= 80 * MIB
+
+
 def test_borrowers_share_by_what_they_could_hold() -> None:
     memory = Memory(limit_mib=100, bytes_per_token=MIB)
     memory.joined("a", hello(60))
