@@ -1,10 +1,10 @@
 """A serving engine that lends its idle time: what users notice, and what rollouts get of it, beside other policies.
 
     python benchmarks/coserving.py [--quick] [--trace PATH --window START:END] [--speed X] [--loads 20,50,80]
-        [--policies alone,ours,...] [--requests N] [--set FLAG=VALUE] [--out PATH]
+        [--policies alone/ours/...] [--requests N] [--set FLAG=VALUE] [--out PATH]
 
 Two real vLLM engines share this machine's cores. A process of its own replays a trace of user requests (open loop, real
-streaming clients; prompts and outputs scaled by factors that the table names) into one of them, through the guard where
+streaming clients; prompts and outputs scaled by factors that are told) into one of them, through the guard where
 the policy has one; the other generates rollouts for a real coordinator with a real store. A load of 50 means that half
 of the time a request is inside when serving is alone; `--speed` fixes the speed of the replay instead.
 
@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -32,24 +31,20 @@ sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
 import msgspec  # noqa: E402 - after the path
 from rich.console import Console  # noqa: E402
 
-from benchmarks import arguments  # noqa: E402
+from benchmarks import arguments, proxy  # noqa: E402
 from benchmarks.conditions import conditions  # noqa: E402
+from benchmarks.pair.keeping import Keeping  # noqa: E402
 from benchmarks.pair.report import draw, figures, told  # noqa: E402
-from benchmarks.pair.traffic import Speeds, lasting, speed_for  # noqa: E402
-from ebbtide.cli.coserving_traffic import Lengths, Request, faster, read_trace  # noqa: E402
 from ebbtide.errors import InvalidRequest  # noqa: E402
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
 KEPT: Final = ROOT / "runs" / "bench-coserving"
 TRACES: Final = ROOT.parent / "shared" / "traces"
 KNOWN: Final = ("serving_azure2023_code_first1700s.csv", "serving_azure2023_conv.csv")
-ALL: Final = ("alone", "alone-again", "unguarded", "split", "rose:60,0.5", "rose:60,1", "rose:600,1", "ours", "observe")
-QUICK: Final = ("alone", "rose:60,1", "ours")
-#: Seconds of a cell, in short and in full; the cells that matter most last for a number of requests.
-QUICK_S, FULL_S = 75.0, 240.0
-MOST_REQUESTS: Final = 1000
-#: A median prompt takes so long alone, and a median answer has so many tokens.
-MEDIAN_TTFT_S, MEDIAN_OUTPUT = 0.11, 16
+#: Behind ROSE's colon: seconds of an RL step, watermark, headroom.
+ROSES: Final = ("rose:60,0.5,0.2", "rose:60,1,0.2", "rose:60,1,0.4", "rose:600,1,0.2")
+ALL: Final = ("alone", "alone-again", "unguarded", "split", *ROSES, "ours", "observe")
+QUICK: Final = ("alone", "alone-again", "rose:60,1,0.2", "ours")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -62,8 +57,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--loads", type=_loads, help="percent of the time with a request inside; default 20,50,80")
     parser.add_argument(
         "--policies",
-        type=lambda text: tuple(text.replace(" ", "").split("/")),
-        help=f"by slashes; default {'/'.join(ALL)}",
+        type=_policies,
+        help=f"with slashes between; default {'/'.join(ALL)}",
     )
     parser.add_argument("--seconds", type=arguments.factor, help="of each cell")
     parser.add_argument("--requests", type=arguments.count, help="of each cell, in place of seconds")
@@ -71,6 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--set", dest="extra", action="append", default=[], metavar="FLAG=VALUE", help="a flag of our guard"
     )
     parser.add_argument("--quick", action="store_true", help="one trace, loads 20 and 50, three policies: 12 minutes")
+    parser.add_argument("--soak", type=arguments.factor, help="only ours, so many seconds: does anything drift?")
     parser.add_argument("--anew", action="store_true", help="measure blocks again that are kept")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=arguments.output)
@@ -87,7 +83,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for path in options.trace:
         if not path.is_file():
             parser.error(f"--trace: {path} is not there; name a CSV with the columns t_s,input_tokens,output_tokens")
-    options.out = options.out or arguments.output(str(RESULTS / "coserving.json"))
+    name = "coserving-soak.json" if options.soak else "coserving.json"
+    options.out = options.out or arguments.output(str(RESULTS / name))
     return options
 
 
@@ -120,50 +117,33 @@ def _loads(text: str) -> tuple[int, ...]:
     return loads
 
 
-def lengths_for(raw: Sequence[Request], speeds: Speeds) -> Lengths:
-    """Factors by which the trace's median prompt and answer become what this engine is to be measured with."""
-    prompt = statistics.median(one.prompt for one in raw)
-    output = statistics.median(one.output for one in raw)
-    tokens = (MEDIAN_TTFT_S - speeds.fixed_s) / speeds.prompt_s
-    return Lengths(prompts=round(tokens / prompt, 3), outputs=round(min(1.0, MEDIAN_OUTPUT / output), 3))
-
-
-def chosen(options: argparse.Namespace, path: Path, load: int, speeds: Speeds) -> tuple[list[Request], Lengths]:
-    """The requests of one cell, as they are to arrive."""
-    raw = read_trace(
-        path, options.window, Lengths(prompts=1, outputs=1, longest_prompt=1 << 20, longest_output=1 << 20)
-    )
-    lengths = lengths_for(raw, speeds)
-    requests = read_trace(path, options.window, lengths)
-    if options.speed:
-        requests = faster(requests, options.speed)
-        return [one for one in requests if one.at <= (options.seconds or 1e9)][: options.requests], lengths
-    if options.requests or (not options.quick and not options.seconds and "code" in path.name and load < 80):
-        requests = requests[: options.requests or MOST_REQUESTS]
-        return faster(requests, speed_for(requests, load / 100, speeds)), lengths
-    seconds = options.seconds or (QUICK_S if options.quick else FULL_S)
-    return lasting(requests, load / 100, speeds, seconds), lengths
-
-
 async def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Every cell. See `figures.row` for what is found of each."""
-    from benchmarks.pair.level import Measuring, Scene, probe
-    from benchmarks.pair.stack import installed, pair
+    from benchmarks.pair.level import Measuring, probe
+    from benchmarks.pair.plan import scene_of
+    from benchmarks.pair.soak import soak
+    from benchmarks.pair.stack import installed, pair, setting
 
+    keeping = Keeping(KEPT / "blocks", setting() | {"seed": options.seed})
     with tempfile.TemporaryDirectory(prefix="ebb-pair-") as temporary:
         async with pair(Path(temporary), options.seed) as both:
-            speeds = await probe(await both.serve("serving", 2))
+            url = await both.serve("serving", 2)
+            if (speeds := keeping.speeds()) is None:
+                keeping.keep_speeds(speeds := await probe(url))
             console.print(
                 f"served engine alone: {speeds.fixed_s * 1e3:.0f} ms and {speeds.prompt_s * 1e6:.0f} us a token read, "
-                f"{speeds.token_s * 1e3:.1f} ms a token"
+                f"{speeds.token_s * 1e3:.1f} ms a token, {speeds.more_s * 1e3:.1f} ms more for each other request"
             )
-            measuring = Measuring(both, KEPT / "blocks", speeds, lambda text: console.print(text, markup=False))
+            measuring = Measuring(both, keeping, speeds, lambda text: console.print(text, markup=False))
+            if options.soak:
+                scene, _ = scene_of(options, options.trace[0], options.loads[0], speeds)
+                await measuring.speed_alone(1.0, lambda: installed(both))
+                return {"soak": await soak(both, measuring, scene, options.soak, options.extra)}
             cells: list[dict[str, Any]] = []
             for path, load in product(options.trace, (0,) if options.speed else options.loads):
-                requests, lengths = chosen(options, path, load, speeds)
-                scene = Scene(name=f"{path.stem.removeprefix('serving_azure2023_')}-{load}", requests=requests)
+                scene, lengths = scene_of(options, path, load, speeds)
                 console.print(
-                    f"\n{scene.name}: {len(requests)} requests in {requests[-1].at:.0f} s, "
+                    f"\n{scene.name}: {len(scene.requests)} requests in {scene.requests[-1].at:.0f} s, "
                     f"prompts x {lengths.prompts}, outputs x {lengths.outputs}",
                     style="bold",
                 )
@@ -175,6 +155,7 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
                 cells += told(scene.name, path.stem, load, found, alone, console)
                 if "ours" in found:
                     draw(scene.name, found, options.out.with_name(f"{options.out.stem}-{scene.name}.png"))
+            await measuring.drain()
             return {"cells": cells, "books": both.books(), "speeds": msgspec.to_builtins(speeds)}
 
 
@@ -185,11 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(KEPT / "blocks", ignore_errors=True)
     try:
         found = asyncio.run(measure(options, console))
+        if not options.soak:
+            console.print("\nwhat the proxy adds", style="bold")
+            found["proxy"] = proxy.measure(quick=True)
     except InvalidRequest as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         return 2
     seconds = round(time.monotonic() - began, 1)
-    result = figures(found)
+    result = found["soak"] if options.soak else figures(found)
     told = {
         "figures": result,
         "conditions": under | {"quick": options.quick, "seconds": seconds, "set": options.extra},

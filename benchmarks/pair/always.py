@@ -1,12 +1,14 @@
-"""No guard at all: the rollout engine always has its whole budget. What a shared GPU is without a rule."""
+"""No guard at all: the rollout engine always has its whole budget. What a shared GPU is without a rule, but for memory:
+rollouts have the four fifths of it that others give them too."""
 
 from collections.abc import Sequence
 
-from ebbtide.runtime import run
+from ebbtide.runtime import Shutdown, run
 from ebbtide.scheduling.governor import NOTHING_INSIDE, Decides, Decision, Learnt, Limits, Targets
+from ebbtide.serving_guard.memory import Allowed, Memory
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.settings import load
-from ebbtide.types.grants import GRANT_S, Budget, Forecast
+from ebbtide.types.grants import GRANT_S, Budget, Forecast, Hello, Report, Residency
 
 
 class Always(Decides):
@@ -40,13 +42,29 @@ class Always(Decides):
         return True
 
 
+class Fixed(Memory):
+    """A share of the memory that stays as it is."""
+
+    def joined(self, worker_id: str, hello: Hello) -> None:
+        self._kv = min(hello.kv_bytes, int(0.8 * self.limit)) if self.limit else hello.kv_bytes
+
+    def left(self, worker_id: str) -> None: ...
+
+    def reported(self, now: float, worker_id: str, report: Report) -> None: ...
+
+    def tokens_inside(self, now: float, tokens: int) -> None: ...
+
+    def allowed(self, now: float, worker_id: str, *, idle_s: float) -> Allowed:
+        return Allowed(self._kv, "normal", Residency.AWAKE)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=__doc__ or "")
 
-    async def work(shutdown) -> None:  # type: ignore[no-untyped-def]
+    async def work(shutdown: Shutdown) -> None:
         from ebbtide.serving_guard.service import serve
 
-        await serve(shutdown, settings, decides=Always)
+        await serve(shutdown, settings, decides=Always, memory=Fixed)
 
     run(work, "serving-guard", settings)
 

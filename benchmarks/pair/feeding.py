@@ -34,6 +34,25 @@ class Feeding:
         self.finished: dict[str, int] = {}  # rollout -> tokens that it made
         self.aborted: set[str] = set()
         self.twice = self.short = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self.submit()), asyncio.create_task(self.collect())]
+
+    def check(self) -> None:
+        """Raises what either task failed with."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    def stop(self) -> None:
+        """Submit nothing more."""
+        self._tasks[0].cancel()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def submit(self) -> None:
         """Keep as many open as wanted, for ever."""
@@ -83,12 +102,10 @@ class Feeding:
 
 @asynccontextmanager
 async def feeding(lease: Lease, waiting: int, seed: int) -> AsyncIterator[Feeding]:
-    """Rollouts come until the block is left; a failure of either task ends it."""
+    """Rollouts come until the block is left."""
     feed = Feeding(lease, waiting, seed)
-    tasks = [asyncio.create_task(feed.submit()), asyncio.create_task(feed.collect())]
+    feed.start()
     try:
         yield feed
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await feed.close()

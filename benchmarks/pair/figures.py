@@ -15,7 +15,12 @@ TTFT_FACTOR, TPOT_FACTOR = 1.6, 1.27
 #: A p99 may be above that alone by so much (and a TTFT's by a rollout step and 10 ms).
 MOST: Final = 1.10
 SPARE_S: Final = 0.010
+#: By load: the least share of the ideal harvest; and what rollouts make more than under ROSE.
+HARVEST: Final = {20: 0.7, 50: 0.6}
+OVER_ROSE: Final = 1.3
 _RESAMPLES: Final = 1000
+#: Requests that are drawn together.
+_RUN: Final = 8
 
 
 class Alone(Struct, frozen=True, kw_only=True):
@@ -27,13 +32,15 @@ class Alone(Struct, frozen=True, kw_only=True):
 
 class Block(Struct, kw_only=True):
     """One stretch of a trace under one policy. `harvested`: tokens that the rollout engine made meanwhile; `wasted`: of
-    them, those of aborted rollouts; `reclaims`: seconds, 50th and 99th percentile and how many."""
+    them, those of rollouts that were aborted; `again`: all tokens of those, which are to be made again; `reclaims`:
+    seconds, 50th and 99th percentile and how many."""
 
     policy: str
     seconds: float
     answers: list[Answer]
     harvested: int = 0
     wasted: int = 0
+    again: int = 0
     reclaims: tuple[float, float, int] = (0.0, 0.0, 0)
     status: dict[str, Any] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
@@ -89,13 +96,23 @@ def percentile(values: Values, at: float) -> float:
     return float(np.percentile(values, at)) if len(values) else 0.0
 
 
-def interval(values: Values, measure: Callable[[Values], float], seed: int = 0) -> tuple[float, float]:
-    """95 % bootstrap interval of a measure of one sample."""
-    if len(values) < 2:
+def ratio_interval(cell: Cell, alone: Cell, pick: Callable[[Answer], float]) -> tuple[float, float]:
+    """95 % interval of the ratio of the two p99, by a moving-block bootstrap: requests near one another are not
+    independent, and both cells have the same arrivals, so runs of requests are drawn together."""
+    pairs = [
+        (pick(one), pick(two))
+        for mine, theirs in zip(cell.blocks, alone.blocks, strict=False)
+        for one, two in zip(mine.answers, theirs.answers, strict=False)
+        if not one.failed and not two.failed and one.output > 1
+    ]
+    if len(pairs) < 2 * _RUN:
         return 0.0, 0.0
-    draw = np.random.default_rng(seed)
-    drawn = [measure(draw.choice(values, len(values))) for _ in range(_RESAMPLES)]
-    return float(np.percentile(drawn, 2.5)), float(np.percentile(drawn, 97.5))
+    values, draw = np.array(pairs), np.random.default_rng(0)
+    starts = draw.integers(0, len(values) - _RUN + 1, size=(_RESAMPLES, len(values) // _RUN))
+    drawn = values[starts[..., None] + np.arange(_RUN)].reshape(_RESAMPLES, -1, 2)
+    p99 = np.percentile(drawn, 99, axis=1)
+    low, high = np.percentile(p99[:, 0] / p99[:, 1], [2.5, 97.5])
+    return float(low), float(high)
 
 
 def attained(cell: Cell, ttft_s: float, tpot_s: float) -> float:
@@ -111,9 +128,6 @@ def row(cell: Cell, alone: Cell, rollouts: Alone) -> dict[str, Any]:
     idle = 1.0 - alone.load
     rate = cell.tokens / cell.seconds
 
-    def p99(values: Values) -> float:
-        return percentile(values, 99)
-
     return {
         "policy": cell.policy,
         "requests": len(cell.whole),
@@ -122,26 +136,49 @@ def row(cell: Cell, alone: Cell, rollouts: Alone) -> dict[str, Any]:
         "load": cell.load,
         **{f"ttft_p{at}_ms": 1e3 * percentile(ttft, at) for at in (50, 95, 99)},
         **{f"tpot_p{at}_ms": 1e3 * percentile(tpot, at) for at in (50, 95, 99)},
-        "ttft_p99_interval_ms": [1e3 * value for value in interval(ttft, p99)],
-        "tpot_p99_interval_ms": [1e3 * value for value in interval(tpot, p99)],
-        "ttft_p99_over_alone": p99(ttft) / base_ttft,
-        "ttft_p99_excess_ms": 1e3 * (p99(ttft) - base_ttft - rollouts.step_s),
-        "tpot_p99_over_alone": p99(tpot) / base_tpot,
+        "ttft_p99_over_alone_interval": ratio_interval(cell, alone, lambda one: one.ttft_s),
+        "tpot_p99_over_alone_interval": ratio_interval(cell, alone, lambda one: one.tpot_s),
+        "ttft_p99_over_alone": percentile(ttft, 99) / base_ttft,
+        "ttft_p99_excess_ms": 1e3 * (percentile(ttft, 99) - base_ttft - rollouts.step_s),
+        "tpot_p99_over_alone": percentile(tpot, 99) / base_tpot,
         "slo_attainment": attained(cell, TTFT_FACTOR * base_ttft, TPOT_FACTOR * base_tpot),
         "rollout_tokens_per_s": rate,
         "share_of_ideal_harvest": rate / (rollouts.tokens_per_s * idle) if idle else 0.0,
-        "tokens_generated_twice": sum(block.wasted for block in cell.blocks),
+        "tokens_generated_twice": sum(block.again for block in cell.blocks),
+        "late_p99_ms": 1e3 * percentile(np.array([one.sent - one.due for one in cell.whole]), 99),
         "reclaim_p50_ms": 1e3 * max((block.reclaims[0] for block in cell.blocks), default=0.0),
         "reclaim_p99_ms": 1e3 * max((block.reclaims[1] for block in cell.blocks), default=0.0),
         "reclaims": sum(block.reclaims[2] for block in cell.blocks),
     }
 
 
-def kept(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, bool]:
-    """Whether a cell of ours keeps what is promised of served requests."""
+def kept(found: dict[str, Any], alone: dict[str, Any], rose: dict[str, Any] | None) -> dict[str, bool]:
+    """Whether a cell of ours keeps what is promised; `rose`: of the reported policy's settings, the one that kept its
+    own SLO with most tokens, or the one that came nearest to keeping it."""
     ttft_bound = max(MOST * alone["ttft_p99_ms"], alone["ttft_p99_ms"] + found["step_ms"] + 1e3 * SPARE_S)
-    return {
+    least = HARVEST.get(found["target_load"], 0.0)
+    told = {
         "ttft": found["ttft_p99_ms"] <= ttft_bound,
         "tpot": found["tpot_p99_ms"] <= MOST * alone["tpot_p99_ms"],
         "slo": found["slo_attainment"] >= min(0.99, alone["slo_attainment"]),
+        "harvest": found["share_of_ideal_harvest"] >= least,
+        "reclaim": found["reclaim_p99_ms"] <= found["step_ms"] + 1e3 * SPARE_S,
     }
+    if rose is not None:
+        told["rose_ttft"] = found["ttft_p99_ms"] <= rose["ttft_p99_ms"]
+        told["rose_tpot"] = found["tpot_p99_ms"] <= rose["tpot_p99_ms"]
+        told["rose_tokens"] = found["rollout_tokens_per_s"] >= OVER_ROSE * rose["rollout_tokens_per_s"]
+    return told
+
+
+def best_rose(cells: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of the reported policy's settings: most tokens among those that violate no p99 of its SLO, as it is reported to;
+    if all do, the one that violates it least."""
+    rivals = [one for one in cells if one["policy"].startswith("rose")]
+
+    def over(one: dict[str, Any]) -> float:
+        ttft: float = one["ttft_p99_over_alone"]
+        tpot: float = one["tpot_p99_over_alone"]
+        return max(1.0, ttft / TTFT_FACTOR, tpot / TPOT_FACTOR)
+
+    return min(rivals, key=lambda one: (over(one), -float(one["rollout_tokens_per_s"])), default=None)

@@ -5,7 +5,6 @@ benchmark that was interrupted goes on there.
 """
 
 import asyncio
-import hashlib
 import statistics
 import sys
 import time
@@ -19,7 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Block, Cell, percentile
-from benchmarks.pair.policies import Guard, Slo, guard
+from benchmarks.pair.keeping import Keeping
+from benchmarks.pair.policies import OURS, Guard, Slo, guard
 from benchmarks.pair.stack import MODEL, WORKER, Pair, settle
 from benchmarks.pair.traffic import Speeds
 from ebbtide.cli.coserving_client import Plan, body, send
@@ -37,14 +37,17 @@ _ROOT: Final = Path(__file__).parents[2]
 _ABORT_S: Final = 0.25
 #: How often the page is looked at for the picture.
 _WATCH_S: Final = 0.05
+#: Where nobody is held to one.
+_ANY: Final = Slo(ttft_s=1.0, tpot_s=1.0)
+#: Requests at once by which it is probed what a further one costs the others.
+_TOGETHER: Final = 8
 
 
 class Scene(Struct, frozen=True, kw_only=True):
-    """`name` says trace and load; `slo` is known once serving alone was measured."""
+    """`name` says trace and load."""
 
     name: str
     requests: list[Request]
-    seed: int = 0
 
     def blocks(self, seconds: float = BLOCK_S) -> list[list[Request]]:
         """The requests in stretches of about so many seconds, each counted from its own start."""
@@ -60,20 +63,18 @@ class Scene(Struct, frozen=True, kw_only=True):
 class Measuring:
     """Measures blocks, or finds them measured."""
 
-    def __init__(self, pair: Pair, folder: Path, tables: Speeds, tell: Callable[[str], None]) -> None:
-        self._pair, self._folder, self._tables, self._tell = pair, folder, tables, tell
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, pair: Pair, keeping: Keeping, speeds: Speeds, tell: Callable[[str], None]) -> None:
+        self._pair, self._keeping, self._tell = pair, keeping, tell
+        self._tables = ",".join(map(str, (speeds.fixed_s, speeds.prompt_s, speeds.token_s, speeds.more_s)))
 
-    async def scene(
-        self, scene: Scene, policies: Sequence[str], extra: dict[str, str], slo: Slo | None = None
-    ) -> dict[str, Cell]:
-        """All `policies` over `scene`, `alone` first where no `slo` says what is to be kept."""
+    async def scene(self, scene: Scene, policies: Sequence[str], extra: dict[str, str]) -> dict[str, Cell]:
+        """All `policies` over `scene`: first `alone`, which says what the SLO is, then the others, `alone-again` among
+        them, block by block in an order that turns."""
         cells: dict[str, Cell] = {policy: Cell(policy=policy, blocks=[]) for policy in policies}
         blocks = scene.blocks()
-        if slo is None:
-            for number, block in enumerate(blocks):
-                cells["alone"].blocks.append(await self._block(scene, number, block, "alone", None, {}))
-            slo = slo_of(cells["alone"])
+        for number, block in enumerate(blocks):
+            cells["alone"].blocks.append(await self._block(scene, number, block, "alone", _ANY, {}))
+        slo = slo_of(cells["alone"])
         rest = [policy for policy in policies if policy != "alone"]
         for number, block in enumerate(blocks):
             turn = number % max(1, len(rest))
@@ -83,8 +84,10 @@ class Measuring:
 
     async def speed_alone(self, seconds: float, ready: Callable[[], Awaitable[None]]) -> Alone:
         """The rollout engine by itself, once it is `ready`."""
-        async with guard(self._pair, "unguarded", Slo(ttft_s=1, tpot_s=1), self._pair.url("serving"), {}):
+        self._pair.pin(self._pair.cores)
+        async with guard(self._pair, "unguarded", _ANY, self._pair.url("serving"), {}):
             await ready()
+            await self._pair.lent()
             await settle(3.0)
             page = Page(page_path(self._pair.grants, WORKER))
             steps, before, start = page.steps(), sum(self._pair.generated().values()), time.monotonic()
@@ -95,23 +98,32 @@ class Measuring:
             step_s = (after.busy_s - steps.busy_s) / max(1, after.steps - steps.steps)
             return Alone(tokens_per_s=(tokens - before) / elapsed, step_s=step_s)
 
-    async def _block(
-        self, scene: Scene, number: int, requests: list[Request], policy: str, slo: Slo | None, extra: dict[str, str]
+    async def drain(self) -> None:
+        """See all rollouts to their ends, so that the books can be closed."""
+        async with guard(self._pair, "unguarded", _ANY, self._pair.url("serving"), {}):
+            await self._pair.drained()
+
+    async def block(
+        self,
+        scene: Scene,
+        requests: list[Request],
+        policy: str,
+        slo: Slo = _ANY,
+        extra: dict[str, str] | None = None,
     ) -> Block:
-        told = [
-            scene.name,
-            number,
-            [(one.at, one.prompt, one.output) for one in requests],
-            policy,
-            slo and (slo.ttft_s, slo.tpot_s),
-        ]
-        told.append(sorted(extra.items()) if policy in ("ours", "observe") else [])
-        name = hashlib.blake2b(msgspec.json.encode(told), digest_size=8).hexdigest()
-        path = self._folder / f"{scene.name}-{policy.replace(':', '_')}-{number}-{name}.json"
-        if path.exists():
-            return msgspec.json.decode(path.read_bytes(), type=Block)
-        block = await self._measure(scene, number, requests, policy, slo or Slo(ttft_s=1, tpot_s=1), extra)
-        path.write_bytes(msgspec.json.encode(block))
+        """One block by itself."""
+        return await self._block(scene, 0, requests, policy, slo, extra or {})
+
+    async def _block(
+        self, scene: Scene, number: int, requests: list[Request], policy: str, slo: Slo, extra: dict[str, str]
+    ) -> Block:
+        arrivals = [(one.at, one.prompt, one.output) for one in requests]
+        flags = sorted(extra.items()) if policy in OURS else []
+        name, told = f"{scene.name}-{policy}-{number}", [arrivals, slo.ttft_s, slo.tpot_s, flags, self._tables]
+        if (block := self._keeping.block(name, told)) is not None:
+            return block
+        block = await self._measure(requests, policy, slo, extra)
+        self._keeping.keep_block(name, told, block)
         good = [one for one in block.answers if not one.failed]
         p99 = percentile(Cell(policy=policy, blocks=[block]).ttft, 99) * 1e3
         self._tell(
@@ -120,45 +132,64 @@ class Measuring:
         )
         return block
 
-    async def _measure(
-        self, scene: Scene, number: int, requests: list[Request], policy: str, slo: Slo, extra: dict[str, str]
-    ) -> Block:
+    async def _measure(self, requests: list[Request], policy: str, slo: Slo, extra: dict[str, str]) -> Block:
         pair, split = self._pair, policy == "split"
-        upstream = await pair.serve("split", 1, {0}) if split else await pair.serve("serving", 2)
-        pair.pin({1} if split else {0, 1})
-        tables = ",".join(map(str, (self._tables.fixed_s, self._tables.prompt_s, self._tables.token_s)))
-        async with guard(pair, policy, slo, upstream, extra, tables) as made:
+        first, *others = sorted(pair.cores)
+        upstream = await pair.serve("split", 1, {first}) if split else await pair.serve("serving", 2)
+        pair.pin(set(others) or pair.cores if split else pair.cores)
+        async with guard(pair, policy, slo, upstream, extra, self._tables) as made:
+            if not policy.startswith("alone"):
+                await pair.lent()
             await settle(_SETTLE_S)
             moments: list[Moment] = []
             beside = [asyncio.create_task(watch(pair, moments))]
             if policy.startswith("rose"):
                 beside.append(asyncio.create_task(abort(pair, made)))
-            before, aborted = pair.generated(), set(pair.feed.aborted)
-            starts = time.monotonic() + _LEAD_S
-            answers = await self._replay(made.url, Plan(starts=starts, requests=requests), scene.seed + number)
-            seconds = time.monotonic() - starts
-            after = pair.generated()
-            status = await made.status()
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
-        wasted = sum(after.get(name, 0) for name in pair.feed.aborted - aborted)
+            try:
+                block = await self._replayed(made, requests, policy)
+                status = await made.status()
+            finally:
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
+        pair.feed.check()
+        block.reclaims, block.status, block.moments = _reclaims(status), msgspec.to_builtins(status), moments
+        return block
+
+    async def _replayed(self, made: Guard, requests: list[Request], policy: str) -> Block:
+        """What was answered and harvested, from second 0 of the requests to their last token."""
+        pair, aborted = self._pair, set(self._pair.feed.aborted)
+        starts = time.monotonic() + _LEAD_S
+        replaying = asyncio.create_task(self._replay(made.url, Plan(starts=starts, requests=requests)))
+        try:
+            await asyncio.sleep(starts - time.monotonic())
+            before = pair.generated()
+            answers = await replaying
+        finally:
+            replaying.cancel()
+        seconds, after = time.monotonic() - starts, pair.generated()
+        gone = pair.feed.aborted - aborted
         return Block(
             policy=policy,
             seconds=seconds,
             answers=answers,
             harvested=sum(after.values()) - sum(before.values()),
-            wasted=wasted,
-            reclaims=_reclaims(status),
-            status=msgspec.to_builtins(status),
-            moments=moments,
+            wasted=sum(after.get(name, 0) - before.get(name, 0) for name in gone),
+            again=sum(after.get(name, 0) for name in gone),
         )
 
-    async def _replay(self, url: str, plan: Plan, seed: int) -> list[Answer]:
+    async def _replay(self, url: str, plan: Plan) -> list[Answer]:
         files = self._pair.directory / "plan.json", self._pair.directory / "answers.json"
         files[0].write_bytes(msgspec.json.encode(plan))
         command = [sys.executable, "-m", "ebbtide.cli.coserving_client", "--url", url, "--model", MODEL]
-        command += ["--plan", str(files[0]), "--out", str(files[1]), "--seed", str(seed ^ time.time_ns() & 0xFFFF_FFFF)]
+        command += [
+            "--plan",
+            str(files[0]),
+            "--out",
+            str(files[1]),
+            "--seed",
+            str(time.time_ns()),
+        ]  # new prompts: none is to be found in a cache
         process = await asyncio.create_subprocess_exec(*command, cwd=_ROOT)
         try:
             if await process.wait():
@@ -182,10 +213,17 @@ async def probe(url: str) -> Speeds:
     async with aiohttp.ClientSession() as session:
         await one(session, 256, 8)
         found = {size: [await one(session, size, 24) for _ in range(5)] for size in (64, 512)}
-    (few, many) = (statistics.median(ttft for ttft, _ in found[size]) for size in found)
-    prompt_s = (many - few) / (512 - 64)
+        many = await asyncio.gather(*(one(session, 64, 96) for _ in range(_TOGETHER)))
+    short, long = (statistics.median(ttft for ttft, _ in found[size]) for size in found)
+    prompt_s = (long - short) / (512 - 64)
     token_s = statistics.median(tpot for tpots in found.values() for _, tpot in tpots)
-    return Speeds(fixed_s=max(1e-3, few - 64 * prompt_s), prompt_s=prompt_s, token_s=token_s)
+    together_s = statistics.median(tpot for _, tpot in many)
+    return Speeds(
+        fixed_s=max(1e-3, short - 64 * prompt_s),
+        prompt_s=prompt_s,
+        token_s=token_s,
+        more_s=max(0.0, together_s - token_s) / (_TOGETHER - 1),
+    )
 
 
 def slo_of(alone: Cell) -> Slo:

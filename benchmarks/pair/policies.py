@@ -28,9 +28,9 @@ from ebbtide.v1 import grants_pb2
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
 
 _ROOT: Final = Path(__file__).parents[2]
-#: Memory for both engines' keys and values: rollouts fill the four fifths that ROSE gives them, and served
-#: requests take some seventh of it in the mean, as on the machines that it reports of; bursts take nearly all.
-MEMORY_MIB: Final = 26
+#: Memory for both engines' keys and values: rollouts fill most of the four fifths that ROSE gives them, and served
+#: requests take some seventh of it in the mean, as on the machines that it reports of; bursts take three quarters.
+MEMORY_MIB: Final = 32
 #: Of the served model: keys and values of 8 layers, 4 heads, 64 dimensions, 2 bytes.
 _SERVED_TOKEN_BYTES: Final = 8 * 2 * 4 * 64 * 2
 _MODULES: Final = {
@@ -42,6 +42,7 @@ _MODULES: Final = {
 }
 #: Policies whose guard stands in the traffic.
 PROXIED: Final = ("ours", "rose")
+OURS: Final = ("ours", "observe")
 
 
 class Slo(Struct, frozen=True, kw_only=True):
@@ -78,6 +79,7 @@ async def guard(
     process = Process(_program(pair, name, setting, slo, upstream, extra, tables))
     try:
         await process.wait_ready()
+        pair.guard_pid = process.pid
         async with open_socket(socket_path(pair.grants)) as channel:
             made = Guard(f"http://{process.address}" if name in PROXIED else upstream, GrantsStub(channel), process)
 
@@ -87,6 +89,7 @@ async def guard(
             await wait_until(attached, timeout=30, what="the worker at the guard")
             yield made
     finally:
+        pair.guard_pid = 0
         await process.stop()
 
 
@@ -105,8 +108,8 @@ def _program(
         "mode": "observe" if name == "observe" else "proxy",
         "ttft-ms": str(1e3 * slo.ttft_s),
         "tpot-ms": str(1e3 * slo.tpot_s),
-        **(memory if name in PROXIED else {}),
-        **(extra if name in ("ours", "observe") else {}),
+        **memory,
+        **(extra if name in OURS else {}),
     }
     return Program(
         name="guard",

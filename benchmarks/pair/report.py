@@ -6,12 +6,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Cell, kept, percentile, row
+from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Cell, best_rose, kept, percentile, row
 from ebbtide.cli.coserving_records import Replay
 
 _COLUMNS = (
     "policy", "n", "load", "TTFT p50", "p95", "p99", "x alone", "TPOT p50", "p95", "p99", "x alone", "SLO", "tok/s",
-    "of ideal", "twice", "reclaim p99",
+    "of ideal", "twice", "late p99", "reclaim p99",
 )  # fmt: skip
 
 
@@ -29,7 +29,8 @@ def told(
             *(f"{one[f'ttft_p{at}_ms']:.0f}" for at in (50, 95, 99)), f"{one['ttft_p99_over_alone']:.3f}",
             *(f"{one[f'tpot_p{at}_ms']:.1f}" for at in (50, 95, 99)), f"{one['tpot_p99_over_alone']:.3f}",
             f"{one['slo_attainment']:.4f}", f"{one['rollout_tokens_per_s']:.0f}",
-            f"{one['share_of_ideal_harvest']:.2f}", str(one["tokens_generated_twice"]), f"{one['reclaim_p99_ms']:.1f}",
+            f"{one['share_of_ideal_harvest']:.2f}", str(one["tokens_generated_twice"]), f"{one['late_p99_ms']:.0f}",
+            f"{one['reclaim_p99_ms']:.1f}" if one["reclaims"] else "-",
         )  # fmt: skip
     console.print(table)
     return [{"scene": scene, "trace": trace, "target_load": load, "step_ms": 1e3 * alone.step_s, **one} for one in rows]
@@ -51,36 +52,58 @@ def draw(scene: str, found: dict[str, Cell], path: Path) -> None:
 
 
 def figures(found: dict[str, Any]) -> dict[str, Any]:
-    """Over all traces and loads the worst."""
+    """Over all traces and loads the worst of ours; the intervals are those of the worst cells."""
     cells = found["cells"]
     ours = [one for one in cells if one["policy"] == "ours"]
-    alone = {one["scene"]: one for one in cells if one["policy"] == "alone"}
-
-    def worst(pick: Any, values: list[float]) -> float | None:
-        return pick(values) if values else None
-
-    def harvest(load: int) -> float | None:
-        return worst(min, [one["share_of_ideal_harvest"] for one in ours if one["target_load"] == load])
-
-    over = []
-    for one in ours:
-        rivals = [two for two in cells if two["scene"] == one["scene"] and two["policy"].startswith("rose")]
-        best = max((two["rollout_tokens_per_s"] for two in rivals), default=0.0)
-        if best:
-            over.append(one["rollout_tokens_per_s"] / best)
+    again = [one for one in cells if one["policy"] == "alone-again"]
+    ttft: dict[str, Any] = max(ours, key=lambda one: one["ttft_p99_over_alone"], default={})
+    tpot: dict[str, Any] = max(ours, key=lambda one: one["tpot_p99_over_alone"], default={})
+    checks = {one["scene"]: _checks(one, cells) for one in ours}
+    over = [(one, rose) for one in ours if (rose := best_rose(_of(one, cells)))]
     return {
-        "slo_attainment": worst(min, [one["slo_attainment"] for one in ours]),
-        "ttft_p99_over_alone": worst(max, [one["ttft_p99_over_alone"] for one in ours]),
-        "ttft_p99_excess_ms": worst(max, [one["ttft_p99_excess_ms"] for one in ours]),
-        "tpot_p99_over_alone": worst(max, [one["tpot_p99_over_alone"] for one in ours]),
-        "share_of_ideal_harvest_at_20": harvest(20),
-        "share_of_ideal_harvest_at_50": harvest(50),
-        "share_of_ideal_harvest_at_80": harvest(80),
-        "rollout_tokens_over_rose": worst(min, over),
-        "reclaim_p99_ms": worst(max, [one["reclaim_p99_ms"] for one in ours]),
-        "rollout_step_ms": worst(max, [one["step_ms"] for one in ours]),
+        "slo_attainment": min((one["slo_attainment"] for one in ours), default=None),
+        "ttft_p99_over_alone": ttft.get("ttft_p99_over_alone"),
+        "ttft_p99_over_alone_interval": ttft.get("ttft_p99_over_alone_interval"),
+        "ttft_p99_excess_ms": max((one["ttft_p99_excess_ms"] for one in ours), default=None),
+        "tpot_p99_over_alone": tpot.get("tpot_p99_over_alone"),
+        "tpot_p99_over_alone_interval": tpot.get("tpot_p99_over_alone_interval"),
+        "noise_ttft_p99": [one["ttft_p99_over_alone"] for one in again],
+        "noise_tpot_p99": [one["tpot_p99_over_alone"] for one in again],
+        **{f"share_of_ideal_harvest_at_{load}": _harvest(ours, load) for load in (20, 50, 80)},
+        "rollout_tokens_over_rose": min((_over(one, rose) for one, rose in over), default=None),
+        "rose_taken": {one["scene"]: rose["policy"] for one, rose in over},
+        "rollout_tokens_over_rose_with_most_tokens": min(
+            (_over(one, _greediest(one, cells)) for one, _ in over), default=None
+        ),
+        "reclaim_p99_ms": max((one["reclaim_p99_ms"] for one in ours), default=None),
+        "rollout_step_ms": max((one["step_ms"] for one in ours), default=None),
         "tokens_lost": found["books"]["lost"],
         "rollouts_finished_twice": found["books"]["twice"],
-        "proxy_overhead_p50_ms": found.get("proxy_overhead_p50_ms"),
-        "cells_kept": {one["scene"]: kept(one, alone[one["scene"]]) for one in ours},
+        "rollouts_short": found["books"]["short"],
+        "rollouts_unfinished": found["books"]["unfinished"],
+        "proxy_overhead_p50_ms": found["proxy"]["alone"]["first_token_p50_ms"]["added"],
+        "proxy_requests_per_s": found["proxy"]["proxied_closed_loop"]["per_s"],
+        "kept": checks,
     }
+
+
+def _of(one: dict[str, Any], cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [two for two in cells if two["scene"] == one["scene"]]
+
+
+def _checks(one: dict[str, Any], cells: list[dict[str, Any]]) -> dict[str, bool]:
+    beside = _of(one, cells)
+    return kept(one, next(two for two in beside if two["policy"] == "alone"), best_rose(beside))
+
+
+def _greediest(one: dict[str, Any], cells: list[dict[str, Any]]) -> dict[str, Any]:
+    rivals = [two for two in _of(one, cells) if two["policy"].startswith("rose")]
+    return max(rivals, key=lambda two: two["rollout_tokens_per_s"])
+
+
+def _over(one: dict[str, Any], rose: dict[str, Any]) -> float:
+    return float(one["rollout_tokens_per_s"] / max(1.0, rose["rollout_tokens_per_s"]))
+
+
+def _harvest(ours: list[dict[str, Any]], load: int) -> float | None:
+    return min((one["share_of_ideal_harvest"] for one in ours if one["target_load"] == load), default=None)

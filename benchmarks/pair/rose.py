@@ -8,24 +8,24 @@ At each moment, over the served requests r, with offline tables That of the engi
 
 Memory: the rollouts' KV budget R is fixed for an RL step, and headroom H (a fifth of the memory) kept for serving. Once
 the serving engine's use of H crosses a watermark, R is halved, once; victims are aborted whole; R stays frozen until
-the next RL step begins. Watermark, H and the length of an RL step are not stated: they are swept here. The setting
-`EBBTIDE_ROSE` names them as `STEP_S,WATERMARK`, the watermark as a fraction of H.
+the next RL step begins. Watermark, the exact H and the length of an RL step are not stated. The setting `EBBTIDE_ROSE`
+names them as `STEP_S,WATERMARK,HEADROOM`: the watermark as a fraction of H, H as a fraction of the memory.
 """
 
 import os
 from collections.abc import Sequence
 from typing import Final
 
-from ebbtide.runtime import run
+from ebbtide.runtime import Shutdown, run
 from ebbtide.scheduling.governor import NOTHING_INSIDE, Decides, Decision, Learnt, Limits, Targets
 from ebbtide.serving_guard.memory import Allowed, Memory
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.settings import load
 from ebbtide.types.grants import GRANT_S, Budget, Forecast, Hello, Report, Residency
 
-#: That_prf and That_dec of the pair's served model on two cores, as probed before each benchmark: seconds, per token.
+#: That_prf (of a prompt, and of each of its tokens) and That_dec (of one request, and of each further one) of the
+#: served model, as probed before the benchmark: seconds.
 TABLES: Final = "EBBTIDE_ROSE_TABLES"
-_HEADROOM: Final = 0.2
 
 
 class _Request:
@@ -41,7 +41,7 @@ class Rose(Decides):
 
     def __init__(self, targets: Targets, limits: Limits) -> None:
         self._targets, self._limits = targets, limits
-        self._fixed, self._token, self._decode = map(float, os.environ[TABLES].split(","))
+        self._fixed, self._token, self._decode, self._more = map(float, os.environ[TABLES].split(","))
         self._inside: dict[str, _Request] = {}
 
     def arrived(self, now: float, request: str, prompt_tokens: int, *, streamed: bool = True) -> None:
@@ -63,7 +63,9 @@ class Rose(Decides):
         if not self._inside:
             budget = Budget(limits.tokens, limits.sequences, now + GRANT_S)
             return Decision(budget, "idle", NOTHING_INSIDE, now + GRANT_S / 2)
-        until = min(map(self._slack_ends, self._inside.values()))
+        decoding = sum(one.last > 0 for one in self._inside.values())
+        decode = self._decode + self._more * max(0, decoding - 1)
+        until = min(self._slack_ends(one, decode) for one in self._inside.values())
         if until <= now:
             return Decision(Budget(), "reclaimed", 0.0, now + GRANT_S / 2)
         budget = Budget(limits.tokens, limits.sequences, min(until, now + GRANT_S))
@@ -78,10 +80,10 @@ class Rose(Decides):
     def pays(self, now: float, wake_s: float) -> bool:
         return True
 
-    def _slack_ends(self, one: _Request) -> float:
+    def _slack_ends(self, one: _Request, decode: float) -> float:
         if not one.last:
             return one.arrived + self._targets.ttft_s - (self._fixed + self._token * one.prompt)
-        return one.last + self._targets.tpot_s - self._decode
+        return one.last + self._targets.tpot_s - decode
 
 
 class RoseMemory(Memory):
@@ -89,9 +91,9 @@ class RoseMemory(Memory):
 
     def __init__(self, *, limit_mib: int = 0, serving_kv_mib: int = 0, bytes_per_token: int = 0) -> None:
         super().__init__(limit_mib=limit_mib, serving_kv_mib=serving_kv_mib, bytes_per_token=bytes_per_token)
-        step_s, watermark = map(float, os.environ["EBBTIDE_ROSE"].split(","))
+        step_s, watermark, self._headroom = map(float, os.environ["EBBTIDE_ROSE"].split(","))
         self._token_bytes, self._step_s = bytes_per_token, step_s
-        self._watermark = watermark * _HEADROOM * self.limit
+        self._watermark = watermark * self._headroom * self.limit
         self._began = 0.0
         self._cut = False
         self._kv: dict[str, int] = {}
@@ -115,7 +117,7 @@ class RoseMemory(Memory):
     def allowed(self, now: float, worker_id: str, *, idle_s: float) -> Allowed:
         del idle_s
         self.tokens_inside(now, self.serving_bytes // max(1, self._token_bytes))
-        budget = min(self._kv.get(worker_id, 0), int((1 - _HEADROOM) * self.limit))
+        budget = min(self._kv.get(worker_id, 0), int((1 - self._headroom) * self.limit))
         phase = "cut" if self._cut else "normal"
         return Allowed(budget // 2 if self._cut else budget, phase, Residency.AWAKE)
 
@@ -123,7 +125,7 @@ class RoseMemory(Memory):
 def main(argv: Sequence[str] | None = None) -> None:
     settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=__doc__ or "")
 
-    async def work(shutdown) -> None:  # type: ignore[no-untyped-def]
+    async def work(shutdown: Shutdown) -> None:
         from ebbtide.serving_guard.service import serve
 
         await serve(shutdown, settings, decides=Rose, memory=RoseMemory)

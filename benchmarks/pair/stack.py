@@ -34,6 +34,8 @@ SLOTS: Final = 16
 _OPEN: Final = 64
 #: Room for all slots' longest texts, of 4 KiB a token. What of it may be used is the guard's to say.
 _KV_MIB: Final = 64
+#: A host that was given up is tried again in half a minute, then after twice as long.
+_WANTED_S: Final = 300.0
 #: Of the served engine: a dozen usual requests, or one of the longest.
 SERVING_KV_MIB: Final = 24
 _ENGINE: Final = f"""
@@ -54,6 +56,8 @@ class Pair:
         self.directory = directory
         self.cluster = Cluster(directory)
         self.grants = directory / "grants"
+        self.cores = os.sched_getaffinity(0)
+        self.guard_pid = 0
         self.feed: Feeding
         self.serving: dict[str, Process] = {}
 
@@ -77,7 +81,7 @@ class Pair:
     def books(self) -> dict[str, int]:
         """Over all rollouts that finished: tokens that were made but not kept, finishes that came twice or short."""
         made, feed = self.generated(), self.feed
-        lost = sum(made.get(name, 0) - tokens for name, tokens in feed.finished.items())
+        lost = sum(max(0, made.get(name, 0) - tokens) for name, tokens in feed.finished.items())
         return {
             "rollouts": len(feed.finished),
             "tokens": sum(feed.finished.values()),
@@ -85,6 +89,7 @@ class Pair:
             "twice": feed.twice,
             "short": feed.short,
             "aborted": len(feed.aborted),
+            "unfinished": len(feed.open),
         }
 
     def generated(self) -> dict[str, int]:
@@ -93,6 +98,20 @@ class Pair:
         for record in self.cluster.ledger(WORKER):
             made[record.rollout_id] = made.get(record.rollout_id, 0) + record.generated
         return made
+
+    async def lent(self) -> None:
+        """Wait until the coordinator wants the worker, whatever it thought of it under another policy."""
+        client = self.cluster.client()
+
+        async def wanted() -> bool:
+            return any(one.worker_id == WORKER and not one.given_up for one in await client.workers())
+
+        await wait_until(wanted, timeout=_WANTED_S, what="the coordinator to want the worker again")
+
+    async def drained(self) -> None:
+        """Ask for nothing more, and wait until all that was asked for has finished."""
+        self.feed.stop()
+        await wait_until(lambda: not self.feed.open, timeout=120, what="the end of all rollouts")
 
     def pin(self, cores: set[int]) -> None:
         """Bind the rollout engine and its worker, with all their threads, to these cores."""
@@ -118,6 +137,11 @@ async def pair(directory: Path, seed: int) -> AsyncIterator[Pair]:
         await lease.publish(load_file(base / "model.safetensors"), step=0)
         made.feed = await stack.enter_async_context(feeding(lease, _OPEN, seed))
         yield made
+
+
+def setting() -> dict[str, Any]:
+    """What all measurements of a pair have in common, besides the code."""
+    return {"slots": SLOTS, "open": _OPEN, "kv_mib": _KV_MIB, "serving_kv_mib": SERVING_KV_MIB, "engine": _ENGINE}
 
 
 async def installed(made: Pair) -> None:

@@ -12,11 +12,13 @@ _SLOWEST, _FASTEST, _HALVINGS = 1e-3, 1e3, 40
 
 
 class Speeds(Struct, frozen=True, kw_only=True):
-    """Of a serving engine alone: a prompt takes `fixed_s` and `prompt_s` a token, a further token `token_s`."""
+    """Of a serving engine alone: a prompt takes `fixed_s` and `prompt_s` a token, a further token `token_s`, and
+    `more_s` longer for each other request that decodes at the same time."""
 
     fixed_s: float
     prompt_s: float
     token_s: float
+    more_s: float = 0.0
 
     def prefill(self, tokens: int) -> float:
         return self.fixed_s + self.prompt_s * tokens

@@ -1,0 +1,122 @@
+"""What the benchmark of co-serving makes of its blocks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks.pair.figures import Alone, Block, Cell, best_rose, kept, row
+from benchmarks.pair.keeping import Keeping
+from benchmarks.pair.level import Scene
+from benchmarks.pair.report import figures, told
+from benchmarks.pair.traffic import Speeds, busy_s, lasting, speed_for
+from ebbtide.cli.coserving_records import Answer
+from ebbtide.cli.coserving_traffic import Bursts, Request, faster, made_up
+
+ALONE = Alone(tokens_per_s=1000.0, step_s=0.008)
+SPEEDS = Speeds(fixed_s=0.01, prompt_s=0.0002, token_s=0.01)
+ASKED = (
+    "slo_attainment",
+    "ttft_p99_over_alone",
+    "ttft_p99_excess_ms",
+    "tpot_p99_over_alone",
+    "share_of_ideal_harvest_at_20",
+    "share_of_ideal_harvest_at_50",
+    "rollout_tokens_over_rose",
+    "tokens_lost",
+    "proxy_overhead_p50_ms",
+)
+
+
+def cell(policy: str, *, ttft_s: float = 0.1, token_s: float = 0.01, tokens: int = 0, count: int = 100) -> Cell:
+    answers = [
+        Answer(due=float(at), sent=at, first=at + ttft_s, last=at + ttft_s + 10 * token_s, prompt=100, output=11)
+        for at in range(count)
+    ]
+    return Cell(policy=policy, blocks=[Block(policy=policy, seconds=float(count), answers=answers, harvested=tokens)])
+
+
+def rows(*cells: Cell) -> list[dict[str, Any]]:
+    return told("conv-20", "conv", 20, {one.policy: one for one in cells}, ALONE, Console(quiet=True))
+
+
+def test_all_figures_that_are_asked_for_are_there() -> None:
+    found = {
+        "cells": rows(cell("alone"), cell("rose:60,1,0.2", tokens=40_000), cell("ours", tokens=70_000)),
+        "books": {"lost": 0, "twice": 0, "short": 0, "unfinished": 0},
+        "proxy": {"alone": {"first_token_p50_ms": {"added": 0.2}}, "proxied_closed_loop": {"per_s": 2000.0}},
+    }
+
+    told_figures = figures(found)
+
+    assert set(ASKED) <= set(told_figures)
+    assert told_figures["share_of_ideal_harvest_at_20"] == pytest.approx(0.7 / 0.8)
+    assert told_figures["rollout_tokens_over_rose"] == pytest.approx(70 / 40)
+    assert all(told_figures["kept"]["conv-20"].values())
+
+
+def test_a_cell_that_is_slower_harvests_too_little_or_less_than_rose_does_not_keep_its_promise() -> None:
+    alone, ours, rose = rows(
+        cell("alone"), cell("ours", ttft_s=0.2, token_s=0.012, tokens=30_000), cell("rose:60,1,0.2", tokens=60_000)
+    )
+
+    told_kept = kept(ours, alone, rose)
+
+    assert {name for name, good in told_kept.items() if good} == {"reclaim"}
+
+
+def test_the_reported_policy_is_taken_at_the_setting_that_keeps_its_slo_with_most_tokens() -> None:
+    cells = rows(
+        cell("alone"),
+        cell("rose:60,1,0.2", tokens=40_000),
+        cell("rose:60,2,0.2", tokens=50_000),
+        cell("rose:600,1,0.2", ttft_s=0.5, tokens=90_000),
+    )
+
+    best = best_rose(cells)
+
+    assert best is not None
+    assert best["policy"] == "rose:60,2,0.2"
+
+
+def test_tokens_of_aborted_rollouts_are_no_harvest() -> None:
+    ours = cell("rose:60,1,0.2", tokens=1000)
+    ours.blocks[0].wasted, ours.blocks[0].again = 400, 700
+
+    found = row(ours, cell("alone"), ALONE)
+
+    assert (found["rollout_tokens_per_s"], found["tokens_generated_twice"]) == (6.0, 700)
+
+
+def test_a_block_is_found_again_under_the_same_setting_alone(tmp_path: Path) -> None:
+    block = cell("ours").blocks[0]
+    Keeping(tmp_path, {"slots": 16}).keep_block("ours-0", [1.0], block)
+
+    assert Keeping(tmp_path, {"slots": 16}).block("ours-0", [1.0]) == block
+    assert Keeping(tmp_path, {"slots": 16}).block("ours-0", [2.0]) is None
+    assert Keeping(tmp_path, {"slots": 32}).block("ours-0", [1.0]) is None
+
+
+def test_speeds_once_probed_stay_so_that_arrivals_do(tmp_path: Path) -> None:
+    assert Keeping(tmp_path, {}).speeds() is None
+    Keeping(tmp_path, {}).keep_speeds(SPEEDS)
+
+    assert Keeping(tmp_path, {}).speeds() == SPEEDS
+
+
+@pytest.mark.parametrize("load", [0.2, 0.5, 0.8])
+def test_a_trace_is_replayed_at_the_speed_that_loads_the_engine_as_wanted(load: float) -> None:
+    requests = made_up(Bursts(), 600.0, 0)
+    at = faster(requests, speed_for(requests, load, SPEEDS))
+
+    assert busy_s(at, SPEEDS) / at[-1].at == pytest.approx(load, rel=0.02)
+    assert lasting(requests, load, SPEEDS, 60.0)[-1].at <= 60.0
+
+
+def test_blocks_hold_each_request_once() -> None:
+    requests = [Request(float(at), 10, 4) for at in range(300)]
+    blocks = Scene(name="s", requests=requests).blocks(100.0)
+
+    assert [len(block) for block in blocks] == [100, 100, 100]
+    assert all(0 <= one.at < 100 for block in blocks for one in block)
