@@ -39,13 +39,14 @@ _REMEMBERED_S: Final = 3_600.0
 class Lender(Struct, frozen=True, kw_only=True):
     """A worker beside a serving engine: rollouts that it holds at most, what was learnt of its speed (at mean contexts
     of `context` tokens), and the forecast of its guard: `share` of the next minute in which it may generate,
-    `disturbance`: share of the error budget used.
+    `disturbance`: share of the error budget used. `known`: there is such a forecast; without it nothing is judged.
     """
 
     worker_id: str
     slots: int
     share: float
     disturbance: float
+    known: bool = True
     speed: Speed | None = None
     context: float = 0.0
 
@@ -58,7 +59,8 @@ class Verdict(NamedTuple):
 
 
 class _Host(Struct):
-    """`since`: when it was borrowed or given up; `until`: it is not borrowed again before; `pause_s`: the last one."""
+    """`since`: when it was borrowed or given up, or its forecast was not known; `until`: it is not borrowed again
+    before; `pause_s`: the last one."""
 
     since: float
     seen: float
@@ -82,8 +84,10 @@ class Borrowing:
         for lender in lenders:
             host = self._hosts.setdefault(lender.worker_id, _Host(now, now))
             host.seen = now
-            if host.wanted:
-                self._judge(host, brought[lender.worker_id], lender.disturbance, now)
+            if not lender.known:
+                host.since = now if host.wanted else host.since
+            elif host.wanted:
+                self._judge(host, lender, brought[lender.worker_id], now)
             elif now >= host.until and brought[lender.worker_id] > _SURE * lender.disturbance:
                 host.wanted, host.since, host.reason = True, now, ""
         for worker_id, host in list(self._hosts.items()):
@@ -118,22 +122,23 @@ class Borrowing:
             brought[lender.worker_id] = min(1.0, lender.share) * _filled(lender, taken)
         return brought
 
-    def _judge(self, host: _Host, brought: float, disturbance: float, now: float) -> None:
-        lasted_s = now - host.since
+    def _judge(self, host: _Host, lender: Lender, brought: float, now: float) -> None:
+        lasted_s, disturbance = now - host.since, lender.disturbance
         used_up = disturbance >= 1.0
         costs = disturbance > max(_CHANCE, _SURE * brought) and lasted_s >= _DWELL_S
         if not used_up and not costs:
             return
+        needed = brought > 0.0 or not lender.share
         if used_up:
             host.reason = "its requests used up their error budget beside rollouts"
-        elif brought:
+        elif needed:
             host.reason = f"it takes {disturbance:.0%} of the error budget, and brings {brought:.0%} of its speed"
         else:
             host.reason = "others have room for all rollouts"
-        if brought:
+        if needed:
             forgiven = lasted_s > _FORGIVEN * host.pause_s and host.pause_s >= _PAUSE_S
             host.pause_s = _PAUSE_S if forgiven else min(_LONGEST_PAUSE_S, 2.0 * host.pause_s)
-        host.wanted, host.since, host.until = False, now, now + (host.pause_s if brought else _PAUSE_S)
+        host.wanted, host.since, host.until = False, now, now + (host.pause_s if needed else _PAUSE_S)
 
 
 def _filled(lender: Lender, rollouts: float) -> float:

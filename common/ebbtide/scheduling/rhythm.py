@@ -21,8 +21,12 @@ _MINUTE_S: Final = 60.0
 _UNSEEN: Final = 0.5
 #: Waking up is worth it where it brings so many times what it takes.
 _WORTH: Final = 2.0
-#: Misses beside rollouts are forgotten with this.
-_MISSES_S: Final = 600.0
+#: Requests, and misses beside rollouts, are forgotten with this.
+_MISSES_S: Final = 300.0
+#: So many requests without a miss are taken to have been served before, and so many misses are taken for chance: of
+#: few requests one that missed would be more than all that is allowed, and says nothing of the next.
+_BEFORE: Final = 100.0
+_BY_CHANCE: Final = 1.0
 
 
 class Spells:
@@ -106,10 +110,20 @@ class Rhythm:
 
     def served(self, now: float, *, missed: bool) -> None:
         """A request was served; `missed`: it missed a target, and would not have without rollouts."""
+        self._fade(now)
+        self._requests += 1.0
+        self._missed += missed
+
+    def _fade(self, now: float) -> None:
+        """Requests and misses of old are forgotten, also while none come."""
         fade = exp(min(0.0, self._served_at - now) / _MISSES_S)
-        self._requests = fade * self._requests + 1.0
-        self._missed = fade * self._missed + missed
-        self._served_at = now
+        self._requests, self._missed = fade * self._requests, fade * self._missed
+        self._served_at = max(now, self._served_at)
+
+    def _disturbance(self, now: float) -> float:
+        """Misses that are more than chance, as a share of those allowed."""
+        self._fade(now)
+        return max(0.0, self._missed - _BY_CHANCE) / (self._allowed * (_BEFORE + self._requests))
 
     def load(self, now: float) -> float:
         """The share of the last minute with a request inside."""
@@ -125,8 +139,7 @@ class Rhythm:
         left = self.left(now)
         certain = min(1.0, left / _MINUTE_S)
         share = certain * (not self._is_busy) + (1.0 - certain) * self._granted.share(now)
-        disturbance = self._missed / (self._allowed * self._requests) if self._requests else 0.0
-        return Forecast(share=min(1.0, share), spell_s=left, disturbance=disturbance)
+        return Forecast(share=min(1.0, share), spell_s=left, disturbance=self._disturbance(now))
 
     def pays(self, now: float, wake_s: float) -> bool:
         """Whether a wake-up that takes `wake_s` brings more than it costs: in the spell that lasts, if that is an idle

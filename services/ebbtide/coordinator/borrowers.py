@@ -107,6 +107,7 @@ class Borrowers:
             slots=session.hello.slots,
             share=said.share if said else 0.0,
             disturbance=said.disturbance if said else 0.0,
+            known=said is not None and (said.share > 0.0 or said.spell_s > 0.0),
             speed=speed,
             context=context,
         )

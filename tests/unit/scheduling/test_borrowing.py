@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ebbtide.scheduling.borrowing import Borrowing, Lender
+from ebbtide.scheduling.rhythm import Rhythm
 from ebbtide.scheduling.throughput import Speed
 
 MANY = 1_000
@@ -55,6 +56,38 @@ def test_a_host_brings_nothing_where_others_have_room_for_all() -> None:
     assert after(borrowing, 60, lender(disturbance=0.1), wanting=0) == []
     assert borrowing.verdict("a").reason == "others have room for all rollouts"
     assert after(borrowing, 60, lender(disturbance=0.0), wanting=8, start=60.0) == ["a"]
+
+
+def test_a_host_that_has_no_time_left_is_told_so_and_not_that_others_have_room() -> None:
+    borrowing = Borrowing()
+    assert after(borrowing, 60, lender(share=0.0, disturbance=0.1)) == []
+    assert borrowing.verdict("a").reason == "it takes 10% of the error budget, and brings 0% of its speed"
+
+
+def test_a_host_of_which_nothing_is_known_is_not_judged_until_it_was_seen_for_a_while() -> None:
+    borrowing, unknown = Borrowing(), lender(share=0.0, disturbance=2.0, known=False)
+    assert after(borrowing, 600, unknown) == ["a"]
+    assert after(borrowing, 20, lender(share=0.2, disturbance=0.5), start=602.0) == ["a"]
+    assert after(borrowing, 20, lender(share=0.2, disturbance=0.5), start=624.0) == []
+    assert after(borrowing, 600, unknown, start=646.0) == []
+
+
+def test_a_host_given_up_is_borrowed_again_in_the_quiet_behind_it() -> None:
+    rhythm, borrowing, seen = Rhythm(0.01), Borrowing(), []
+    rhythm.turn(0.0, busy=True)
+    rhythm.grant(0.0, granted=True)
+    for second in range(1, 1_800, 2):
+        now = float(second)
+        if second < 300:
+            rhythm.served(now, missed=second % 20 == 1)
+        elif second == 301:
+            rhythm.turn(now, busy=False)
+        said = rhythm.forecast(now)
+        one = lender(share=said.share, disturbance=said.disturbance)
+        borrowing.decide([one], MANY, now)
+        seen.append((second, borrowing.verdict("a").wanted))
+    assert not all(wanted for second, wanted in seen if second < 300)
+    assert all(wanted for second, wanted in seen if second > 1_000)
 
 
 def test_a_host_that_disturbs_nobody_is_kept_even_if_it_is_not_needed() -> None:

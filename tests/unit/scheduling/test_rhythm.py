@@ -70,9 +70,33 @@ def test_a_long_spell_forecasts_the_next_minute_and_short_ones_what_the_last_had
 def test_disturbance_is_the_part_of_the_allowed_misses_that_rollouts_caused() -> None:
     rhythm = Rhythm(0.01)
     assert rhythm.forecast(0.0).disturbance == 0.0
-    for number in range(1000):
-        rhythm.served(0.1 * number, missed=number % 200 == 0)
-    assert rhythm.forecast(100.0).disturbance == pytest.approx(0.5, rel=0.15)
+    for number in range(20_000):
+        rhythm.served(0.02 * number, missed=number % 200 == 199)
+    assert rhythm.forecast(400.0).disturbance == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_miss_or_two_among_few_requests_use_no_budget_up() -> None:
+    rhythm = Rhythm(0.01)
+    for number in range(10):
+        rhythm.served(60.0 * number, missed=number in {2, 7})
+        assert rhythm.forecast(60.0 * number).disturbance < 1.0
+
+
+def test_a_row_of_misses_among_few_requests_does() -> None:
+    rhythm = Rhythm(0.01)
+    for number in range(10):
+        rhythm.served(6.0 * number, missed=number % 2 == 0)
+    assert rhythm.forecast(60.0).disturbance > 1.0
+
+
+def test_disturbance_fades_also_while_no_request_comes() -> None:
+    rhythm = Rhythm(0.01)
+    for number in range(10):
+        rhythm.served(float(number), missed=number % 2 == 0)
+    seen = [rhythm.forecast(10.0 + 60.0 * minute).disturbance for minute in range(15)]
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0] > 1.0
+    assert seen[-1] == 0.0
 
 
 def test_saying_again_what_holds_changes_nothing() -> None:
