@@ -13,6 +13,8 @@ from ebbtide.coordinator.state import Session
 from ebbtide.scheduling.liveness import JUDGE_EVERY_S, Liveness
 from ebbtide.scheduling.progress import FLOOR_S, PAUSE_S, Doing, Progress
 
+#: What a worker was asked to hand back, it hands back within this, or it is stuck; it was asked several times then.
+_OBEYS_S: Final = 45.0
 #: Of its time a borrowed worker is taken to have at least this share.
 _LEAST_SHARE: Final = 0.05
 
@@ -69,6 +71,10 @@ class Health:
             but = "it is held all that time" if watched[session_id].beat.held else "its heartbeats go on"
             reason = f"no token for {quiet_s:.1f} s, though it has work and {but}"
             found.setdefault(session_id, Suspect(session_id, reason, quiet_s))
+        for session_id, session in watched.items():
+            if (late_s := _late_s(session, now)) > _OBEYS_S:
+                reason = f"it has not handed back what it was asked for {late_s:.0f} s ago"
+                found.setdefault(session_id, Suspect(session_id, reason, late_s))
         return list(found.values())
 
     def _doing(self, session: Session, now: float) -> Doing:
@@ -99,3 +105,9 @@ def _unread(session: Session) -> int:
     tokens = sum(attempt.waiting.length for attempt in session.pending.values())
     said = session.beat.borrowed
     return int(tokens / max(_LEAST_SHARE, said.share)) if session.borrowed and said else tokens
+
+
+def _late_s(session: Session, now: float) -> float:
+    """For how long the worker has kept what it was asked for; 0.0 while it waits for the store to take its tokens."""
+    kept = [freed.first for name, freed in session.freed.items() if name in session.attempts]
+    return now - min(kept) if kept and not session.storing else 0.0

@@ -237,6 +237,14 @@ class RunState:
             del self.homes[next(iter(self.homes))]
 
 
+class Freed(Struct):
+    """An attempt that was asked for at `first`, and again at `last`."""
+
+    reason: str
+    first: float
+    last: float
+
+
 class Session:
     """One attachment of a worker. `resend`: set to end its append stream, so that it sends again what is not durable;
     cleared with the next stream. `run_id`: the run it is to serve, `since` when; `target`: the version that it was
@@ -245,7 +253,7 @@ class Session:
 
     Of a borrowed worker: `standing`: its host has itself back, as far as is known; `turned`: when that began or ended;
     `given_up`: why its host is not borrowed now; `wanted`: whether it is, as the worker was told; `freed`: attempts
-    that it was asked for because its host has itself back, or is given up.
+    that it was asked for because its host has itself back, or is given up, and has not handed back.
     """
 
     def __init__(self, session_id: str, hello: Attach, now: float) -> None:
@@ -273,7 +281,7 @@ class Session:
         self.standing, self.turned = self.borrowed, now  # until it says that it has a grant
         self.given_up = ""
         self.wanted: bool | None = None
-        self.freed: set[str] = set()
+        self.freed: dict[str, Freed] = {}  # by attempt id
         self._streams = 0
         self.drained = asyncio.Event()  # it has no append stream open: all that came of it was seen to
         self.drained.set()

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from ebbtide.coordinator import borrowers
+from ebbtide.coordinator import borrowers, health
 from ebbtide.scheduling import reclaims
 from ebbtide.scheduling.attempts import MOVED
 from ebbtide.testing import wait_until
@@ -98,6 +98,28 @@ async def test_a_long_one_moves_everything_once_and_no_token_is_made_twice(clust
     counters = (await run.get()).counters
     assert (counters["moved"], counters.get("tokens_lost", 0)) == (2, 0)
     assert all(one.waiting.barren == 0 for one in cluster.coordinator.state.runs["r"].running.values())
+
+
+async def test_what_is_not_handed_back_is_asked_for_again(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(borrowers, "_AGAIN_S", 0.3)
+    _, worker = await busy(cluster)
+    await cluster.worker("steady")
+    await says(worker, granted=False, spell_s=300.0)
+    await wait_until(lambda: sorted(worker.asked) == ["a", "a", "b", "b"], what="it is asked twice")
+    await worker.hand_back("a", "b", reason=MOVED)
+    asked = len(worker.asked)
+    await rounds(cluster, 3)
+    assert len(worker.asked) <= asked + 2  # one that was on its way
+
+
+async def test_who_never_hands_back_is_suspected(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_OBEYS_S", 0.5)
+    _, worker = await busy(cluster)
+    steady = await cluster.worker("steady")
+    await says(worker, granted=False, spell_s=300.0)
+    await wait_until(lambda: worker.ended is not None, what="it is suspected")
+    await steady.has("a", "b")
+    assert "handed back" in (await listed(cluster, "lent")).reason
 
 
 async def test_it_is_filled_again_when_its_host_lends_itself_again(cluster: Any) -> None:
