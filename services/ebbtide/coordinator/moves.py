@@ -223,7 +223,7 @@ class Moves:
 
     def _ask(self, run: RunState, moves: Sequence[Move], sessions: Mapping[str, Session], now: float) -> None:
         batches: dict[str, list[fleet_pb2.AttemptRef]] = {}
-        room = borrowable(run)
+        room = borrowable(run) - self._lending(run)
         for move in moves:
             source, target = sessions.get(move.source), sessions.get(move.target)
             attempt = source.attempts.get(move.attempt_id) if source else None
@@ -247,6 +247,18 @@ class Moves:
         for source_id, refs in batches.items():
             release = fleet_pb2.Release(attempts=refs, reason=MOVED)
             sessions[source_id].outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
+
+    def _lending(self, run: RunState) -> int:
+        """Rollouts of the run that are on their way from other workers to borrowed ones."""
+        borrowed = {name: session.borrowed for name, session in self._state.sessions.items()}
+        return sum(
+            key[0] == run.run_id
+            and bool(asked.attempt.target)
+            and asked.here
+            and borrowed.get(asked.target, False)
+            and not borrowed.get(asked.source, False)
+            for key, asked in self._asked.items()
+        )
 
 
 def borrowable(run: RunState) -> float:
