@@ -31,7 +31,7 @@ _SIZE: Final = 4096
 _MAGIC: Final = 0x0001_4544_4954_4242  # "BBTIDE", then the layout's number
 # Words of 64 bits. Each part has cache lines of its own.
 _LAYOUT = 0
-_BELL, _VERSION, _TOKENS, _SEQUENCES, _UNTIL = 8, 9, 10, 11, 12
+_BELL, _VERSION, _TOKENS, _SEQUENCES, _UNTIL, _IDLE = 8, 9, 10, 11, 12, 13
 _LEASE, _KV_BLOCKS = 16, 17
 _STEPPING, _BEGAN, _ENDED, _STEPS, _SCHEDULED, _BUSY, _RUNNING, _WAITING, _KV_USED, _KV_TOTAL, _RECOMPUTED = range(
     24, 35
@@ -94,13 +94,14 @@ class Page:
 
     # The guard's.
 
-    def write_budget(self, budget: Budget) -> None:
-        """Say what the next step may take, and wake the engine if it waits."""
+    def write_budget(self, budget: Budget, *, idle: bool = False) -> None:
+        """Say what the next step may take, and wake the engine if it waits. `idle`: nothing is inside the serving
+        engine."""
         words = self._words
         version = words[_VERSION] | 1
         words[_VERSION] = version
         words[_TOKENS], words[_SEQUENCES] = _word(budget.tokens), _word(budget.sequences)
-        words[_UNTIL] = _word(budget.until * 1e9)
+        words[_UNTIL], words[_IDLE] = _word(budget.until * 1e9), int(idle)
         words[_VERSION] = version + 1
         self._fence()
         if budget.tokens:
@@ -155,20 +156,28 @@ class Page:
         return self._read(self._words[_LEASE])
 
     def offered(self) -> Budget:
-        """The guard's budget alone, whoever holds a lease: for what else runs in the engine's idle time."""
+        """The guard's budget alone, whoever holds a lease."""
         return self._read(_NEVER)
 
-    def _read(self, lease: int) -> Budget:
+    def idle(self) -> bool:
+        """Whether the guard says that nothing is inside the serving engine, in a budget that holds, whoever holds a
+        lease: for what else runs in its idle time."""
+        return self._read(_NEVER, idle=True).tokens > 0
+
+    def _read(self, lease: int, *, idle: bool = False) -> Budget:
         words, now = self._words, time.monotonic_ns()
         for _ in range(_LOOKS):
             version = words[_VERSION]
             tokens, sequences, until = words[_TOKENS], words[_SEQUENCES], words[_UNTIL]
+            fit = not idle or words[_IDLE] == 1
             if version == words[_VERSION] and not version & 1:
                 break
         else:
             return Budget()
         until = min(until, lease)
-        return Budget(tokens, sequences, until / 1e9) if min(tokens, sequences) > 0 and until > now else Budget()
+        return (
+            Budget(tokens, sequences, until / 1e9) if fit and min(tokens, sequences) > 0 and until > now else Budget()
+        )
 
     def await_budget(self, timeout_s: float, *, kv_blocks: int | None = None) -> Budget:
         """The budget, as soon as there is one, or an empty one after `timeout_s`, or once no longer `kv_blocks` may be

@@ -242,7 +242,12 @@ class _Demo:
         launcher, (worker,) = self._cluster.launcher, self._cluster.workers
         page = Page(page_path(self._cluster.grants, worker))
         cpu_s, busy_s = _cpu_s(launcher.process("trainer").pid), page.steps().busy_s
-        with pausing(page, lambda: launcher.process("trainer").pid) as self._pausing:
+
+        def pid() -> int | None:
+            trainer = launcher.process("trainer")
+            return trainer.pid if trainer.returncode is None else None
+
+        with pausing(page, pid) as self._pausing:
             yield
         self._trainer_cpu_s = _cpu_s(launcher.process("trainer").pid) - cpu_s
         self._steps_s = page.steps().busy_s - busy_s

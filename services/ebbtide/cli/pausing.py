@@ -1,8 +1,8 @@
 """Stops and continues a program that shares its cores with a serving engine, as the engine's guard grants them.
 
 Invariant: the program runs while nothing is inside the serving engine, as the page of the worker beside it says, and
-is stopped (SIGSTOP to its whole group) otherwise. It is continued at the end, however that comes. If this process dies,
-the kernel kills the program, stopped or not.
+is stopped (SIGSTOP to its whole group) otherwise; a budget for steps beside requests is not for it. It is continued at
+the end, however that comes. If this process dies, the kernel kills the program, stopped or not.
 """
 
 import os
@@ -18,8 +18,6 @@ from ebbtide.grants import Page
 
 #: So often the page is read: an arriving request has the cores back within that.
 _LOOK_S: Final = 0.002
-#: While requests are inside, a budget lasts for a rollout step; only one for longer means that nothing is.
-_AHEAD_S: Final = 0.1
 #: And so often what it says is noted.
 _NOTE_S: Final = 0.05
 
@@ -27,7 +25,7 @@ _NOTE_S: Final = 0.05
 class Pausing:
     """Made by `pausing`. `moments`: what the page said in time; `generated` is what the next one bears."""
 
-    def __init__(self, page: Page, pid: Callable[[], int]) -> None:
+    def __init__(self, page: Page, pid: Callable[[], int | None]) -> None:
         self._page, self._pid = page, pid
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pausing", daemon=True)
@@ -48,22 +46,30 @@ class Pausing:
         try:
             while not self._done.wait(_LOOK_S):
                 budget, now = self._page.offered(), time.monotonic()
-                changed = self._let(runs=budget.tokens > 0 and budget.until > now + _AHEAD_S)
+                changed = self._let(runs=self._page.idle())
                 if changed or now >= noted + _NOTE_S:
                     noted = now
                     self._note(now, budget.tokens, budget.sequences)
         finally:
-            self._let(runs=True)
+            self._signal(self._stopped, signal.SIGCONT)
 
     def _let(self, *, runs: bool) -> bool:
         """Have the program run or not; whether that is new."""
-        pid = self._pid()
-        if self._stopped == (None if runs else pid):
+        pid = None if runs and self._stopped is None else self._pid()
+        wanted = None if runs else pid
+        if wanted == self._stopped:
             return False
-        with suppress(ProcessLookupError):  # it ended; the launcher starts another
-            os.killpg(pid, signal.SIGCONT if runs else signal.SIGSTOP)
-        self._stopped = None if runs else pid
+        if not runs:
+            self._signal(pid, signal.SIGSTOP)
+        elif pid == self._stopped:  # else that one ended, and its number may be another's by now
+            self._signal(pid, signal.SIGCONT)
+        self._stopped = wanted
         return True
+
+    def _signal(self, pid: int | None, number: signal.Signals) -> None:
+        if pid is not None:
+            with suppress(ProcessLookupError):  # it ended; the launcher starts another
+                os.killpg(pid, number)
 
     def _note(self, now: float, tokens: int, sequences: int) -> None:
         moment = Moment(
@@ -78,8 +84,9 @@ class Pausing:
 
 
 @contextmanager
-def pausing(page: Page, pid: Callable[[], int]) -> Iterator[Pausing]:
-    """Inside the block the program whose group is `pid()` runs with the grants that `page` shows."""
+def pausing(page: Page, pid: Callable[[], int | None]) -> Iterator[Pausing]:
+    """Inside the block the program whose group is `pid()` runs with the grants that `page` shows. `pid` is called from
+    a thread, and None while there is no such program."""
     made = Pausing(page, pid)
     made.start()
     try:

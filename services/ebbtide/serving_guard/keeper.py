@@ -13,7 +13,7 @@ from math import inf
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.scheduling.governor import Decides, Decision, Learnt
+from ebbtide.scheduling.governor import NOTHING_INSIDE, Decides, Decision, Learnt
 from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.books import Books
 from ebbtide.serving_guard.borrowers import Borrowers
@@ -193,7 +193,7 @@ class Keeper(Traffic):
         if self._closed:
             return
         decision = _NOTHING if self._blind or now > self._seen_until else self._panel.decide(now)
-        self._share(decision.budget, now)
+        self._share(decision, now)
         if decision.state != self._decision.state:
             metrics.DECISIONS.labels(decision.state).inc()
         self._decision = decision
@@ -207,9 +207,9 @@ class Keeper(Traffic):
         if self._look is None and self._borrowers.all():
             self._look = loop.call_later(_LOOK_S, self._look_at_pages)
 
-    def _share(self, budget: Budget, now: float) -> None:
+    def _share(self, decision: Decision, now: float) -> None:
         """Among all that may have some, those first that have work for it."""
-        loans = self._borrowers.all()
+        loans, budget = self._borrowers.all(), decision.budget
         fit = [loan for loan in loans if loan.granted(now)]
         takers = [loan for loan in fit if loan.wanted] or fit
         for loan in loans:
@@ -219,7 +219,7 @@ class Keeper(Traffic):
             tokens, more = divmod(budget.tokens, len(takers))
             sequences, others = divmod(budget.sequences, len(takers))
             own = Budget(tokens + (number < more), sequences + (number < others), budget.until)
-            loan.write(own, now)
+            loan.write(own, now, idle=decision.slack_s == NOTHING_INSIDE)
 
     def _look_at_pages(self) -> None:
         """Tell the governor of each step, and look again as long as there may be any."""

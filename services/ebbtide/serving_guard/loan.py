@@ -47,7 +47,7 @@ class Loan:
         self.report: Report | None = None
         self.reported = asyncio.Event()
         self.heard_at = now
-        self.budget = Budget()
+        self.budget, self.idle = Budget(), False
         self.taken_at: float | None = now
         self.steps_when_taken = 0
         self.stopped_at: float | None = None
@@ -79,22 +79,23 @@ class Loan:
             return 0.0
         return self.report.wake_host_s if self.report.residency is Residency.HOST else self.report.wake_away_s
 
-    def write(self, budget: Budget, now: float) -> None:
-        """Let the next step take this; what its engine cannot take anyway is left out."""
+    def write(self, budget: Budget, now: float, *, idle: bool = False) -> None:
+        """Let the next step take this; what its engine cannot take anyway is left out. `idle`: nothing is inside the
+        serving engine."""
         if budget.tokens and budget.sequences:
             tokens = min(budget.tokens, self.hello.step_tokens or budget.tokens)
             budget = Budget(tokens, min(budget.sequences, self.hello.slots or budget.sequences), budget.until)
         else:
-            budget = Budget()
+            budget, idle = Budget(), False
         old = self.budget
-        if (budget.tokens, budget.sequences) == (old.tokens, old.sequences) and (
+        if (budget.tokens, budget.sequences, idle) == (old.tokens, old.sequences, self.idle) and (
             not budget.tokens or (0 <= budget.until - old.until < _RENEW_S and old.until - now > _RENEW_S)
         ):
             return
         if budget.tokens and self._arrivals:
             self._settle(self.page.steps())  # before the next step's times stand there
-        self.page.write_budget(budget)
-        self.budget = budget
+        self.page.write_budget(budget, idle=idle)
+        self.budget, self.idle = budget, idle
         if budget.tokens:
             self.taken_at = None
         elif self.taken_at is None:

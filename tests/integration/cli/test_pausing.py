@@ -51,13 +51,13 @@ def runs(started: subprocess.Popen[bytes]) -> bool:
     return all(one.status() != psutil.STATUS_STOPPED for one in group(started))
 
 
-async def test_it_stands_still_without_a_budget_and_goes_on_with_one(
+async def test_it_stands_still_without_a_budget_and_goes_on_where_nothing_is_inside(
     page: Page, program: subprocess.Popen[bytes]
 ) -> None:
     with pausing(page, lambda: program.pid) as made:
         await wait_until(lambda: stopped(program), what="no budget, no processor")
-        page.write_budget(Budget(256, 32, time.monotonic() + 600))
-        await wait_until(lambda: runs(program), what="a budget, whoever holds a lease")
+        page.write_budget(Budget(256, 32, time.monotonic() + 600), idle=True)
+        await wait_until(lambda: runs(program), what="an idle engine, whoever holds a lease")
         page.write_budget(Budget())
         await wait_until(lambda: stopped(program), what="an arrival takes it back")
         made.generated = 77
@@ -65,14 +65,14 @@ async def test_it_stands_still_without_a_budget_and_goes_on_with_one(
     assert {(one.tokens, one.training) for one in made.moments} == {(0, False), (256, True)}
 
 
-async def test_a_budget_for_one_step_beside_requests_is_not_for_it(
+async def test_a_budget_beside_requests_is_not_for_it_however_large_and_long(
     page: Page, program: subprocess.Popen[bytes]
 ) -> None:
     with pausing(page, lambda: program.pid) as made:
         await wait_until(lambda: stopped(program), what="no budget")
         noted = len(made.moments)
         for _ in range(20):
-            page.write_budget(Budget(16, 16, time.monotonic() + 0.05))
+            page.write_budget(Budget(256, 64, time.monotonic() + 0.2))
             await wait_until(lambda: made.moments[-1].at_s > time.monotonic() - 0.1)
         assert not any(one.training for one in made.moments[noted:])
 
@@ -86,6 +86,25 @@ async def test_it_goes_on_for_good_at_the_end_however_that_comes(page: Page, pro
     with pytest.raises(KeyError):
         await broken()
     assert runs(program)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_it_goes_on_even_if_nobody_knows_any_more_who_it_is(page: Page, program: subprocess.Popen[bytes]) -> None:
+    known = {"program": program.pid}
+    with pausing(page, lambda: known["program"]):
+        await wait_until(lambda: stopped(program), what="no budget")
+        known.clear()
+        await wait_until(lambda: runs(program), what="it is not left stopped")
+
+
+async def test_a_program_that_ended_is_let_be(page: Page, program: subprocess.Popen[bytes]) -> None:
+    pids: list[int | None] = [program.pid]
+    with pausing(page, lambda: pids[-1]) as made:
+        await wait_until(lambda: stopped(program), what="no budget")
+        pids.append(None)
+        page.write_budget(Budget(256, 32, time.monotonic() + 600), idle=True)
+        await wait_until(lambda: made.moments[-1].tokens == 256 and made.moments[-1].training, what="it is seen")
+    assert stopped(program), "what has this number now may be another's"
 
 
 async def test_a_program_that_was_started_anew_is_stopped_too(page: Page, program: subprocess.Popen[bytes]) -> None:

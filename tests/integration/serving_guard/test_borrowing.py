@@ -88,6 +88,7 @@ async def test_grants_are_renewed_before_they_run_out(stub: GrantsStub, page: Pa
     assert first.expires_s == GRANT_S
     assert second.sequence == first.sequence + 1
     await wait_until(lambda: page.offered().tokens)
+    assert page.idle(), "nothing is inside"
     call.cancel()
     await wait_until(lambda: not page.offered().tokens)
 

@@ -88,6 +88,18 @@ def test_a_budget_that_its_writer_left_half_written_is_none_until_the_next_one(p
     assert page.budget().tokens == 8
 
 
+def test_the_engine_is_idle_only_as_long_as_a_budget_that_says_so_holds(page: Page) -> None:
+    assert not page.idle()
+    page.write_budget(Budget(16, 4, ahead()), idle=True)
+    assert page.idle()
+    page.write_budget(Budget(256, 64, ahead()))
+    assert not page.idle(), "a budget beside requests"
+    page.write_budget(Budget(16, 4, time.monotonic() - 1), idle=True)
+    assert not page.idle()
+    page.write_budget(Budget(), idle=True)
+    assert not page.idle()
+
+
 def test_a_step_that_finds_no_budget_was_none(page: Page) -> None:
     page.enter(1, 100)
     page.begin_step()

@@ -33,6 +33,15 @@ def test_a_budget_that_is_about_to_end_is_written_again_though_its_end_hardly_mo
     assert page.offered().until == pytest.approx(now + 0.012)
 
 
+def test_the_same_budget_is_written_again_when_somebody_comes_in(page: Page) -> None:
+    loan, now = lent(page), time.monotonic()
+    loan.write(Budget(8, 8, now + 10), now, idle=True)
+    assert page.idle()
+    loan.write(Budget(8, 8, now + 10), now)
+    assert page.offered().tokens
+    assert not page.idle()
+
+
 def test_a_step_that_began_between_an_arrival_and_the_take_back_is_waited_for(page: Page) -> None:
     loan, now = lent(page), time.monotonic()
     loan.write(Budget(8, 8, now + 10), now)
