@@ -3,9 +3,13 @@
 import os
 import resource
 import time
+from collections.abc import Mapping
+from typing import Final
 
 import psutil
 from msgspec import Struct
+
+_NOT_BUSY: Final = frozenset({"idle", "iowait", "guest", "guest_nice"})
 
 
 class Cores(Struct, frozen=True):
@@ -18,8 +22,13 @@ class Cores(Struct, frozen=True):
 
 def cores() -> Cores:
     """As they stand now."""
-    times = psutil.cpu_times()
-    return Cores(time.monotonic(), times.user + times.system, _own_s())
+    return Cores(time.monotonic(), busy_s(psutil.cpu_times()._asdict()), _own_s())
+
+
+def busy_s(times: Mapping[str, float]) -> float:
+    """Core-seconds, by what they went into, that were not idle: niced programs', interrupts' and other machines' too.
+    What guests took stands in `user` and `nice` as well."""
+    return sum(seconds for name, seconds in times.items() if name not in _NOT_BUSY)
 
 
 def share_of_others(begin: Cores, end: Cores) -> float:
