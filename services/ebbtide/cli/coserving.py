@@ -8,7 +8,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -47,7 +47,7 @@ _TTFT_FACTOR, _TPOT_FACTOR = 1.6, 1.27
 #: What an engine that has just booted does for the first time is no measure: one request each of these prompt lengths.
 _WARM_UP: Final = (16, 64, 256, 1024, 2048, 512, 128, 1024)
 _WARM_UP_APART_S: Final = 0.6
-#: The window is replayed over and over beside the run, so often at most.
+#: The window is replayed over and over beside the run, so often by one client.
 _LAPS: Final = 40
 _LOOK_S: Final = 0.25
 #: A trainer that is stopped for so long in bursts keeps its run.
@@ -100,6 +100,7 @@ class _Demo:
         self._answers: list[Answer] = []
         self._stretches: list[Stretch] = []
         self._targets = (0.0, 0.0)
+        self._users_end = asyncio.Event()
         self._pausing: Pausing
         self._trainer_cpu_s = self._steps_s = 0.0
 
@@ -196,7 +197,8 @@ class _Demo:
         self._screen.attach(progress)
         begin = cores()
         async with self._watched(), self._paced():
-            users = asyncio.create_task(self._send("beside", url, laps(self._sent.requests, self._sent.seconds, _LAPS)))
+            window = laps(self._sent.requests, self._sent.seconds, _LAPS)
+            users = asyncio.create_task(again_until(self._users_end, lambda: self._send("beside", url, window)))
             following = asyncio.create_task(follow(client, progress))
             try:
                 await asyncio.wait({following, users}, return_when=asyncio.FIRST_COMPLETED)
@@ -212,6 +214,7 @@ class _Demo:
         return run, progress
 
     def _end_users(self) -> None:
+        self._users_end.set()
         with suppress(ProcessLookupError, KeyError):
             os.kill(self._cluster.launcher.process("beside").pid, signal.SIGTERM)
 
@@ -251,6 +254,15 @@ class _Demo:
             yield
         self._trainer_cpu_s = _cpu_s(launcher.process("trainer").pid) - cpu_s
         self._steps_s = page.steps().busy_s - busy_s
+
+
+async def again_until(over: asyncio.Event, send: Callable[[], Awaitable[list[Answer]]]) -> list[Answer]:
+    """The answers to all that is sent, over and over until `over` is set: a run that lasts longer than its traffic
+    would count time as idle that no users left so."""
+    answers: list[Answer] = []
+    while not over.is_set():
+        answers += await send()
+    return answers
 
 
 def _cpu_s(pid: int) -> float:

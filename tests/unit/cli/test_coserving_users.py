@@ -1,0 +1,36 @@
+"""Users beside a run stay as long as it lasts."""
+
+import asyncio
+
+import pytest
+
+from ebbtide.cli.coserving import again_until
+from ebbtide.cli.coserving_records import Answer
+from ebbtide.errors import EbbtideError
+
+
+def answer(at: float) -> Answer:
+    return Answer(due=at, sent=at, first=at, last=at, prompt=1, output=1, failed="")
+
+
+async def test_traffic_that_ends_before_the_run_begins_again_and_nothing_of_it_is_lost() -> None:
+    over = asyncio.Event()
+    sent: list[Answer] = []
+
+    async def send() -> list[Answer]:
+        sent.append(answer(float(len(sent))))
+        if len(sent) == 3:
+            over.set()
+        return [sent[-1]]
+
+    assert await again_until(over, send) == sent
+    assert len(sent) == 3
+    assert await again_until(over, send) == []
+
+
+async def test_what_keeps_users_from_their_work_ends_it() -> None:
+    async def send() -> list[Answer]:
+        raise EbbtideError("the client ended")
+
+    with pytest.raises(EbbtideError, match="the client ended"):
+        await again_until(asyncio.Event(), send)
