@@ -72,7 +72,8 @@ def compared(requests: Sequence[Request], load: float, engines: Engines, aims: S
     slo = Targets(
         ttft_s=_TTFT_FACTOR * percentile(ttft(alone), 0.99), tpot_s=_TPOT_FACTOR * percentile(tpot(alone), 0.99)
     )
-    os.environ[TABLES] = f"{engines.prefill_s},{engines.prefill_token_s},{engines.decode_s}"
+    each_s = engines.decode_each_s
+    os.environ[TABLES] = f"{engines.prefill_s},{engines.prefill_token_s},{engines.decode_s + each_s},{each_s}"
     policies: dict[str, Callable[[], Decides]] = {
         "alone": partial(Always, slo, nothing),
         "unguarded": partial(Always, slo, everything),

@@ -45,8 +45,6 @@ _STILL_S: Final = 0.1
 _HELD_S: Final = 0.25
 #: For how long an install waits for a spell: without one it disturbs who is served, without it the run may wait.
 _PATIENCE_S: Final = 5.0
-#: While requests are inside, a budget lasts for a step; only one for longer means that nothing is.
-_AHEAD_S: Final = 0.1
 #: Between two looks for a grant then.
 _PAUSE_S: Final = 0.01
 #: A stream that lasted so long was a good one: the next is opened soon.
@@ -142,7 +140,7 @@ class Borrowing:
             await asyncio.sleep(_PAUSE_S)
 
     def _spell_of(self, seconds: float) -> bool:
-        idle = self._page.budget().tokens and self._page.offered().until > time.monotonic() + _AHEAD_S
+        idle = self._page.budget().tokens and self._page.idle()
         forecast = self._forecast.spell_s  # 0: not known
         return bool(idle) and (not forecast or forecast >= seconds)
 

@@ -36,9 +36,9 @@ class Guard(grants_pb2_grpc.GrantsServicer):
     def page(self) -> Page:
         return Page(page_path(self._folder, self._worker_id))
 
-    def allow(self, tokens: int, sequences: int = 64, until: float = EVER) -> None:
+    def allow(self, tokens: int, sequences: int = 64, until: float = EVER, idle: bool = True) -> None:
         self._tokens = tokens
-        self.page.write_budget(Budget(tokens, sequences, until))
+        self.page.write_budget(Budget(tokens, sequences, until), idle=idle)
 
     def hang_up(self) -> None:
         """End all streams."""

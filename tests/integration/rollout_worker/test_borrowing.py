@@ -212,11 +212,10 @@ async def test_an_install_waits_for_a_moment_with_a_grant(house: House, guard: G
 
 
 async def test_an_install_waits_where_the_budget_is_for_a_step_beside_requests(
-    house: House, guard: Guard, folder: Path, monkeypatch: pytest.MonkeyPatch
+    house: House, guard: Guard, folder: Path
 ) -> None:
     worker = await working(house, guard, folder)
-    monkeypatch.setattr(borrowing, "_AHEAD_S", 1000.0)
-    guard.allow(64, until=time.monotonic() + 500)
+    guard.allow(64, idle=False)
     heard = await waits(house)
     guard.allow(64)
     await house.coordinator.hear("installed", heard + 1)
