@@ -52,12 +52,16 @@ class Host:
             self._wanted.clear()
             self._disturbance = 0.0
 
-    async def clear(self) -> None:
+    async def spell(self, seconds: float) -> None:
+        del seconds  # of an install: none here is long against a grant
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await self._granted.wait()
         except TimeoutError:
             return
+
+    def may_wake(self) -> bool:
+        return self._granted.is_set()
 
     async def run(self) -> None:
         draw = self._draw
