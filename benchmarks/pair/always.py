@@ -1,13 +1,9 @@
 """No guard at all: the rollout engine always has its whole budget. What a shared GPU is without a rule, but for memory:
 rollouts have the four fifths of it that others give them too."""
 
-from collections.abc import Sequence
-
-from ebbtide.runtime import Shutdown, run
+from benchmarks.pair.rivals import run_rival
 from ebbtide.scheduling.governor import NOTHING_INSIDE, Decides, Decision, Learnt, Limits, Targets
 from ebbtide.serving_guard.memory import Allowed, Memory
-from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.settings import load
 from ebbtide.types.grants import GRANT_S, Budget, Forecast, Hello, Report, Residency
 
 
@@ -58,16 +54,5 @@ class Fixed(Memory):
         return Allowed(self._kv, "normal", Residency.AWAKE)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=__doc__ or "")
-
-    async def work(shutdown: Shutdown) -> None:
-        from ebbtide.serving_guard.service import serve
-
-        await serve(shutdown, settings, decides=Always, memory=Fixed)
-
-    run(work, "serving-guard", settings)
-
-
 if __name__ == "__main__":
-    main()
+    run_rival(Always, Fixed, __doc__ or "")

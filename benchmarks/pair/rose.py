@@ -13,14 +13,11 @@ names them as `STEP_S,WATERMARK,HEADROOM`: the watermark as a fraction of H, H a
 """
 
 import os
-from collections.abc import Sequence
 from typing import Final
 
-from ebbtide.runtime import Shutdown, run
+from benchmarks.pair.rivals import run_rival
 from ebbtide.scheduling.governor import NOTHING_INSIDE, Decides, Decision, Learnt, Limits, Targets
 from ebbtide.serving_guard.memory import Allowed, Memory
-from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.settings import load
 from ebbtide.types.grants import GRANT_S, Budget, Forecast, Hello, Report, Residency
 
 #: That_prf (of a prompt, and of each of its tokens) and That_dec (of one request, and of each further one) of the
@@ -122,16 +119,5 @@ class RoseMemory(Memory):
         return Allowed(budget // 2 if self._cut else budget, phase, Residency.AWAKE)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=__doc__ or "")
-
-    async def work(shutdown: Shutdown) -> None:
-        from ebbtide.serving_guard.service import serve
-
-        await serve(shutdown, settings, decides=Rose, memory=RoseMemory)
-
-    run(work, "serving-guard", settings)
-
-
 if __name__ == "__main__":
-    main()
+    run_rival(Rose, RoseMemory, __doc__ or "")
