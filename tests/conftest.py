@@ -1,5 +1,7 @@
-"""Fixtures for all tests: a redis-server process, flushed for each test that asks for it, and a tiny checkpoint."""
+"""Fixtures for all tests: a redis-server process, flushed for each test that asks for it, a folder of grants, and a
+tiny checkpoint."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,15 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
     """The URL of an empty store."""
     assert redis_server.command("FLUSHALL") == b"+OK\r\n"
     return redis_server.url
+
+
+@pytest.fixture
+def grant_dir() -> Iterator[Path]:
+    """Where a guard and its workers meet: ours alone, and short, as a socket's path has to be."""
+    with tempfile.TemporaryDirectory(prefix="ebb-") as made:
+        path = Path(made) / "g"
+        path.mkdir(0o700)
+        yield path
 
 
 @pytest.fixture(scope="session")

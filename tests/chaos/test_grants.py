@@ -3,9 +3,8 @@
 import asyncio
 import os
 import signal
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,14 @@ SLACK_S = 0.1
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ebb-") as made:
-        path = Path(made) / "g"
-        path.mkdir(0o700)
-        yield path
-
-
-@pytest.fixture
 async def engine() -> AsyncIterator[ServingEngine]:
     async with ServingEngine() as made:
         yield made
 
 
 @pytest.fixture
-async def guard(folder: Path, engine: ServingEngine) -> AsyncIterator[GuardProcess]:
-    with guard_process(folder, engine.url, yield_ms=100, kill_s=2, max_stops=1) as made:
+async def guard(grant_dir: Path, engine: ServingEngine) -> AsyncIterator[GuardProcess]:
+    with guard_process(grant_dir, engine.url, yield_ms=100, kill_s=2, max_stops=1) as made:
         await made.ready()
         yield made
 
@@ -59,17 +50,17 @@ async def going(worker: Borrowing, steps: int = 5) -> None:
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 async def test_without_its_guard_a_worker_stands_still_by_itself(
-    guard: GuardProcess, folder: Path, fault: signal.Signals
+    guard: GuardProcess, grant_dir: Path, fault: signal.Signals
 ) -> None:
-    with Borrowing(folder) as worker:
+    with Borrowing(grant_dir) as worker:
         await going(worker)
         guard.signal(fault)
         struck = time.monotonic()
         assert await stands_since(worker) - struck <= STANDS_S
 
 
-async def test_a_guard_that_thaws_grants_again(guard: GuardProcess, folder: Path) -> None:
-    with Borrowing(folder) as worker:
+async def test_a_guard_that_thaws_grants_again(guard: GuardProcess, grant_dir: Path) -> None:
+    with Borrowing(grant_dir) as worker:
         await going(worker)
         guard.signal(signal.SIGSTOP)
         await stands_since(worker)
@@ -78,20 +69,20 @@ async def test_a_guard_that_thaws_grants_again(guard: GuardProcess, folder: Path
 
 
 async def test_a_guard_that_is_started_again_finds_its_worker(
-    guard: GuardProcess, folder: Path, engine: ServingEngine
+    guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
-    with Borrowing(folder) as worker:
+    with Borrowing(grant_dir) as worker:
         await going(worker)
         guard.close()
         await stands_since(worker)
-        with guard_process(folder, engine.url) as successor:
+        with guard_process(grant_dir, engine.url) as successor:
             await successor.ready()
             await going(worker)
             assert b"[DONE]" in await ask(successor.url)
 
 
-async def test_a_frozen_worker_leaves_the_served_engine_alone(guard: GuardProcess, folder: Path) -> None:
-    with Borrowing(folder) as worker:
+async def test_a_frozen_worker_leaves_the_served_engine_alone(guard: GuardProcess, grant_dir: Path) -> None:
+    with Borrowing(grant_dir) as worker:
         await going(worker)
         worker.process.send_signal(signal.SIGSTOP)
         struck = time.monotonic()
@@ -101,8 +92,8 @@ async def test_a_frozen_worker_leaves_the_served_engine_alone(guard: GuardProces
         await going(worker)
 
 
-async def test_a_worker_that_dies_leaves_nothing_behind(guard: GuardProcess, folder: Path) -> None:
-    with Borrowing(folder) as worker:
+async def test_a_worker_that_dies_leaves_nothing_behind(guard: GuardProcess, grant_dir: Path) -> None:
+    with Borrowing(grant_dir) as worker:
         await going(worker)
         worker.process.kill()
         await wait_until(lambda: _borrowers(guard, 0))
@@ -110,9 +101,9 @@ async def test_a_worker_that_dies_leaves_nothing_behind(guard: GuardProcess, fol
 
 
 async def test_an_engine_that_does_not_yield_is_stopped_then_continued_and_at_last_killed(
-    guard: GuardProcess, folder: Path, engine: ServingEngine
+    guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
-    with Borrowing(folder, manner="stubborn") as worker:
+    with Borrowing(grant_dir, manner="stubborn") as worker:
         await going(worker)
         for outcome in ("T", "XZ"):
             engine.go.clear()
@@ -127,11 +118,11 @@ async def test_an_engine_that_does_not_yield_is_stopped_then_continued_and_at_la
 
 
 async def test_a_step_without_end_is_stopped_and_killed_if_serving_goes_on(
-    guard: GuardProcess, folder: Path, engine: ServingEngine
+    guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
-    with Borrowing(folder, manner="stuck") as worker:
+    with Borrowing(grant_dir, manner="stuck") as worker:
         await going(worker)
-        (folder / "stick").touch()
+        (grant_dir / "stick").touch()
         await wait_until(lambda: worker.page.steps().stepping and time.monotonic() - worker.page.steps().began > 0.1)
         engine.go.clear()
         request = asyncio.create_task(ask(guard.url))
@@ -145,28 +136,28 @@ async def test_a_step_without_end_is_stopped_and_killed_if_serving_goes_on(
 
 
 async def test_an_engine_left_stopped_by_a_guard_that_died_goes_on_under_the_next(
-    guard: GuardProcess, folder: Path, engine: ServingEngine
+    guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
-    with Borrowing(folder) as worker:
+    with Borrowing(grant_dir) as worker:
         await going(worker)
         os.kill(worker.engine, signal.SIGSTOP)
         guard.close()
-        with guard_process(folder, engine.url) as successor:
+        with guard_process(grant_dir, engine.url) as successor:
             await successor.ready()
             await going(worker)
 
 
 async def test_a_run_that_borrows_loses_no_token_to_reclaims_nor_to_its_guards_death(
-    cluster: Cluster, begin: Begin, folder: Path, engine: ServingEngine
+    cluster: Cluster, begin: Begin, grant_dir: Path, engine: ServingEngine
 ) -> None:
     load = await begin(workers=1)
-    guard: dict[str, Any] = {"upstream": engine.url, "grant_dir": folder, "listen": "127.0.0.1:0"}
+    guard: dict[str, Any] = {"upstream": engine.url, "grant_dir": grant_dir, "listen": "127.0.0.1:0"}
     await cluster.start("guard", "serving_guard", **guard)
-    await cluster.worker("w2", kind="borrowed", grant_dir=folder)
+    await cluster.worker("w2", kind="borrowed", grant_dir=grant_dir)
     engine.tokens, engine.gap_s = 4, 0.02
     for _ in range(2):
         await load.submit(96)
-        await wait_until(lambda: _reclaimed_once(folder, cluster.process["guard"].address), 20, interval=0.1)
+        await wait_until(lambda: _reclaimed_once(grant_dir, cluster.process["guard"].address), 20, interval=0.1)
         cluster.kill("guard")
         await cluster.start("guard", "serving_guard", **guard)
     await load.settle()
@@ -174,10 +165,10 @@ async def test_a_run_that_borrows_loses_no_token_to_reclaims_nor_to_its_guards_d
     assert sum(record.generated for record in cluster.ledger("w2")) > 0
 
 
-async def _reclaimed_once(folder: Path, address: str) -> bool:
+async def _reclaimed_once(grant_dir: Path, address: str) -> bool:
     """Serve a request; whether that took a budget from a worker that had made use of it."""
     assert b"[DONE]" in await ask(f"http://{address}")
-    borrowers = (await status(folder)).borrowers
+    borrowers = (await status(grant_dir)).borrowers
     assert not any(one.stops for one in borrowers)
     return any(one.tokens_harvested and one.reclaims for one in borrowers)
 

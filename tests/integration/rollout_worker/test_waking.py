@@ -3,9 +3,8 @@
 import asyncio
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,16 +114,8 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ebb-") as made:
-        path = Path(made) / "g"
-        path.mkdir(0o700)
-        yield path
-
-
-@pytest.fixture
-async def host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
-    host = Host(folder)
+async def host(grant_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
+    host = Host(grant_dir)
     async with AsyncExitStack() as stack:
         # Nobody writes budgets here: the first install goes on without one.
         monkeypatch.setattr("ebbtide.rollout_worker.borrowing._PATIENCE_S", 0.05)

@@ -2,8 +2,7 @@
 
 import asyncio
 import os
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,21 @@ REPORT = pb.BorrowerMessage(report=pb.Report(running=1, residency=pb.RESIDENCY_A
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ebb-") as made:
-        path = Path(made) / "g"
-        path.mkdir(0o700)
-        yield path
-
-
-@pytest.fixture
-async def guard(folder: Path) -> AsyncIterator[GuardProcess]:
-    with guard_process(folder, "http://127.0.0.1:9") as made:
+async def guard(grant_dir: Path) -> AsyncIterator[GuardProcess]:
+    with guard_process(grant_dir, "http://127.0.0.1:9") as made:
         await made.ready()
         yield made
 
 
 @pytest.fixture
-async def stub(guard: GuardProcess, folder: Path) -> AsyncIterator[GrantsStub]:
-    async with open_socket(socket_path(folder)) as channel:
+async def stub(guard: GuardProcess, grant_dir: Path) -> AsyncIterator[GrantsStub]:
+    async with open_socket(socket_path(grant_dir)) as channel:
         yield GrantsStub(channel)
 
 
 @pytest.fixture
-def page(folder: Path) -> Page:
-    made = Page(page_path(folder, "w"), create=True)
+def page(grant_dir: Path) -> Page:
+    made = Page(page_path(grant_dir, "w"), create=True)
     made.enter(os.getpid(), kv_total=8, block_bytes=1 << 10)
     return made
 

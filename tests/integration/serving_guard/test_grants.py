@@ -2,8 +2,7 @@
 
 import asyncio
 import signal
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,30 +14,22 @@ from tests.integration.serving_guard.guards import GuardProcess, guard_process
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ebb-") as made:
-        path = Path(made) / "g"
-        path.mkdir(0o700)
-        yield path
-
-
-@pytest.fixture
 async def engine() -> AsyncIterator[ServingEngine]:
     async with ServingEngine() as made:
         yield made
 
 
 @pytest.fixture
-async def guard(folder: Path, engine: ServingEngine) -> AsyncIterator[GuardProcess]:
-    with guard_process(folder, engine.url) as made:
+async def guard(grant_dir: Path, engine: ServingEngine) -> AsyncIterator[GuardProcess]:
+    with guard_process(grant_dir, engine.url) as made:
         await made.ready()
         yield made
 
 
 async def test_a_worker_steps_while_nobody_is_served_and_stands_still_while_somebody_is(
-    guard: GuardProcess, folder: Path, engine: ServingEngine
+    guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
-    with Borrowing(folder) as worker:
+    with Borrowing(grant_dir) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
         engine.go.clear()
         request = asyncio.create_task(ask(guard.url))
@@ -53,10 +44,10 @@ async def test_a_worker_steps_while_nobody_is_served_and_stands_still_while_some
 
 
 async def test_the_status_says_what_was_served_and_harvested(
-    guard: GuardProcess, folder: Path, engine: ServingEngine
+    guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
     engine.tokens, engine.gap_s, engine.first_s = 5, 0.01, 0.03
-    with Borrowing(folder) as worker:
+    with Borrowing(grant_dir) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
         for _ in range(4):
             await ask(guard.url)
@@ -75,10 +66,10 @@ async def test_the_status_says_what_was_served_and_harvested(
 
 
 async def test_a_guard_that_leaves_gives_grants_back_and_lets_requests_end(
-    guard: GuardProcess, folder: Path, engine: ServingEngine
+    guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
     engine.tokens, engine.gap_s = 10, 0.02
-    with Borrowing(folder) as worker:
+    with Borrowing(grant_dir) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
         request = asyncio.create_task(ask(guard.url))
         await wait_until(lambda: _state(guard, "reclaimed", "shared"))
@@ -88,8 +79,8 @@ async def test_a_guard_that_leaves_gives_grants_back_and_lets_requests_end(
         assert not worker.page.budget().tokens
 
 
-async def test_only_one_guard_serves_a_folder(guard: GuardProcess, folder: Path, engine: ServingEngine) -> None:
-    with guard_process(folder, engine.url) as second:
+async def test_only_one_guard_serves_a_folder(guard: GuardProcess, grant_dir: Path, engine: ServingEngine) -> None:
+    with guard_process(grant_dir, engine.url) as second:
         assert await asyncio.to_thread(second.process.wait, 20) == 1
 
 

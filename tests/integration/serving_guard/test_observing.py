@@ -1,7 +1,6 @@
 """Mode observe: the engine's metrics alone say when rollouts may run."""
 
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,6 @@ from tests.integration.serving_guard.guards import GuardProcess, guard_process
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ebb-") as made:
-        path = Path(made) / "g"
-        path.mkdir(0o700)
-        yield path
-
-
-@pytest.fixture
 async def engine() -> AsyncIterator[ServingEngine]:
     async with ServingEngine() as made:
         made.metrics = told(0, 0, ended=10, ttft={0.1: 10, 1.0: 10})
@@ -28,16 +19,16 @@ async def engine() -> AsyncIterator[ServingEngine]:
 
 
 @pytest.fixture
-async def guard(folder: Path, engine: ServingEngine) -> AsyncIterator[GuardProcess]:
-    with guard_process(folder, engine.url, mode="observe", observe_ms=20, ttft_ms=300, tpot_ms=50) as made:
+async def guard(grant_dir: Path, engine: ServingEngine) -> AsyncIterator[GuardProcess]:
+    with guard_process(grant_dir, engine.url, mode="observe", observe_ms=20, ttft_ms=300, tpot_ms=50) as made:
         await made.ready()
         yield made
 
 
 async def test_a_worker_stands_still_while_the_metrics_say_that_somebody_is_served(
-    guard: GuardProcess, folder: Path, engine: ServingEngine
+    guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
-    with Borrowing(folder) as worker:
+    with Borrowing(grant_dir) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
         engine.metrics = told(1, 1, ended=10)
         await wait_until(lambda: not worker.stepping_lately)
@@ -49,9 +40,9 @@ async def test_a_worker_stands_still_while_the_metrics_say_that_somebody_is_serv
 
 
 async def test_metrics_that_fail_mean_no_budget_until_they_are_back(
-    guard: GuardProcess, folder: Path, engine: ServingEngine
+    guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
-    with Borrowing(folder) as worker:
+    with Borrowing(grant_dir) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
         engine.metrics = None
         await wait_until(lambda: not worker.stepping_lately)
@@ -62,9 +53,9 @@ async def test_metrics_that_fail_mean_no_budget_until_they_are_back(
 
 
 async def test_an_answer_that_cannot_be_means_no_budget_until_one_that_can(
-    guard: GuardProcess, folder: Path, engine: ServingEngine
+    guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
-    with Borrowing(folder) as worker:
+    with Borrowing(grant_dir) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
         engine.metrics = told(0, 0) + "vllm:kv_cache_usage_perc NaN\n"
         await wait_until(lambda: not worker.stepping_lately)
@@ -74,8 +65,8 @@ async def test_an_answer_that_cannot_be_means_no_budget_until_one_that_can(
         await wait_until(lambda: worker.page.steps().steps > stood)
 
 
-async def test_latencies_come_from_the_histograms(guard: GuardProcess, folder: Path, engine: ServingEngine) -> None:
-    with Borrowing(folder) as worker:
+async def test_latencies_come_from_the_histograms(guard: GuardProcess, grant_dir: Path, engine: ServingEngine) -> None:
+    with Borrowing(grant_dir) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
         engine.metrics = told(0, 0, ended=14, ttft={0.1: 13, 1.0: 14})
         await wait_until(lambda: _served(guard, 4))

@@ -40,11 +40,6 @@ class Balloon:
         """Blocks that requests use."""
         return int(self._pool.num_gpu_blocks - _NULL - self._pool.get_num_free_blocks() - len(self._held))
 
-    @property
-    def starved(self) -> bool:
-        """Whether nothing can run for want of blocks, though there is something to run."""
-        return bool(self._parked) and not self._scheduler.running and not self._scheduler.waiting
-
     def fit(self, kv_blocks: int) -> None:
         """Let no more than `kv_blocks` be used, below 0: all. Comes before each step is scheduled, and `scheduled`
         behind it."""
