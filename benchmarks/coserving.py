@@ -9,12 +9,14 @@ the policy has one; the other generates rollouts for a real coordinator with a r
 of the time a request is inside when serving is alone; `--speed` fixes the speed of the replay instead.
 
 Each policy gets the same arrivals, in blocks that take turns. Blocks that were measured are kept below
-`runs/bench-coserving`: a benchmark that was interrupted goes on where it was; `--anew` forgets them.
+`runs/bench-coserving`: a benchmark that was interrupted goes on where it was; `--anew` forgets them. Where no recorded
+trace is to be found and none is named, one is made up, called `synthetic`.
 Prints tables and writes a JSON file with `figures` and the `conditions` that they hold under, and a picture.
 """
 
 import argparse
 import asyncio
+import csv
 import json
 import shutil
 import sys
@@ -35,16 +37,25 @@ from benchmarks import arguments, proxy  # noqa: E402
 from benchmarks.conditions import conditions  # noqa: E402
 from benchmarks.pair.keeping import Keeping  # noqa: E402
 from benchmarks.pair.report import draw, figures, told  # noqa: E402
+from ebbtide.cli.coserving_traffic import COLUMNS, Bursts, made_up, parse_window  # noqa: E402
 from ebbtide.errors import InvalidRequest  # noqa: E402
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
 KEPT: Final = ROOT / "runs" / "bench-coserving"
 TRACES: Final = ROOT.parent / "shared" / "traces"
 KNOWN: Final = ("serving_azure2023_code_first1700s.csv", "serving_azure2023_conv.csv")
-#: Behind ROSE's colon: seconds of an RL step, watermark, headroom.
-ROSES: Final = ("rose:60,0.5,0.2", "rose:60,1,0.2", "rose:60,1,0.4", "rose:600,1,0.2")
+_MADE_UP_S: Final = 3600.0
+#: Behind ROSE's colon: seconds of an RL step, watermark, headroom, what of the SLO its test is held to.
+#: An RL step took ROSE 500 to 1,000 s.
+ROSES: Final = (
+    "rose:600,1,0.2,1",
+    "rose:600,1,0.2,0.5",
+    "rose:600,1,0.2,0.25",
+    "rose:600,0.5,0.2,0.5",
+    "rose:60,1,0.2,0.25",
+)
 ALL: Final = ("alone", "alone-again", "unguarded", "split", *ROSES, "ours", "observe")
-QUICK: Final = ("alone", "alone-again", "rose:60,1,0.2", "ours")
+QUICK: Final = ("alone", "alone-again", "rose:600,1,0.2,0.25", "ours")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -79,7 +90,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.extra = dict(one.split("=", 1) for one in options.extra)
     except ValueError:
         parser.error("--set wants FLAG=VALUE")
-    options.trace = options.trace or [TRACES / name for name in (KNOWN[1:] if options.quick else KNOWN)]
+    options.trace = options.trace or traces(KNOWN[1:] if options.quick else KNOWN, options.seed)
     for path in options.trace:
         if not path.is_file():
             parser.error(f"--trace: {path} is not there; name a CSV with the columns t_s,input_tokens,output_tokens")
@@ -88,15 +99,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def traces(names: Sequence[str], seed: int) -> list[Path]:
+    """The recorded ones of these names that are there; if none is, one that is made up and says so in its name."""
+    if found := [TRACES / name for name in names if (TRACES / name).is_file()]:
+        return found
+    made = KEPT / f"synthetic-{seed}.csv"
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with made.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows((one.at, one.prompt, one.output) for one in made_up(Bursts(), _MADE_UP_S, seed))
+    return [made]
+
+
 def _window(text: str) -> tuple[float, float]:
-    start, colon, end = text.partition(":")
     try:
-        window = float(start or 0), float(end or 1e9)
-    except ValueError:
-        window = (0.0, 0.0)
-    if not colon or window[0] >= window[1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is no window START:END in seconds")
-    return window
+        return parse_window(text, field="--window")
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _policies(text: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ebbtide.types.tokens import TOKEN_BYTES, pack_ids
 
 #: Tokens of prompts and responses. Responses are drawn between the two, evenly in their logarithm: long-tailed.
 PROMPT: Final = 64
-SHORTEST, LONGEST = 128, 896
+SHORTEST, LONGEST = 512, 1920
 _BATCH: Final = 8
 _DROPPED: Final = "benchmark"
 

@@ -85,7 +85,7 @@ class Measuring:
     async def speed_alone(self, seconds: float, ready: Callable[[], Awaitable[None]]) -> Alone:
         """The rollout engine by itself, once it is `ready`."""
         self._pair.pin(self._pair.cores)
-        async with guard(self._pair, "unguarded", _ANY, self._pair.url("serving"), {}):
+        async with guard(self._pair, "rollouts", _ANY, self._pair.url("serving"), {}):
             await ready()
             await self._pair.lent()
             await settle(3.0)
@@ -118,7 +118,7 @@ class Measuring:
         self, scene: Scene, number: int, requests: list[Request], policy: str, slo: Slo, extra: dict[str, str]
     ) -> Block:
         arrivals = [(one.at, one.prompt, one.output) for one in requests]
-        flags = sorted(extra.items()) if policy in OURS else []
+        flags = sorted(extra.items()) if policy.partition(":")[0] in OURS else []
         name, told = f"{scene.name}-{policy}-{number}", [arrivals, slo.ttft_s, slo.tpot_s, flags, self._tables]
         if (block := self._keeping.block(name, told)) is not None:
             return block

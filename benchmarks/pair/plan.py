@@ -15,7 +15,10 @@ from ebbtide.errors import InvalidRequest
 QUICK_S, FULL_S = 60.0, 240.0
 MOST_REQUESTS: Final = 1000
 #: A median prompt takes so long alone, and a median answer has so many tokens.
-MEDIAN_TTFT_S, MEDIAN_OUTPUT = 0.11, 16
+MEDIAN_TTFT_S, MEDIAN_OUTPUT = 0.095, 16
+#: The served engine holds 3072 tokens.
+LONGEST_PROMPT: Final = 2560
+_ROUNDS: Final = 4
 _UNSCALED: Final = Lengths(prompts=1, outputs=1, longest_prompt=1 << 20, longest_output=1 << 20)
 
 
@@ -24,12 +27,20 @@ def lengths_for(raw: Sequence[Request], speeds: Speeds) -> Lengths:
     prompt = statistics.median(one.prompt for one in raw)
     output = statistics.median(one.output for one in raw)
     tokens = (MEDIAN_TTFT_S - speeds.fixed_s) / speeds.prompt_s
-    return Lengths(prompts=round(tokens / prompt, 3), outputs=round(min(1.0, MEDIAN_OUTPUT / output), 3))
+    return Lengths(
+        prompts=round(tokens / prompt, 3),
+        outputs=round(min(1.0, MEDIAN_OUTPUT / output), 3),
+        longest_prompt=LONGEST_PROMPT,
+    )
 
 
 def scene_of(options: argparse.Namespace, path: Path, load: int, speeds: Speeds) -> tuple[Scene, Lengths]:
     """The scene of one trace at one load (percent; 0: at the speed that the options name)."""
-    lengths = lengths_for(read_trace(path, options.window, _UNSCALED), speeds)
+    raw = read_trace(path, options.window, _UNSCALED)
+    lengths = lengths_for(raw, speeds)
+    for _ in range(_ROUNDS):  # how many requests there are follows from their lengths, and these from those
+        requests = _arriving(options, path, load, speeds, lengths)
+        lengths = lengths_for(raw[: len(requests)], speeds)
     requests = _arriving(options, path, load, speeds, lengths)
     if len(requests) < 2:
         raise InvalidRequest("leaves fewer than two requests of the trace: widen it", field="--window, --seconds")

@@ -2,9 +2,10 @@
 
 alone      the rollout engine has no grant
 unguarded  it always has one
-split      likewise, but each engine has a core of its own
+rollouts   likewise, and all the memory that it can use
+split      as unguarded, but each engine has a core of its own
 rose       ROSE's policy as reported, with the setting named behind the colon
-ours       the serving-guard in the traffic
+ours       the serving-guard in the traffic; behind a colon, further flags of it: FLAG=VALUE+FLAG=VALUE
 observe    the serving-guard beside the traffic
 """
 
@@ -17,7 +18,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from benchmarks.pair.stack import SERVING_KV_MIB, WORKER, Pair
+from benchmarks.pair.rose import SETTING, TABLES
+from benchmarks.pair.stack import SERVED_TOKEN_BYTES, SERVING_KV_MIB, WORKER, Pair
 from ebbtide.cli.process import Process, Program
 from ebbtide.grants import socket_path
 from ebbtide.rpc.channel import open_socket
@@ -28,16 +30,15 @@ from ebbtide.v1 import grants_pb2
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
 
 _ROOT: Final = Path(__file__).parents[2]
-#: Memory for both engines' keys and values: rollouts fill most of the four fifths that ROSE gives them, and served
-#: requests take some seventh of it in the mean, as on the machines that it reports of; bursts take three quarters.
-MEMORY_MIB: Final = 32
-#: Of the served model: keys and values of 8 layers, 4 heads, 64 dimensions, 2 bytes.
-_SERVED_TOKEN_BYTES: Final = 8 * 2 * 4 * 64 * 2
+#: Memory for both engines' keys and values: rollouts fill most of the four fifths that ROSE gives them, and bursts of
+#: served requests take up to two fifths.
+MEMORY_MIB: Final = 28
 _MODULES: Final = {
     "ours": "ebbtide.serving_guard",
     "observe": "ebbtide.serving_guard",
     "rose": "benchmarks.pair.rose",
     "unguarded": "benchmarks.pair.always",
+    "rollouts": "benchmarks.pair.always",
     "split": "benchmarks.pair.always",
 }
 #: Policies whose guard stands in the traffic.
@@ -93,12 +94,20 @@ async def guard(
         await process.stop()
 
 
+def flags_of(setting: str) -> dict[str, str]:
+    """The flags that stand behind the colon of one of ours. Raises `ValueError`."""
+    return dict(part.split("=", 1) for part in setting.split("+")) if setting else {}
+
+
 def _program(
     pair: Pair, name: str, setting: str, slo: Slo, upstream: str, extra: dict[str, str], tables: str
 ) -> Program:
     ready = pair.directory / "guard.json"
-    memory = {"memory-limit-mib": str(MEMORY_MIB), "serving-kv-bytes-per-token": str(_SERVED_TOKEN_BYTES)}
-    memory["serving-kv-mib"] = str(SERVING_KV_MIB)
+    memory = {
+        "memory-limit-mib": "0" if name == "rollouts" else str(MEMORY_MIB),
+        "serving-kv-bytes-per-token": str(SERVED_TOKEN_BYTES),
+        "serving-kv-mib": str(SERVING_KV_MIB),
+    }
     flags = {
         "ready-file": str(ready),
         "die-with-parent": str(os.getpid()),
@@ -109,7 +118,7 @@ def _program(
         "ttft-ms": str(1e3 * slo.ttft_s),
         "tpot-ms": str(1e3 * slo.tpot_s),
         **memory,
-        **(extra if name in OURS else {}),
+        **(extra | flags_of(setting) if name in OURS else {}),
     }
     return Program(
         name="guard",
@@ -119,7 +128,7 @@ def _program(
             _MODULES[name],
             *(part for key, value in flags.items() for part in (f"--{key}", value)),
         ),
-        environment={**os.environ, "PYTHONPATH": str(_ROOT), "EBBTIDE_ROSE": setting, "EBBTIDE_ROSE_TABLES": tables},
+        environment={**os.environ, "PYTHONPATH": str(_ROOT), SETTING: setting, TABLES: tables},
         log=pair.directory / f"guard-{name}.log",
         ready_file=ready,
         boot_s=30.0,

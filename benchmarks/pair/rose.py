@@ -8,8 +8,9 @@ At each moment, over the served requests r, with offline tables That of the engi
 
 Memory: the rollouts' KV budget R is fixed for an RL step, and headroom H (a fifth of the memory) kept for serving. Once
 the serving engine's use of H crosses a watermark, R is halved, once; victims are aborted whole; R stays frozen until
-the next RL step begins. Watermark, the exact H and the length of an RL step are not stated. The setting `EBBTIDE_ROSE`
-names them as `STEP_S,WATERMARK,HEADROOM`: the watermark as a fraction of H, H as a fraction of the memory.
+the next RL step begins. Watermark, the exact H, the length of an RL step and the margin below the SLO that the test is
+held to are not stated. The setting `EBBTIDE_ROSE` names them as `STEP_S,WATERMARK,HEADROOM,HELD`: the watermark as a
+fraction of H, H as a fraction of the memory, and what of B_TTFT and B_TPOT the test reckons with.
 """
 
 import os
@@ -23,6 +24,7 @@ from ebbtide.types.grants import GRANT_S, Budget, Forecast, Hello, Report, Resid
 #: That_prf (of a prompt, and of each of its tokens) and That_dec (of one request, and of each further one) of the
 #: served model, as probed before the benchmark: seconds.
 TABLES: Final = "EBBTIDE_ROSE_TABLES"
+SETTING: Final = "EBBTIDE_ROSE"
 
 
 class _Request:
@@ -37,7 +39,8 @@ class Rose(Decides):
     """The admission. Its tick is every event of the traffic, and the moment at which the least slack is used up."""
 
     def __init__(self, targets: Targets, limits: Limits) -> None:
-        self._targets, self._limits = targets, limits
+        held, self._limits = float(os.environ[SETTING].split(",")[3]), limits
+        self._ttft, self._tpot = held * targets.ttft_s, held * targets.tpot_s
         self._fixed, self._token, self._decode, self._more = map(float, os.environ[TABLES].split(","))
         self._inside: dict[str, _Request] = {}
 
@@ -79,8 +82,8 @@ class Rose(Decides):
 
     def _slack_ends(self, one: _Request, decode: float) -> float:
         if not one.last:
-            return one.arrived + self._targets.ttft_s - (self._fixed + self._token * one.prompt)
-        return one.last + self._targets.tpot_s - decode
+            return one.arrived + self._ttft - (self._fixed + self._token * one.prompt)
+        return one.last + self._tpot - decode
 
 
 class RoseMemory(Memory):
@@ -88,7 +91,7 @@ class RoseMemory(Memory):
 
     def __init__(self, *, limit_mib: int = 0, serving_kv_mib: int = 0, bytes_per_token: int = 0) -> None:
         super().__init__(limit_mib=limit_mib, serving_kv_mib=serving_kv_mib, bytes_per_token=bytes_per_token)
-        step_s, watermark, self._headroom = map(float, os.environ["EBBTIDE_ROSE"].split(","))
+        step_s, watermark, self._headroom, _ = map(float, os.environ[SETTING].split(","))
         self._token_bytes, self._step_s = bytes_per_token, step_s
         self._watermark = watermark * self._headroom * self.limit
         self._began = 0.0

@@ -25,26 +25,32 @@ from tests.chaos.cluster import Cluster
 
 RUN: Final = "pair"
 CACHE: Final = Path(__file__).parents[2] / "runs" / "bench-coserving"
-#: 3 M parameters; the served model has 27 M.
+#: 27 M parameters. Of keys and values, 8 layers, 2 heads, 64 dimensions and 2 bytes: 4 KiB a token.
+_SERVED: Final = Network(kv_heads=2)
+SERVED_TOKEN_BYTES: Final = 8 * 2 * 2 * 64 * 2
+#: 3 M parameters, whose decode steps take much the same time for few as for many rollouts, as on a GPU; 4 KiB a token.
 _ROLLOUTS: Final = Network(hidden=256, layers=4, heads=4, kv_heads=4, feed_forward=768)
 MODEL: Final = "served"
 WORKER: Final = "borrowed"
-#: Rollouts in the engine at once, as many as ROSE gives a GPU, and open in all.
-SLOTS: Final = 16
+#: Rollouts in the engine at once, and open in all: about as many whole contexts as ROSE's machines have memory for (an
+#: 8B model, 32 thousand tokens each, four fifths of 80 GB less the weights: seven).
+SLOTS: Final = 8
 _OPEN: Final = 64
+#: Of one step: those of all slots, and most of a prompt. A reclaim waits for the step that is under way.
+_STEP_TOKENS: Final = 64
 #: Room for all slots' longest texts, of 4 KiB a token. What of it may be used is the guard's to say.
 _KV_MIB: Final = 64
 #: A host that was given up is tried again in half a minute, then after twice as long.
 _WANTED_S: Final = 300.0
-#: Of the served engine: a dozen usual requests, or one of the longest.
-SERVING_KV_MIB: Final = 24
+#: Of the served engine, 3072 tokens: half a dozen usual requests, or one of the longest.
+SERVING_KV_MIB: Final = 12
 _ENGINE: Final = f"""
 [vllm]
 dtype = "bfloat16"
 enforce_eager = true
 threads = 1
 kv_cache_mib = {_KV_MIB}
-max_model_len = 1024
+max_model_len = 2048
 """
 _SLEEPING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -67,7 +73,7 @@ class Pair:
             address = free_address()
             log = self.directory / f"{name}.log"
             program = serving_engine(
-                served_model(CACHE), MODEL, address, log, threads=threads, kv_mib=SERVING_KV_MIB, name=name
+                served_model(CACHE, _SERVED), MODEL, address, log, threads=threads, kv_mib=SERVING_KV_MIB, name=name
             )
             process = self.serving[name] = Process(program)
             if cores is not None:
@@ -141,7 +147,14 @@ async def pair(directory: Path, seed: int) -> AsyncIterator[Pair]:
 
 def setting() -> dict[str, Any]:
     """What all measurements of a pair have in common, besides the code."""
-    return {"slots": SLOTS, "open": _OPEN, "kv_mib": _KV_MIB, "serving_kv_mib": SERVING_KV_MIB, "engine": _ENGINE}
+    return {
+        "slots": SLOTS,
+        "step_tokens": _STEP_TOKENS,
+        "open": _OPEN,
+        "kv_mib": _KV_MIB,
+        "serving_kv_mib": SERVING_KV_MIB,
+        "engine": _ENGINE,
+    }
 
 
 async def installed(made: Pair) -> None:
@@ -163,9 +176,10 @@ async def _worker(made: Pair, base: Path) -> None:
         "model": base,
         "config": config,
         "slots": SLOTS,
+        "step_tokens": _STEP_TOKENS,
         "kind": "borrowed",
         "grant_dir": made.grants,
-        "flush_tokens": 32,
+        "flush_tokens": 128,  # more than a rollout makes between two acknowledgements
         "flush_interval_ms": 250,
         "boot_s": 180.0,
     }

@@ -39,8 +39,8 @@ class KvRules(Struct, frozen=True, kw_only=True):
     react_s: float = 0.25
     remember_s: float = 30.0
     little: float = 0.1
-    quiet_s: float = 0.25
-    quiet_most_s: float = 0.8
+    quiet_s: float = 0.1
+    quiet_most_s: float = 0.4
     burst_s: float = 3.0
     step: float = 0.125
     step_s: float = 0.25

@@ -1,7 +1,5 @@
 """`ebbtide demo-coserving` for a person: runs it, draws the timeline, and tells the verdict."""
 
-import sys
-
 from rich.console import Console
 from rich.table import Table
 
@@ -9,11 +7,9 @@ from ebbtide.cli.coserving import Outcome, run_coserving
 from ebbtide.cli.coserving_options import CoservingOptions
 from ebbtide.cli.coserving_picture import write_coserving_picture
 from ebbtide.cli.coserving_report import told
-from ebbtide.cli.interrupts import INTERRUPTED
-from ebbtide.cli.interrupts import run as run_interruptible
+from ebbtide.cli.interrupts import run_demo_command
 from ebbtide.cli.summary import summary
 from ebbtide.cli.tables import cell
-from ebbtide.errors import InvalidRequest
 
 #: What the run's own summary says that the verdict does not.
 _RUN_LINES = ("accuracy", "rollouts", "logprob gap", "seconds", "checkpoint")
@@ -22,7 +18,6 @@ _RUN_LINES = ("accuracy", "rollouts", "logprob gap", "seconds", "checkpoint")
 def run(options: CoservingOptions) -> int:
     """Exit status: 0 if the run ended well, its sums agree and no token was lost. Whether the SLO was attained is a
     result, not a failure."""
-    logs = options.run_dir / "logs"
 
     async def main() -> int:
         outcome, path = await run_coserving(options)
@@ -40,16 +35,7 @@ def run(options: CoservingOptions) -> int:
         Console().print(table, highlight=False)
         return 0 if _sound(outcome) else 1
 
-    try:
-        status = run_interruptible(main)
-    except InvalidRequest:
-        raise
-    except Exception:
-        print(f"The demo failed; all its processes are gone. Logs: {logs}", file=sys.stderr)  # noqa: T201
-        raise
-    if status == INTERRUPTED:
-        print(f"Interrupted; all processes are gone. Logs: {logs}", file=sys.stderr)  # noqa: T201
-    return status
+    return run_demo_command(main, options.run_dir / "logs")
 
 
 def _sound(outcome: Outcome) -> bool:

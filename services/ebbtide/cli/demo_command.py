@@ -1,23 +1,18 @@
 """`ebbtide demo` for a person: runs it, writes and prints the report, and says where the logs are if there is none."""
 
-import sys
-
 from rich.console import Console
 from rich.table import Table
 
 from ebbtide.cli.demo import DemoOptions, run_demo
-from ebbtide.cli.interrupts import INTERRUPTED
-from ebbtide.cli.interrupts import run as run_interruptible
+from ebbtide.cli.interrupts import run_demo_command
 from ebbtide.cli.picture import terminal_curve, write_picture
 from ebbtide.cli.summary import summary
 from ebbtide.cli.tables import cell
 from ebbtide.cli.timeline_command import write
-from ebbtide.errors import InvalidRequest
 
 
 def run(options: DemoOptions) -> int:
     """Exit status: 0 if the run ended well and its sums agree."""
-    logs = options.run_dir / "logs"
 
     async def main() -> int:
         report, timeline, path = await run_demo(options)
@@ -33,13 +28,4 @@ def run(options: DemoOptions) -> int:
         console.print(table, highlight=False)
         return 0 if report.rollouts_accounted_for else 1
 
-    try:
-        status = run_interruptible(main)
-    except InvalidRequest:
-        raise
-    except Exception:
-        print(f"The demo failed; all its processes are gone. Logs: {logs}", file=sys.stderr)  # noqa: T201
-        raise
-    if status == INTERRUPTED:
-        print(f"Interrupted; all processes are gone. Logs: {logs}", file=sys.stderr)  # noqa: T201
-    return status
+    return run_demo_command(main, options.run_dir / "logs")

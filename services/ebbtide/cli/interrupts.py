@@ -3,10 +3,14 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Final
 
 import psutil
+
+from ebbtide.errors import InvalidRequest
 
 INTERRUPTED: Final = 130
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -15,6 +19,20 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """The exit status of `main`, which is cancelled by SIGINT, SIGTERM or SIGHUP: 130 then, once it has cleaned up."""
     return asyncio.run(_run(main))
+
+
+def run_demo_command(main: Callable[[], Coroutine[Any, Any, int]], logs: Path) -> int:
+    """The same for a demo: whoever sees no report is told where its logs are."""
+    try:
+        status = run(main)
+    except InvalidRequest:
+        raise
+    except Exception:
+        print(f"The demo failed; all its processes are gone. Logs: {logs}", file=sys.stderr)  # noqa: T201
+        raise
+    if status == INTERRUPTED:
+        print(f"Interrupted; all processes are gone. Logs: {logs}", file=sys.stderr)  # noqa: T201
+    return status
 
 
 async def _run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:

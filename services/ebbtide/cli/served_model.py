@@ -45,7 +45,7 @@ def served_model(cache: Path, network: Network | None = None, seed: int = 1) -> 
     """The checkpoint below `cache`, made now unless it is there; vLLM and transformers load it. The same network and
     seed give the same bytes."""
     network = network or Network()
-    path = cache / f"served-{network.hidden}x{network.layers}-seed{seed}-v{_RECIPE}"
+    path = cache / f"served-{network.hidden}x{network.layers}x{network.kv_heads}-seed{seed}-v{_RECIPE}"
     if path.exists():
         return path
     cache.mkdir(parents=True, exist_ok=True)
