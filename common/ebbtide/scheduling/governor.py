@@ -27,15 +27,16 @@ __all__ = ["NOTHING_INSIDE", "Decides", "Decision", "Governor", "Learnt", "Limit
 _PERIOD_S: Final = 0.01
 #: So much of the slack is for the step itself, at most: the rest is for it to begin in.
 _OF_SLACK: Final = 0.8
-#: One request in so many that come while nothing is inside is served without rollouts, to learn what that takes; where
-#: sharing is not worth it, one in so many is served with them.
-_PROBED: Final = 16
+#: One request in so many that come while nothing is inside is served without rollouts, to learn what that takes. Where
+#: sharing is not worth it, one in so many is served with them: too few to be seen in a 99th percentile.
+_PROBED, _RISKED = 16, 256
 #: An aim that is so near what it was stays, for the deadlines of all inside follow from it.
 _SAME: Final = 0.05
 #: Sharing has to bring so much per second of it, to begin and to go on: less than that idle time brings too, later, and
-#: served tokens are not slowed down for it. Under load it brings more: what is held up decodes in larger batches.
-_WORTH, _WORTH_LESS = 0.25, 0.2
-_BATCHING: Final = 0.5
+#: served tokens are not slowed down for it. Under load it brings more: what is held up decodes in larger batches, and
+#: idle time is scarce.
+_WORTH, _WORTH_LESS = 0.4, 0.3
+_BATCHING: Final = 0.75
 #: Overlapping that delays a request by more than the overlap makes waiting for the step's end the better choice.
 _HARMFUL: Final = 1.5
 
@@ -68,7 +69,7 @@ class Governor(Decides):
         first = not self._book
         if first:
             self._lone_ones += 1
-            self._probe = request if self._lone_ones % _PROBED == 0 else None
+            self._probe = request if self._lone_ones % (_PROBED if self._worth else _RISKED) == 0 else None
             self._came(now)
         alone = first and not self._others
         self._book.arrive(request, self._lessons.arrived(now, prompt_tokens, alone=alone, streamed=streamed))
