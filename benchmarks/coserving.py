@@ -52,11 +52,12 @@ ROSES: Final = (
     "rose:600,1,0.2,0.5",
     "rose:600,1,0.2,0.25",
     "rose:600,1,0.2,0.1",
+    "rose:600,1,0.2,0",
     "rose:600,0.5,0.2,0.5",
     "rose:60,1,0.2,0.25",
 )
 ALL: Final = ("alone", "alone-again", "unguarded", "split", *ROSES, "ours", "observe")
-QUICK: Final = ("alone", "alone-again", "rose:600,1,0.2,0.1", "ours")
+QUICK: Final = ("alone", "alone-again", "rose:600,1,0.2,0", "ours")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

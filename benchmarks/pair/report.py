@@ -19,7 +19,8 @@ def told(
     scene: str, trace: str, load: int, found: dict[str, Cell], alone: Alone, console: Console
 ) -> list[dict[str, Any]]:
     """A row for each policy, shown as a table."""
-    rows = [row(cell, found["alone"], alone) for cell in found.values()]
+    twice = [cell for name, cell in found.items() if name.startswith("alone")]
+    rows = [row(cell, twice, alone) for cell in found.values()]
     table = Table(title=scene, title_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "policy" else "right")
@@ -93,7 +94,7 @@ def _of(one: dict[str, Any], cells: list[dict[str, Any]]) -> list[dict[str, Any]
 
 def _checks(one: dict[str, Any], cells: list[dict[str, Any]]) -> dict[str, bool]:
     beside = _of(one, cells)
-    return kept(one, next(two for two in beside if two["policy"] == "alone"), best_rose(beside))
+    return kept(one, [two for two in beside if two["policy"].startswith("alone")], best_rose(beside))
 
 
 def _greediest(one: dict[str, Any], cells: list[dict[str, Any]]) -> dict[str, Any]:

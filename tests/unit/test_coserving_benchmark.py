@@ -61,7 +61,7 @@ def test_a_cell_that_is_slower_harvests_too_little_or_less_than_rose_does_not_ke
         cell("alone"), cell("ours", ttft_s=0.2, token_s=0.012, tokens=30_000), cell("rose:60,1,0.2", tokens=60_000)
     )
 
-    told_kept = kept(ours, alone, rose)
+    told_kept = kept(ours, [alone], rose)
 
     assert {name for name, good in told_kept.items() if good} == {"reclaim"}
 
@@ -84,7 +84,7 @@ def test_tokens_of_aborted_rollouts_are_no_harvest() -> None:
     ours = cell("rose:60,1,0.2", tokens=1000)
     ours.blocks[0].wasted, ours.blocks[0].again = 400, 700
 
-    found = row(ours, cell("alone"), ALONE)
+    found = row(ours, [cell("alone")], ALONE)
 
     assert (found["rollout_tokens_per_s"], found["tokens_generated_twice"]) == (6.0, 700)
 
