@@ -23,7 +23,9 @@ class Targets(Struct, frozen=True, kw_only=True):
     `aim_ttft`: the part of the TTFT target to which rollouts may push a request; 0: none while one waits for its first
     token. `aim_tpot`: the part of the room between the unloaded engine's time per token and the TPOT target that
     rollouts may use; 0: none while a request decodes. TPOT is a request's mean, so that this is of the mean; no single
-    pause is pushed beyond `aim_gap` times the target.
+    pause is pushed beyond `aim_gap` times the target. `aim_slowed`: nor is the mean pushed beyond so many times the
+    unloaded one, however much room the target leaves: who decodes for longer meets more of the prompts that come
+    meanwhile, and those wait behind it.
     """
 
     ttft_s: float = 0.0
@@ -34,6 +36,7 @@ class Targets(Struct, frozen=True, kw_only=True):
     aim_ttft: float = 0.0
     aim_tpot: float = 0.15
     aim_gap: float = 2.0
+    aim_slowed: float = 1.25
 
 
 class Limits(Struct, frozen=True, kw_only=True):

@@ -221,6 +221,8 @@ class Governor(Decides):
         if gained is not None:
             self._worth = gained + _BATCHING * load * load > (_WORTH_LESS if self._worth else _WORTH)
         usual = self._unloaded.usual_decode_s
-        aim = usual + targets.aim_tpot * (self._tpot - usual) if usual < self._tpot and targets.aim_tpot > 0.0 else 0.0
+        aim = 0.0
+        if usual < self._tpot and targets.aim_tpot > 0.0:
+            aim = min(usual + targets.aim_tpot * (self._tpot - usual), targets.aim_slowed * usual)
         if abs(aim - self._aim) > _SAME * aim:
             self._aim = aim

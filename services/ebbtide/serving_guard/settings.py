@@ -12,6 +12,7 @@ from ebbtide.scheduling.governor import Limits, Targets
 from ebbtide.serving_guard.limits import ProxySettings
 from ebbtide.serving_guard.slo import (
     AimGap,
+    AimSlowed,
     AimTpot,
     AimTtft,
     Percentile,
@@ -52,6 +53,7 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     aim_ttft: AimTtft = Slo().aim_ttft
     aim_tpot: AimTpot = Slo().aim_tpot
     aim_gap: AimGap = Slo().aim_gap
+    aim_slowed: AimSlowed = Slo().aim_slowed
     slo_file: Annotated[
         str, Meta(description="TOML file with a table for each served model whose SLO differs; keys as these flags")
     ] = ""

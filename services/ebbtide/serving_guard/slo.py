@@ -34,6 +34,9 @@ AimTpot: TypeAlias = Annotated[
 AimGap: TypeAlias = Annotated[
     float, Meta(ge=1, description="longest pause between two tokens beside rollouts, as a multiple of the TPOT target")
 ]
+AimSlowed: TypeAlias = Annotated[
+    float, Meta(ge=1, description="most that rollouts slow a request's tokens down, as a multiple of the unloaded time")
+]
 _DEFAULT: Final = Targets()
 
 
@@ -48,6 +51,7 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     aim_ttft: AimTtft = _DEFAULT.aim_ttft
     aim_tpot: AimTpot = _DEFAULT.aim_tpot
     aim_gap: AimGap = _DEFAULT.aim_gap
+    aim_slowed: AimSlowed = _DEFAULT.aim_slowed
 
     def targets(self) -> Targets:
         """For the governor. Raises `InvalidRequest` naming the field where a target is given twice, or is below 1."""
@@ -63,7 +67,7 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             given[f"{name}_s"] = absolute / 1000
             if factor:
                 given[f"{name}_factor"] = factor
-        same = ("percentile", "aim_ttft", "aim_tpot", "aim_gap")
+        same = ("percentile", "aim_ttft", "aim_tpot", "aim_gap", "aim_slowed")
         return Targets(**{name: getattr(self, name) for name in same}, **given)
 
 

@@ -12,7 +12,7 @@ from ebbtide.scheduling.governor import Decision, Governor, Limits, Targets
 from ebbtide.types.grants import GRANT_S
 
 _STEP_S = 0.008
-_TARGETS = Targets(ttft_s=1.0, tpot_s=0.1, aim_ttft=0.4, aim_tpot=0.5, aim_gap=1.0)
+_TARGETS = Targets(ttft_s=1.0, tpot_s=0.1, aim_ttft=0.4, aim_tpot=0.5, aim_gap=1.0, aim_slowed=10.0)
 
 
 class Host:
@@ -179,6 +179,20 @@ def test_requests_are_slowed_down_only_where_sharing_brings_more_than_idle_time_
             host.decode(name, 1, pause=0.01 + _STEP_S * (delay - 1.0))
         host.governor.ended(host.now, name, ok=True)
     assert shared[64:].count(True) == (240 if worth else 1)
+
+
+def test_however_wide_the_target_a_request_is_slowed_down_by_little() -> None:
+    host, pauses = learnt(Targets(ttft_s=10.0, tpot_s=1.0)), []
+    name = host.arrive()
+    host.now += 0.1
+    host.governor.produced(host.now, name, 1)
+    for _ in range(200):
+        begin = host.now
+        while (tokens := host.decide().budget.tokens) and host.now < begin + 0.01:
+            host.step(1, tokens)
+        host.decode(name, 1)
+        pauses.append(host.now - begin)
+    assert 1.05 < sum(pauses) / len(pauses) / 0.01 <= 1.3
 
 
 def test_a_request_that_was_slowed_down_already_is_left_alone() -> None:
