@@ -45,6 +45,10 @@ KEPT: Final = ROOT / "runs" / "bench-coserving"
 TRACES: Final = ROOT.parent / "shared" / "traces"
 KNOWN: Final = ("serving_azure2023_code_first1700s.csv", "serving_azure2023_conv.csv")
 _MADE_UP_S: Final = 3600.0
+_WHOLE: Final = (0.0, 1e9)
+#: From its eleventh minute on any stretch of the conversation trace has prompts like the whole; its first has other ones,
+#: which makes their scale, and with it the scene, hang on how many of them a cell takes.
+_QUICK_WINDOW: Final = (600.0, 1e9)
 #: Behind ROSE's colon: seconds of an RL step, watermark, headroom, what of the SLO its test is held to.
 #: An RL step took ROSE 500 to 1,000 s.
 ROSES: Final = (
@@ -65,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--trace", type=Path, action="append", help="CSV with t_s,input_tokens,output_tokens; repeatable"
     )
-    parser.add_argument("--window", type=_window, default=(0.0, 1e9), help="seconds of the trace, START:END")
+    parser.add_argument("--window", type=_window, help="seconds of the trace, START:END; default: all of it")
     parser.add_argument("--speed", type=arguments.factor, help="of the replay; default: as the loads want")
     parser.add_argument("--loads", type=_loads, help="percent of the time with a request inside; default 20,50,80")
     parser.add_argument(
@@ -92,6 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.extra = dict(one.split("=", 1) for one in options.extra)
     except ValueError:
         parser.error("--set wants FLAG=VALUE")
+    options.window = options.window or (_QUICK_WINDOW if options.quick and not options.trace else _WHOLE)
     options.trace = options.trace or traces(KNOWN[1:] if options.quick else KNOWN, options.seed)
     for path in options.trace:
         if not path.is_file():
