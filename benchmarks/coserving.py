@@ -46,7 +46,7 @@ TRACES: Final = ROOT.parent / "shared" / "traces"
 KNOWN: Final = ("serving_azure2023_code_first1700s.csv", "serving_azure2023_conv.csv")
 _MADE_UP_S: Final = 3600.0
 _WHOLE: Final = (0.0, 1e9)
-#: From its eleventh minute on any stretch of the conversation trace has prompts like the whole; its first has other ones,
+#: From its eleventh minute on the conversation trace has prompts like the whole for long; its first has other ones,
 #: which makes their scale, and with it the scene, hang on how many of them a cell takes.
 _QUICK_WINDOW: Final = (600.0, 1e9)
 #: Behind ROSE's colon: seconds of an RL step, watermark, headroom, what of the SLO its test is held to.
