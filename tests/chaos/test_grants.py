@@ -66,6 +66,8 @@ async def test_a_guard_that_thaws_grants_again(guard: GuardProcess, grant_dir: P
         await stands_since(worker)
         guard.signal(signal.SIGCONT)
         await going(worker)
+        (borrower,) = (await status(grant_dir)).borrowers
+        assert borrower.stops == 0, "that it was frozen is not the worker's fault"
 
 
 async def test_a_guard_that_is_started_again_finds_its_worker(
@@ -142,9 +144,11 @@ async def test_an_engine_left_stopped_by_a_guard_that_died_goes_on_under_the_nex
         await going(worker)
         os.kill(worker.engine, signal.SIGSTOP)
         guard.close()
+        assert worker.state() == "T", "its guard died without a word"
         with guard_process(grant_dir, engine.url) as successor:
             await successor.ready()
             await going(worker)
+            assert worker.state() not in "TXZ"
 
 
 async def test_a_run_that_borrows_loses_no_token_to_reclaims_nor_to_its_guards_death(

@@ -95,6 +95,7 @@ async def test_it_goes_on_even_if_nobody_knows_any_more_who_it_is(page: Page, pr
         await wait_until(lambda: stopped(program), what="no budget")
         known.clear()
         await wait_until(lambda: runs(program), what="it is not left stopped")
+    assert runs(program)
 
 
 async def test_a_program_that_ended_is_let_be(page: Page, program: subprocess.Popen[bytes]) -> None:
@@ -109,12 +110,13 @@ async def test_a_program_that_ended_is_let_be(page: Page, program: subprocess.Po
 
 async def test_a_program_that_was_started_anew_is_stopped_too(page: Page, program: subprocess.Popen[bytes]) -> None:
     pids = [program.pid]
-    with pausing(page, lambda: pids[-1]):
+    with pausing(page, lambda: pids[-1]) as made:
         await wait_until(lambda: stopped(program), what="the first")
         later = start(SLEEP)
         try:
             pids.append(later.pid)
             await wait_until(lambda: stopped(later), what="the second")
+            assert not any(one.training for one in made.moments)
         finally:
             later.kill()
             later.wait()

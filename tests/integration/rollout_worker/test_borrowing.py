@@ -208,6 +208,7 @@ async def test_an_install_waits_for_a_moment_with_a_grant(house: House, guard: G
     guard.allow(64)
     await house.coordinator.hear("installed", heard + 1)
     await wait_until(lambda: 2 in house.coordinator.versions("r"))
+    assert len(house.coordinator.heard["installed"]) == heard + 1
     await worker.end()
 
 
@@ -219,6 +220,7 @@ async def test_an_install_waits_where_the_budget_is_for_a_step_beside_requests(
     heard = await waits(house)
     guard.allow(64)
     await house.coordinator.hear("installed", heard + 1)
+    assert len(house.coordinator.heard["installed"]) == heard + 1
     await worker.end()
 
 
@@ -231,6 +233,7 @@ async def test_an_install_waits_for_a_spell_as_long_as_the_last_one_took(
     heard = await waits(house)
     guard.fields["forecast"] = grants_pb2.Forecast(share=0.5, spell_s=60.0)
     await house.coordinator.hear("installed", heard + 1)
+    assert len(house.coordinator.heard["installed"]) == heard + 1
     await worker.end()
 
 
@@ -239,6 +242,7 @@ async def test_an_install_does_not_wait_for_ever(house: House, folder: Path, mon
     worker = await borrow(house, folder)
     house.coordinator.install(house.relay.publish(1))
     await house.coordinator.hear("installed")
+    assert not beat(house).borrowed.granted, "it went on without a grant"
     await worker.end()
 
 
