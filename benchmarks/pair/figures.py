@@ -8,10 +8,11 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from ebbtide.cli.coserving_records import Answer, Moment
+from ebbtide.scheduling.decides import Targets
 
 Values = npt.NDArray[np.float64]
 #: ROSE's own multiples of the percentiles alone (its Qwen3-8B pair).
-TTFT_FACTOR, TPOT_FACTOR = 1.6, 1.27
+TTFT_FACTOR, TPOT_FACTOR = Targets().ttft_factor, Targets().tpot_factor
 #: A p99 may be above that alone by so much (and a TTFT's by a rollout step and 10 ms).
 MOST: Final = 1.10
 SPARE_S: Final = 0.010

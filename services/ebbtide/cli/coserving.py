@@ -37,13 +37,14 @@ from ebbtide.cli.served_model import served_model
 from ebbtide.client import Client
 from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.grants import Page, page_path, socket_path
+from ebbtide.scheduling.decides import Targets
 from ebbtide.types.grants import GuardStatus
 from ebbtide.types.run import Run, RunSpec, RunStatus
 
 _RUN_ID: Final = "coserving"
 _SERVED: Final = "served"
 #: ROSE's own multiples of the percentiles alone.
-_TTFT_FACTOR, _TPOT_FACTOR = 1.6, 1.27
+_TTFT_FACTOR, _TPOT_FACTOR = Targets().ttft_factor, Targets().tpot_factor
 #: What an engine that has just booted does for the first time is no measure: one request each of these prompt lengths.
 _WARM_UP: Final = (16, 64, 256, 1024, 2048, 512, 128, 1024)
 _WARM_UP_APART_S: Final = 0.6
