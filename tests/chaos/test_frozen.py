@@ -45,7 +45,8 @@ async def test_a_worker_frozen_for_less_keeps_its_rollouts(cluster: Cluster, beg
     load = await begin(heartbeat_timeout_s=30)
     client = cluster.client()
     await load.submit(64)
-    await load.more_tokens(64 * 4)
+    load.watch_tokens(64)
+    await wait_until(lambda: len(load.seen) == 64, what="all rollouts begun: one that only waits goes elsewhere")
     cluster.freeze("w1")
 
     async def silent() -> bool:

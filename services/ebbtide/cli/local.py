@@ -235,13 +235,23 @@ def _prepared(directory: Path) -> Iterator[Path]:
             shutil.rmtree(directory / name, ignore_errors=True)
         for name in _CLEARED:
             (directory / name).mkdir()
-        path = directory.resolve() / "redis" / "redis.sock"
-        if len(str(path)) <= _MAX_SOCKET_PATH:
-            yield path
-            return
-        with tempfile.TemporaryDirectory(prefix="ebb-") as short:
-            (Path(short) / "redis").mkdir()
-            yield Path(short) / "redis" / "redis.sock"
+        try:
+            with _socket_path(directory) as path:
+                yield path
+        finally:
+            shutil.rmtree(directory / _MIRRORS, ignore_errors=True)  # of killed workers, as large as the weights
+
+
+@contextmanager
+def _socket_path(directory: Path) -> Iterator[Path]:
+    """Of Redis: in the directory, or where that one's path is too long in a short one for the while."""
+    path = directory.resolve() / "redis" / "redis.sock"
+    if len(str(path)) <= _MAX_SOCKET_PATH:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="ebb-") as short:
+        (Path(short) / "redis").mkdir()
+        yield Path(short) / "redis" / "redis.sock"
 
 
 def free_address(wanted: str = "127.0.0.1:0") -> str:

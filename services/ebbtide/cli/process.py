@@ -110,12 +110,17 @@ class Process:
         """
         if self.running():
             os.kill(self.pid, signal.SIGTERM)
-        end = time.monotonic() + (self.program.stop_s if self.address else min(_NOT_READY_S, self.program.stop_s))
+        asked = time.monotonic()
         while self.running():
-            if time.monotonic() > end:
+            if time.monotonic() > asked + self._stop_s():
                 break
             await asyncio.sleep(_TICK_S)
         self.kill()
+
+    def _stop_s(self) -> float:
+        """How long it may take to end. Who waited for it to be ready may have given up before it was."""
+        self.address = self.address or self._ready() or ""
+        return self.program.stop_s if self.address else min(_NOT_READY_S, self.program.stop_s)
 
     def kill(self) -> None:
         """SIGKILL to the whole group, and wait until the first process is gone."""

@@ -44,6 +44,21 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert made.process("deaf").returncode == -signal.SIGKILL
 
 
+async def test_a_program_that_is_ready_after_all_may_hand_over_though_nobody_waits_for_it_any_more(
+    tmp_path: Path,
+) -> None:
+    async with launcher(print) as made:
+        starting = asyncio.create_task(made.start(program(tmp_path, "worker", mode="lasting")))
+        await wait_until((tmp_path / "worker.booting").exists)
+        starting.cancel()
+        await asyncio.wait({starting})
+        assert not made.process("worker").address
+        (tmp_path / "worker.booting").unlink()
+        await wait_until((tmp_path / "worker.ready").exists)
+    assert made.process("worker").returncode == 0
+    assert (tmp_path / "order").read_text().split() == ["worker"]
+
+
 async def test_a_program_that_dies_is_started_again_and_its_children_die_with_it(tmp_path: Path) -> None:
     told: list[str] = []
     async with launcher(told.append) as made:
