@@ -164,8 +164,10 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
             measuring = Measuring(both, keeping, speeds, lambda text: console.print(text, markup=False))
             if options.soak:
                 scene, _ = scene_of(options, options.trace[0], options.loads[0], speeds)
-                await measuring.speed_alone(1.0, lambda: installed(both))
-                return {"soak": await soak(both, measuring, scene, options.soak, options.extra)}
+                alone = await measuring.speed_alone(20.0, lambda: installed(both))
+                found = await soak(both, measuring, scene, alone, options.soak, options.extra)
+                await measuring.drain()
+                return {"soak": found | {"step_ms": 1e3 * alone.step_s} | both.books()}
             cells: list[dict[str, Any]] = []
             for path, load in product(options.trace, (0,) if options.speed else options.loads):
                 scene, lengths = scene_of(options, path, load, speeds)

@@ -1,12 +1,13 @@
 """Hours of replay under our guard: whether its memory, the worker's, or what users notice drifts."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any, Final
 
 import psutil
 from msgspec import Struct
 
-from benchmarks.pair.figures import Cell, percentile
+from benchmarks.pair.figures import Alone, Cell, percentile, row
 from benchmarks.pair.level import Measuring, Scene, slo_of
 from benchmarks.pair.stack import WORKER, Pair
 from ebbtide.cli.coserving_traffic import Request
@@ -22,13 +23,14 @@ class Sizes(Struct, frozen=True):
     worker: int
 
 
-async def soak(pair: Pair, measuring: Measuring, scene: Scene, seconds: float, extra: dict[str, str]) -> dict[str, Any]:
-    """Replay `scene` over and over for `seconds` beside rollouts. Sizes at the begin (after a sixth, for what is learnt
-    and cached grows at first) and at the end, and p99 of each quarter."""
+async def soak(
+    pair: Pair, measuring: Measuring, scene: Scene, rollouts: Alone, seconds: float, extra: dict[str, str]
+) -> dict[str, Any]:
+    """Replay `scene` over and over for `seconds` beside rollouts, behind one replay alone. Sizes at the begin (after a
+    sixth, for what is learnt and cached grows at first) and at the end, p99 of each quarter, and the figures of `row`,
+    whose intervals are those of the first replay."""
     alone = Cell(policy="alone", blocks=[await measuring.block(scene, scene.requests, "alone")])
-    span = scene.requests[-1].at + 1.0
-    laps = max(1, round(seconds / span))
-    requests = [Request(one.at + lap * span, one.prompt, one.output) for lap in range(laps) for one in scene.requests]
+    requests = list(_lasting(scene, seconds))
     sizes: list[Sizes] = []
     sampling = asyncio.create_task(_sample(pair, sizes))
     try:
@@ -41,16 +43,21 @@ async def soak(pair: Pair, measuring: Measuring, scene: Scene, seconds: float, e
         for at in range(0, quarter * _QUARTERS, quarter)
     ]
     settled = sizes[len(sizes) // 6] if sizes else Sizes(0, 0)
-    return {
-        "seconds": block.seconds,
-        "requests": len(block.answers),
-        "failed": sum(bool(one.failed) for one in block.answers),
+    return row(Cell(policy="ours", blocks=[block]), [alone], rollouts) | {
         "ttft_p99_ms_by_quarter": [1e3 * percentile(part.ttft, 99) for part in parts],
         "tpot_p99_ms_by_quarter": [1e3 * percentile(part.tpot, 99) for part in parts],
         "guard_mib": [settled.guard >> 20, (sizes[-1].guard if sizes else 0) >> 20],
         "worker_mib": [settled.worker >> 20, (sizes[-1].worker if sizes else 0) >> 20],
-        "rollout_tokens_per_s": block.harvested / block.seconds,
     }
+
+
+def _lasting(scene: Scene, seconds: float) -> Iterator[Request]:
+    """The scene's requests lap after lap, up to `seconds`."""
+    span = scene.requests[-1].at + 1.0
+    for lap in range(1 + int(seconds / span)):
+        for one in scene.requests:
+            if (at := one.at + lap * span) <= seconds:
+                yield Request(at, one.prompt, one.output)
 
 
 async def _sample(pair: Pair, sizes: list[Sizes]) -> None:
