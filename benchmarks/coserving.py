@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import csv
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -25,7 +26,7 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
@@ -35,16 +36,21 @@ from rich.console import Console  # noqa: E402
 
 from benchmarks import arguments, proxy  # noqa: E402
 from benchmarks.conditions import conditions  # noqa: E402
-from benchmarks.pair.keeping import Keeping  # noqa: E402
 from benchmarks.pair.report import draw, figures, told  # noqa: E402
 from ebbtide.cli.coserving_traffic import COLUMNS, Bursts, made_up, parse_window  # noqa: E402
 from ebbtide.errors import InvalidRequest  # noqa: E402
+
+if TYPE_CHECKING:
+    from benchmarks.pair.level import Measuring
+    from benchmarks.pair.traffic import Speeds
 
 RESULTS: Final = ROOT / "benchmarks" / "results"
 KEPT: Final = ROOT / "runs" / "bench-coserving"
 TRACES: Final = ROOT.parent / "shared" / "traces"
 KNOWN: Final = ("serving_azure2023_code_first1700s.csv", "serving_azure2023_conv.csv")
 _MADE_UP_S: Final = 3600.0
+#: The rollout engine is measured by itself for so long before a scene, and again behind it.
+_ALONE_S: Final = 15.0
 _WHOLE: Final = (0.0, 1e9)
 #: From its eleventh minute on the conversation trace has prompts like the whole for long; its first has other ones,
 #: which makes their scale, and with it the scene, hang on how many of them a cell takes.
@@ -58,10 +64,15 @@ ROSES: Final = (
     "rose:600,1,0.2,0.1",
     "rose:600,1,0.2,0",
     "rose:600,0.5,0.2,0.5",
+    "rose:600,1,0.4,0.25",
+    "rose:600,1,0.4,0",
     "rose:60,1,0.2,0.25",
 )
 ALL: Final = ("alone", "alone-again", "unguarded", "split", *ROSES, "ours", "observe")
-QUICK: Final = ("alone", "alone-again", "rose:600,1,0.2,0", "ours")
+_SETTING: Final = re.compile(
+    r"rose:[\d.]+(,[\d.]+){3}|(ours|observe)(:[\w-]+=[^+]+(\+[\w-]+=[^+]+)*)?|[a-z-]+(?<!rose)"
+)
+QUICK: Final = ("alone", "alone-again", "rose:600,1,0.2,0.25", "rose:600,1,0.2,0", "ours")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -69,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--trace", type=Path, action="append", help="CSV with t_s,input_tokens,output_tokens; repeatable"
     )
-    parser.add_argument("--window", type=_window, help="seconds of the trace, START:END; default: all of it")
+    parser.add_argument("--window", type=_window, help="seconds of the trace, START:END; default: all, or from 600 on")
     parser.add_argument("--speed", type=arguments.factor, help="of the replay; default: as the loads want")
     parser.add_argument("--loads", type=_loads, help="percent of the time with a request inside; default 20,50,80")
     parser.add_argument(
@@ -131,6 +142,9 @@ def _policies(text: str) -> tuple[str, ...]:
     known = {name.partition(":")[0] for name in ALL}
     if unknown := [name for name in policies if name.partition(":")[0] not in known]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(sorted(known))}")
+    if odd := [name for name in policies if not _SETTING.fullmatch(name)]:
+        text = "rose has STEP_S,WATERMARK,HEADROOM,HELD behind its colon, ours FLAG=VALUE+FLAG=VALUE, others nothing"
+        raise argparse.ArgumentTypeError(f"{', '.join(odd)}: {text}")
     return policies
 
 
@@ -146,10 +160,11 @@ def _loads(text: str) -> tuple[int, ...]:
 
 async def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Every cell. See `figures.row` for what is found of each."""
+    from benchmarks.pair.keeping import Keeping
     from benchmarks.pair.level import Measuring, probe
     from benchmarks.pair.plan import scene_of
     from benchmarks.pair.soak import soak
-    from benchmarks.pair.stack import installed, pair, setting
+    from benchmarks.pair.stack import pair, setting
 
     keeping = Keeping(KEPT / "blocks", setting() | {"seed": options.seed})
     with tempfile.TemporaryDirectory(prefix="ebb-pair-") as temporary:
@@ -162,30 +177,52 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
                 f"{speeds.token_s * 1e3:.1f} ms a token, {speeds.more_s * 1e3:.1f} ms more for each other request"
             )
             measuring = Measuring(both, keeping, speeds, lambda text: console.print(text, markup=False))
+            found: dict[str, Any]
             if options.soak:
                 scene, _ = scene_of(options, options.trace[0], options.loads[0], speeds)
-                alone = await measuring.speed_alone(20.0, lambda: installed(both))
-                found = await soak(both, measuring, scene, alone, options.soak, options.extra)
-                await measuring.drain()
-                return {"soak": found | {"step_ms": 1e3 * alone.step_s} | both.books()}
-            cells: list[dict[str, Any]] = []
-            for path, load in product(options.trace, (0,) if options.speed else options.loads):
-                scene, lengths = scene_of(options, path, load, speeds)
-                console.print(
-                    f"\n{scene.name}: {len(scene.requests)} requests in {scene.requests[-1].at:.0f} s, "
-                    f"prompts x {lengths.prompts}, outputs x {lengths.outputs}",
-                    style="bold",
-                )
-                alone = await measuring.speed_alone(8.0 if options.quick else 20.0, lambda: installed(both))
-                console.print(
-                    f"rollouts alone: {alone.tokens_per_s:.0f} tokens/s, steps of {alone.step_s * 1e3:.1f} ms"
-                )
-                found = await measuring.scene(scene, options.policies, options.extra)
-                cells += told(scene.name, path.stem, load, found, alone, console)
-                if "ours" in found:
-                    draw(scene.name, found, options.out.with_name(f"{options.out.stem}-{scene.name}.png"))
+                alone = await measuring.speed_alone(_ALONE_S)
+                found = {"soak": await soak(measuring, scene, alone, options.soak, options.extra)}
+            else:
+                found = {"cells": await _cells(options, console, measuring, speeds)}
             await measuring.drain()
-            return {"cells": cells, "books": both.books(), "speeds": msgspec.to_builtins(speeds)}
+            return found | {
+                "books": both.books(),
+                "speeds": msgspec.to_builtins(speeds),
+                "blocks_measured_before": keeping.found,
+            }
+
+
+async def _cells(
+    options: argparse.Namespace, console: Console, measuring: "Measuring", speeds: "Speeds"
+) -> list[dict[str, Any]]:
+    """A row for each policy of each scene."""
+    from benchmarks.pair.figures import Alone
+    from benchmarks.pair.plan import scene_of
+
+    cells: list[dict[str, Any]] = []
+    for path, load in product(options.trace, (0,) if options.speed else options.loads):
+        scene, lengths = scene_of(options, path, load, speeds)
+        console.print(
+            f"\n{scene.name}: {len(scene.requests)} requests in {scene.requests[-1].at:.0f} s, "
+            f"prompts x {lengths.prompts}, outputs x {lengths.outputs}",
+            style="bold",
+        )
+        seconds = _ALONE_S * (0.4 if options.quick else 1.0)
+        before = await measuring.speed_alone(seconds)
+        found = await measuring.scene(scene, options.policies, options.extra)
+        after = await measuring.speed_alone(seconds)
+        console.print(
+            f"rollouts alone: {before.tokens_per_s:.0f} tokens/s before, {after.tokens_per_s:.0f} behind; "
+            f"steps of {before.step_s * 1e3:.1f} and {after.step_s * 1e3:.1f} ms"
+        )
+        alone = Alone(
+            tokens_per_s=(before.tokens_per_s + after.tokens_per_s) / 2, step_s=(before.step_s + after.step_s) / 2
+        )
+        scaled = {"prompts": lengths.prompts, "outputs": lengths.outputs}
+        cells += [one | scaled for one in told(scene.name, path.stem, load, found, alone, console)]
+        if "ours" in found:
+            draw(scene.name, found, options.out.with_name(f"{options.out.stem}-{scene.name}.png"))
+    return cells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,17 +232,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.rmtree(KEPT / "blocks", ignore_errors=True)
     try:
         found = asyncio.run(measure(options, console))
-        if not options.soak:
+        if "cells" in found:
             console.print("\nwhat the proxy adds", style="bold")
             found["proxy"] = proxy.measure(quick=True)
     except InvalidRequest as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         return 2
     seconds = round(time.monotonic() - began, 1)
-    result = found["soak"] if options.soak else figures(found)
+    result = figures(found) if "cells" in found else found["soak"] | found["books"]
+    replayed = {"traces": [path.name for path in options.trace], "window": options.window, "seed": options.seed}
     told = {
         "figures": result,
-        "conditions": under | {"quick": options.quick, "seconds": seconds, "set": options.extra},
+        "conditions": under | replayed | {"quick": options.quick, "seconds": seconds, "set": options.extra},
         **found,
     }
     options.out.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n")

@@ -19,10 +19,11 @@ T = TypeVar("T")
 
 
 class Keeping:
-    """Below `folder`. `setting`: what all measurements have in common, besides the code."""
+    """Below `folder`. `setting`: what all measurements have in common, besides the code. `found`: how many blocks were
+    there."""
 
     def __init__(self, folder: Path, setting: dict[str, Any]) -> None:
-        self._folder = folder
+        self._folder, self.found = folder, 0
         self._common = _digest([setting, code()])
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -34,7 +35,9 @@ class Keeping:
         self._speeds.write_bytes(msgspec.json.encode(speeds))
 
     def block(self, name: str, told: list[Any]) -> Block | None:
-        return self._read(self._block(name, told), Block)
+        block = self._read(self._block(name, told), Block)
+        self.found += block is not None
+        return block
 
     def keep_block(self, name: str, told: list[Any], block: Block) -> None:
         path = self._block(name, told)

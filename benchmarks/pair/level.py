@@ -8,7 +8,7 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -20,7 +20,7 @@ from msgspec import Struct
 from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Block, Cell, percentile
 from benchmarks.pair.keeping import Keeping
 from benchmarks.pair.policies import OURS, Guard, Slo, guard
-from benchmarks.pair.stack import MODEL, WORKER, Pair, settle
+from benchmarks.pair.stack import MODEL, WORKER, Pair, installed, settle
 from benchmarks.pair.traffic import Speeds
 from ebbtide.cli.coserving_client import Plan, body, send
 from ebbtide.cli.coserving_records import Answer, Moment
@@ -64,7 +64,7 @@ class Measuring:
     """Measures blocks, or finds them measured."""
 
     def __init__(self, pair: Pair, keeping: Keeping, speeds: Speeds, tell: Callable[[str], None]) -> None:
-        self._pair, self._keeping, self._tell = pair, keeping, tell
+        self.pair, self._keeping, self._tell = pair, keeping, tell
         self._tables = ",".join(map(str, (speeds.fixed_s, speeds.prompt_s, speeds.token_s, speeds.more_s)))
 
     async def scene(self, scene: Scene, policies: Sequence[str], extra: dict[str, str]) -> dict[str, Cell]:
@@ -82,17 +82,17 @@ class Measuring:
                 cells[policy].blocks.append(await self._block(scene, number, block, policy, slo, extra))
         return cells
 
-    async def speed_alone(self, seconds: float, ready: Callable[[], Awaitable[None]]) -> Alone:
-        """The rollout engine by itself, once it is `ready`."""
-        self._pair.pin(self._pair.cores)
-        async with guard(self._pair, "rollouts", _ANY, self._pair.url("serving"), {}):
-            await ready()
-            await self._pair.lent()
+    async def speed_alone(self, seconds: float) -> Alone:
+        """The rollout engine by itself, once the policy is installed."""
+        self.pair.pin(self.pair.cores)
+        async with guard(self.pair, "rollouts", _ANY, self.pair.url("serving"), {}):
+            await installed(self.pair)
+            await self.pair.lent()
             await settle(3.0)
-            page = Page(page_path(self._pair.grants, WORKER))
-            steps, before, start = page.steps(), sum(self._pair.generated().values()), time.monotonic()
+            page = Page(page_path(self.pair.grants, WORKER))
+            steps, before, start = page.steps(), sum(self.pair.generated().values()), time.monotonic()
             await settle(seconds)
-            after, tokens = page.steps(), sum(self._pair.generated().values())
+            after, tokens = page.steps(), sum(self.pair.generated().values())
             elapsed = time.monotonic() - start
             page.close()
             step_s = (after.busy_s - steps.busy_s) / max(1, after.steps - steps.steps)
@@ -100,8 +100,8 @@ class Measuring:
 
     async def drain(self) -> None:
         """See all rollouts to their ends, so that the books can be closed."""
-        async with guard(self._pair, "unguarded", _ANY, self._pair.url("serving"), {}):
-            await self._pair.drained()
+        async with guard(self.pair, "unguarded", _ANY, self.pair.url("serving"), {}):
+            await self.pair.drained()
 
     async def block(
         self,
@@ -133,7 +133,7 @@ class Measuring:
         return block
 
     async def _measure(self, requests: list[Request], policy: str, slo: Slo, extra: dict[str, str]) -> Block:
-        pair, split = self._pair, policy == "split"
+        pair, split = self.pair, policy == "split"
         first, *others = sorted(pair.cores)
         upstream = await pair.serve("split", 1, {first}) if split else await pair.serve("serving", 2)
         pair.pin(set(others) or pair.cores if split else pair.cores)
@@ -158,7 +158,7 @@ class Measuring:
 
     async def _replayed(self, made: Guard, requests: list[Request], policy: str) -> Block:
         """What was answered and harvested, from second 0 of the requests to their last token."""
-        pair, aborted = self._pair, set(self._pair.feed.aborted)
+        pair, aborted = self.pair, set(self.pair.feed.aborted)
         starts = time.monotonic() + _LEAD_S
         replaying = asyncio.create_task(self._replay(made.url, Plan(starts=starts, requests=requests)))
         try:
@@ -179,7 +179,7 @@ class Measuring:
         )
 
     async def _replay(self, url: str, plan: Plan) -> list[Answer]:
-        files = self._pair.directory / "plan.json", self._pair.directory / "answers.json"
+        files = self.pair.directory / "plan.json", self.pair.directory / "answers.json"
         files[0].write_bytes(msgspec.json.encode(plan))
         command = [sys.executable, "-m", "ebbtide.cli.coserving_client", "--url", url, "--model", MODEL]
         command += [

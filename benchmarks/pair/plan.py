@@ -12,7 +12,7 @@ from ebbtide.cli.coserving_traffic import Lengths, Request, faster, read_trace
 from ebbtide.errors import InvalidRequest
 
 #: Seconds of a cell, in short and in full; the cells that matter most last for a number of requests.
-QUICK_S, FULL_S = 60.0, 240.0
+QUICK_S, FULL_S = 50.0, 240.0
 MOST_REQUESTS: Final = 1000
 #: A median prompt takes so long alone, and a median answer has so many tokens.
 MEDIAN_TTFT_S, MEDIAN_OUTPUT = 0.095, 16

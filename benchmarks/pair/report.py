@@ -60,6 +60,7 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
     ttft: dict[str, Any] = max(ours, key=lambda one: one["ttft_p99_over_alone"], default={})
     tpot: dict[str, Any] = max(ours, key=lambda one: one["tpot_p99_over_alone"], default={})
     checks = {one["scene"]: _checks(one, cells) for one in ours}
+    unqueued = [one["ttft_p99_over_alone_unqueued"] for one in ours]
     over = [(one, rose) for one in ours if (rose := best_rose(_of(one, cells)))]
     return {
         "slo_attainment": min((one["slo_attainment"] for one in ours), default=None),
@@ -68,8 +69,10 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
         "ttft_p99_excess_ms": max((one["ttft_p99_excess_ms"] for one in ours), default=None),
         "tpot_p99_over_alone": tpot.get("tpot_p99_over_alone"),
         "tpot_p99_over_alone_interval": tpot.get("tpot_p99_over_alone_interval"),
-        "noise_ttft_p99": [one["ttft_p99_over_alone"] for one in again],
-        "noise_tpot_p99": [one["tpot_p99_over_alone"] for one in again],
+        "ttft_p50_alone_ms": min((one["ttft_p50_ms"] for one in cells if one["policy"] == "alone"), default=None),
+        "ttft_p99_over_alone_unqueued": max((one for one in unqueued if one is not None), default=None),
+        "noise_ttft_p99": [_again(one, cells, "ttft_p99_ms") for one in again],
+        "noise_tpot_p99": [_again(one, cells, "tpot_p99_ms") for one in again],
         **{f"share_of_ideal_harvest_at_{load}": _harvest(ours, load) for load in (20, 50, 80)},
         "rollout_tokens_over_rose": min((_over(one, rose) for one, rose in over), default=None),
         "rose_taken": {one["scene"]: rose["policy"] for one, rose in over},
@@ -86,6 +89,12 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
         "proxy_requests_per_s": found["proxy"]["proxied_closed_loop"]["per_s"],
         "kept": checks,
     }
+
+
+def _again(one: dict[str, Any], cells: list[dict[str, Any]], name: str) -> float:
+    """What was measured alone again, over the first time."""
+    first = next(two for two in _of(one, cells) if two["policy"] == "alone")
+    return float(one[name] / first[name])
 
 
 def _of(one: dict[str, Any], cells: list[dict[str, Any]]) -> list[dict[str, Any]]:

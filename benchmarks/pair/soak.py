@@ -1,19 +1,18 @@
 """Hours of replay under our guard: whether its memory, the worker's, or what users notice drifts."""
 
 import asyncio
-from collections.abc import Iterator
+import math
 from typing import Any, Final
 
 import psutil
 from msgspec import Struct
 
-from benchmarks.pair.figures import Alone, Cell, percentile, row
+from benchmarks.pair.figures import Alone, Block, Cell, percentile, row
 from benchmarks.pair.level import Measuring, Scene, slo_of
 from benchmarks.pair.stack import WORKER, Pair
 from ebbtide.cli.coserving_traffic import Request
 
 _SAMPLE_S: Final = 30.0
-_QUARTERS: Final = 4
 
 
 class Sizes(Struct, frozen=True):
@@ -24,40 +23,50 @@ class Sizes(Struct, frozen=True):
 
 
 async def soak(
-    pair: Pair, measuring: Measuring, scene: Scene, rollouts: Alone, seconds: float, extra: dict[str, str]
+    measuring: Measuring, scene: Scene, rollouts: Alone, seconds: float, extra: dict[str, str]
 ) -> dict[str, Any]:
-    """Replay `scene` over and over for `seconds` beside rollouts, behind one replay alone. Sizes at the begin (after a
-    sixth, for what is learnt and cached grows at first) and at the end, p99 of each quarter, and the figures of `row`,
-    whose intervals are those of the first replay."""
-    alone = Cell(policy="alone", blocks=[await measuring.block(scene, scene.requests, "alone")])
-    requests = list(_lasting(scene, seconds))
+    """Replay `scene` alone, then beside rollouts over and over, in as many whole laps as last for `seconds`. The p99 of
+    each lap, the figures of `row` over all laps, and sizes at the begin (after a sixth, for what is learnt and cached
+    grows at first) and at the end; None where the laps were measured by a run that was then interrupted."""
+    alone = await measuring.block(scene, scene.requests, "alone")
+    span = scene.requests[-1].at + 1.0
+    laps = max(1, math.ceil(seconds / span))
+    requests = [Request(one.at + lap * span, one.prompt, one.output) for lap in range(laps) for one in scene.requests]
     sizes: list[Sizes] = []
-    sampling = asyncio.create_task(_sample(pair, sizes))
+    sampling = asyncio.create_task(_sample(measuring.pair, sizes))
     try:
-        block = await measuring.block(scene, requests, "ours", slo_of(alone), extra)
+        slo = slo_of(Cell(policy="alone", blocks=[alone]))
+        whole = await measuring.block(scene, requests, "ours", slo, extra)
     finally:
         sampling.cancel()
-    quarter = max(1, len(block.answers) // _QUARTERS)
-    parts = [
-        Cell(policy="ours", blocks=[type(block)(policy="ours", seconds=1.0, answers=block.answers[at : at + quarter])])
-        for at in range(0, quarter * _QUARTERS, quarter)
-    ]
-    settled = sizes[len(sizes) // 6] if sizes else Sizes(0, 0)
-    return row(Cell(policy="ours", blocks=[block]), [alone], rollouts) | {
-        "ttft_p99_ms_by_quarter": [1e3 * percentile(part.ttft, 99) for part in parts],
-        "tpot_p99_ms_by_quarter": [1e3 * percentile(part.tpot, 99) for part in parts],
-        "guard_mib": [settled.guard >> 20, (sizes[-1].guard if sizes else 0) >> 20],
-        "worker_mib": [settled.worker >> 20, (sizes[-1].worker if sizes else 0) >> 20],
+    parts = lapped(whole, laps)
+    beside = Cell(policy="alone", blocks=[alone] * laps)
+    each = [Cell(policy="ours", blocks=[part]) for part in parts]
+    drift = [sizes[len(sizes) // 6], sizes[-1]] if sizes else []
+    return row(Cell(policy="ours", blocks=parts), [beside], rollouts) | {
+        "ttft_p99_ms_by_lap": [1e3 * percentile(part.ttft, 99) for part in each],
+        "tpot_p99_ms_by_lap": [1e3 * percentile(part.tpot, 99) for part in each],
+        "step_ms": 1e3 * rollouts.step_s,
+        "guard_mib": [one.guard >> 20 for one in drift] or None,
+        "worker_mib": [one.worker >> 20 for one in drift] or None,
     }
 
 
-def _lasting(scene: Scene, seconds: float) -> Iterator[Request]:
-    """The scene's requests lap after lap, up to `seconds`."""
-    span = scene.requests[-1].at + 1.0
-    for lap in range(1 + int(seconds / span)):
-        for one in scene.requests:
-            if (at := one.at + lap * span) <= seconds:
-                yield Request(at, one.prompt, one.output)
+def lapped(whole: Block, laps: int) -> list[Block]:
+    """A replay of `laps` laps as that many blocks, which share its tokens evenly. The first bears its reclaims."""
+    size = len(whole.answers) // laps
+    return [
+        Block(
+            policy=whole.policy,
+            seconds=whole.seconds / laps,
+            answers=whole.answers[lap * size : (lap + 1) * size],
+            harvested=whole.harvested // laps,
+            wasted=whole.wasted // laps,
+            again=whole.again // laps,
+            reclaims=whole.reclaims if lap == 0 else (0.0, 0.0, 0),
+        )
+        for lap in range(laps)
+    ]
 
 
 async def _sample(pair: Pair, sizes: list[Sizes]) -> None:

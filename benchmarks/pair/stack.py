@@ -25,10 +25,10 @@ from tests.chaos.cluster import Cluster
 
 RUN: Final = "pair"
 CACHE: Final = Path(__file__).parents[2] / "runs" / "bench-coserving"
-#: 27 M parameters. Of keys and values, 8 layers, 2 heads, 64 dimensions and 2 bytes: 4 KiB a token.
+#: 25 M parameters. Of keys and values, 8 layers, 2 heads, 64 dimensions and 2 bytes: 4 KiB a token.
 _SERVED: Final = Network(kv_heads=2)
 SERVED_TOKEN_BYTES: Final = 8 * 2 * 2 * 64 * 2
-#: 3 M parameters, whose decode steps take much the same time for few as for many rollouts, as on a GPU; 4 KiB a token.
+#: 4 M parameters, whose decode steps take much the same time for few as for many rollouts, as on a GPU; 4 KiB a token.
 _ROLLOUTS: Final = Network(hidden=256, layers=4, heads=4, kv_heads=4, feed_forward=768)
 MODEL: Final = "served"
 WORKER: Final = "borrowed"
@@ -36,8 +36,8 @@ WORKER: Final = "borrowed"
 #: 8B model, 32 thousand tokens each, four fifths of 80 GB less the weights: seven).
 SLOTS: Final = 8
 _OPEN: Final = 64
-#: Of one step: those of all slots, and most of a prompt. A reclaim waits for the step that is under way.
-_STEP_TOKENS: Final = 64
+#: Of one step: those of all slots, and a part of a prompt. A reclaim waits for the step that is under way.
+_STEP_TOKENS: Final = 32
 #: Room for all slots' longest texts, of 4 KiB a token. What of it may be used is the guard's to say.
 _KV_MIB: Final = 64
 #: A host that was given up is tried again in half a minute, then after twice as long.
@@ -117,7 +117,7 @@ class Pair:
     async def drained(self) -> None:
         """Ask for nothing more, and wait until all that was asked for has finished."""
         self.feed.stop()
-        await wait_until(lambda: not self.feed.open, timeout=120, what="the end of all rollouts")
+        await wait_until(lambda: not self.feed.open, timeout=600, what="the end of all rollouts")
 
     def pin(self, cores: set[int]) -> None:
         """Bind the rollout engine and its worker, with all their threads, to these cores."""

@@ -6,15 +6,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.coserving import parse
 from benchmarks.pair.figures import Alone, Block, Cell, best_rose, kept, row
 from benchmarks.pair.keeping import Keeping
 from benchmarks.pair.level import Scene
 from benchmarks.pair.report import figures, told
+from benchmarks.pair.soak import lapped
 from benchmarks.pair.traffic import Speeds, busy_s, lasting, speed_for
 from ebbtide.cli.coserving_records import Answer
 from ebbtide.cli.coserving_traffic import Bursts, Request, faster, made_up
 
 ALONE = Alone(tokens_per_s=1000.0, step_s=0.008)
+BOOKS = {"lost": 0, "twice": 0, "short": 0, "unfinished": 0}
+PROXY = {"alone": {"first_token_p50_ms": {"added": 0.2}}, "proxied_closed_loop": {"per_s": 2000.0}}
 SPEEDS = Speeds(fixed_s=0.01, prompt_s=0.0002, token_s=0.01)
 ASKED = (
     "slo_attainment",
@@ -44,8 +48,8 @@ def rows(*cells: Cell) -> list[dict[str, Any]]:
 def test_all_figures_that_are_asked_for_are_there() -> None:
     found = {
         "cells": rows(cell("alone"), cell("rose:60,1,0.2", tokens=40_000), cell("ours", tokens=70_000)),
-        "books": {"lost": 0, "twice": 0, "short": 0, "unfinished": 0},
-        "proxy": {"alone": {"first_token_p50_ms": {"added": 0.2}}, "proxied_closed_loop": {"per_s": 2000.0}},
+        "books": BOOKS,
+        "proxy": PROXY,
     }
 
     told_figures = figures(found)
@@ -63,7 +67,7 @@ def test_a_cell_that_is_slower_harvests_too_little_or_less_than_rose_does_not_ke
 
     told_kept = kept(ours, [alone], rose)
 
-    assert {name for name, good in told_kept.items() if good} == {"reclaim"}
+    assert {name for name, good in told_kept.items() if good} == {"reclaim", "step"}
 
 
 def test_the_reported_policy_is_taken_at_the_setting_that_keeps_its_slo_with_most_tokens() -> None:
@@ -78,6 +82,51 @@ def test_the_reported_policy_is_taken_at_the_setting_that_keeps_its_slo_with_mos
 
     assert best is not None
     assert best["policy"] == "rose:60,2,0.2"
+
+
+def test_a_p99_is_compared_with_the_mean_of_both_alone_and_their_noise_is_one_over_the_other() -> None:
+    alone, again, ours = rows(cell("alone", ttft_s=0.10), cell("alone-again", ttft_s=0.14), cell("ours", ttft_s=0.12))
+
+    assert ours["ttft_p99_over_alone"] == pytest.approx(1.0)
+    assert (alone["slo_ms"], again["slo_ms"]) == (ours["slo_ms"], ours["slo_ms"])
+    assert ours["slo_ms"][0] == pytest.approx(160)
+    found = figures({"cells": [alone, again, ours], "books": BOOKS, "proxy": PROXY})
+    assert found["noise_ttft_p99"] == [pytest.approx(1.4)]
+
+
+def test_requests_that_queue_alone_are_left_out_of_what_is_said_of_the_others() -> None:
+    def answers(slow: bool) -> Cell:
+        made = []
+        for at in range(100):
+            first = 0.5 if at % 2 else 0.2 if slow else 0.1  # every other one comes while its predecessor is inside
+            sent = at - 0.6 * (at % 2)
+            made.append(Answer(due=sent, sent=sent, first=sent + first, last=sent + 0.5, prompt=100, output=11))
+        policy = "ours" if slow else "alone"
+        return Cell(policy=policy, blocks=[Block(policy=policy, seconds=100.0, answers=made)])
+
+    found = row(answers(True), [answers(False)], ALONE)
+
+    assert found["ttft_p99_over_alone"] == pytest.approx(1.0)
+    assert found["ttft_p99_over_alone_unqueued"] == pytest.approx(2.0)
+
+
+def test_a_replay_of_laps_is_told_lap_by_lap() -> None:
+    whole = cell("ours", tokens=900, count=99).blocks[0]
+
+    laps = lapped(whole, 3)
+
+    assert [one.answers for one in laps] == [whole.answers[:33], whole.answers[33:66], whole.answers[66:]]
+    assert [(one.seconds, one.harvested) for one in laps] == [(33.0, 300)] * 3
+
+
+@pytest.mark.parametrize("policies", ["rose", "rose:60,1,0.2", "ours:foo", "alone/split:1", "theirs"])
+def test_a_policy_without_its_setting_is_refused_before_anything_is_measured(
+    policies: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--policies", policies])
+
+    assert policies.rpartition("/")[2] in capsys.readouterr().err
 
 
 def test_tokens_of_aborted_rollouts_are_no_harvest() -> None:

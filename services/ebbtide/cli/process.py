@@ -119,7 +119,8 @@ class Process:
 
     def _stop_s(self) -> float:
         """How long it may take to end. Who waited for it to be ready may have given up before it was."""
-        self.address = self.address or self._ready() or ""
+        if not self.address and self.program.ready_file:
+            self.address = self._ready() or ""
         return self.program.stop_s if self.address else min(_NOT_READY_S, self.program.stop_s)
 
     def kill(self) -> None:

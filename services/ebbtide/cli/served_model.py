@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
@@ -45,7 +46,8 @@ def served_model(cache: Path, network: Network | None = None, seed: int = 1) -> 
     """The checkpoint below `cache`, made now unless it is there; vLLM and transformers load it. The same network and
     seed give the same bytes."""
     network = network or Network()
-    path = cache / f"served-{network.hidden}x{network.layers}x{network.kv_heads}-seed{seed}-v{_RECIPE}"
+    shape = "x".join(map(str, msgspec.structs.astuple(network)))
+    path = cache / f"served-{shape}-seed{seed}-v{_RECIPE}"
     if path.exists():
         return path
     cache.mkdir(parents=True, exist_ok=True)
