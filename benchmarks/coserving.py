@@ -80,7 +80,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--trace", type=Path, action="append", help="CSV with t_s,input_tokens,output_tokens; repeatable"
     )
-    parser.add_argument("--window", type=_window, help="seconds of the trace, START:END; default: all, or from 600 on")
+    parser.add_argument(
+        "--window", type=_window, help="seconds of the trace, START:END; default: all; with --quick from 600 on"
+    )
     parser.add_argument("--speed", type=arguments.factor, help="of the replay; default: as the loads want")
     parser.add_argument("--loads", type=_loads, help="percent of the time with a request inside; default 20,50,80")
     parser.add_argument(
@@ -94,7 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--set", dest="extra", action="append", default=[], metavar="FLAG=VALUE", help="a flag of our guard"
     )
     parser.add_argument("--quick", action="store_true", help="one trace, loads 20 and 50, three policies: 12 minutes")
-    parser.add_argument("--soak", type=arguments.factor, help="only ours, so many seconds: does anything drift?")
+    parser.add_argument("--soak", type=arguments.factor, help="one trace alone, then ours for so many seconds")
     parser.add_argument("--anew", action="store_true", help="measure blocks again that are kept")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=arguments.output)

@@ -110,18 +110,14 @@ class Process:
         """
         if self.running():
             os.kill(self.pid, signal.SIGTERM)
-        asked = time.monotonic()
+        asked, stop_s = time.monotonic(), self.program.stop_s
         while self.running():
-            if time.monotonic() > asked + self._stop_s():
+            if not self.address and self.program.ready_file:
+                self.address = self._ready() or ""  # who waited for it may have given up before it was
+            if time.monotonic() > asked + (stop_s if self.address else min(_NOT_READY_S, stop_s)):
                 break
             await asyncio.sleep(_TICK_S)
         self.kill()
-
-    def _stop_s(self) -> float:
-        """How long it may take to end. Who waited for it to be ready may have given up before it was."""
-        if not self.address and self.program.ready_file:
-            self.address = self._ready() or ""
-        return self.program.stop_s if self.address else min(_NOT_READY_S, self.program.stop_s)
 
     def kill(self) -> None:
         """SIGKILL to the whole group, and wait until the first process is gone."""

@@ -14,18 +14,14 @@ ready, order, name, mode = sys.argv[1:5]
 if mode == "crash":
     print("the reason why"); sys.exit(3)
 def ended(*_):
-    time.sleep(1.5 if mode == "lasting" else 0.0)
     with open(order, "a") as file:
         print(name, file=file)
     sys.exit(0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "deaf" else ended)
 if mode in ("children", "escaping"):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=mode == "escaping")
-if mode == "lasting":
-    booting = ready.removesuffix("ready") + "booting"
-    open(booting, "w").close()
-    while os.path.exists(booting):
-        time.sleep(0.01)
+if mode == "late":
+    open(ready + ".go").close()  # a FIFO: until somebody opens its other end
 if mode != "slow":
     with open(ready + ".new", "w") as file:
         json.dump({"address": f"{name}:{os.getpid()}"}, file)

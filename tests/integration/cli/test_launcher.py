@@ -45,15 +45,17 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 
 
 async def test_a_program_that_is_ready_after_all_may_hand_over_though_nobody_waits_for_it_any_more(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ebbtide.cli.process._NOT_READY_S", 0.0)
+    os.mkfifo(go := tmp_path / "worker.ready.go")
     async with launcher(print) as made:
-        starting = asyncio.create_task(made.start(program(tmp_path, "worker", mode="lasting")))
-        await wait_until((tmp_path / "worker.booting").exists)
+        starting = asyncio.create_task(made.start(program(tmp_path, "worker", mode="late")))
+        await asyncio.sleep(0)  # it is started in the task's first turn
         starting.cancel()
         await asyncio.wait({starting})
+        (await asyncio.to_thread(go.open, "w")).close()
         assert not made.process("worker").address
-        (tmp_path / "worker.booting").unlink()
         await wait_until((tmp_path / "worker.ready").exists)
     assert made.process("worker").returncode == 0
     assert (tmp_path / "order").read_text().split() == ["worker"]
