@@ -50,8 +50,11 @@ bench-coserving: env ## A serving engine that lends its idle time, beside other 
 lint: env ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
+protos-check: env ## Whether peers of the last release still understand; ARGS=--release keeps the contract of a new one
+	@$(BIN)/python -m protos.breaking $(ARGS)
+
 types: env ## Strict types, and who may import whom
-	@$(BIN)/mypy common services tests examples benchmarks && $(BIN)/lint-imports
+	@$(BIN)/mypy common services tests examples benchmarks protos && $(BIN)/lint-imports
 
 env: $(CODE) ## The environment alone
 
@@ -73,4 +76,4 @@ $(BIN)/python:
 clean: ## Remove the environment, caches and generated code; runs/ stays
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache common/ebbtide/v1/*_pb2*
 
-.PHONY: help demo demo-coserving test nightly simulate bench-migration bench-weights bench-coserving lint types env clean
+.PHONY: help demo demo-coserving test nightly simulate bench-migration bench-weights bench-coserving lint protos-check types env clean
