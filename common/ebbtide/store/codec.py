@@ -1,22 +1,43 @@
-"""Records as bytes in the store: msgpack by field name, so that a field may be added later."""
+"""Records as bytes in the store: msgpack or JSON by field name, so that a field may be added later.
+
+A field that came behind `RELEASED` is left out of them while it has its default. So what is asked for again over an
+upgrade is the same bytes as before, and a coordinator of the release before reads what does not use anything newer.
+"""
 
 import hashlib
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, Final, TypeVar, get_type_hints
 
 import msgspec
+from msgspec import NODEFAULT, Struct
 
-from ebbtide.types.rollout import RolloutRequest
+from ebbtide.types.rollout import RolloutRequest, Trajectory
+from ebbtide.types.run import BatchSpec, BorrowSpec, EnvironmentSpec, EvaluationSpec, RunSpec, Sampling, TrainerSpec
+from ebbtide.types.weights import PolicyVersion
 
-T = TypeVar("T", bound=msgspec.Struct)
-_encoder = msgspec.msgpack.Encoder(order="deterministic")
+T = TypeVar("T", bound=Struct)
+_msgpack, _json = msgspec.msgpack.Encoder(order="deterministic"), msgspec.json.Encoder(order="deterministic")
+_ordered_msgpack, _ordered_json = msgspec.msgpack.Encoder(), msgspec.json.Encoder()
+
+#: How many fields a record had in 0.1.0, the first ones; a later one stands behind them. Records that are not named
+#: here came later as a whole.
+RELEASED: Final[dict[type[Struct], int]] = {
+    RunSpec: 12, EnvironmentSpec: 2, Sampling: 13, BatchSpec: 6, TrainerSpec: 17, EvaluationSpec: 2, BorrowSpec: 1,
+    RolloutRequest: 10, PolicyVersion: 5, Trajectory: 12,
+}  # fmt: skip
 
 
-def pack(record: msgspec.Struct) -> bytes:
-    return _encoder.encode(record)
+def pack(record: Struct) -> bytes:
+    return _ordered_msgpack.encode(_lasting(record)) if _grown(type(record)) else _msgpack.encode(record)
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
     return msgspec.msgpack.decode(data, type=kind)
+
+
+def json_record(record: Struct) -> bytes:
+    """A record as JSON that may be compared: the same one is the same bytes."""
+    return _ordered_json.encode(_lasting(record)) if _grown(type(record)) else _json.encode(record)
 
 
 def json_object(mapping: dict[str, Any]) -> str:
@@ -26,4 +47,32 @@ def json_object(mapping: dict[str, Any]) -> str:
 def body_digest(request: RolloutRequest) -> bytes:
     """What makes two requests with one id the same: all but version bounds and priority, which say when, not what."""
     body = msgspec.structs.replace(request, min_version=0, max_version=0, priority=0)
-    return hashlib.blake2b(_encoder.encode(body), digest_size=16).digest()
+    return hashlib.blake2b(pack(body), digest_size=16).digest()
+
+
+def _lasting(value: Any) -> Any:
+    """What of a value is written, in the order that it has when nothing is left out: fields in theirs, keys sorted."""
+    if isinstance(value, Struct):
+        later = _later(type(value))
+        written = ((name, getattr(value, name)) for name in value.__struct_fields__)
+        return {name: _lasting(one) for name, one in written if name not in later or one != later[name]}
+    if isinstance(value, dict):
+        return {key: _lasting(value[key]) for key in sorted(value)}
+    return [_lasting(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+@cache
+def _later(kind: type[Struct]) -> dict[str, Any]:
+    """A record's fields that came after 0.1.0, by their defaults."""
+    return {field.name: _default(field) for field in msgspec.structs.fields(kind)[RELEASED.get(kind, 0) :]}
+
+
+@cache
+def _grown(kind: type[Struct]) -> bool:
+    """Whether a record, or one inside it, has such fields. Others are written as they are, which is faster."""
+    inner = [hint for hint in get_type_hints(kind).values() if isinstance(hint, type) and issubclass(hint, Struct)]
+    return bool(_later(kind)) or any(map(_grown, inner))
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    return field.default if field.default_factory is NODEFAULT else field.default_factory()

@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
-from ebbtide.store.codec import pack, unpack
+from ebbtide.store.codec import json_record, pack, unpack
 from ebbtide.store.faults import Refused, TermSuperseded
 from ebbtide.store.keys import INDEX, LIFE, PUBLISHERS, TERM, run_key
 from ebbtide.store.topic import Topic, no_run
@@ -63,7 +63,7 @@ class Runs(Topic):
             raise TermSuperseded
         await self._link.call("ZADD", INDEX, "NX", await self._next_place(), run_id)
         try:
-            made = bool(await self._write("submit_run", run_id, msgspec.json.encode(spec, order="deterministic")))
+            made = bool(await self._write("submit_run", run_id, json_record(spec)))
         except Refused:
             raise AlreadyExists(f"run {run_id} exists with another spec; choose another run_id") from None
         await self._durable()
