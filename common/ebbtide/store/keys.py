@@ -10,6 +10,8 @@ from typing import Final
 
 #: string: the term of the coordinator that may write. Set at each start of a coordinator; never ends.
 TERM: Final = "ebbtide:{fleet}:term"
+#: string: the number of the layout of all that lies here; see `migrations`. Set at a coordinator's start; never ends.
+SCHEMA: Final = "ebbtide:{fleet}:schema"
 #: string: the life of the store in which all runs were settled last; see `Runs.settle`. Never ends.
 LIFE: Final = "ebbtide:{fleet}:life"
 #: string: 32 bytes that the publishers' keys of all runs are derived from. Made by the first coordinator; never changes

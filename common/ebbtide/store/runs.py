@@ -7,7 +7,8 @@ import msgspec
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
 from ebbtide.store.codec import json_record, pack, unpack
 from ebbtide.store.faults import Refused, TermSuperseded
-from ebbtide.store.keys import INDEX, LIFE, PUBLISHERS, TERM, run_key
+from ebbtide.store.keys import INDEX, LIFE, PUBLISHERS, SCHEMA, TERM, run_key
+from ebbtide.store.migrations import NEWEST
 from ebbtide.store.topic import Topic, no_run
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
@@ -29,6 +30,7 @@ class Runs(Topic):
     async def term_stands(self) -> bool:
         """Whether this is still the store's coordinator. One that forgot its coordinator is told again."""
         if (found := await self._link.call("GET", TERM)) is None:
+            await self._link.call("SET", SCHEMA, NEWEST, "NX")
             await self._link.call("SET", TERM, self._term, "NX")
         return found in {None, self._term.encode()}
 

@@ -43,8 +43,12 @@ class Recovery:
                     attempt.orphaned = msgspec.structs.replace(attempt.orphaned, due=self._until)
 
     async def take_over(self) -> None:
-        """Become the store's coordinator and load every live run; ended ones are noted for deletion."""
+        """Become the store's coordinator, bring its data to the newest schema, and load every live run; ended ones are
+        noted for deletion.
+        """
         live = await self._store.runs.take_over()
+        if steps := await self._store.schema.migrate():
+            log.info("store migrated", schema=self._store.schema.newest, steps=steps)
         await self._lives.begin()
         for run_id in live:
             await self.add(await self._store.runs.read(run_id))

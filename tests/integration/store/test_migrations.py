@@ -1,0 +1,152 @@
+"""The store's schema: stamped once, brought up to date step by step by whoever has the term, and never read too new."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from ebbtide.coordinator.service import Coordinator
+from ebbtide.coordinator.settings import Settings
+from ebbtide.errors import StoreUnavailable
+from ebbtide.store.connection import Connection
+from ebbtide.store.faults import TermSuperseded
+from ebbtide.store.keys import INDEX, SCHEMA, TERM, run_key
+from ebbtide.store.migrations import NEWEST, STEPS, Schema, Step
+
+Change = Callable[[Connection, str], Awaitable[None]]
+
+
+@pytest.fixture
+async def link(redis_url: str) -> AsyncIterator[Connection]:
+    made = Connection(redis_url)
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def started(url: str) -> Coordinator:
+    coordinator = Coordinator(Settings(store_url=url))
+    await coordinator.open()
+    return coordinator
+
+
+async def plant(link: Connection, *run_ids: str) -> None:
+    """Live runs as 0.1.0 left them: no stamp."""
+    await link.call("SET", TERM, "former")
+    for place, run_id in enumerate(run_ids, start=1):
+        spec = '{"name":"n","model":"m","environment":{"name":"e","params":{}}}'
+        record = ("spec", spec, "status", "PENDING", "message", "", "version", 0, "seq", 0, "created", 1)
+        await link.call("HSET", run_key(run_id, "RUN"), *record)
+        await link.call("HSET", run_key(run_id, "FENCE"), "term", "former")
+        await link.call("ZADD", INDEX, place, run_id)
+
+
+def counting(names: list[str], name: str) -> Change:
+    async def change(link: Connection, term: str) -> None:
+        assert await link.call("GET", TERM) == term.encode()
+        names.append(name)
+
+    return change
+
+
+async def test_an_empty_store_is_stamped_by_the_first_coordinator(link: Connection, redis_url: str) -> None:
+    coordinator = await started(redis_url)
+    assert await link.call("GET", SCHEMA) == str(NEWEST).encode()
+    await coordinator.close()
+
+
+async def test_a_store_of_0_1_0_is_stamped_and_its_runs_go_on(link: Connection, redis_url: str) -> None:
+    await plant(link, "a", "b")
+    coordinator = await started(redis_url)
+    assert list(coordinator.state.runs) == ["a", "b"]
+    assert await link.call("GET", SCHEMA) == str(NEWEST).encode()
+    await coordinator.close()
+
+
+async def test_a_newer_store_is_refused_and_its_coordinator_goes_on(link: Connection, redis_url: str) -> None:
+    serving = await started(redis_url)
+    await link.call("SET", SCHEMA, NEWEST + 1)
+    term = await link.call("GET", TERM)
+    with pytest.raises(
+        StoreUnavailable, match=f"has schema {NEWEST + 1}, and this coordinator knows none above {NEWEST}: "
+    ):
+        await started(redis_url)
+    assert await link.call("GET", TERM) == term
+    assert await serving.store.runs.term_stands()
+    await serving.close()
+
+
+@pytest.mark.parametrize("planted", ["stamp", "record"])
+async def test_a_store_of_something_else_is_refused_before_it_is_taken(
+    link: Connection, redis_url: str, planted: str
+) -> None:
+    await plant(link, "a")
+    if planted == "stamp":
+        await link.call("SET", SCHEMA, "one")
+    else:
+        await link.call("HDEL", run_key("a", "RUN"), "created")
+    with pytest.raises(StoreUnavailable, match=r"which is no number|its record lacks created"):
+        await started(redis_url)
+    assert await link.call("GET", TERM) == b"former"
+
+
+async def test_an_older_store_goes_through_each_step_that_it_lacks_in_order(link: Connection) -> None:
+    done: list[str] = []
+    steps = [Step(number, f"to {number}", change=counting(done, f"to {number}")) for number in (1, 2, 3, 4)]
+    await link.call("SET", TERM, "ours")
+    await link.call("SET", SCHEMA, 2)
+    assert await Schema(link, "ours", steps).migrate() == ["to 3", "to 4"] == done
+    assert await link.call("GET", SCHEMA) == b"4"
+    assert await Schema(link, "ours", steps).migrate() == []
+    assert done == ["to 3", "to 4"]
+
+
+async def test_a_coordinator_that_dies_amid_the_steps_leaves_the_rest_to_the_next(link: Connection) -> None:
+    """A step that moves a key of each run: half of it is done when the first one dies."""
+    await plant(link, "a", "b")
+    dies = asyncio.Event()
+
+    async def move(link: Connection, _term: str) -> None:
+        for run_id in ("a", "b"):
+            status = await link.call("HGET", run_key(run_id, "RUN"), "status")
+            if status is not None:  # not moved before
+                await link.call("HSET", run_key(run_id, "RUN"), "state", status)
+                await link.call("HDEL", run_key(run_id, "RUN"), "status")
+            if not dies.is_set():
+                dies.set()
+                raise StoreUnavailable("killed")
+
+    steps = [*STEPS, Step(NEWEST + 1, "status becomes state", change=move)]
+    await link.call("SET", TERM, "first")
+    with pytest.raises(StoreUnavailable, match="killed"):
+        await Schema(link, "first", steps).migrate()
+    assert await link.call("GET", SCHEMA) == str(NEWEST).encode()  # the steps before are done for good
+    await link.call("SET", TERM, "second")
+    assert await Schema(link, "second", steps).migrate() == ["status becomes state"]
+    assert await link.call("GET", SCHEMA) == str(NEWEST + 1).encode()
+    for run_id in ("a", "b"):
+        assert await link.call("HMGET", run_key(run_id, "RUN"), "state", "status") == [b"PENDING", None]
+
+
+async def test_a_superseded_coordinator_stamps_nothing(link: Connection) -> None:
+    async def overtaken(link: Connection, _term: str) -> None:
+        await link.call("SET", TERM, "another")
+
+    await link.call("SET", TERM, "ours")
+    with pytest.raises(TermSuperseded):
+        await Schema(link, "ours", [Step(1, "long", change=overtaken)]).migrate()
+    assert await link.call("GET", SCHEMA) is None
+
+
+async def test_a_store_that_forgot_everything_is_stamped_again(link: Connection, redis_url: str) -> None:
+    coordinator = await started(redis_url)
+    await link.call("DEL", TERM, SCHEMA)
+    assert await coordinator.store.runs.term_stands()
+    assert await link.call("GET", SCHEMA) == str(NEWEST).encode()
+    await coordinator.close()
+
+
+def test_each_schema_has_its_step() -> None:
+    steps: Any = [step.to for step in STEPS]
+    assert steps == list(range(1, NEWEST + 1))
