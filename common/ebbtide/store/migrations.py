@@ -48,8 +48,8 @@ async def _whole_records(link: Connection) -> None:
         lacking = [name for name, value in zip(_RECORD, found, strict=True) if value is None]
         if 0 < len(lacking) < len(_RECORD):  # with all of them: expired, or never made
             raise StoreUnavailable(
-                f"the store at {link.where} has no schema, and Ebbtide 0.1.0 did not write run {run_id} there: its record "
-                f"lacks {', '.join(lacking)}; end its runs with the program that wrote it, or name an empty store"
+                f"the store at {link.where} has no schema, and Ebbtide 0.1.0 did not write run {run_id} there: its "
+                f"record lacks {', '.join(lacking)}; end its runs with what wrote it, or name an empty store"
             )
 
 

@@ -96,15 +96,24 @@ def read_state(checkpoint: Path, *, run_id: str) -> tuple[TrainingState, dict[st
     inner = checkpoint / "trainer"
     try:
         body = json.loads((inner / "state.json").read_text(encoding="utf-8"))
+        _check_format(checkpoint, body["training"]["format"])  # a later one may have fields that are not known here
         state = msgspec.convert(body["training"], TrainingState)
         learner = _unflatten(body["learner"], load_file(inner / "optimizer.safetensors"))
         random_state = load_file(inner / "random.safetensors")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{str(checkpoint)!r} is damaged ({error}): bring back a whole copy") from error
-    if (state.run_id, state.format) != (run_id, FORMAT):
-        raise CheckpointError(f"{str(checkpoint)!r} is of run {state.run_id}, format {state.format}: not resumable")
+    if state.run_id != run_id:
+        raise CheckpointError(f"{str(checkpoint)!r} is of run {state.run_id}: not resumable by run {run_id}")
     _set_random_state(random_state)
     return state, learner
+
+
+def _check_format(checkpoint: Path, found: object) -> None:
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{str(checkpoint)!r} has format {found}, and this trainer knows {FORMAT} alone: resume with the release that "
+            "wrote it"
+        )
 
 
 def keep_newest(folder: Path, count: int) -> None:

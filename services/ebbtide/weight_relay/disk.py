@@ -7,11 +7,12 @@
     arriving/<run>/<policy>/<version>.stage         a version that comes from upstream, of which any blob may be missing
     keys/<run>                                      the publisher's public key, in hex
     staging/                                        files being written
+    format                                          the number of this layout and of the records in it; 1 where it lacks
 
 Invariant: each file but those of `tiles/` appears by one rename, behind the fsync of all that it stands on: a manifest
 of an anchor on its dense tiles; a patch on its blobs; a version that is no anchor on its patch. Going, they go in the
 other order. So whatever a dead process leaves behind is whole, or is not reached by anything whole; `recovery` deletes
-that.
+that. A directory of another format is refused before anything in it is looked at.
 One process owns the directory at a time (a file lock, released by the system when the process dies).
 All calls block; the service makes them from threads.
 """
@@ -29,7 +30,7 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
-from ebbtide.runtime import fsync
+from ebbtide.runtime import fsync, write_atomically
 from ebbtide.types.weights import Manifest, Patch
 from ebbtide.weight_relay.records import Ends, Stream, encode, stream_of
 
@@ -37,6 +38,8 @@ ANCHOR: Final = ".manifest"
 PATCHED: Final = ".patched"
 PUBLISHED: Final = ".patch"
 COMPOSED: Final = ".composed"
+#: Raised with the meaning of what is written, so that a relay of another release is refused and deletes nothing.
+FORMAT: Final = 1
 #: Syncs at once: file systems write several to the disk in one go.
 _SYNCS: Final = 16
 
@@ -54,6 +57,8 @@ class Disk:
         self.tiles, self.versions, self.staging = root / "tiles", root / "versions", root / "staging"
         self.arrivals, self._keys = root / "arriving", root / "keys"
         try:
+            root.mkdir(parents=True, exist_ok=True)
+            _agree_on_format(root / "format")
             for folder in (self.tiles, self.versions, self.staging, self.arrivals, self._keys):
                 folder.mkdir(parents=True, exist_ok=True)
             self._lock = (root / "lock").open("wb")
@@ -184,6 +189,21 @@ class Disk:
         for folder in (path.parent, path.parent.parent):
             if not any(folder.iterdir()):
                 folder.rmdir()
+
+
+def _agree_on_format(path: Path) -> None:
+    """Mark a directory that has no format yet. Raises `InvalidRequest` for one of another format."""
+    if not path.exists():
+        write_atomically(path, f"{FORMAT}\n")
+        fsync(path)
+        fsync(path.parent)
+    found = path.read_text(errors="replace").strip()
+    if found != str(FORMAT):
+        raise InvalidRequest(
+            f"{path.parent} has format {found[:20]!r}, and this relay knows {FORMAT} alone: start one of the "
+            "release that wrote it, or name another directory",
+            field="data_dir",
+        )
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, and give back exactly what was written."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,20 @@ def test_what_is_damaged_or_anothers_is_refused_by_name(tiny_model: Path, tmp_pa
         (broken / "trainer" / name).write_bytes(b"\x08\x00\x00")
         with pytest.raises(CheckpointError, match="is damaged"):
             checkpoint.read_state(broken, run_id="run-1")
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_its_number_and_not_called_damaged(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    path = write(tmp_path, tiny_model, state())
+    file = path / "trainer" / "state.json"
+    body = json.loads(file.read_text())
+    body["training"] |= {"format": checkpoint.FORMAT + 1, "shards": 2}
+    file.write_text(json.dumps(body))
+    with pytest.raises(
+        CheckpointError, match=f"has format {checkpoint.FORMAT + 1}, and this trainer knows {checkpoint.FORMAT}"
+    ):
+        checkpoint.read_state(path, run_id="run-1")
 
 
 def test_what_is_neither_tensor_nor_plain_is_refused(tiny_model: Path, tmp_path: Path) -> None:
