@@ -36,7 +36,10 @@ class ProcessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What every service process takes; services' settings inherit it."""
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
-    metrics_port: Annotated[int, Meta(ge=-1, le=65535, description="Prometheus port on loopback; 0: any, -1: off")] = -1
+    metrics_port: Annotated[int, Meta(ge=-1, le=65535, description="Prometheus port; 0: any, -1: off")] = -1
+    metrics_host: Annotated[
+        str, Meta(description="address that the Prometheus port is bound to; who reaches it can read it, without TLS")
+    ] = "127.0.0.1"
     ready_file: Annotated[str, Meta(description="file to write once ready: JSON with address, metrics, pid")] = ""
     die_with_parent: Annotated[
         int, Meta(ge=0, description="pid of the parent process whose death kills this one; 0: none")
@@ -79,7 +82,7 @@ class Shutdown:
 
     def start_metrics(self) -> None:
         if self._settings.metrics_port >= 0:
-            self._metrics = telemetry.MetricsServer(self._settings.metrics_port)
+            self._metrics = telemetry.MetricsServer(self._settings.metrics_port, host=self._settings.metrics_host)
 
     async def close(self) -> None:
         for task in self._tasks:

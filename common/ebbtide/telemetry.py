@@ -1,4 +1,4 @@
-"""Structured logs on stderr and Prometheus metrics on loopback."""
+"""Structured logs on stderr, and Prometheus metrics, on loopback unless told otherwise."""
 
 import logging
 import sys

@@ -75,3 +75,14 @@ def test_metrics_are_served_on_loopback_and_a_taken_port_is_named() -> None:
             telemetry.MetricsServer(server.port, registry=registry)
     finally:
         server.close()
+
+
+def test_metrics_are_served_at_the_address_that_they_are_bound_to_alone() -> None:
+    server = telemetry.MetricsServer(0, host="127.0.0.2", registry=CollectorRegistry())
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.2:{server.port}/metrics", timeout=10) as answer:
+            assert answer.status == 200
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
+    finally:
+        server.close()

@@ -86,6 +86,11 @@ class Connection:
             self._keeper = None
             await self._dialer.close()
 
+    @property
+    def away_s(self) -> float:
+        """For how long the store has owed an answer, or was out of reach; 0 while it owes none."""
+        return time.monotonic() - self._heard if self._heard and (self._sent or not self._up.is_set()) else 0.0
+
     async def lost(self) -> None:
         """Wait, once open, until what keeps the connection fails, and raise why: the store is out of reach for good."""
         if self._keeper is not None:

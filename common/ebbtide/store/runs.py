@@ -94,6 +94,11 @@ class Runs(Topic):
             holders={role: holder.decode() for role, holder in zip(ROLES, holders, strict=True) if holder},
         )
 
+    async def waiting(self, run_id: str) -> tuple[int, int]:
+        """Bytes of a run that count towards its quota, and trajectories that no trainer has committed."""
+        held, trajectories = await self._link.call("HMGET", run_key(run_id, "COUNT"), "bytes", "trajectories")
+        return int(held or 0), int(trajectories or 0)
+
     async def forget(self, run_id: str) -> None:
         """Take a run whose record has expired off the list."""
         await self._link.call("ZREM", INDEX, run_id)

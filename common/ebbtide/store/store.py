@@ -43,6 +43,13 @@ class Condition(Struct, frozen=True):
     wipes: bool = False
 
 
+class Room(Struct, frozen=True):
+    """Bytes of memory that the store uses, and may use; 0: no limit."""
+
+    used: int
+    limit: int
+
+
 class Store:
     """Open it once per coordinator. `term` is this coordinator's fence."""
 
@@ -78,6 +85,10 @@ class Store:
             durable_after_s=lasts_s,
             wipes=fsync == "off" and not settings.get("save") and said.get("connected_slaves", "0") != "0",
         )
+
+    async def room(self) -> Room:
+        said = info(await self.link.call("INFO"))
+        return Room(int(said.get("used_memory", 0)), int(said.get("maxmemory", 0)))
 
     async def _settings(self, *names: str) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -46,6 +46,13 @@ placement_seconds = telemetry.histogram("coordinator_placement_seconds", "rollou
 install_seconds = telemetry.histogram(
     "coordinator_install_seconds", "policy versions as workers report them", ("phase",)
 )
+store_away_seconds = telemetry.gauge(
+    "coordinator_store_away_seconds", "for how long the store has owed an answer, or was out of reach"
+)
+store_bytes = telemetry.gauge("coordinator_store_bytes", "memory that the store uses")
+store_limit_bytes = telemetry.gauge("coordinator_store_limit_bytes", "memory that the store may use; 0: no limit")
+quota_used = telemetry.gauge("coordinator_quota_used", "the largest share that a live run has used of its quota")
+trajectories = telemetry.gauge("coordinator_trajectories_waiting", "trajectories that no trainer has committed yet")
 
 
 def count_requeued(why: Why, attempts: int, lost: int) -> None:

@@ -12,6 +12,7 @@ from ebbtide.coordinator.bells import Bells
 from ebbtide.coordinator.dispatcher import Dispatcher
 from ebbtide.coordinator.fleet import Fleet
 from ebbtide.coordinator.lives import Lives
+from ebbtide.coordinator.measuring import measure_for_ever
 from ebbtide.coordinator.parts import Parts
 from ebbtide.coordinator.publishers import Publishers
 from ebbtide.coordinator.recovery import Recovery
@@ -100,6 +101,7 @@ class Coordinator:
             "reap": self.dispatcher.reap_for_ever(),
             "term": self._superseded(),
             "store": self.link.lost(),
+            "measure": measure_for_ever(self.state, self.store),
         }
 
     async def _superseded(self) -> None:

@@ -111,8 +111,8 @@ def read_state(checkpoint: Path, *, run_id: str) -> tuple[TrainingState, dict[st
 def _check_format(checkpoint: Path, found: object) -> None:
     if found != FORMAT:
         raise CheckpointError(
-            f"{str(checkpoint)!r} has format {found}, and this trainer knows {FORMAT} alone: resume with the release that "
-            "wrote it"
+            f"{str(checkpoint)!r} has format {found}, and this trainer knows {FORMAT} alone: resume with the release "
+            "that wrote it"
         )
 
 
