@@ -8,7 +8,17 @@ from ebbtide.errors import InvalidRequest
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("30", 30), ("30s", 30), (" 2m ", 120), ("1.5m", 90), ("500ms", 0.5), ("1h", 3600), (".5 s", 0.5), ("2M", 120), ("7d", 604800)],
+    [
+        ("30", 30),
+        ("30s", 30),
+        (" 2m ", 120),
+        ("1.5m", 90),
+        ("500ms", 0.5),
+        ("1h", 3600),
+        (".5 s", 0.5),
+        ("2M", 120),
+        ("7d", 604800),
+    ],
 )
 def test_a_duration_may_be_written_in_any_common_way(text: str, expected: float) -> None:
     assert seconds(text, field="--within") == expected
