@@ -1,26 +1,25 @@
-"""What stands before every servicer: token, status table, a deadline for unary calls, and a record of each call.
+"""What stands before every servicer: admission, status table, a deadline for unary calls, and a record of each call.
 
-Handlers are wrapped once per method; what is left per call is the token, and per message of a stream one
+Handlers are wrapped once per method; what is left per call is the admission, and per message of a stream one
 generator step.
 """
 
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import grpc
 from grpc import StatusCode
 
-from ebbtide.errors import Draining, Unauthenticated, Unavailable
+from ebbtide.errors import Draining, EbbtideError, Unavailable
+from ebbtide.rpc.admission import Admission, Anyone
 from ebbtide.rpc.status import to_status
 
 #: Told of each call that ended: full method name, status name, seconds. Must not raise.
 Observer = Callable[[str, str, float], None]
-#: Whether a call with these metadata may pass.
-Check = Callable[[Iterable[tuple[str, str | bytes]] | None], bool]
 if TYPE_CHECKING:  # generic in the stubs alone
     Handler = grpc.RpcMethodHandler[Any, Any]
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -36,10 +35,10 @@ _KINDS: Final[dict[tuple[bool, bool], tuple[str, Any]]] = {
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token, turns exceptions into statuses, and ends streams when the server leaves."""
+    """Refuses who may not call, turns exceptions into statuses, and ends streams when the server leaves."""
 
-    def __init__(self, check: Check, *, max_unary_s: float, observe: Observer | None = None) -> None:
-        self._check, self._max_unary_s, self._observe = check, max_unary_s, observe
+    def __init__(self, admission: Admission | Anyone, *, max_unary_s: float, observe: Observer | None = None) -> None:
+        self._admission, self._max_unary_s, self._observe = admission, max_unary_s, observe
         self._wrapped: dict[str, Handler] = {}  # at most one per method that exists
         self._waiting: set[asyncio.Task[Any]] = set()  # response streams whose servicer runs, not gRPC's sending
         self._leaving = False
@@ -65,12 +64,14 @@ class Gate(grpc.aio.ServerInterceptor):
             if inner is None:
                 return None  # gRPC answers UNIMPLEMENTED
             handler = self._wrapped[method] = self._wrap(method, inner)
-        if self._check(handler_call_details.invocation_metadata):
-            return handler
-        if self._observe:
-            self._observe(method, StatusCode.UNAUTHENTICATED.name, 0.0)
-        refusal: Handler = _KINDS[handler.request_streaming, handler.response_streaming][1](_refuse)
-        return refusal
+        try:
+            self._admission.admit(method, handler_call_details.invocation_metadata)
+        except EbbtideError as error:
+            if self._observe:
+                self._observe(method, to_status(error).code.name, 0.0)
+            refusal: Handler = _KINDS[handler.request_streaming, handler.response_streaming][1](_refusing(error))
+            return refusal
+        return handler
 
     def _wrap(self, method: str, handler: Handler) -> Handler:
         kind = handler.request_streaming, handler.response_streaming
@@ -88,7 +89,7 @@ class Gate(grpc.aio.ServerInterceptor):
             with self._recorded(method, context):
                 try:
                     async with asyncio.timeout(limit) as clock:
-                        return await behaviour(request, context)
+                        return await behaviour(self._admission.checked(method, request, context), context)
                 except (asyncio.CancelledError, grpc.aio.AbortError):
                     raise
                 except Exception as error:  # noqa: BLE001 - the last one to see it; logged by the table
@@ -103,7 +104,8 @@ class Gate(grpc.aio.ServerInterceptor):
             self._waiting.add(task)
             with self._recorded(method, context):
                 try:
-                    async with aclosing(behaviour(request, context)) as responses:
+                    requests = self._admission.checked(method, request, context)
+                    async with aclosing(behaviour(requests, context)) as responses:
                         async for response in responses:
                             self._waiting.discard(task)
                             yield response
@@ -145,8 +147,11 @@ async def _abort(context: Context, error: Exception) -> None:
     await context.abort(status.code, status.details, status.metadata)
 
 
-async def _refuse(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind, its request unparsed
-    await _abort(context, Unauthenticated("the token is missing or wrong; set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE"))
+def _refusing(error: EbbtideError) -> Callable[[Any, Context], Awaitable[None]]:
+    async def refuse(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind, its request unparsed
+        await _abort(context, error)
+
+    return refuse
 
 
 def _name(code: object) -> str:

@@ -2,14 +2,18 @@
 
 import hmac
 import ipaddress
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import grpc
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.rpc.files import Fresh
+from ebbtide.rpc.tls import Pair, read_file, read_pair, read_pem
+
+if TYPE_CHECKING:
+    from ebbtide.rpc.admission import Admission
+    from ebbtide.rpc.tokens import Keys
 
 AUTHORIZATION: Final = "authorization"
 #: gRPC refuses more than 8 KiB of headers.
@@ -24,11 +28,11 @@ def _shared(description: str, *, secret: bool = False) -> Meta:
 class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What servers and clients have in common. A token is always needed: given, or in a file."""
 
-    token: Annotated[str, _shared("secret that all services and clients of a cluster share", secret=True)] = ""
-    token_file: Annotated[str, _shared("file that holds the token")] = ""
-    tls_ca: Annotated[str, _shared("PEM file of the authority that the other side's certificate must come from")] = ""
-    tls_cert: Annotated[str, _shared("PEM file of the own certificate chain")] = ""
-    tls_key: Annotated[str, _shared("PEM file of the own private key")] = ""
+    token: Annotated[str, _shared("secret that a cluster shares, or a signed token of a role", secret=True)] = ""
+    token_file: Annotated[str, _shared("file that holds the token; read again when it changes")] = ""
+    tls_ca: Annotated[str, _shared("PEM file of the authorities that the other side's certificate must come from")] = ""
+    tls_cert: Annotated[str, _shared("PEM file of the own certificate chain; read again when it changes")] = ""
+    tls_key: Annotated[str, _shared("PEM file of the own private key; read again when it changes")] = ""
     allow_insecure: Annotated[bool, _shared("allow addresses other than loopback without TLS")] = False
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
@@ -40,45 +44,96 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def bearer(self) -> str:
         """The value of the authorization header. Raises `InvalidRequest` when there is no usable token."""
+        token = self._token()
+        if not token:
+            raise InvalidRequest("is required: set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE", field="token")
+        return f"Bearer {token}"
+
+    def _token(self) -> str:
+        """The token, or nothing."""
         if self.token and self.token_file:
             raise InvalidRequest("both token and token_file are set; leave one out", field="token_file")
         token = self.token or (
-            _read(self.token_file, "token_file").decode(errors="replace").strip() if self.token_file else ""
+            read_file(self.token_file, "token_file").decode(errors="replace").strip() if self.token_file else ""
         )
-        if not token:
-            raise InvalidRequest("is required: set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE", field="token")
         if not token.isascii() or not token.isprintable() or len(token) > _MAX_TOKEN:
             raise InvalidRequest(f"must be printable ASCII on one line of at most {_MAX_TOKEN}", field="token")
-        return f"Bearer {token}"
+        return token
 
-    def _pair(self) -> tuple[bytes, bytes] | None:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            raise InvalidRequest("tls_cert and tls_key go together", field="tls_key" if self.tls_cert else "tls_cert")
-        return (_pem(self.tls_key, "tls_key"), _pem(self.tls_cert, "tls_cert")) if self.tls_cert else None
+    def _pair(self) -> Pair | None:
+        return read_pair(self.tls_cert, self.tls_key)
+
+    def _authority(self) -> bytes | None:
+        return read_pem(self.tls_ca, "tls_ca") if self.tls_ca else None
+
+    def _tls_files(self) -> tuple[str, ...]:
+        return self.tls_ca, self.tls_cert, self.tls_key
 
 
 class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a server listens. TLS is on with a certificate; with `tls_ca` too, clients must show one."""
+    """Where a server listens. TLS is on with a certificate; with `tls_ca` too, clients must show one.
+
+    With `token_keys` callers need signed tokens, each for a role. A shared secret counts beside them only where `token`
+    or `token_file` is set too, and is not itself a signed token: that one is for the calls that the program makes.
+    """
 
     listen: Annotated[str, Meta(description="address: host:port (port 0: any free one) or unix:path")] = "127.0.0.1:0"
     max_streams: Annotated[int, Meta(ge=1, description="RPCs at once on one connection")] = 1024
     max_unary_s: Annotated[float, Meta(gt=0, description="longest time that a unary call may take")] = 60.0
+    token_keys: Annotated[
+        str, _shared("PEM file of public keys; then callers need tokens that these have signed (ebbtide tokens)")
+    ] = ""
 
     @classmethod
     def at(cls, listen: str) -> Self:
         """Defaults with another address, for a service's settings."""
         return cls(listen=listen)
 
+    def admission(self) -> "Admission":
+        """What decides who may call. Raises `InvalidRequest` for settings by which nobody could, or the wrong ones."""
+        from ebbtide.rpc.admission import Admission
+        from ebbtide.rpc.tokens import is_signed
+
+        if not self.token_keys and not self._token():
+            raise InvalidRequest("is required: set EBBTIDE_TOKEN_FILE, or EBBTIDE_TOKEN_KEYS", field="token")
+        signed = is_signed(self._token())
+        if signed and not self.token_keys:
+            text = "is a signed one, which a server verifies by public keys: set EBBTIDE_TOKEN_KEYS to their file"
+            raise InvalidRequest(text, field="token")
+        shared = None
+        if not signed and self._token():
+            shared = Fresh((self.token_file,), lambda: TokenCheck(self.bearer()))
+        keys = Fresh((self.token_keys,), self._keys) if self.token_keys else None
+        return Admission(shared, keys, certificates=bool(self.tls_ca))
+
+    def _keys(self) -> "Keys":
+        from ebbtide.rpc.tokens import public_keys
+
+        return public_keys(read_file(self.token_keys, "token_keys"), field="token_keys")
+
     def credentials(self) -> grpc.ServerCredentials | None:
-        """TLS credentials, or None for a server in the clear. Raises `InvalidRequest` where that is not allowed."""
-        pair = self._pair()
-        if pair is None:
+        """TLS credentials, or None for a server in the clear. Raises `InvalidRequest` where that is not allowed.
+
+        Connections made after the files were replaced have the new ones.
+        """
+        if self._pair() is None:
             refuse_clear(self.listen, allowed=self.allow_insecure, field="listen")
             if self.tls_ca:
                 raise InvalidRequest("a server with tls_ca needs a certificate", field="tls_cert")
             return None
-        authority = _pem(self.tls_ca, "tls_ca") if self.tls_ca else None
-        return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+        fresh: Fresh[Any] = Fresh(self._tls_files(), self._configuration)
+        used = [fresh.get()]
+
+        def renewed() -> Any:
+            """What to use from this connection on, or None for no change. Called by gRPC's threads, one at a time."""
+            former, used[0] = used[0], fresh.get()
+            return None if used[0] is former else used[0]
+
+        return grpc.dynamic_ssl_server_credentials(used[0], renewed, bool(self.tls_ca))
+
+    def _configuration(self) -> Any:
+        pair = self._pair()
+        return grpc.ssl_server_certificate_configuration([pair] if pair else [], self._authority())
 
 
 class ClientSecurity(Credentials, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,25 +148,25 @@ class ClientSecurity(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
             refuse_clear(target, allowed=self.allow_insecure, field="target")
             return None
         key, chain = pair or (None, None)
-        return grpc.ssl_channel_credentials(_pem(self.tls_ca, "tls_ca") if self.tls_ca else None, key, chain)
+        return grpc.ssl_channel_credentials(self._authority(), key, chain)
+
+    def fresh_bearer(self) -> Fresh[str]:
+        """`bearer()` of the token's file as it is. Raises `InvalidRequest` when there is no usable token now."""
+        return Fresh((self.token_file,), self.bearer)
+
+    def fresh_credentials(self, target: str) -> Fresh[grpc.ChannelCredentials | None]:
+        """`credentials()` of the files as they are. Raises like it."""
+        return Fresh(self._tls_files(), lambda: self.credentials(target))
 
 
 class TokenCheck:
-    """Compares the authorization of calls in constant time. Holds nothing but the expected value."""
+    """Compares an authorization in constant time. Holds nothing but the expected value."""
 
     def __init__(self, bearer: str) -> None:
         self._expected = bearer.encode()
 
-    def __call__(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-        for key, value in metadata or ():
-            if key == AUTHORIZATION:
-                return hmac.compare_digest(value.encode() if isinstance(value, str) else value, self._expected)
-        return False
-
-
-def anyone(_metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Instead of a `TokenCheck` on a socket that only this user can open: its folder's mode is the check."""
-    return True
+    def __call__(self, value: str | bytes) -> bool:
+        return hmac.compare_digest(value.encode() if isinstance(value, str) else value, self._expected)
 
 
 def is_loopback(address: str) -> bool:
@@ -133,17 +188,3 @@ def refuse_clear(address: str, *, allowed: bool, field: str) -> None:
             "configure TLS, or set allow_insecure on a network that you trust",
             field=field,
         )
-
-
-def _pem(path: str, field: str) -> bytes:
-    content = _read(path, field)
-    if b"-----BEGIN " not in content:
-        raise InvalidRequest(f"{path} is no PEM file", field=field)
-    return content
-
-
-def _read(path: str, field: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"{path}: {error.strerror or error}", field=field) from None

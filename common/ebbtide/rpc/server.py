@@ -13,10 +13,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.rpc.admission import Anyone
 from ebbtide.rpc.channel import check_address
 from ebbtide.rpc.interceptors import Gate, Observer
 from ebbtide.rpc.options import KEEPALIVE_S, server_options
-from ebbtide.rpc.security import ServerSettings, TokenCheck, anyone
+from ebbtide.rpc.security import ServerSettings
 
 #: What registers a servicer (generated), the servicer, and the service's full name.
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
@@ -29,7 +30,7 @@ def check_servable(settings: ServerSettings) -> None:
     For a service whose start changes what others see: it asks first.
     """
     address = check_address(settings.listen, field="listen")
-    settings.bearer()
+    settings.admission()
     settings.credentials()
     if address.startswith("unix:"):
         return
@@ -47,8 +48,8 @@ class Server:
     """Authenticated, limited, with health and reflection. `services` as in [(add_X_to_server, servicer, "pkg.X")].
 
     `window_bytes`: see `server_options`. `private`: a unix socket in a folder that only this user can enter, so that no
-    token is asked for. Raises `InvalidRequest` at once for settings that cannot be served: no token, or no TLS off the
-    loopback.
+    token is asked for. Raises `InvalidRequest` at once for settings that cannot be served: nothing that tells callers
+    apart, or no TLS off the loopback.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Server:
         if private and not self._listen.startswith("unix:"):
             raise InvalidRequest("only a unix socket needs no token", field="listen")
         self._credentials = settings.credentials()
-        check = anyone if private else TokenCheck(settings.bearer())
-        self._gate = gate = Gate(check, max_unary_s=settings.max_unary_s, observe=observe)
+        admission = Anyone() if private else settings.admission()
+        self._gate = gate = Gate(admission, max_unary_s=settings.max_unary_s, observe=observe)
         options = server_options(keepalive_s, max_streams=settings.max_streams, window_bytes=window_bytes)
         self._server = grpc.aio.server(interceptors=[gate], options=options)
         self._names = [name for _, _, name in services]

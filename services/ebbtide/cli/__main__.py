@@ -5,7 +5,16 @@ from collections.abc import Sequence
 
 import typer
 
-from ebbtide.cli import fleet_commands, guard_commands, local_commands, run_commands, service_commands, weights_commands
+from ebbtide.cli import (
+    certs_commands,
+    fleet_commands,
+    guard_commands,
+    local_commands,
+    run_commands,
+    service_commands,
+    tokens_commands,
+    weights_commands,
+)
 from ebbtide.errors import EbbtideError, InvalidRequest
 
 app = typer.Typer(
@@ -21,6 +30,8 @@ run_commands.register(app)
 weights_commands.register(app)
 fleet_commands.register(app)
 guard_commands.register(app)
+certs_commands.register(app)
+tokens_commands.register(app)
 service_commands.register(app)
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import grpc
 
 from ebbtide.rpc.interceptors import Gate
-from ebbtide.rpc.security import TokenCheck
+from ebbtide.rpc.security import ServerSettings
 
 MESSAGES = 20_000
 
@@ -35,7 +35,7 @@ async def test_a_message_of_a_stream_passes_the_gate_in_microseconds() -> None:
     async def continuation(details: Any) -> Any:
         return inner
 
-    gate = Gate(TokenCheck("Bearer t"), max_unary_s=1.0)
+    gate = Gate(ServerSettings(token="t").admission(), max_unary_s=1.0)
     handler: Any = await gate.intercept_service(continuation, cast("Any", Details()))
     assert await gate.intercept_service(continuation, cast("Any", Details())) is handler  # wrapped once
     stream = cast("Any", handler).stream_stream

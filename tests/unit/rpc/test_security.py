@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, Unauthenticated
 from ebbtide.rpc.channel import check_address, open_channel
 from ebbtide.rpc.security import ClientSecurity, ServerSettings, TokenCheck, is_loopback
 from ebbtide.rpc.server import Server
@@ -81,13 +81,18 @@ def test_a_token_is_never_shown() -> None:
 
 def test_the_comparison_takes_the_whole_value_as_text_or_bytes() -> None:
     check = TokenCheck("Bearer t")
-    assert check([("x", "y"), ("authorization", "Bearer t")])
-    assert check([("authorization", b"Bearer t")])
+    assert check("Bearer t")
+    assert check(b"Bearer t")
     for value in ("", "Bearer ", "Bearer t ", "bearer t", "t", "Bearer tü"):
-        assert not check([("authorization", value)])
-    assert not check([("authorization", "wrong"), ("authorization", "Bearer t")])
-    assert not check([])
-    assert not check(None)
+        assert not check(value)
+
+
+def test_the_first_authorization_of_a_call_counts() -> None:
+    admission = ServerSettings(token="t").admission()
+    admission.admit("/ebbtide.v1.Runs/GetRun", [("x", "y"), ("authorization", "Bearer t")])
+    for metadata in (None, [], [("authorization", "wrong"), ("authorization", "Bearer t")]):
+        with pytest.raises(Unauthenticated):
+            admission.admit("/ebbtide.v1.Runs/GetRun", metadata)
 
 
 def test_half_a_certificate_or_an_authority_without_one_is_refused(tmp_path: Path) -> None:

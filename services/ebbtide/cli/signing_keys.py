@@ -1,0 +1,78 @@
+"""The key that tokens are signed with, in a folder: `tokens.key`, and `tokens.pub` with the public keys to be trusted.
+
+Invariant: the first key of `tokens.pub` is that of `tokens.key`; those behind it are former ones. Both are replaced as
+a whole, `tokens.pub` first: who dies between the two leaves a key trusted that nobody has.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from ebbtide.cli.certificates import write_file
+from ebbtide.errors import AlreadyExists, InvalidRequest
+from ebbtide.rpc.roles import OF_ONE_RUN, Role
+from ebbtide.rpc.tokens import Claims, mint, public_keys, signing_key, unverified
+
+_PRIVATE: Final = "tokens.key"
+_PUBLIC: Final = "tokens.pub"
+
+
+def make(folder: Path) -> Path:
+    """The first key of a folder. Raises `AlreadyExists` where there is one."""
+    if (folder / _PRIVATE).exists():
+        raise AlreadyExists(f"{folder} has a signing key already; --rotate makes another one beside it")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return _write(folder, Ed25519PrivateKey.generate(), [])
+
+
+def rotate(folder: Path) -> Path:
+    """Another signing key; tokens of the former ones stay good. Raises `InvalidRequest` where there is none yet."""
+    _signing(folder)
+    return _write(folder, Ed25519PrivateKey.generate(), list(_trusted(folder)))
+
+
+def retire(folder: Path) -> Path:
+    """Trust the present signing key alone. Raises `InvalidRequest` where there is none."""
+    return _write(folder, _signing(folder), [])
+
+
+def issue(folder: Path, role: Role, *, run_id: str, ttl_s: float, name: str) -> str:
+    """A token. Raises `InvalidRequest` for a role that cannot be bound to a run."""
+    if run_id and role not in OF_ONE_RUN:
+        roles = " and ".join(sorted(OF_ONE_RUN))
+        raise InvalidRequest(f"a {role}'s work is not that of one run; only tokens of {roles} take one", field="--run")
+    return mint(_signing(folder), role, ttl_s=ttl_s, run_id=run_id, name=name)
+
+
+def read_token(file: Path) -> Claims:
+    """Raises `InvalidRequest` for a file that holds no token of a role."""
+    return unverified(_read(file).decode(errors="replace").strip())
+
+
+def _signing(folder: Path) -> Ed25519PrivateKey:
+    path = folder / _PRIVATE
+    if not path.exists():
+        raise InvalidRequest(f"{folder} has no signing key; ebbtide tokens key makes one", field="--dir")
+    return signing_key(_read(path), field=str(path))
+
+
+def _trusted(folder: Path) -> list[Ed25519PublicKey]:
+    path = folder / _PUBLIC
+    return list(public_keys(_read(path), field=str(path)).values())
+
+
+def _write(folder: Path, key: Ed25519PrivateKey, former: list[Ed25519PublicKey]) -> Path:
+    public = [one.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo) for one in (key.public_key(), *former)]
+    write_file(folder / _PUBLIC, b"".join(public), mode=0o644)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_file(folder / _PRIVATE, private, mode=0o600)
+    return folder / _PUBLIC
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot be read ({error.strerror})", field=str(path)) from None
