@@ -35,7 +35,12 @@ LATENCY_S, LOSS = 0.02, 0.005
 #: Of the relay's host.
 _RELAY_BITS_PER_S: Final = 200_000_000
 _WORKER: Final = {"slots": 32, "flush_tokens": FLUSH_TOKENS, "flush_interval_ms": 40}
-SCRIPTED: Final = {"engine": "scripted", "scripted_step_s": 0.025, "scripted_vocab_size": 100, "scripted_mean_length": 96}
+SCRIPTED: Final = {
+    "engine": "scripted",
+    "scripted_step_s": 0.025,
+    "scripted_vocab_size": 100,
+    "scripted_mean_length": 96,
+}
 #: No setting of the machine's user is for these, but what their Python needs.
 _INHERITED: Final = {name: value for name, value in os.environ.items() if not name.startswith("EBBTIDE_")}
 

@@ -103,4 +103,3 @@ class ShortRun:
     def _lines(self) -> list[str]:
         """Whole ones."""
         return self._said.read_text().splitlines(keepends=False) if self._said.exists() else []
-

@@ -31,9 +31,7 @@ def run(cluster: Cluster, tiny_model: Path) -> Iterator[ShortRun]:
 
 
 @pytest.mark.parametrize("host", MISSED)
-async def test_a_run_outlives_a_host_that_is_cut_off_and_comes_back(
-    host: str, cluster: Cluster, run: ShortRun
-) -> None:
+async def test_a_run_outlives_a_host_that_is_cut_off_and_comes_back(host: str, cluster: Cluster, run: ShortRun) -> None:
     witness, words = MISSED[host]
     await cluster.boot(**SCRIPTED)
     run.submit()
