@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -89,8 +90,11 @@ class Containers:
         mounts = [f"--volume={path}:{inside}:ro" for path, inside in self._package_settings()]
         where = [f"--network={self._prefix}", f"--name={self.container(name)}"]
         self._podman("run", "--detach", *where, *options, *mounts, f"localhost/{self._prefix}", "/sbin/init")
-        up = self.run(name, f"timeout {_BOOT_S} systemctl is-system-running --wait")
-        assert up.stdout.strip() == "running", (up.stdout, up.stderr)
+        end = time.monotonic() + _BOOT_S
+        while (up := self.run(name, "systemctl is-system-running")).stdout.strip() != "running":
+            if time.monotonic() > end:
+                raise RuntimeError(f"{name} did not boot in {_BOOT_S} s: {up.stdout}{up.stderr}")
+            time.sleep(0.2)
 
     def _package_settings(self) -> list[tuple[Path, str]]:
         """How this machine gets packages: pip's settings, folders that these name, and whom it trusts.

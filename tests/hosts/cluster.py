@@ -70,9 +70,13 @@ class Cluster:
 
     async def boot(self, **worker: Any) -> None:
         """Start everything; `worker`: settings of both workers."""
+        await self.boot_services()
+        await asyncio.gather(self.trainer(), self.driver(), *(self.worker(host, **worker) for host in "ab"))
+
+    async def boot_services(self) -> None:
+        """Redis, the coordinator and the relay."""
         self.redis.start()
         await asyncio.gather(self._coordinator(), self._relay())
-        await asyncio.gather(self.trainer(), self.driver(), *(self.worker(host, **worker) for host in "ab"))
 
     async def _coordinator(self) -> None:
         await self.start(
@@ -136,15 +140,15 @@ class Cluster:
             timeout=timeout,
         )
 
-    def ledger(self) -> list[AttemptRecord]:
-        """What the workers generated, as they counted it themselves."""
-        return [record for path in self.directory.glob("*.ledger") for record in read_ledger(path)]
+    def ledger(self, hosts: str = "ab") -> list[AttemptRecord]:
+        """What the workers of these hosts generated, as they counted it themselves."""
+        return [record for host in hosts for record in read_ledger(self.directory / f"{host}.ledger")]
 
-    def logged(self, name: str, event: str) -> list[dict[str, Any]]:
-        """The entries whose event contains `event` in the log of `name`."""
+    def logged(self, name: str, *words: str) -> list[dict[str, Any]]:
+        """The entries whose event contains one of `words` in the log of `name`."""
         lines = (self.directory / f"{name}.log").read_text().splitlines()
         entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-        return [entry for entry in entries if event in str(entry.get("event"))]
+        return [entry for entry in entries if any(word in str(entry.get("event")) for word in words)]
 
     def close(self) -> None:
         for process in self.process.values():

@@ -9,6 +9,7 @@ import pytest
 
 from tests.hosts.cluster import Cluster
 from tests.hosts.network import Network
+from tests.hosts.run import ShortRun
 
 
 @pytest.fixture
@@ -22,3 +23,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             yield cluster
         finally:
             cluster.close()
+
+
+@pytest.fixture
+def run(cluster: Cluster, tiny_model: Path) -> Iterator[ShortRun]:
+    """Not submitted yet."""
+    run = ShortRun(cluster, tiny_model)
+    try:
+        yield run
+    finally:
+        run.close()

@@ -5,6 +5,7 @@ goes in at one comes out at the other `LATENCY_S` later, or never: of LOSS packe
 the test machines cannot do it (no netem); TCP above it retransmits and slows down as it does on a real line.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -67,10 +68,8 @@ def receive(end: int) -> bytes:
 
 
 def send(end: int, frame: bytes) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the interface is down or its queue is full: the packet is lost
         os.write(end, frame)
-    except OSError:
-        pass  # the interface is down or its queue is full: the packet is lost
 
 
 def main() -> None:

@@ -15,13 +15,14 @@ from tests.hosts.cluster import FLUSH_TOKENS, Cluster
 
 RUN: Final = "r"
 _PATIENCE_S: Final = 240.0
+_GROUPS, _GROUP_SIZE = 4, 4
 
 
 class ShortRun:
     """Submitted by `submit`; `events` are those that the user has seen so far."""
 
-    def __init__(self, cluster: Cluster, model: Path, *, steps: int = 6, groups: int = 4) -> None:
-        self._cluster, self.steps, self.episodes = cluster, steps, steps * groups * 4
+    def __init__(self, cluster: Cluster, model: Path) -> None:
+        self._cluster, self.model, self.steps = cluster, model, 0
         self.output = cluster.directory / "output"
         self._said = cluster.directory / "user.out"
         self._user: subprocess.Popen[bytes] | None = None
@@ -31,12 +32,12 @@ class ShortRun:
             "output": str(self.output),
             "environment": {"name": "number_guessing", "params": {"max_turns": 2}},
             "sampling": {"max_tokens": 24, "stop_token_ids": [1]},
-            "batch": {"groups_per_step": groups, "group_size": 4, "max_staleness": 1},
-            "trainer": {"steps": steps, "checkpoint_every": 2},
+            "batch": {"groups_per_step": _GROUPS, "group_size": _GROUP_SIZE, "max_staleness": 1},
         }
 
-    def submit(self) -> Self:
+    def submit(self, *, steps: int = 6) -> Self:
         """Start the user's program."""
+        self.steps, self._spec["trainer"] = steps, {"steps": steps, "checkpoint_every": 2}
         spec = self._cluster.directory / "spec.json"
         spec.write_text(json.dumps(self._spec))
         command = self._cluster.network.on("user", sys.executable, "-m", "tests.hosts.user", RUN, str(spec))
@@ -70,15 +71,16 @@ class ShortRun:
 
     def _check(self, run: Run) -> None:
         """Each episode was trained on once, nothing was lost, and little was generated twice."""
+        episodes = self.steps * _GROUPS * _GROUP_SIZE
         assert run.status is RunStatus.FINISHED, run.message
         assert not run.dropped
-        assert run.counters["submitted"] == run.counters["trained"] >= self.episodes
+        assert run.counters["submitted"] == run.counters["trained"] >= episodes
         versions = [event.values["version"] for event in self._events() if event.kind == "version"]
         assert versions == sorted(set(versions))
         assert len(versions) == self.steps + 1
         trained = self._consumed()
         assert set(trained.values()) == {1}
-        assert len(trained) == self.episodes
+        assert len(trained) == episodes
         twice, interruptions = self.generated_twice(run), self.interruptions()
         assert 0 <= twice <= FLUSH_TOKENS * interruptions, f"{twice} tokens in {interruptions} interruptions"
 
