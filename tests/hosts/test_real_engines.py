@@ -1,5 +1,7 @@
 """A short run on two hosts with vLLM, one of which is cut off in the middle of it."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from ebbtide.testing import wait_until
 from tests.hosts.cluster import Cluster
 from tests.hosts.run import ShortRun
+from tests.tiny_model import save_tiny_model
 
 ENGINE: Final = {
     "engine": "vllm",
@@ -18,8 +21,18 @@ ENGINE: Final = {
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 
 
-async def test_a_run_on_real_engines_outlives_a_cut(cluster: Cluster, run: ShortRun) -> None:
+@pytest.fixture
+def run(cluster: Cluster, tmp_path: Path) -> Iterator[ShortRun]:
+    """Of a model that vLLM can serve."""
     pytest.importorskip("vllm")
+    run = ShortRun(cluster, save_tiny_model(tmp_path / "model", head=32))
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+async def test_a_run_on_real_engines_outlives_a_cut(cluster: Cluster, run: ShortRun) -> None:
     await cluster.boot(model=run.model, **ENGINE)
     run.submit(steps=12)
     await run.past(2)
