@@ -40,28 +40,6 @@ def grant_dir() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of 30 thousand parameters with the character tokenizer."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from tests.tiny_model import save_tiny_model
 
-    from ebbtide.trainer.characters import character_tokenizer
-    from ebbtide.trainer.network import save_network
-
-    tokenizer = character_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    save_network(Qwen3ForCausalLM(config), tokenizer, directory)
-    return directory
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -79,6 +80,7 @@ class Shutdown:
             write_atomically(Path(self._settings.ready_file), body)
         tail = f" metrics {metrics}" if metrics else ""
         print(f"READY {self.name} {address}{tail}", flush=True)  # noqa: T201 - for people and launchers
+        notify("READY=1")
 
     def start_metrics(self) -> None:
         if self._settings.metrics_port >= 0:
@@ -147,6 +149,7 @@ def _watch_signals(shutdown: Shutdown) -> None:
         if shutdown.requested.is_set():
             os._exit(130)
         log.info("asked to end", signal=signal.Signals(number).name)
+        notify("STOPPING=1")
         shutdown.requested.set()
 
     loop = asyncio.get_running_loop()
@@ -194,6 +197,15 @@ def _innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def notify(state: str) -> None:
+    """Tell systemd, where it started this process and waits for word (sd_notify(3)); a lost word ends nothing."""
+    if not (address := os.environ.get("NOTIFY_SOCKET", "")):
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as there:
+        there.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+        there.send(state.encode())
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -199,3 +200,27 @@ async def test_a_race_ends_the_losers_and_raises_the_innermost_error() -> None:
         await race(loser(), group())
     assert ended == ["loser"]
     assert await race(loser(), asyncio.sleep(0)) == 1
+
+
+def test_a_service_manager_that_waits_for_word_is_told_when_it_is_ready_and_when_it_ends(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.settimeout(60)
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        process = start("")
+        assert manager.recv(64) == b"READY=1"
+        process.terminate()
+        assert manager.recv(64) == b"STOPPING=1"
+    assert process.wait(60) == 0
+
+
+def test_a_service_manager_that_does_not_listen_harms_nobody(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
+    process = start("")
+    assert first_line(process).startswith("READY probe")
+    process.terminate()
+    assert process.wait(60) == 0

@@ -1,0 +1,163 @@
+"""The whole system, each service on a host of its own:
+
+    control    redis and the coordinator
+    relay      the weight-relay
+    trainer    the trainer and the episode driver
+    a, b       a rollout-worker each, the one of b behind a long line that loses packets
+    user       who submits runs, by the SDK
+
+Invariant: every process is in `process`, or is Redis, or one that `ask` waits for; `close` ends them by their ids.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from ebbtide.cli.process import Process, Program
+from ebbtide.ledger import AttemptRecord, read_ledger
+from ebbtide.testing import EmbeddedRedis
+from tests.hosts.identities import Identities
+from tests.hosts.network import Network
+
+ROOT: Final = Path(__file__).parents[2]
+#: The flush window of all workers.
+FLUSH_TOKENS: Final = 8
+COORDINATOR_PORT, RELAY_PORT = 7600, 7610
+#: A worker that is silent for so long is lost. Long enough for a busy machine, and less than a cut.
+HEARTBEAT_TIMEOUT_S: Final = 6.0
+HOSTS: Final = ("control", "relay", "trainer", "a", "b", "user")
+#: From one coast to the other, on a line that is none of the best.
+LATENCY_S, LOSS = 0.02, 0.005
+#: Of the relay's host.
+_RELAY_BITS_PER_S: Final = 200_000_000
+_WORKER: Final = {"slots": 32, "flush_tokens": FLUSH_TOKENS, "flush_interval_ms": 40}
+SCRIPTED: Final = {
+    "engine": "scripted",
+    "scripted_step_s": 0.025,
+    "scripted_vocab_size": 100,
+    "scripted_mean_length": 96,
+}
+#: No setting of the machine's user is for these, but what their Python needs.
+_INHERITED: Final = {name: value for name, value in os.environ.items() if not name.startswith("EBBTIDE_")}
+
+
+class _Redis(EmbeddedRedis):
+    def __init__(self, directory: Path, network: Network) -> None:
+        super().__init__(directory)
+        self._network = network
+
+    def _command_line(self) -> list[str]:
+        return list(self._network.on("control", *super()._command_line()))
+
+
+class Cluster:
+    """Nothing runs before `boot`. `network` is empty yet."""
+
+    def __init__(self, directory: Path, network: Network) -> None:
+        self.directory, self.network = directory, network
+        self.process: dict[str, Process] = {}
+        for host in HOSTS:
+            network.host(host, **({"latency_s": LATENCY_S, "loss": LOSS} if host == "b" else {}))
+        network.limit("relay", _RELAY_BITS_PER_S)
+        self.identities = Identities(directory / "identities", {host: network.address(host) for host in HOSTS})
+        self.redis = _Redis(directory / "redis", network)
+        self.coordinator = f"{network.address('control')}:{COORDINATOR_PORT}"
+        self.relay = f"{network.address('relay')}:{RELAY_PORT}"
+
+    async def boot(self, **worker: Any) -> None:
+        """Start everything; `worker`: settings of both workers."""
+        await self.boot_services()
+        await asyncio.gather(self.trainer(), self.driver(), *(self.worker(host, **worker) for host in "ab"))
+
+    async def boot_services(self) -> None:
+        """Redis, the coordinator and the relay."""
+        self.redis.start()
+        await asyncio.gather(self._coordinator(), self._relay())
+
+    async def _coordinator(self) -> None:
+        await self.start(
+            "coordinator",
+            "control",
+            "ebbtide.coordinator",
+            server_listen=self.coordinator,
+            store_url=self.redis.url,
+            heartbeat_s=0.5,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            lease_ttl_s=5,
+        )
+
+    async def _relay(self) -> None:
+        data = self.directory / "relay"
+        await self.start("relay", "relay", "ebbtide.weight_relay", server_listen=self.relay, data_dir=data)
+
+    async def trainer(self) -> None:
+        settings = {"holder": "trainer", "threads": 1, "device": "cpu", "keep_checkpoints": 99}
+        await self.start("trainer", "trainer", "ebbtide.trainer", **settings)
+
+    async def driver(self) -> None:
+        await self.start("driver", "trainer", "ebbtide.trainer.driver", holder="driver")
+
+    async def worker(self, host: str, **settings: Any) -> None:
+        # Without a mirror in shared memory, which hosts do not share.
+        flags = {"worker_id": host, "counter_file": self.directory / f"{host}.ledger", "mirror_dir": ""}
+        await self.start(host, host, "ebbtide.rollout_worker", **{**flags, **_WORKER, **settings})
+
+    async def start(self, name: str, host: str, module: str, **settings: Any) -> None:
+        """Start a program on a host and wait until it is ready."""
+        ready = self.directory / f"{name}.json"
+        program = Program(
+            name=name,
+            command=self.network.on(host, sys.executable, "-m", module, *_flags({"ready_file": ready, **settings})),
+            environment=self.environment(name),
+            log=self.directory / f"{name}.log",
+            ready_file=ready,
+            boot_s=180.0,
+            stop_s=40.0,
+        )
+        process = self.process[name] = Process(program)
+        await process.wait_ready()
+
+    def environment(self, name: str) -> dict[str, str]:
+        """What a program is told by its environment: where the others are, and who it is."""
+        paths = {"PYTHONPATH": str(ROOT), "EBBTIDE_COORDINATOR": self.coordinator, "EBBTIDE_RELAY": self.relay}
+        return {**_INHERITED, "OMP_WAIT_POLICY": "PASSIVE", **paths, **self.identities.environment(name)}
+
+    async def ask(
+        self, host: str, *command: str, identity: str, timeout: float = 60.0, **environment: str
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a Python program on a host, as one that has the identity of `identity`, to its end."""
+        return await asyncio.to_thread(
+            subprocess.run,
+            self.network.on(host, sys.executable, *command),
+            env=self.environment(identity) | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+        )
+
+    def ledger(self, hosts: str = "ab") -> list[AttemptRecord]:
+        """What the workers of these hosts generated, as they counted it themselves."""
+        return [record for host in hosts for record in read_ledger(self.directory / f"{host}.ledger")]
+
+    def logged(self, name: str, *words: str) -> list[dict[str, Any]]:
+        """The entries whose event contains one of `words` in the log of `name`."""
+        lines = (self.directory / f"{name}.log").read_text().splitlines()
+        entries = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return [entry for entry in entries if any(word in str(entry.get("event")) for word in words)]
+
+    def close(self) -> None:
+        for process in self.process.values():
+            process.kill()
+        self.redis.close()
+
+
+def _flags(settings: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in {"die_with_parent": os.getpid(), **settings}.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
