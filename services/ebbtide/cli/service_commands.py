@@ -21,12 +21,18 @@ SERVICES: Final = {
 BESIDE: Final = {
     "weights-export": ("ebbtide.weight_relay.export", "Write a version into a folder for any web server to serve."),
 }
+_HEALTH: Final = "Ask a coordinator or weight-relay whether it serves, for health checks."
 _PASS_ON: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def register(app: typer.Typer) -> None:
     for name, (module, text) in (SERVICES | BESIDE).items():
         app.command(name, help=text, context_settings=dict(_PASS_ON), rich_help_panel="Services")(_command(module))
+    app.command(help=_HEALTH, context_settings=dict(_PASS_ON), rich_help_panel="Services")(health)
+
+
+def health(context: typer.Context) -> None:
+    import_module("ebbtide.cli.health").main(context.args)
 
 
 def _command(module: str):  # type: ignore[no-untyped-def]
