@@ -23,3 +23,16 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 
 COSTS: Final = Costs()
+
+
+#: A worker that goes over to another run ends what it will have ended by then, or what costs as much to move.
+_FINISH_S: Final = 1.0
+#: But no longer than this after it was told to go over.
+_LEAVE_S: Final = 3.0
+
+
+def finishes_first(*, rest_s: float, length: int, started: bool, waited_s: float) -> bool:
+    """Whether a rollout of `length` tokens ends where it is, in `rest_s`, though its worker has been asked for by
+    another run `waited_s` ago; else it is handed over. What has not started loses nothing by that.
+    """
+    return started and waited_s < _LEAVE_S and rest_s <= max(_FINISH_S, COSTS.move_s(length))

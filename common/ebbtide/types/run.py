@@ -90,8 +90,13 @@ class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`priority`: whose rollouts go first where both wait, evaluation's or training's: "before" gives evaluation three
+    of four places, "beside" one of two, "behind" one of eight. What the one does not want is the other's.
+    """
+
     problems: Natural = 0
     every: Natural = 0
+    priority: Literal["before", "beside", "behind"] = "before"
 
 
 class BorrowSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +105,18 @@ class BorrowSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     max_rollouts: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+
+
+class ShareSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run gets of a fleet that others want, too. `weight`: its share against that of others of its `priority`,
+    of which the higher goes first; `floor`, `ceiling`: shares of the whole fleet that it has, whatever others want,
+    while it has work, and that it never exceeds, though nobody else wants it (None: all).
+    """
+
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    floor: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    ceiling: Annotated[float, Meta(gt=0, le=1)] | None = None
+    priority: Annotated[int, Meta(ge=-10, le=10)] = 0
 
 
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,11 +132,22 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     output: str = "runs"
     quota_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
     borrow: BorrowSpec = BorrowSpec()
+    share: ShareSpec = ShareSpec()
 
     @property
     def external(self) -> bool:
         """Whether only who asks for the run by its id may have its leases."""
         return self.trainer.name == EXTERNAL
+
+
+class RunShare(Struct, frozen=True, kw_only=True):
+    """What a live run has of the fleet: its share of the tokens made `lately` (within a minute or so), the share that
+    it is `due` at this moment, and how many workers are to serve it.
+    """
+
+    lately: float = 0.0
+    due: float = 0.0
+    workers: int = 0
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -132,6 +160,7 @@ class Run(Struct, frozen=True, kw_only=True):
     counters: dict[str, int] = {}
     dropped: dict[str, int] = {}
     holders: dict[str, str] = {}
+    share: RunShare | None = None
 
 
 class RunEvent(Struct, frozen=True, kw_only=True):
@@ -186,9 +215,19 @@ def check_spec(spec: RunSpec) -> RunSpec:
     if not math.isfinite(spec.batch.episode_timeout_s):
         raise InvalidRequest("must be finite", field="batch.episode_timeout_s")
     _check_finite(spec.environment.params, "environment.params")
+    _check_share(spec.share)
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
         raise InvalidRequest(f"more than {MAX_SPEC_BYTES} bytes in all; put data into files", field=_longest(spec))
     return spec
+
+
+def _check_share(share: ShareSpec) -> None:
+    """Bounds leave no infinity through, and a comparison with what is not a number is none: so it is asked for."""
+    for name in ("weight", "floor", "ceiling"):
+        if (value := getattr(share, name)) is not None and not math.isfinite(value):
+            raise InvalidRequest("must be finite", field=f"share.{name}")
+    if share.ceiling is not None and share.floor > share.ceiling:
+        raise InvalidRequest(f"must be at most share.ceiling ({share.ceiling:g})", field="share.floor")
 
 
 def _check_finite(value: Any, field: str) -> None:

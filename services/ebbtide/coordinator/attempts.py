@@ -25,7 +25,7 @@ from ebbtide.store.rows import Lost, Open, Placed, Requeued, Why
 from ebbtide.store.store import Store
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
-from ebbtide.types.rollout import RolloutRequest
+from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import LeaseRef, RunStatus
 from ebbtide.types.tokens import token_count
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -35,8 +35,8 @@ log = telemetry.get_logger(__name__)
 _BATCH_BYTES: Final = 256 << 10
 
 
-def waiting(request: RolloutRequest, *, place: int, length: int) -> Waiting:
-    """A new rollout as it stands in line from now on."""
+def waiting(request: RolloutRequest, *, place: int, group: int, length: int) -> Waiting:
+    """A new rollout as it stands in line from now on. `group`: the place of the first of its group."""
     return Waiting(
         rollout_id=request.rollout_id,
         episode_id=request.episode_id,
@@ -46,12 +46,14 @@ def waiting(request: RolloutRequest, *, place: int, length: int) -> Waiting:
         priority=request.priority,
         since=time.monotonic(),
         budget=request.sampling.max_tokens,
+        group=group,
+        evaluation=request.kind is RolloutKind.EVAL,
     )
 
 
-def standing(row: Open) -> Waiting:
-    """A rollout that the store has already, as it stands in line from now on."""
-    fresh = waiting(row.request, place=row.place, length=row.prompt_len + row.stored)
+def standing(row: Open, *, group: int) -> Waiting:
+    """A rollout that the store has already, as it stands in line from now on. `group`: see `waiting`."""
+    fresh = waiting(row.request, place=row.place, group=group, length=row.prompt_len + row.stored)
     budget = max(1, row.request.sampling.max_tokens - row.stored)
     return msgspec.structs.replace(fresh, avoid=row.avoid, barren=row.barren, made=row.stored, budget=budget)
 
@@ -70,7 +72,7 @@ class Attempts:
         placed = await self._store.rollouts.place(run.run_id, rows)
         batches: dict[Session, list[fleet_pb2.Assignment]] = defaultdict(list)
         for (rollout_id, attempt_id, session), given in zip(chosen, placed, strict=True):
-            stood = run.line.remove(rollout_id)
+            stood = run.line.take(rollout_id)
             if given is None or stood is None:
                 run.stale |= stood is not None  # it does not wait any more in the store: read what it does
                 continue

@@ -1,31 +1,28 @@
 """Borrowed workers, put into practice: what leaves one whose host has itself back, and which hosts are borrowed.
 
-Invariant: an attempt is asked for on account of its worker's host once (`Session.freed`), and again only if it is not
-handed back for long; who does not obey then is no longer trusted (`health`). Each borrowed worker has been told whether
-its host is wanted, and again at each change. Of what goes on at a serving host only the forecast in its worker's
-heartbeats comes here. Lost with the process: all hosts are borrowed again, and workers are told so.
+Invariant: each borrowed worker has been told whether its host is wanted, and again at each change. Of what goes on at a
+serving host only the forecast in its worker's heartbeats comes here. Lost with the process: all hosts are borrowed
+again, and workers are told so.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator.moves import Moves
 from ebbtide.coordinator.news import News
-from ebbtide.coordinator.state import Attempt, Freed, RunState, Session, State
-from ebbtide.rpc.convert import to_proto
+from ebbtide.coordinator.releases import free
+from ebbtide.coordinator.state import RunState, Session, State
 from ebbtide.scheduling.attempts import MOVED
 from ebbtide.scheduling.borrowing import Borrowing, Lender
 from ebbtide.scheduling.hosts import Host, may_take
 from ebbtide.scheduling.reclaims import SHORT_S, leaving
-from ebbtide.types.fleet import AttemptRef, WorkerState
+from ebbtide.types.fleet import WorkerState
 from ebbtide.v1 import fleet_pb2
 
 log = telemetry.get_logger(__name__)
 #: Which hosts to borrow is decided so often: what it hangs on are means over minutes.
 _JUDGE_EVERY_S: Final = 2.0
-#: What was asked for and has not come back is asked for again.
-_AGAIN_S: Final = 15.0
 _RECLAIMED: Final = f"{MOVED}: its host took itself back"
 _GIVEN_UP: Final = f"{MOVED}: its host is given up"
 
@@ -47,8 +44,7 @@ class Borrowers:
         for session in borrowed:
             self._tell(session)
             if session.given_up:
-                self._free(session, session.attempts.values(), _GIVEN_UP, now)
-            self._remind(session, now)
+                free(session, session.attempts.values(), _GIVEN_UP, now)
 
     def release(self, run: RunState, hosts: Sequence[tuple[Session, Host]], now: float) -> None:
         """Take from workers whose host has itself back for long what others could go on with. `hosts`: the run's."""
@@ -70,30 +66,7 @@ class Borrowers:
                 continue
             freed = [mine[at] for at in leaving(lent, [one.length for one in mine], room=room)]
             room -= len(freed)
-            self._free(session, freed, _RECLAIMED, now)
-
-    def _remind(self, session: Session, now: float) -> None:
-        """Ask again for what the worker still has long after it was asked for it."""
-        session.freed = {name: freed for name, freed in session.freed.items() if name in session.attempts}
-        late: dict[str, list[AttemptRef]] = {}
-        for name, freed in session.freed.items():
-            if now - freed.last >= _AGAIN_S:
-                freed.last = now
-                late.setdefault(freed.reason, []).append(session.attempts[name].ref)
-        for reason, refs in late.items():
-            _ask(session, refs, reason)
-
-    def _free(self, session: Session, attempts: Iterable[Attempt], reason: str, now: float) -> None:
-        """Have the worker hand these back, unless it was asked to already."""
-        refs = [
-            one
-            for one in attempts
-            if not one.leaving and not one.target and one.session is session and one.attempt_id not in session.freed
-        ]
-        if not refs or session.gone:
-            return
-        session.freed.update((one.attempt_id, Freed(reason, now, now)) for one in refs)
-        _ask(session, [one.ref for one in refs], reason)
+            free(session, freed, _RECLAIMED, now)
 
     def _tell(self, session: Session) -> None:
         verdict = self._borrowing.verdict(session.worker_id)
@@ -133,9 +106,3 @@ class Borrowers:
         waiting = sum(len(run.line) for run in self._state.runs.values())
         lent = sum(len(one.attempts) for one in self._state.sessions.values() if one.borrowed)
         return max(0, waiting + lent - free)
-
-
-def _ask(session: Session, refs: Sequence[AttemptRef], reason: str) -> None:
-    release = fleet_pb2.Release(attempts=[to_proto(ref, fleet_pb2.AttemptRef) for ref in refs], reason=reason)
-    session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
-    log.info("freed", worker_id=session.worker_id, rollouts=len(refs), reason=reason)

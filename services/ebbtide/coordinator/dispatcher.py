@@ -20,10 +20,10 @@ from ebbtide.coordinator.fleet import Fleet
 from ebbtide.coordinator.moves import Moves, borrowable
 from ebbtide.coordinator.publishers import Publishers
 from ebbtide.coordinator.recovery import Recovery
-from ebbtide.coordinator.state import RunState, Session, State
+from ebbtide.coordinator.sharing import Sharing
+from ebbtide.coordinator.state import Changing, RunState, Session, State
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.rpc.convert import to_proto
-from ebbtide.scheduling.allotment import Demand, Post, allot
 from ebbtide.scheduling.hosts import Host
 from ebbtide.scheduling.placement import outsized, place
 from ebbtide.scheduling.versions import Serving, fits_nowhere, target_versions, unservable
@@ -69,7 +69,7 @@ class Dispatcher:
         self._publishers = publishers
         self._moves = Moves(state, on=balance)
         self._borrowers = Borrowers(state, self._moves, fleet.news)
-        self._slice_s = slice_s
+        self._sharing = Sharing(state, fleet, self._moves, slice_s=slice_s)
         self._arranged = self._measured = float("-inf")
         self._unarranged = False
         self._lacking: dict[str, float] = {}  # run -> since when it has work and no worker; inf once it was told
@@ -137,6 +137,7 @@ class Dispatcher:
         balance = self._moves.due(now)
         if balance:
             self._borrowers.judge(now)
+            self._sharing.hand_over(now)
         for run in list(self._state.runs.values()):
             with suppress(LeaseSuperseded):  # the run ended meanwhile
                 await self._fill(run)
@@ -147,7 +148,7 @@ class Dispatcher:
 
     async def _arrange(self, now: float) -> None:
         """Which run and version each worker has, and which rollouts and runs none can serve."""
-        self._share_out(now)
+        self._sharing.decide(now)
         measure = now - self._measured >= _MEASURE_EVERY_S
         self._measured = now if measure else self._measured
         for run in list(self._state.runs.values()):
@@ -171,41 +172,6 @@ class Dispatcher:
             log.warning("no workers", run_id=run.run_id, rollouts=waiting)
             message = f"{text}; {waiting} rollouts go on when one comes"
             self._fleet.news.tell(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
-
-    def _share_out(self, now: float) -> None:
-        runs = [run for run in self._state.runs.values() if run.versions]
-        for run in runs:
-            if run.line or run.running:
-                run.busy = now
-        busy = [run for run in runs if now - run.busy < self._slice_s] or runs
-        demands = [Demand(run_id=run.run_id, served=run.served) for run in busy]
-        aside = [one for one in self._open_sessions() if not self._fleet.trusts(one)]
-        for run_id in self._allot([one for one in self._open_sessions() if one not in aside], demands, now):
-            if run_id in self._state.runs:
-                self._state.runs[run_id].served = now
-        self._allot(aside, demands, now)  # apart: they pull, and a run that has none but them is not served
-
-    def _allot(self, sessions: Iterable[Session], demands: Sequence[Demand], now: float) -> set[str]:
-        """Share these workers out; returns the runs that have some. Who may borrow none gets none."""
-        barred = {run.run_id for run in self._state.runs.values() if run.spec.borrow.max_rollouts == 0}
-        posts = [
-            Post(
-                worker_id=session.session_id,
-                run_id=session.run_id,
-                since=session.since,
-                running=len(session.attempts),
-                unfit=frozenset(run_id for run_id, until in session.unfit.items() if until > now)
-                | (barred if session.borrowed else set()),
-            )
-            for session in sessions
-        ]
-        runs = allot(posts, demands, now=now, slice_s=self._slice_s)
-        for session_id, run_id in runs.items():
-            session = self._state.sessions[session_id]
-            if session.run_id != run_id:
-                log.info("worker serves", worker_id=session.worker_id, run_id=run_id)
-                session.run_id, session.since = run_id, now
-        return set(runs.values())
 
     def _open_sessions(self) -> list[Session]:
         """Those that stay. One that is shunned does so too, and pulls weights meanwhile; it is given no rollouts."""
@@ -241,6 +207,7 @@ class Dispatcher:
             if version not in run.versions or session.target == (run.run_id, version):
                 continue
             told, session.target = session.target, (run.run_id, version)
+            _begin_change(session, run, now)
             if told is None and session.version_of(run.run_id) == version:
                 continue  # it attached with this version
             message = fleet_pb2.Install(
@@ -358,6 +325,15 @@ class Dispatcher:
             share=said.share if said else 1.0,
             spell_s=said.spell_s if said else math.inf,
         )
+
+
+def _begin_change(session: Session, run: RunState, now: float) -> None:
+    """It is told to install a version of the run: from now on it serves nobody, if it served another run."""
+    if session.installed is not None and session.installed[0] == run.run_id:
+        session.changing = None
+    elif session.changing is None or session.changing.run_id != run.run_id:
+        restarted = run.architecture not in {"", session.hello.engine.architecture}
+        session.changing = Changing(run.run_id, now, restarted)
 
 
 def _ready(run: RunState, session: Session) -> bool:

@@ -229,10 +229,15 @@ class Fleet:
     def _installed(self, session: Session, message: Installed) -> None:
         session.installed = (message.run_id, message.version)
         session.unfit.pop(message.run_id, None)
+        if (changing := session.changing) is not None and changing.run_id == message.run_id:
+            seconds = time.monotonic() - changing.at
+            self._state.changes.learn(session.worker_id, seconds, restarted=changing.restarted)
+            session.changing = None
         if run := self._state.runs.get(message.run_id):
             run.failed_installs.pop(message.version.version, None)
             run.fitted = True
             run.misfits.clear()
+            run.architecture = session.hello.engine.architecture
         self._state.wake.set()
         if not message.pull_s and not message.pause_s:
             return  # it had the version already: nothing was installed
@@ -250,7 +255,7 @@ class Fleet:
         )
 
     def _install_failed(self, session: Session, message: InstallFailed) -> None:
-        session.target = None
+        session.target = session.changing = None
         session.unfit[message.run_id] = time.monotonic() + _INSTALL_PAUSE_S
         version = message.version.version
         text = f"worker {session.worker_id} could not install version {version}: {message.message}"
@@ -261,6 +266,7 @@ class Fleet:
         self.news.tell(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
         if message.architecture and not run.fitted:
             run.misfits[message.architecture] += 1
+            run.architecture = message.architecture
         if not message.unreachable:  # else it can be had again once the relay is back
             failures = run.failed_installs[version] = run.failed_installs.get(version, 0) + 1
             if failures >= _INSTALL_FAILURES and version < max(run.versions, default=0):

@@ -119,13 +119,14 @@ class Recovery:
             run.line.remove(stood.rollout_id)
         for row in rows:
             rollout_id = row.request.rollout_id
+            group = run.group_place(row.request.group_id, row.place)
             if row.state is RolloutState.QUEUED:
-                run.line.add(standing(row))
+                run.line.add(standing(row, group=group))
             else:
-                run.running[rollout_id] = self._attempt(row, run, before.get(rollout_id))
+                run.running[rollout_id] = self._attempt(row, run, group, before.get(rollout_id))
         self._drop_lost(run, before)
 
-    def _attempt(self, row: Open, run: RunState, before: Attempt | None) -> Attempt:
+    def _attempt(self, row: Open, run: RunState, group: int, before: Attempt | None) -> Attempt:
         if before is not None and before.attempt_id == row.attempt_id:
             return before
         due, reason = self._until, "its worker did not come back to the restarted coordinator"
@@ -134,7 +135,7 @@ class Recovery:
         return Attempt(
             run_id=run.run_id,
             attempt_id=row.attempt_id,
-            waiting=standing(row),
+            waiting=standing(row, group=group),
             start=row.stored,
             max_tokens=row.request.sampling.max_tokens,
             given=time.monotonic(),  # not known; as if now, so that it is not taken for one that waits

@@ -45,7 +45,9 @@ class RolloutService:
                 if request.rollout_id in run.widows:
                     run.stale = True  # its worker goes on with it
                 elif row.outcome is SubmitOutcome.ACCEPTED:
-                    run.line.add(waiting(request, place=row.place, length=len(request.prompt_ids) // 4))
+                    group = run.group_place(request.group_id, row.place)
+                    length = len(request.prompt_ids) // 4
+                    run.line.add(waiting(request, place=row.place, group=group, length=length))
                 elif row.state is RolloutState.QUEUED and request.rollout_id not in run.line:
                     run.stale = True  # taken by a call whose answer was lost
         self._state.wake.set()

@@ -13,32 +13,39 @@ from ebbtide.coordinator.parts import Parts
 from ebbtide.coordinator.state import StoreLife
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound
 from ebbtide.scheduling.claims import Claimable, choose
+from ebbtide.scheduling.shares import check_floor
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import DropReason
-from ebbtide.types.run import ROLES, AttemptSpan, LeaseRef, Run, RunEvent, RunSpec, RunStatus, check_spec
+from ebbtide.types.run import ROLES, AttemptSpan, LeaseRef, Run, RunEvent, RunShare, RunSpec, RunStatus, check_spec
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 
 log = telemetry.get_logger(__name__)
 
 
 class RunService:
-    """Holds nothing of its own. All methods raise `StoreUnavailable`, and `NotFound` for a run that is not there."""
+    """Holds nothing but a lock. All methods raise `StoreUnavailable`, and `NotFound` for a run that is not there."""
 
     def __init__(self, parts: Parts) -> None:
         self._settings, self._state, self._store, self._bells = parts.settings, parts.state, parts.store, parts.bells
         self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
         self._publishers = parts.publishers
+        self._promising = asyncio.Lock()
 
     @property
     def store_life(self) -> StoreLife:
         return self._state.life
 
     async def submit(self, run_id: str, spec: RunSpec) -> Run:
-        """Make a run, once per id."""
+        """Make a run, once per id. Raises `NotReady` if its floor cannot be promised."""
         check_id(run_id, field="run_id")
         check_spec(spec)
         await self._publishers.keep()
-        made = await self._store.runs.submit(run_id, spec)
+        if spec.share.floor:
+            async with self._promising:  # the store says what is promised, and nobody promises meanwhile
+                await self._check_floor(run_id, spec)
+                made = await self._store.runs.submit(run_id, spec)
+        else:
+            made = await self._store.runs.submit(run_id, spec)
         run = await self._store.runs.read(run_id)
         if not run.status.ended:
             await self._recovery.add(run)
@@ -46,6 +53,12 @@ class RunService:
             log.info("run submitted", run_id=run_id, model=spec.model)
             await self._hint(run)
         return run
+
+    async def _check_floor(self, run_id: str, spec: RunSpec) -> None:
+        runs = await self.list()
+        if all(run.run_id != run_id for run in runs):
+            floors = {run.run_id: run.spec.share.floor for run in runs if not run.status.ended}
+            check_floor(run_id, spec.share.floor, floors)
 
     async def _hint(self, run: Run) -> None:
         """Warn of a fleet that seems to serve another model; its workers say for sure when they install a version."""
@@ -60,7 +73,11 @@ class RunService:
         run = await self._store.runs.read(check_id(run_id, field="run_id"))
         if run.status.ended:
             await self._attempts.run_over(run_id)
-        return msgspec.structs.replace(run, message=run.message or self._waits_for(run))
+        return msgspec.structs.replace(run, message=run.message or self._waits_for(run), share=self._share(run))
+
+    def _share(self, run: Run) -> RunShare | None:
+        live = None if run.status.ended else self._state.runs.get(run.run_id)
+        return live.share if live else None
 
     def _waits_for(self, run: Run) -> str:
         """What a live run cannot go on without."""
@@ -75,7 +92,8 @@ class RunService:
         runs = []
         for run_id in await self._store.runs.ids():
             try:
-                runs.append(await self._store.runs.read(run_id))
+                run = await self._store.runs.read(run_id)
+                runs.append(msgspec.structs.replace(run, share=self._share(run)))
             except NotFound:
                 await self._store.runs.forget(run_id)
         return runs

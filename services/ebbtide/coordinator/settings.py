@@ -45,6 +45,7 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 5
     rebalance: Annotated[bool, Meta(description="move rollouts between workers where they end sooner by it")] = True
     slice_s: Annotated[
-        float, Meta(gt=0, description="how long a worker serves a run before it may go to one that waits")
-    ] = 10.0
+        float,
+        Meta(gt=0, description="turns of runs at one worker last about so long, or ten times what a change takes"),
+    ] = 2.0
     keep_ended_s: Annotated[float, Meta(ge=1, description="how long an ended run's record is kept")] = 7 * 86400.0

@@ -19,18 +19,21 @@ from msgspec import Struct
 
 from ebbtide.coordinator.records import Attach, Heartbeat
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
+from ebbtide.scheduling.accounts import Changes
 from ebbtide.scheduling.lengths import Lengths
 from ebbtide.scheduling.line import Line, Waiting
 from ebbtide.scheduling.pacing import Bounds
 from ebbtide.scheduling.reclaims import Lent
 from ebbtide.store.rows import Why
 from ebbtide.types.fleet import AttemptRef, WorkerKind, WorkerState
-from ebbtide.types.run import RunSpec
+from ebbtide.types.run import RunShare, RunSpec
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
 
 #: Episodes whose last worker is remembered, per run: a prefix cache older than so many episodes is gone anyway.
 _HOMES: Final = 1 << 16
+#: Groups whose place is remembered, per run: of more, those that were idle longest stand where they come next.
+_GROUPS: Final = 1 << 16
 
 
 class Orphaned(Struct, frozen=True):
@@ -159,9 +162,11 @@ class RunState:
     to the store but answered as stored, with 0 tokens; the worker sends again once the rollout is known
     (`Session.resend`). `ending`: finished attempts whose finish the store may still forget.
 
-    `versions`: the announced ones that can be had; `homes`: episode -> session of its last turn; `busy`, `served`: when
-    the run last had work, and a worker; `fitted`: whether some worker ever installed a version; `misfits`: before that,
-    how often versions of an architecture were refused by workers of another; `lengths`: of its finished responses.
+    `versions`: the announced ones that can be had; `homes`: episode -> session of its last turn; `groups`: group ->
+    place in line of its first rollout; `fitted`: whether some worker ever installed a version; `misfits`: before that,
+    how often versions of an architecture were refused by workers of another; `architecture`: of the weights, once
+    known; `lengths`: of its finished responses; `made`: tokens stored since `sharing` looked last; `share`: what it has
+    of the fleet.
     """
 
     def __init__(self, run_id: str, spec: RunSpec) -> None:
@@ -170,18 +175,21 @@ class RunState:
         self.lock = asyncio.Lock()
         self.stale = True
         self.ended = False
-        self.line = Line()
+        self.line = Line(spec.evaluation.priority)
         self.running: dict[str, Attempt] = {}
         self.settled = asyncio.Event()
         self.widows: dict[str, Widow] = {}
         self.ending: deque[Ending] = deque()
         self.versions: dict[int, PolicyVersion] = {}
         self.homes: dict[str, str] = {}
+        self.groups: dict[str, int] = {}
         self.failed_installs: dict[int, int] = {}
         self.lengths = Lengths()
         self.fitted = False
         self.misfits: Counter[str] = Counter()
-        self.busy = self.served = float("-inf")
+        self.architecture = ""
+        self.made = 0
+        self.share = RunShare()
         self.ended_lately: set[str] | None = None  # rollouts that end while the mirror is being read anew
 
     def is_widow(self, ref: AttemptRef) -> bool:
@@ -229,6 +237,13 @@ class RunState:
                 self.ending.append(Ending(attempt, session, now + durable_after_s))
         return attempt
 
+    def group_place(self, group_id: str, place: int) -> int:
+        """The place of the group's first rollout; that is `place`, if it is the first."""
+        found = self.groups[group_id] = self.groups.pop(group_id, place)
+        if len(self.groups) > _GROUPS:
+            del self.groups[next(iter(self.groups))]
+        return found
+
     def settle_at(self, episode_id: str, session_id: str) -> None:
         """Remember which attached worker had an episode's last turn."""
         self.homes.pop(episode_id, None)
@@ -245,11 +260,20 @@ class Freed(Struct):
     last: float
 
 
+class Changing(NamedTuple):
+    """A worker was told `at` to install weights of another run, for which its engine has to be `restarted`."""
+
+    run_id: str
+    at: float
+    restarted: bool
+
+
 class Session:
     """One attachment of a worker. `resend`: set to end its append stream, so that it sends again what is not durable;
-    cleared with the next stream. `run_id`: the run it is to serve, `since` when; `target`: the version that it was
-    last told; `pending`: the attempts that have not started; `held`: how many it has of each run and bounds; `plateau`:
-    see `Worker`; `beat`: its last heartbeat, which `hear` takes in.
+    cleared with the next stream. `run_id`: the run it is to serve ("": none), `since` when; `changing`: to another
+    run's weights, as it was told; `target`: the version that it was last told; `pending`: the attempts that have not
+    started; `held`: how many it has of each run and bounds; `plateau`: see `Worker`; `beat`: its last heartbeat, which
+    `hear` takes in.
 
     Of a borrowed worker: `standing`: its host has itself back, as far as is known; `turned`: when that began or ended;
     `given_up`: why its host is not borrowed now; `wanted`: whether it is, as the worker was told; `freed`: attempts
@@ -271,6 +295,7 @@ class Session:
         self.attached = self.since = now
         self.installed: tuple[str, PolicyVersion] | None = None
         self.target: tuple[str, int] | None = None
+        self.changing: Changing | None = None
         self.unfit: dict[str, float] = {}  # run -> until when
         self.draining = self.gone = False
         self.reason = ""  # why it drains
@@ -345,6 +370,7 @@ class State:
         self.sessions: dict[str, Session] = {}
         self.resumes: list[tuple[str, float]] = []  # run, and seconds until a rollout went on; until they are counted
         self.ended: set[str] = set()  # ended runs whose data is still to be deleted
+        self.changes = Changes()
         self.life = StoreLife()  # the store's present one
         self.doubt_until = 0.0  # until then the store may have forgotten what workers and leases still send again
         self.wake = asyncio.Event()  # something to decide

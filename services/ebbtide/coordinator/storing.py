@@ -137,6 +137,7 @@ class Storing:
     ) -> None:
         for attempt, offset, count in zip(attempts, deltas.offsets, deltas.counts, strict=True):
             if attempt is not None:
+                run.made += max(0, offset + count - attempt.stored)
                 attempt.stored = offset + count
         ended = [i for i in deltas.finishes if i not in others]
         for i, ack in others.items():

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from ebbtide.coordinator import borrowers, health
+from ebbtide.coordinator import borrowers, health, releases
 from ebbtide.scheduling import reclaims
 from ebbtide.scheduling.attempts import MOVED
 from ebbtide.testing import wait_until
@@ -101,7 +101,7 @@ async def test_a_long_one_moves_everything_once_and_no_token_is_made_twice(clust
 
 
 async def test_what_is_not_handed_back_is_asked_for_again(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(borrowers, "_AGAIN_S", 0.3)
+    monkeypatch.setattr(releases, "_AGAIN_S", 0.3)
     _, worker = await busy(cluster)
     await cluster.worker("steady")
     await says(worker, granted=False, spell_s=300.0)
