@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import grpc
 from grpc import StatusCode
 
-from ebbtide.errors import Draining, Unauthenticated, Unavailable
+from ebbtide.errors import Draining, EbbtideError, Unauthenticated, Unavailable
 from ebbtide.rpc.status import to_status
 
 #: Told of each call that ended: full method name, status name, seconds. Must not raise.
@@ -34,6 +34,9 @@ _KINDS: Final[dict[tuple[bool, bool], tuple[str, Any]]] = {
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
 
+#: gRPC's own services, of which a closed server's health is one.
+_OWN: Final = "/grpc."
+
 
 class Gate(grpc.aio.ServerInterceptor):
     """Refuses calls without the token, turns exceptions into statuses, and ends streams when the server leaves."""
@@ -43,6 +46,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._wrapped: dict[str, Handler] = {}  # at most one per method that exists
         self._waiting: set[asyncio.Task[Any]] = set()  # response streams whose servicer runs, not gRPC's sending
         self._leaving = False
+        self.closed: EbbtideError | None = None  # see `Server.closed`
 
     def end_streams(self) -> None:
         """End response streams as `Draining`: most have no end of their own to wait for.
@@ -66,7 +70,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 return None  # gRPC answers UNIMPLEMENTED
             handler = self._wrapped[method] = self._wrap(method, inner)
         if self._check(handler_call_details.invocation_metadata):
-            return handler
+            return handler if self.closed is None or method.startswith(_OWN) else _answering(handler, self.closed)
         if self._observe:
             self._observe(method, StatusCode.UNAUTHENTICATED.name, 0.0)
         refusal: Handler = _KINDS[handler.request_streaming, handler.response_streaming][1](_refuse)
@@ -143,6 +147,16 @@ class Gate(grpc.aio.ServerInterceptor):
 async def _abort(context: Context, error: Exception) -> None:
     status = to_status(error)
     await context.abort(status.code, status.details, status.metadata)
+
+
+def _answering(handler: Handler, error: EbbtideError) -> Handler:
+    """One of the same kind that raises `error`."""
+
+    async def answer(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind, its request unparsed
+        await _abort(context, error)
+
+    made: Handler = _KINDS[handler.request_streaming, handler.response_streaming][1](answer)
+    return made
 
 
 async def _refuse(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind, its request unparsed

@@ -9,6 +9,7 @@ from ebbtide.store.appends import Appends
 from ebbtide.store.connection import Connection
 from ebbtide.store.events import Events
 from ebbtide.store.greeting import info
+from ebbtide.store.leadership import Leadership
 from ebbtide.store.leases import Leases
 from ebbtide.store.rollouts import Rollouts
 from ebbtide.store.runs import Runs
@@ -48,6 +49,7 @@ class Store:
     def __init__(self, link: Connection, term: str) -> None:
         self.link = link
         self.term = term
+        self.leadership = Leadership(link, term)
         self.runs = Runs(link, term)
         self.leases = Leases(link, term)
         self.rollouts = Rollouts(link, term)
