@@ -152,10 +152,11 @@ async def _abort(context: Context, error: Exception) -> None:
 def _answering(handler: Handler, error: EbbtideError) -> Handler:
     """One of the same kind that raises `error`."""
 
-    async def answer(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind, its request unparsed
+    async def answer(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind
         await _abort(context, error)
 
-    made: Handler = _KINDS[handler.request_streaming, handler.response_streaming][1](answer)
+    make = _KINDS[handler.request_streaming, handler.response_streaming][1]
+    made: Handler = make(answer, handler.request_deserializer, handler.response_serializer)
     return made
 
 
