@@ -47,6 +47,9 @@ bench-weights: env ## What a version of the weights takes on its way, beside oth
 bench-coserving: env ## A serving engine that lends its idle time, beside other policies; QUICK=1: in 12 minutes
 	@$(BIN)/python benchmarks/coserving.py $(if $(QUICK),--quick) $(ARGS)
 
+bench-takeover: env ## How long another coordinator takes when the leading one is killed or frozen; QUICK=1: in a minute
+	@$(BIN)/python benchmarks/takeover.py $(if $(QUICK),--quick) $(ARGS)
+
 lint: env ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -76,4 +79,4 @@ $(BIN)/python:
 clean: ## Remove the environment, caches and generated code; runs/ stays
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache common/ebbtide/v1/*_pb2*
 
-.PHONY: help demo demo-coserving test nightly simulate bench-migration bench-weights bench-coserving lint protos-check types env clean
+.PHONY: help demo demo-coserving test nightly simulate bench-migration bench-weights bench-coserving bench-takeover lint protos-check types env clean

@@ -15,6 +15,7 @@ EbbtideError
 ├── NoCapacity            back off for `retry_after_s`
 ├── Unavailable           retry
 │   ├── Draining              the service is leaving
+│   ├── StandingBy            another coordinator leads
 │   └── StoreUnavailable      the store is gone or full
 ├── ChunkCorrupt          fetch again
 └── Internal              report, with the id that the log bears
@@ -82,6 +83,10 @@ class Unavailable(EbbtideError):
 
 
 class Draining(Unavailable):
+    pass
+
+
+class StandingBy(Unavailable):
     pass
 
 

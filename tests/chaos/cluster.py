@@ -20,7 +20,8 @@ from ebbtide.client import Client
 from ebbtide.ledger import AttemptRecord, read_ledger
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.rpc.security import ClientSecurity
-from ebbtide.testing import EmbeddedRedis
+from ebbtide.store.keys import LEADER
+from ebbtide.testing import EmbeddedRedis, wait_until
 from tests.chaos.way import Way
 
 TOKEN: Final = "a-token-of-tests"
@@ -55,6 +56,7 @@ class Cluster:
         self.directory = directory
         self.redis = EmbeddedRedis(directory / "redis")
         self.process: dict[str, Process] = {}
+        self.heads = ["coordinator"]  # the coordinators that workers and clients know
         self.routed = routed
         self.ways: dict[tuple[str, str], Way] = {}
         self.environment: dict[str, dict[str, str]] = {}  # of programs, by name, beyond that of all
@@ -70,14 +72,31 @@ class Cluster:
         await asyncio.gather(*(self.worker(f"w{number + 1}") for number in range(workers)))
         return self.client()
 
+    async def boot_pair(self, *, workers: int = 2, **coordinator: Any) -> Client:
+        """Like `boot`, with two coordinators, `coordinator` and `standby`, of which the first leads."""
+        self._coordinator |= {"standby": True, **coordinator}
+        self.heads = ["coordinator", "standby"]
+        self.store()
+        await asyncio.gather(self.coordinator(), self.relay())
+        await wait_until(self.leader, timeout=30, what="a leader")
+        await self.coordinator("standby")
+        await asyncio.gather(*(self.worker(f"w{number + 1}") for number in range(workers)))
+        return self.client(*self.heads)
+
+    def leader(self) -> str:
+        """Which of the coordinators holds the lease; empty if none does."""
+        address = self.redis.command("GET", LEADER).decode().partition(" ")[2].strip()
+        return next((name for name in self.heads if address and self._address(name) == address), "")
+
     def store(self) -> None:
         """Start Redis, again if need be."""
         with patch.dict(os.environ, self.environment.get("redis", {})):
             self.redis.start()
 
-    def client(self, coordinator: str = "coordinator", relay: str = "") -> Client:
+    def client(self, *coordinators: str, relay: str = "") -> Client:
         security = ClientSecurity(token=TOKEN)
-        addresses = self.process[coordinator].address, relay or self.process["relay"].address
+        heads = ",".join(self.process[name].address for name in coordinators or ("coordinator",))
+        addresses = heads, relay or self.process["relay"].address
         client = Client(*addresses, security=security, patience_s=60.0)
         self._clients.append(client)
         return client
@@ -91,9 +110,9 @@ class Cluster:
         data = self.directory / "relay"
         return await self.start("relay", "weight_relay", server_listen=self._address("relay"), data_dir=data)
 
-    async def worker(self, name: str, coordinator: str = "coordinator", **settings: Any) -> Process:
+    async def worker(self, name: str, *coordinators: str, **settings: Any) -> Process:
         flags: dict[str, Any] = {
-            "coordinator": await self.route(name, coordinator),
+            "coordinator": ",".join([await self.route(name, head) for head in coordinators or self.heads]),
             "relay": await self.route(name, "relay"),
             "worker_id": name,
             "counter_file": self.directory / f"{name}.ledger",

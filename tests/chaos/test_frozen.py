@@ -67,7 +67,7 @@ async def test_a_coordinator_that_wakes_after_another_took_over_writes_nothing_a
     await load.more_tokens(64 * 8)
     cluster.freeze("coordinator")
     await cluster.coordinator("newer", recover_grace_s=1)
-    await cluster.worker("w3", coordinator="newer", slots=64)
+    await cluster.worker("w3", "newer", slots=64)
     newer = cluster.client("newer")
 
     async def moved() -> int:

@@ -131,7 +131,6 @@ def patched(
         (grpc.aio, "insecure_channel", lambda target, **_: SimChannel(network, target)),
         (grpc.aio, "server", lambda interceptors=None, **_: SimServer(network, interceptors)),
         (ebbtide.rpc.server, "reflection", reflection),
-        (ebbtide.rpc.server, "check_servable", lambda _settings: None),
         (ebbtide.telemetry, "rpc_observer", lambda: None),
         (ebbtide.runtime.Shutdown, "ready", lambda _self, _address: None),
         (disk, "ThreadPoolExecutor", Inline),

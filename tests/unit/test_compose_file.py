@@ -145,7 +145,9 @@ def test_the_store_writes_before_it_answers() -> None:
     assert "--maxmemory-policy noeviction" in command
 
 
-@pytest.mark.parametrize(("profile", "wanted"), [("cpu", {"worker", "trainer"}), ("gpu", {"worker-gpu", "trainer-gpu"})])
+@pytest.mark.parametrize(
+    ("profile", "wanted"), [("cpu", {"worker", "trainer"}), ("gpu", {"worker-gpu", "trainer-gpu"})]
+)
 def test_a_profile_is_a_whole_cluster(profile: str, wanted: set[str]) -> None:
     services = {name for name, service in SERVICES.items() if profile in service.get("profiles", [profile])}
     assert services == wanted | {"redis", "coordinator", "weight-relay", "driver", "base-model"}

@@ -15,6 +15,7 @@ from ebbtide.client.hold import LEAVE_S
 from ebbtide.client.lease import Lease
 from ebbtide.client.retry import Peer
 from ebbtide.errors import InvalidRequest, NoCapacity, NotFound, NotReady
+from ebbtide.rpc.channel import check_address
 from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.rpc.retry import pauses
 from ebbtide.rpc.security import ClientSecurity
@@ -41,7 +42,8 @@ RELAY = "127.0.0.1:7610"
 
 
 class Client:
-    """An async context manager. Unset arguments come from EBBTIDE_COORDINATOR, EBBTIDE_RELAY, EBBTIDE_TOKEN or
+    """An async context manager. `coordinator` is an address, or those of several with commas between them, of which one
+    leads and the others stand by. Unset arguments come from EBBTIDE_COORDINATOR, EBBTIDE_RELAY, EBBTIDE_TOKEN or
     EBBTIDE_TOKEN_FILE, EBBTIDE_TLS_CA, EBBTIDE_TLS_CERT and EBBTIDE_TLS_KEY.
 
     Calls repeat themselves, and streams resume where they were, while a service is away: a restarted coordinator is not
@@ -76,7 +78,7 @@ class Client:
         if self._relay is None:
             from ebbtide.client.weights import Relay
 
-            peer = self._peer("weight-relay", self._relay_address)
+            peer = self._peer("weight-relay", check_address(self._relay_address, field="relay"))
             self._peers.append(peer)
             self._relay = Relay(peer)
         return self._relay

@@ -4,7 +4,6 @@ Every call of the contracts that the SDK makes may be repeated; an error that ou
 its address and what to do.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -13,10 +12,10 @@ from typing import Any, Final, Protocol, TypeVar
 import grpc
 
 from ebbtide.errors import EbbtideError, Unavailable
-from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S, open_channel
+from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S
+from ebbtide.rpc.heads import Heads
 from ebbtide.rpc.retry import pauses, retrying
 from ebbtide.rpc.security import ClientSecurity
-from ebbtide.rpc.status import translated
 
 T = TypeVar("T")
 Request_contra = TypeVar("Request_contra", contravariant=True)
@@ -31,19 +30,26 @@ class Unary(Protocol[Request_contra, Response_co]):
 
 
 class Peer:
-    """A service by its name and address, and the channel to it, which connects with the first call."""
+    """A service by its name and address (of coordinators: several, with commas between them), and the channel to it,
+    which connects with the first call.
+    """
 
     def __init__(self, service: str, target: str, security: ClientSecurity, patience_s: float) -> None:
-        self.service, self.target, self.patience_s = service, target, patience_s
+        self.service, self.patience_s = service, patience_s
         self.security = security
-        self.channel: grpc.aio.Channel = open_channel(target, security)
+        self.channel = Heads(target, security, field=service)
+
+    @property
+    def target(self) -> str:
+        """The address that is called now."""
+        return self.channel.target
 
     async def close(self) -> None:
         await self.channel.close()
 
     def translated(self) -> AbstractContextManager[None]:
         """Turns gRPC's errors inside the block into the service's own."""
-        return translated(self.service, self.target)
+        return self.channel.translated(self.service)
 
     async def call(
         self,
@@ -68,7 +74,7 @@ class Peer:
             with self.translated():
                 return await work()
 
-        return await retrying(once, patience_s=self.patience_s, on=on)
+        return await retrying(once, patience_s=self.patience_s, on=on, pause=self.channel.pause)
 
     async def follow(self, resume: Callable[[], "grpc.aio.UnaryStreamCall[Any, T]"]) -> AsyncGenerator[T, None]:
         """The messages of a stream that `resume` opens behind the last one seen, until the service ends it.
@@ -94,4 +100,4 @@ class Peer:
                     raise
             finally:
                 stream.cancel()
-            await asyncio.sleep(wait)
+            await self.channel.pause(wait)

@@ -53,7 +53,7 @@ def check_address(address: str, *, field: str) -> str:
     if address.startswith("unix:"):
         return address
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535 or "/" in host:
+    if not host or not port.isdecimal() or int(port) > 65535 or set("/,") & set(host):
         raise InvalidRequest(f"{address!r} is no address: give host:port or unix:path", field=field)
     return address
 

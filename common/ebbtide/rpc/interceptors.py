@@ -33,6 +33,9 @@ _KINDS: Final[dict[tuple[bool, bool], tuple[str, Any]]] = {
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
 
+#: gRPC's own services, of which a closed server's health is one.
+_OWN: Final = "/grpc."
+
 
 class Gate(grpc.aio.ServerInterceptor):
     """Refuses who may not call, turns exceptions into statuses, and ends streams when the server leaves."""
@@ -42,6 +45,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._wrapped: dict[str, Handler] = {}  # at most one per method that exists
         self._waiting: set[asyncio.Task[Any]] = set()  # response streams whose servicer runs, not gRPC's sending
         self._leaving = False
+        self.closed: EbbtideError | None = None  # see `Server.closed`
 
     def end_streams(self) -> None:
         """End response streams as `Draining`: most have no end of their own to wait for.
@@ -69,9 +73,8 @@ class Gate(grpc.aio.ServerInterceptor):
         except EbbtideError as error:
             if self._observe:
                 self._observe(method, to_status(error).code.name, 0.0)
-            refusal: Handler = _KINDS[handler.request_streaming, handler.response_streaming][1](_refusing(error))
-            return refusal
-        return handler
+            return _answering(handler, error)
+        return handler if self.closed is None or method.startswith(_OWN) else _answering(handler, self.closed)
 
     def _wrap(self, method: str, handler: Handler) -> Handler:
         kind = handler.request_streaming, handler.response_streaming
@@ -147,11 +150,15 @@ async def _abort(context: Context, error: Exception) -> None:
     await context.abort(status.code, status.details, status.metadata)
 
 
-def _refusing(error: EbbtideError) -> Callable[[Any, Context], Awaitable[None]]:
-    async def refuse(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind, its request unparsed
+def _answering(handler: Handler, error: EbbtideError) -> Handler:
+    """One of the same kind that raises `error`."""
+
+    async def answer(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind, its request unparsed
         await _abort(context, error)
 
-    return refuse
+    make = _KINDS[handler.request_streaming, handler.response_streaming][1]
+    made: Handler = make(answer, handler.request_deserializer, handler.response_serializer)
+    return made
 
 
 def _name(code: object) -> str:

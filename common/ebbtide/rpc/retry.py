@@ -26,18 +26,21 @@ async def retrying(
     on: tuple[type[EbbtideError], ...] = (Unavailable,),
     first_s: float = 0.05,
     cap_s: float = 2.0,
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> T:
     """`await call()` until it does not raise one of `on`, for `patience_s` seconds; then the last error is raised.
 
-    `NoCapacity` among `on` is waited for as long as it asks. Only for calls that may be repeated.
+    `NoCapacity` among `on` is waited for as long as it asks. `pause` waits so many seconds, or less. Only for calls
+    that may be repeated.
     """
     give_up = time.monotonic() + patience_s
-    for pause in pauses(first_s, cap_s):
+    for wait in pauses(first_s, cap_s):
         try:
             return await call()
         except on as error:
-            wait = max(pause, error.retry_after_s) if isinstance(error, NoCapacity) else pause
+            if isinstance(error, NoCapacity):
+                wait = max(wait, error.retry_after_s)  # noqa: PLW2901 - of this round alone
             if time.monotonic() + wait > give_up:
                 raise
-        await asyncio.sleep(wait)
+        await pause(wait)
     raise AssertionError("pauses do not end")

@@ -4,7 +4,6 @@ Invariant: it accepts calls from `start` to `stop`; its health says SERVING only
 for the server as a whole ("") and for each of its services alike. It holds nothing that a restart would miss.
 """
 
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.rpc.admission import Anyone
 from ebbtide.rpc.channel import check_address
 from ebbtide.rpc.interceptors import Gate, Observer
@@ -22,26 +21,6 @@ from ebbtide.rpc.security import ServerSettings
 #: What registers a servicer (generated), the servicer, and the service's full name.
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
 _STATUS: Final = health_pb2.HealthCheckResponse
-
-
-def check_servable(settings: ServerSettings) -> None:
-    """Raise `InvalidRequest` for settings that no server could start with now, an address that is taken among them.
-
-    For a service whose start changes what others see: it asks first.
-    """
-    address = check_address(settings.listen, field="listen")
-    settings.admission()
-    settings.credentials()
-    if address.startswith("unix:"):
-        return
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except OSError as error:
-            raise InvalidRequest(f"cannot bind {address} ({error.strerror}); name another", field="listen") from None
 
 
 class Server:
@@ -82,6 +61,15 @@ class Server:
     def address(self) -> str:
         """Where clients reach it; known once started."""
         return self._listen if self._listen.startswith("unix:") else f"{self._listen.rpartition(':')[0]}:{self.port}"
+
+    @property
+    def closed(self) -> EbbtideError | None:
+        """What every call is answered with, but for those that ask for its health; None: it answers them."""
+        return self._gate.closed
+
+    @closed.setter
+    def closed(self, why: EbbtideError | None) -> None:
+        self._gate.closed = why
 
     async def start(self) -> None:
         """Bind and accept calls, not yet SERVING. Raises `InvalidRequest` naming `listen` if the address is taken."""

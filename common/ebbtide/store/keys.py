@@ -1,24 +1,30 @@
 """Every key in Redis: its type, who owns it, and when it ends.
 
-All keys of a run carry the run id as hash tag, so they lie in one slot of a cluster and one script may touch them
-all. Scripts get the run's prefix as their only key and the names below as Lua constants of the same names, so that
-this is the one place that names a key. Only a coordinator writes, and only through scripts that check its term; "the
-run's end" is FinishRun or CancelRun.
+All keys of a run carry the run id as hash tag. Scripts get the run's prefix (or the fleet's) as their only key and the
+names below as Lua constants of the same names, so that this is the one place that names a key. Only a coordinator
+writes, and only through scripts that check its term: that of the run, and where there is none yet, that of the fleet.
+"The run's end" is FinishRun or CancelRun.
 """
 
 from typing import Final
 
-#: string: the term of the coordinator that may write. Set at each start of a coordinator; never ends.
-TERM: Final = "ebbtide:{fleet}:term"
+#: What the fleet's keys begin with.
+FLEET: Final = "ebbtide:{fleet}:"
+#: string: the term of the coordinator that may write. Set when a coordinator begins to lead; never ends.
+TERM: Final = FLEET + "term"
 #: string: the number of the layout of all that lies here; see `migrations`. Set at a coordinator's start; never ends.
-SCHEMA: Final = "ebbtide:{fleet}:schema"
+SCHEMA: Final = FLEET + "schema"
+#: The layout's number as this program writes it: that of the last of `migrations.STEPS`.
+NEWEST_SCHEMA: Final = 1
+#: string with an expiry: the term and the address of the coordinator that leads, a space between them. Owner: lead.
+LEADER: Final = FLEET + "leader"
 #: string: the life of the store in which all runs were settled last; see `Runs.settle`. Never ends.
-LIFE: Final = "ebbtide:{fleet}:life"
+LIFE: Final = FLEET + "life"
 #: string: 32 bytes that the publishers' keys of all runs are derived from. Made by the first coordinator; never changes
 #: and never ends.
-PUBLISHERS: Final = "ebbtide:{fleet}:publishers"
+PUBLISHERS: Final = FLEET + "publishers"
 #: zset run id -> order of submission. Added to before the run is made, taken from when the run's record has expired.
-INDEX: Final = "ebbtide:{fleet}:runs"
+INDEX: Final = FLEET + "runs"
 
 #: name -> suffix behind the run's prefix.
 RUN_KEYS: Final[dict[str, str]] = {
@@ -78,6 +84,12 @@ def run_key(run_id: str, name: str, member: str = "") -> str:
     return run_prefix(run_id) + RUN_KEYS[name] + member
 
 
+#: The fleet's keys that scripts touch.
+FLEET_KEYS: Final = {"TERM": TERM, "SCHEMA": SCHEMA, "LEADER": LEADER, "INDEX": INDEX, "LIFE": LIFE}
+
+
 def lua_constants() -> str:
-    """Lua that names the keys of the run whose prefix is `KEYS[1]`."""
-    return "".join(f"local {name} = KEYS[1] .. '{suffix}'\n" for name, suffix in RUN_KEYS.items())
+    """Lua that names the fleet's keys, and those of the run whose prefix is `KEYS[1]`."""
+    fleet = "".join(f"local {name} = '{key}'\n" for name, key in FLEET_KEYS.items())
+    fleet += f"local NEWEST_SCHEMA = '{NEWEST_SCHEMA}'\n"
+    return fleet + "".join(f"local {name} = KEYS[1] .. '{suffix}'\n" for name, suffix in RUN_KEYS.items())

@@ -55,7 +55,6 @@ async def _whole_records(link: Connection) -> None:
 
 #: In order, one for each schema from 1 on.
 STEPS: Final[Sequence[Step]] = (Step(1, "stamp what 0.1.0 wrote", check=_whole_records),)
-NEWEST: Final = STEPS[-1].to
 
 
 class Schema:

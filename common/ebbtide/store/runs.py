@@ -6,9 +6,9 @@ import msgspec
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
 from ebbtide.store.codec import json_record, pack, unpack
-from ebbtide.store.faults import Refused, TermSuperseded
-from ebbtide.store.keys import INDEX, LIFE, PUBLISHERS, SCHEMA, TERM, run_key
-from ebbtide.store.migrations import NEWEST
+from ebbtide.store.faults import Refused
+from ebbtide.store.keys import FLEET, INDEX, LIFE, PUBLISHERS, run_key
+from ebbtide.store.scripts import script
 from ebbtide.store.topic import Topic, no_run
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
@@ -19,27 +19,19 @@ _DROPPED: Final = "dropped:"
 
 class Runs(Topic):
     async def take_over(self) -> list[str]:
-        """Become the store's coordinator: every other's writes are refused from here on. Returns the live runs,
-        oldest first.
+        """Take every run over, as the coordinator that leads: whoever did is refused from here on. Returns the live
+        runs, oldest first.
         """
-        await self._link.call("SET", TERM, self._term)
         live = [run_id for run_id in await self.ids() if await self._write("claim_term", run_id)]
         await self._durable()
         return live
-
-    async def term_stands(self) -> bool:
-        """Whether this is still the store's coordinator. One that forgot its coordinator is told again."""
-        if (found := await self._link.call("GET", TERM)) is None:
-            await self._link.call("SET", SCHEMA, NEWEST, "NX")
-            await self._link.call("SET", TERM, self._term, "NX")
-        return found in {None, self._term.encode()}
 
     async def life(self) -> str:
         """The store's life that `settle` was last done for, of all runs; see `Connection.life`."""
         return (await self._link.call("GET", LIFE) or b"").decode()
 
     async def keep_life(self, life: str) -> None:
-        await self._link.call("SET", LIFE, life)
+        await self._link.run(script("keep_life"), FLEET, self._term, life)
 
     async def secret(self, ours: bytes) -> bytes:
         """The fleet's secret: the store's, or `ours` from now on if it has none."""
@@ -60,20 +52,13 @@ class Runs(Topic):
 
     async def submit(self, run_id: str, spec: RunSpec) -> bool:
         """Make the run; False if the same one is there. Raises `AlreadyExists` for another spec under this id."""
-        if not await self.term_stands():
-            self._link.superseded.set()
-            raise TermSuperseded
-        await self._link.call("ZADD", INDEX, "NX", await self._next_place(), run_id)
+        await self._link.run(script("enlist"), FLEET, self._term, run_id)
         try:
             made = bool(await self._write("submit_run", run_id, json_record(spec)))
         except Refused:
             raise AlreadyExists(f"run {run_id} exists with another spec; choose another run_id") from None
         await self._durable()
         return made
-
-    async def _next_place(self) -> int:
-        last = await self._link.call("ZRANGE", INDEX, -1, -1, "WITHSCORES")
-        return int(float(last[1])) + 1 if last else 1
 
     async def read(self, run_id: str) -> Run:
         found = await self._run("read_run", run_id, *ROLES)
@@ -101,7 +86,7 @@ class Runs(Topic):
 
     async def forget(self, run_id: str) -> None:
         """Take a run whose record has expired off the list."""
-        await self._link.call("ZREM", INDEX, run_id)
+        await self._link.run(script("delist"), FLEET, self._term, run_id)
 
     async def end(
         self, run_id: str, status: RunStatus, message: str, *, drop: str, lease: LeaseRef | None, keep_s: float

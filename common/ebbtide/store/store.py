@@ -9,6 +9,7 @@ from ebbtide.store.appends import Appends
 from ebbtide.store.connection import Connection
 from ebbtide.store.events import Events
 from ebbtide.store.greeting import info
+from ebbtide.store.leadership import Leadership
 from ebbtide.store.leases import Leases
 from ebbtide.store.migrations import Schema
 from ebbtide.store.rollouts import Rollouts
@@ -57,6 +58,7 @@ class Store:
         self.link = link
         self.term = term
         self.schema = Schema(link, term)
+        self.leadership = Leadership(link, term)
         self.runs = Runs(link, term)
         self.leases = Leases(link, term)
         self.rollouts = Rollouts(link, term)

@@ -18,7 +18,11 @@ WATCH_PATIENCE_S: Final = 60.0
 
 Coordinator = Annotated[
     str | None,
-    typer.Option(envvar="EBBTIDE_COORDINATOR", help="Address of the coordinator.", show_default="127.0.0.1:7600"),
+    typer.Option(
+        envvar="EBBTIDE_COORDINATOR",
+        help="Address of the coordinator; of several, with commas between them.",
+        show_default="127.0.0.1:7600",
+    ),
 ]
 Relay = Annotated[
     str | None,

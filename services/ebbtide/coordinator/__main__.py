@@ -2,14 +2,20 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ebbtide.coordinator.settings import Settings
 from ebbtide.runtime import Shutdown, race, run
 from ebbtide.settings import load
 
+if TYPE_CHECKING:
+    from ebbtide.coordinator.service import Coordinator
+    from ebbtide.rpc.server import Server
+
 #: Workers' messages have some kilobytes, the largest of drivers 4 MiB: a quarter of one on its way is enough anywhere.
 _WINDOW_BYTES: Final = 1 << 20
+#: How long calls under way at the end may take.
+_GRACE_S: Final = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -20,27 +26,43 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def serve(settings: Settings, shutdown: Shutdown) -> None:
     from ebbtide.coordinator.service import Coordinator
-    from ebbtide.rpc.server import Server, check_servable
+    from ebbtide.errors import StandingBy
+    from ebbtide.rpc.server import Server
     from ebbtide.telemetry import rpc_observer
 
-    # Before it takes the store over: a start that fails must not end the coordinator that serves.
-    check_servable(settings.server)
     coordinator = Coordinator(settings)
     try:
-        opening = asyncio.create_task(coordinator.open())
-        if await race(opening, shutdown.requested.wait()):
-            return  # asked to end while it waited for the store
-        server = Server(settings.server, opening.result(), observe=rpc_observer(), window_bytes=_WINDOW_BYTES)
+        server = Server(settings.server, coordinator.services, observe=rpc_observer(), window_bytes=_WINDOW_BYTES)
+        server.closed = StandingBy("this coordinator does not lead yet; try again")
+        # Before it takes the store over: a start that fails must not end the coordinator that serves.
         await server.start()
-        for name, loop in coordinator.loops().items():
-            shutdown.spawn(loop, name)
-        await server.set_serving(True)
-        shutdown.ready(server.address)
-        await shutdown.requested.wait()
-        coordinator.leave()
-        await server.stop()
+        if settings.standby:
+            shutdown.ready(server.address)
+
+        def heard(leader: str) -> None:
+            server.closed = StandingBy(f"this coordinator stands by; the one at {leader} leads")
+
+        opening = asyncio.create_task(coordinator.open(server.address, heard=heard))
+        if not await race(opening, shutdown.requested.wait()):
+            await _lead(settings, shutdown, coordinator, server)
+        await server.stop(0.0 if server.closed else _GRACE_S)  # who stands by has nothing to end
+        await coordinator.leading.release()
     finally:
         await coordinator.close()
+
+
+async def _lead(settings: Settings, shutdown: Shutdown, coordinator: "Coordinator", server: "Server") -> None:
+    """Serve, until asked to end or superseded."""
+    loops = [shutdown.spawn(loop, name) for name, loop in coordinator.loops(server.set_serving).items()]
+    server.closed = None
+    await server.set_serving(True)
+    if not settings.standby:
+        shutdown.ready(server.address)
+    await shutdown.requested.wait()
+    coordinator.leave()
+    for loop in loops:
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
 
 
 if __name__ == "__main__":

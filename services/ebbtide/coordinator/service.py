@@ -1,9 +1,7 @@
 """A coordinator put together: store, state, loops and servicers, in the order in which they come up and go down."""
 
-import asyncio
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from ebbtide import telemetry
 from ebbtide.coordinator.appending import Appending
@@ -11,6 +9,7 @@ from ebbtide.coordinator.attempts import Attempts
 from ebbtide.coordinator.bells import Bells
 from ebbtide.coordinator.dispatcher import Dispatcher
 from ebbtide.coordinator.fleet import Fleet
+from ebbtide.coordinator.leading import Leading
 from ebbtide.coordinator.lives import Lives
 from ebbtide.coordinator.measuring import measure_for_ever
 from ebbtide.coordinator.parts import Parts
@@ -26,7 +25,6 @@ from ebbtide.coordinator.state import State
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rpc.server import Service
 from ebbtide.store.connection import Connection
-from ebbtide.store.faults import TermSuperseded
 from ebbtide.store.store import Condition, Store
 from ebbtide.types.ids import new_fence
 from ebbtide.v1.fleet_pb2_grpc import add_FleetServicer_to_server
@@ -34,12 +32,14 @@ from ebbtide.v1.rollouts_pb2_grpc import add_RolloutsServicer_to_server
 from ebbtide.v1.runs_pb2_grpc import add_RunsServicer_to_server
 
 log = telemetry.get_logger(__name__)
-#: How often a coordinator with nothing to write looks whether it is still the store's.
-_TERM_S: Final = 2.0
+
+
+async def _nobody(_serving: bool) -> None:
+    pass
 
 
 class Coordinator:
-    """`open`, serve what it returns, run `loops`, `leave`, `close`. A restart is another coordinator."""
+    """`open`, serve `services`, run `loops`, `leave`, `close`. A restart is another coordinator."""
 
     def __init__(self, settings: Settings, link: Connection | None = None) -> None:
         """`link`: the way to the store, unless it is the one of the settings."""
@@ -59,30 +59,36 @@ class Coordinator:
         )
         self.fleet = Fleet(settings, self.state, self.store, self._attempts, self._bells)
 
-    async def open(self) -> list[Service]:
-        """Take the store over and load the live runs. Returns the services. Raises `StoreUnavailable`."""
-        settings = self._settings
-        log.info("waiting for the store", at=self.link.where)
-        await self.link.open(patience_s=settings.store_boot_s)
-        condition = await self.store.condition()
-        _judge(condition, self.link)
-        await self.store.schema.check()  # before it takes the store over: one that cannot read it leaves it to who can
         lives = Lives(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
-        recovery = Recovery(self.state, self.store, lives, self._attempts.run_over, grace_s=settings.recover_grace_s)
-        await recovery.take_over()
-        publishers = Publishers(self.store)
-        await publishers.keep()
-        self.link.on_link = lives.came
+        self._lives, self._publishers = lives, Publishers(self.store)
+        self._recovery = Recovery(
+            self.state, self.store, lives, self._attempts.run_over, grace_s=settings.recover_grace_s
+        )
         self.dispatcher = Dispatcher(
             self.state,
             self.fleet,
             self._attempts,
-            recovery,
-            publishers,
+            self._recovery,
+            self._publishers,
             slice_s=settings.slice_s,
             balance=settings.rebalance,
         )
-        parts = Parts(settings, self.state, self.store, self._bells, self.fleet, self._attempts, recovery, publishers)
+        self.leading = Leading(self.store)
+        self.services = self._services()
+
+    def _services(self) -> list[Service]:
+        """What it offers once it is open."""
+        settings = self._settings
+        parts = Parts(
+            settings,
+            self.state,
+            self.store,
+            self._bells,
+            self.fleet,
+            self._attempts,
+            self._recovery,
+            self._publishers,
+        )
         runs, rollouts = RunService(parts), RolloutService(parts)
         appending = Appending(self.state, self.store, self.fleet, self._bells)
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
@@ -93,27 +99,34 @@ class Coordinator:
             (add_FleetServicer_to_server, fleet, fleet_wire.SERVICE),
         ]
 
-    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """What runs beside the server, by name. Each raises `TermSuperseded` when another coordinator has the store."""
+    async def open(self, address: str = "", *, heard: Callable[[str], None] = lambda _: None) -> list[Service]:
+        """Take the store over and load the live runs; one that stands by waits first until nobody leads. `address`: its
+        own, for others; `heard`: told that of who leads meanwhile. Returns the services. Raises `StoreUnavailable`.
+        """
+        log.info("waiting for the store", at=self.link.where)
+        await self.link.open(patience_s=self._settings.store_boot_s)
+        _judge(await self.store.condition(), self.link)
+        if self._settings.standby:
+            await self.leading.stand_by(address, heard)
+        else:
+            await self.leading.seize(address)
+        await self._recovery.take_over()
+        await self._publishers.keep()
+        self.link.on_link = self._lives.came
+        return self.services
+
+    def loops(self, serving: Callable[[bool], Awaitable[None]] = _nobody) -> dict[str, Coroutine[Any, Any, None]]:
+        """What runs beside the server, by name. Each raises `TermSuperseded` when another coordinator has the store.
+        `serving`: told when the lease may be over, and when it is renewed again.
+        """
         return {
             "decide": self.dispatcher.decide_for_ever(),
             "watch": self.dispatcher.watch_for_ever(),
             "reap": self.dispatcher.reap_for_ever(),
-            "term": self._superseded(),
+            "term": self.leading.keep(serving),
             "store": self.link.lost(),
             "measure": measure_for_ever(self.state, self.store),
         }
-
-    async def _superseded(self) -> None:
-        """Raises `TermSuperseded`: a write was refused, or, where nothing is to be written, the term is another's."""
-        while not self.link.superseded.is_set():
-            with suppress(StoreUnavailable):  # full, or away
-                if not await self.store.runs.term_stands():
-                    break
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_TERM_S):
-                    await self.link.superseded.wait()
-        raise TermSuperseded
 
     def leave(self) -> None:
         """From here on broken streams are our own doing, and workers keep their attempts."""

@@ -28,6 +28,10 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     store_replicas: Annotated[
         int, Meta(ge=0, description="so many of the store's replicas must have a write before it is acknowledged")
     ] = 0
+    standby: Annotated[
+        bool,
+        Meta(description="wait while another coordinator leads, and take over when it is gone; without, take over now"),
+    ] = False
     heartbeat_s: Annotated[float, Meta(gt=0, description="pause between a worker's heartbeats")] = 1.0
     heartbeat_timeout_s: Annotated[
         float, Meta(gt=0, description="a worker silent for so long is lost; its rollouts go elsewhere")

@@ -9,7 +9,8 @@ when it dies was stored or was not; the rollouts go on elsewhere from whichever 
 import asyncio
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, NamedTuple
 
 from ebbtide import telemetry
@@ -20,12 +21,12 @@ from ebbtide.rollout_worker.outbox import Message, Outbox
 from ebbtide.rpc.appends import Sender, acks
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.retry import pauses
-from ebbtide.rpc.status import translated
 from ebbtide.runtime import race
 from ebbtide.types.appends import Ack
 from ebbtide.v1 import fleet_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 
+Translated = Callable[[], AbstractContextManager[None]]
 log = telemetry.get_logger(__name__)
 #: Messages on their way at once: two seconds' worth at four flushes a second.
 _IN_FLIGHT: Final = 8
@@ -85,8 +86,9 @@ class Stream:
 class Appender:
     """Sends what the outbox has, within one session after the other."""
 
-    def __init__(self, stub: FleetStub, target: str, outbox: Outbox, attempts: Attempts) -> None:
-        self._stub, self._target, self._outbox, self._attempts = stub, target, outbox, attempts
+    def __init__(self, stub: FleetStub, translated: Translated, outbox: Outbox, attempts: Attempts) -> None:
+        """`translated`: turns gRPC's errors inside a block into the coordinator's."""
+        self._stub, self._translated, self._outbox, self._attempts = stub, translated, outbox, attempts
 
     async def run(self, session: str) -> None:
         """One stream after the other, for ever. Raises `NotFound` once the session is over."""
@@ -94,7 +96,7 @@ class Appender:
         while True:
             began = time.monotonic()
             try:
-                with translated("coordinator", self._target):
+                with self._translated():
                     await self._stream(session)
             except Unavailable as error:
                 log.warning("append stream broken", reason=str(error))

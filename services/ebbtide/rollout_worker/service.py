@@ -27,11 +27,11 @@ from ebbtide.rollout_worker.settings import Settings
 from ebbtide.rollout_worker.supply import Supply
 from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
 from ebbtide.rpc.channel import open_channel, open_socket
+from ebbtide.rpc.heads import Heads
 from ebbtide.runtime import Shutdown
 from ebbtide.transfer import check_folder as check_mirrors
 from ebbtide.types.fleet import EngineInfo, WorkerKind
 from ebbtide.types.ids import check_id
-from ebbtide.v1.fleet_pb2_grpc import FleetStub
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 
@@ -83,12 +83,12 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         # First of all: the engine's processes may be forked, which nothing but this thread should live through.
         info = await engine.start()
         log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
-        coordinator = await stack.enter_async_context(open_channel(settings.coordinator, settings.client))
+        coordinator = await stack.enter_async_context(Heads(settings.coordinator, settings.client))
         worker, supply = await _assemble(stack, shutdown, settings, worker_id, engine, info, borrowed)
         presence = shutdown.spawn(supply.presence.run(), "presence")
         stack.push_async_callback(_end, presence)  # it may not outlive the channel that it tells by
         await stack.enter_async_context(serving(settings, supply.shelf, worker.leaving, supply.presence.again))
-        session = Session(worker, FleetStub(coordinator), settings.coordinator, attached=_once(shutdown, worker_id))
+        session = Session(worker, coordinator, attached=_once(shutdown, worker_id))
         installing = shutdown.spawn(worker.installer.run(), "installer")
         stack.push_async_callback(_end, installing)  # an install may not outlive the engine that it is for
         supply.puller.warm_up()

@@ -27,8 +27,8 @@ from ebbtide.rollout_worker.weights import Installation
 from ebbtide.rollout_worker.worker import Worker
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.convert import from_proto
+from ebbtide.rpc.heads import Heads
 from ebbtide.rpc.retry import pauses
-from ebbtide.rpc.status import translated
 from ebbtide.runtime import race
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
 from ebbtide.types.weights import PolicyVersion
@@ -50,15 +50,14 @@ class Session:
     def __init__(
         self,
         worker: Worker,
-        stub: FleetStub,
-        target: str,
+        heads: Heads,
         *,
         attached: Callable[[], None],
     ) -> None:
         """`attached` is called after each attach."""
-        self._worker, self._target = worker, target
-        self._stub = stub
-        self._appender = Appender(stub, target, worker.outbox, worker.attempts)
+        self._worker, self._heads = worker, heads
+        self._stub = FleetStub(heads)
+        self._appender = Appender(self._stub, heads.translated, worker.outbox, worker.attempts)
         self._attached = attached
         self.connected = False
 
@@ -81,14 +80,14 @@ class Session:
 
     async def _wait(self, pause_s: float) -> None:
         """Who leaves has no time for long pauses."""
-        leaving = self._worker.leaving
-        with suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await leaving.wait()
-                await asyncio.sleep(_HURRY_S)
+        await race(self._heads.pause(pause_s), self._hurry())
+
+    async def _hurry(self) -> None:
+        await self._worker.leaving.wait()
+        await asyncio.sleep(_HURRY_S)
 
     async def _attach(self) -> None:
-        with translated("coordinator", self._target):
+        with self._heads.translated():
             call = self._stub.Control()
             try:
                 await write(call, self._worker.attach())

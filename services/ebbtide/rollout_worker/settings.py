@@ -54,9 +54,10 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     `vllm.threads` of 1.
     """
 
-    coordinator: Annotated[str, Meta(description="address of the coordinator", extra={"shared": True})] = (
-        "127.0.0.1:7600"
-    )
+    coordinator: Annotated[
+        str,
+        Meta(description="address of the coordinator; of several, with commas between them", extra={"shared": True}),
+    ] = "127.0.0.1:7600"
     relay: Annotated[str, Meta(description="address of the weight-relay", extra={"shared": True})] = "127.0.0.1:7610"
     client: ClientSecurity = ClientSecurity()
     worker_id: Annotated[str, Meta(description="its name in the fleet; empty: one made up")] = ""

@@ -11,9 +11,10 @@ from ebbtide.runtime import ProcessSettings
 class WorkSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a process finds the coordinator and the runs that it works on."""
 
-    coordinator: Annotated[str, Meta(description="address of the coordinator", extra={"shared": True})] = (
-        "127.0.0.1:7600"
-    )
+    coordinator: Annotated[
+        str,
+        Meta(description="address of the coordinator; of several, with commas between them", extra={"shared": True}),
+    ] = "127.0.0.1:7600"
     relay: Annotated[str, Meta(description="address of the weight-relay", extra={"shared": True})] = "127.0.0.1:7610"
     security: ClientSecurity = ClientSecurity()
     run_id: Annotated[str, Meta(description="the run to work on; empty: whichever wants it, one after another")] = ""

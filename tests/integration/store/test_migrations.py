@@ -11,8 +11,8 @@ from ebbtide.coordinator.settings import Settings
 from ebbtide.errors import StoreUnavailable
 from ebbtide.store.connection import Connection
 from ebbtide.store.faults import TermSuperseded
-from ebbtide.store.keys import INDEX, SCHEMA, TERM, run_key
-from ebbtide.store.migrations import NEWEST, STEPS, Schema, Step
+from ebbtide.store.keys import INDEX, NEWEST_SCHEMA, SCHEMA, TERM, run_key
+from ebbtide.store.migrations import STEPS, Schema, Step
 
 Change = Callable[[Connection, str], Awaitable[None]]
 
@@ -52,7 +52,7 @@ def counting(names: list[str], name: str) -> Change:
 
 async def test_an_empty_store_is_stamped_by_the_first_coordinator(link: Connection, redis_url: str) -> None:
     coordinator = await started(redis_url)
-    assert await link.call("GET", SCHEMA) == str(NEWEST).encode()
+    assert await link.call("GET", SCHEMA) == str(NEWEST_SCHEMA).encode()
     await coordinator.close()
 
 
@@ -60,16 +60,17 @@ async def test_a_store_of_0_1_0_is_stamped_and_its_runs_go_on(link: Connection, 
     await plant(link, "a", "b")
     coordinator = await started(redis_url)
     assert list(coordinator.state.runs) == ["a", "b"]
-    assert await link.call("GET", SCHEMA) == str(NEWEST).encode()
+    assert await link.call("GET", SCHEMA) == str(NEWEST_SCHEMA).encode()
     await coordinator.close()
 
 
 async def test_a_newer_store_is_refused_and_its_coordinator_goes_on(link: Connection, redis_url: str) -> None:
     serving = await started(redis_url)
-    await link.call("SET", SCHEMA, NEWEST + 1)
+    await link.call("SET", SCHEMA, NEWEST_SCHEMA + 1)
     term = await link.call("GET", TERM)
     with pytest.raises(
-        StoreUnavailable, match=f"has schema {NEWEST + 1}, and this coordinator knows none above {NEWEST}: "
+        StoreUnavailable,
+        match=f"has schema {NEWEST_SCHEMA + 1}, and this coordinator knows none above {NEWEST_SCHEMA}: ",
     ):
         await started(redis_url)
     assert await link.call("GET", TERM) == term
@@ -117,14 +118,14 @@ async def test_a_coordinator_that_dies_amid_the_steps_leaves_the_rest_to_the_nex
                 dies.set()
                 raise StoreUnavailable("killed")
 
-    steps = [*STEPS, Step(NEWEST + 1, "status becomes state", change=move)]
+    steps = [*STEPS, Step(NEWEST_SCHEMA + 1, "status becomes state", change=move)]
     await link.call("SET", TERM, "first")
     with pytest.raises(StoreUnavailable, match="killed"):
         await Schema(link, "first", steps).migrate()
-    assert await link.call("GET", SCHEMA) == str(NEWEST).encode()  # the steps before are done for good
+    assert await link.call("GET", SCHEMA) == str(NEWEST_SCHEMA).encode()  # the steps before are done for good
     await link.call("SET", TERM, "second")
     assert await Schema(link, "second", steps).migrate() == ["status becomes state"]
-    assert await link.call("GET", SCHEMA) == str(NEWEST + 1).encode()
+    assert await link.call("GET", SCHEMA) == str(NEWEST_SCHEMA + 1).encode()
     for run_id in ("a", "b"):
         assert await link.call("HMGET", run_key(run_id, "RUN"), "state", "status") == [b"PENDING", None]
 
@@ -143,10 +144,14 @@ async def test_a_store_that_forgot_everything_is_stamped_again(link: Connection,
     coordinator = await started(redis_url)
     await link.call("DEL", TERM, SCHEMA)
     assert await coordinator.store.runs.term_stands()
-    assert await link.call("GET", SCHEMA) == str(NEWEST).encode()
+    assert await link.call("GET", SCHEMA) == str(NEWEST_SCHEMA).encode()
     await coordinator.close()
 
 
 def test_each_schema_has_its_step() -> None:
     steps: Any = [step.to for step in STEPS]
-    assert steps == list(range(1, NEWEST + 1))
+    assert steps == list(range(1, NEWEST_SCHEMA + 1))
+
+
+def test_the_number_that_is_stamped_is_the_last_steps() -> None:
+    assert STEPS[-1].to == NEWEST_SCHEMA

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from ebbtide.rollout_worker.appending import _IN_FLIGHT, Appender
 from ebbtide.rollout_worker.outbox import Outbox
+from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
 from ebbtide.types.appends import Ack
 from ebbtide.types.fleet import AttemptRef
@@ -49,7 +51,8 @@ class Worker:
         self.due = asyncio.Event()
         self.calls: list[Call] = []
         self.settled: list[tuple[list[Ack], bool]] = []
-        self.task = asyncio.create_task(Appender(self, "here", self.outbox, self).run("s"))  # type: ignore[arg-type]
+        appender = Appender(self, partial(translated, "coordinator", "here"), self.outbox, self)  # type: ignore[arg-type]
+        self.task = asyncio.create_task(appender.run("s"))
 
     def Append(self) -> Call:
         self.calls.append(Call())

@@ -12,7 +12,7 @@ from ebbtide.errors import Internal, StoreUnavailable, Unavailable
 from ebbtide.rpc.status import to_status
 from ebbtide.store.codec import body_digest, pack, unpack
 from ebbtide.store.faults import Refused, TermSuperseded, fault
-from ebbtide.store.keys import RUN_KEYS, lua_constants, run_key
+from ebbtide.store.keys import FLEET_KEYS, RUN_KEYS, lua_constants, run_key
 from ebbtide.store.scripts import script
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
@@ -22,7 +22,7 @@ SCRIPTS = sorted(
     for path in (resources.files("ebbtide.store") / "lua").iterdir()
     if path.name.endswith(".lua") and path.name != "lib.lua"
 )
-#: Read nothing that they then write, or are sent by a coordinator that just took the term.
+#: Read, and write nothing; what ended may be swept by anyone.
 UNFENCED = {
     "read_run",
     "read_open",
@@ -30,8 +30,6 @@ UNFENCED = {
     "finished_page",
     "events_page",
     "trajectory_page",
-    "claim_term",
-    "submit_run",
     "sweep_run",
 }
 
@@ -47,12 +45,12 @@ def test_a_script_names_no_key_but_by_its_constant_and_checks_the_term_before_it
     body = script(name).text.decode().removeprefix(lua_constants())
     assert not re.search(r"ebbtide:|KEYS\[", body)
     named = set(re.findall(r"redis\.call\('[A-Z]+', ([A-Z_]+)", body))
-    assert named <= set(RUN_KEYS)
+    assert named <= RUN_KEYS.keys() | FLEET_KEYS.keys()
     own = body[body.index("\n-- ARGV") if "\n-- ARGV" in body else 0 :]
     writes = re.search(
         r"'(HSET|XADD|APPEND|DEL|HDEL|SADD|ZADD|XDEL|HINCRBY|SET|PEXPIRE)'|emit\(|finish\(|forget\(", own
     )
-    check = re.search(r"barred\(ARGV\[1\]|have\[1\] ~= ARGV\[1\]", own)
+    check = re.search(r"(barred|deposed)\(ARGV\[1\]|have\[1\] ~= ARGV\[1\]", own)
     if writes and name not in UNFENCED:
         assert check is not None
         assert check.start() < writes.start()

@@ -29,6 +29,18 @@ local function barred(term, role, fence)
   return nil
 end
 
+-- The refusal for a coordinator that another has taken the fleet from, where no run knows its term yet. A store that forgot whose it
+-- is, is told again.
+local function deposed(term)
+  local have = redis.call('GET', TERM)
+  if have and have ~= term then return refuse('TERM') end
+  if not have then
+    redis.call('SET', TERM, term)
+    redis.call('SET', SCHEMA, NEWEST_SCHEMA, 'NX')
+  end
+  return nil
+end
+
 local change = {}  -- counter -> by how much; written once by settle()
 local function count(name, by) change[name] = (change[name] or 0) + by end
 local function settle()

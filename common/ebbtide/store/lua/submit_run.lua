@@ -1,4 +1,6 @@
 -- ARGV: term, spec. Returns 1 if made, 0 if the same run is there already.
+local bad = deposed(ARGV[1])
+if bad then return bad end
 local spec = redis.call('HGET', RUN, 'spec')
 if spec then
   if spec ~= ARGV[2] then return refuse('TAKEN') end

@@ -1,0 +1,16 @@
+-- ARGV: term, address, the lease's time to live in ms, how. 'seize': lead at once, which ends whoever did; 'wait': lead if nobody holds
+-- the lease; 'renew'; 'release'. Returns the address of who holds the lease if that is another, else ''.
+local how = ARGV[4]
+if how == 'renew' or how == 'release' then
+  local bad = deposed(ARGV[1])
+  if bad then return bad end
+end
+if how == 'release' then
+  redis.call('DEL', LEADER)
+  return ''
+end
+local term, address = string.match(redis.call('GET', LEADER) or '', '^(%S*) (.*)$')
+if how == 'wait' and term and term ~= ARGV[1] then return address end
+redis.call('SET', TERM, ARGV[1])
+redis.call('SET', LEADER, ARGV[1] .. ' ' .. ARGV[2], 'PX', ARGV[3])
+return ''
