@@ -74,7 +74,7 @@ async def test_a_newer_store_is_refused_and_its_coordinator_goes_on(link: Connec
     ):
         await started(redis_url)
     assert await link.call("GET", TERM) == term
-    assert await serving.store.runs.term_stands()
+    await serving.store.leadership.renew("", 2.0, patience_s=2.0)  # or raises
     await serving.close()
 
 
@@ -143,7 +143,7 @@ async def test_a_superseded_coordinator_stamps_nothing(link: Connection) -> None
 async def test_a_store_that_forgot_everything_is_stamped_again(link: Connection, redis_url: str) -> None:
     coordinator = await started(redis_url)
     await link.call("DEL", TERM, SCHEMA)
-    assert await coordinator.store.runs.term_stands()
+    await coordinator.store.leadership.renew("", 2.0, patience_s=2.0)
     assert await link.call("GET", SCHEMA) == str(NEWEST_SCHEMA).encode()
     await coordinator.close()
 
