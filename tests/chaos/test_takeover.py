@@ -23,9 +23,7 @@ async def test_live_attempts_go_on_at_the_coordinator_that_takes_over(cluster: C
             await load.more_tokens(100)
         await stopped(feeding)
         run = await load.settle()
-        assert (
-            run.counters["attempts"] <= len(load.requests) + 32
-        )  # what was on its way was given out again
+        assert run.counters["attempts"] <= len(load.requests) + 32  # what was on its way was given out again
         assert (load.interruptions(), load.generated_twice()) == (0, 0)
     finally:
         await stopped(feeding)
