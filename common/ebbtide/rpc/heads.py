@@ -74,6 +74,11 @@ class Heads(grpc.aio.Channel):
     def target(self) -> str:
         return self._head.address
 
+    @property
+    def serving(self) -> frozenset[str]:
+        """The addresses that say they lead, as far as was heard."""
+        return frozenset(head.address for head in self._heads if head.serving)
+
     @contextlib.contextmanager
     def translated(self, service: str = "coordinator") -> Iterator[None]:
         """Raise what the service raised in place of gRPC's errors, and `Unavailable` where another leads by now."""

@@ -40,18 +40,25 @@ _GRANTS: Final = "grants"
 
 class Shape(Struct, frozen=True, kw_only=True):
     """What the cluster is made of. `worker_config`: a TOML file of settings for the workers. `borrowed`: these run
-    beside a serving engine, by grants of its guard. `lease_ttl_s`: for how long a trainer may be silent."""
+    beside a serving engine, by grants of its guard. `lease_ttl_s`: for how long a trainer may be silent. `standby`: the
+    address of a second coordinator; none if empty."""
 
     model: Path
     workers: int = 2
     slots: int = 64
     coordinator: str
+    standby: str = ""
     relay: str
     flush_tokens: int = 8
     flush_interval_ms: int = 100
     worker_config: Path | None = None
     borrowed: bool = False
     lease_ttl_s: float = 10.0
+
+    @property
+    def coordinators(self) -> str:
+        """What programs are told of where the coordinator is."""
+        return ",".join(filter(None, (self.coordinator, self.standby)))
 
 
 class Cluster:
@@ -81,7 +88,9 @@ class Cluster:
         self.token_file.touch(0o600)
         self.token_file.write_text(secrets.token_urlsafe(32))
         await self.launcher.start(self._redis())
-        await self.launcher.start(self._coordinator())
+        await self.launcher.start(self._coordinator("coordinator", shape.coordinator))
+        if shape.standby:
+            await self.launcher.start(self._coordinator("coordinator-2", shape.standby))
         workers = [self._next_worker() for _ in range(shape.workers)]
         await self.launcher.start_all([self._relay(), self._trainer(), self._driver(), *workers])
 
@@ -130,15 +139,16 @@ class Cluster:
             except OSError:
                 return None
 
-    def _coordinator(self) -> Program:
-        listen, store = self.shape.coordinator, f"unix://{self._redis_socket}"
+    def _coordinator(self, name: str, listen: str) -> Program:
+        flags: dict[str, object] = {"standby": True} if self.shape.standby else {}
         return self._service(
-            "coordinator",
+            name,
             "ebbtide.coordinator",
             _COORDINATOR,
             server_listen=listen,
-            store_url=store,
+            store_url=f"unix://{self._redis_socket}",
             lease_ttl_s=self.shape.lease_ttl_s,
+            **flags,
         )
 
     def _relay(self) -> Program:
@@ -193,7 +203,7 @@ class Cluster:
             _SLEEPING
             | inherited
             | {
-                "EBBTIDE_COORDINATOR": self.shape.coordinator,
+                "EBBTIDE_COORDINATOR": self.shape.coordinators,
                 "EBBTIDE_RELAY": self.shape.relay,
                 "EBBTIDE_TOKEN_FILE": str(self.token_file),
             }

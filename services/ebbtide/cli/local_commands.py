@@ -101,6 +101,9 @@ def up(
     coordinator: Annotated[
         str, typer.Option(help="Address of the coordinator; port 0: a free one.")
     ] = "127.0.0.1:7600",
+    standby: Annotated[
+        bool, typer.Option(help="Run a second coordinator, which takes over when the first is gone.")
+    ] = False,
     relay: Annotated[str, typer.Option(help="Address of the weight-relay; port 0: a free one.")] = "127.0.0.1:7610",
     worker_config: Annotated[
         Path | None, typer.Option(help="TOML file of settings for the workers (see ebbtide rollout-worker --help).")
@@ -115,6 +118,7 @@ def up(
         workers=workers,
         slots=slots,
         coordinator=coordinator,
+        standby=f"{coordinator.rpartition(':')[0]}:0" if standby else "",
         relay=relay,
         worker_config=worker_config,
     )

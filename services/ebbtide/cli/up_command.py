@@ -20,6 +20,7 @@ def run(shape: Shape, directory: Path, cache: Path) -> int:
     """Exit status: 0 once it was interrupted and all is gone."""
     console = Console(highlight=False)
     addresses = {"coordinator": free_address(shape.coordinator), "relay": free_address(shape.relay)}
+    addresses |= {"standby": free_address(shape.standby)} if shape.standby else {}
     shape = msgspec.structs.replace(shape, **addresses)
 
     async def main() -> int:
@@ -44,7 +45,7 @@ async def _boot(cluster: Cluster, shape: Shape, cache: Path, console: Console) -
             status.update("booting")
         await cluster.boot(shape)
     exports = {
-        "EBBTIDE_COORDINATOR": shape.coordinator,
+        "EBBTIDE_COORDINATOR": shape.coordinators,
         "EBBTIDE_RELAY": shape.relay,
         "EBBTIDE_TOKEN_FILE": str(cluster.token_file.resolve()),
     }

@@ -47,7 +47,7 @@ class Up:
             "--worker-config",
             str(folder / "worker.toml"),
         ]
-        addresses = ["--coordinator", "127.0.0.1:0", "--relay", "127.0.0.1:0"]
+        addresses = ["--coordinator", "127.0.0.1:0", "--relay", "127.0.0.1:0", "--standby"]
         with (folder / "out").open("wb") as out:
             command = [sys.executable, "-m", "ebbtide.cli", "up", *options, *addresses]
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=self.environment)
@@ -95,7 +95,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     pids = made.pids()
     made.process.send_signal(signal.SIGINT)
     assert made.process.wait(60) == 0
-    assert len(pids) >= 7
+    assert len(pids) >= 8
     assert alive(pids) == []
     assert made.mirrors() == []
     assert "All processes are gone" in made.said()
@@ -137,6 +137,17 @@ def test_a_submitted_run_is_listed_and_can_be_cancelled(up: Up, tmp_path: Path) 
     # Its trainer may have found first that there is no such model.
     assert cancelled.stdout in {"mine-1 cancelled\n", "mine-1 failed\n"}, cancelled.stderr
     assert up.run("watch", "mine-1").returncode == 1
+
+
+def test_commands_find_the_other_coordinator_when_the_one_that_leads_is_killed(up: Up) -> None:
+    logs = [up.folder / "up" / "logs" / f"{name}.log" for name in ("coordinator", "coordinator-2")]
+    (leader,) = [log.stem for log in logs if '"took over"' in log.read_text()]
+    ready = str(Path("ready", f"{leader}.json"))
+    (pid,) = [pid for pid in up.pids() if any(word.endswith(ready) for word in psutil.Process(pid).cmdline())]
+    os.kill(pid, signal.SIGKILL)
+    done = up.run("runs")
+    assert done.returncode == 0, done.stderr
+    assert f"{leader} ended with signal SIGKILL; it is started again" in " ".join(up.said().split())
 
 
 def test_submitting_checks_the_environment_and_the_model_first(up: Up, tmp_path: Path) -> None:
@@ -183,9 +194,11 @@ async def test_the_weights_of_a_run_are_told_and_a_copy_of_them_is_written(up: U
     assert copied.stdout.startswith("version 1: 1 blobs, 1048576 bytes in ")
 
 
-async def test_a_coordinator_that_is_killed_is_started_again_at_the_same_address(up: Up) -> None:
-    (coordinator,) = [pid for pid in up.pids() if "ebbtide.coordinator" in psutil.Process(pid).cmdline()]
-    os.kill(coordinator, signal.SIGKILL)
+async def test_coordinators_that_are_killed_are_started_again_at_the_same_addresses(up: Up) -> None:
+    both = [pid for pid in up.pids() if "ebbtide.coordinator" in psutil.Process(pid).cmdline()]
+    assert len(both) == 2
+    for pid in both:
+        os.kill(pid, signal.SIGKILL)
     await wait_until(lambda: up.run("workers").stdout.count("waits for work") == 2, timeout=30)
     assert "coordinator ended with signal SIGKILL; it is started again" in up.said()
 
@@ -203,4 +216,4 @@ async def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     made.process.kill()
     made.process.wait()
     await wait_until(lambda: alive(pids) == [], timeout=20)
-    assert len(pids) >= 7
+    assert len(pids) >= 8
