@@ -50,11 +50,15 @@ def seconds(text: str) -> float:
     return float(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
 
 
+def module(name: str) -> str:
+    """What a service runs."""
+    return re.findall(r"ebbtide\.[a-z_.]+", " ".join(SERVICES[name]["command"]))[-1]
+
+
 def loaded(name: str) -> Any:
     """The settings with which a service starts. Raises `InvalidRequest` for a variable that is no setting."""
-    module = SERVICES[name]["command"][0]
-    (command,) = [command for command, (found, _) in COMMANDS.items() if found == module]
-    return read(KINDS[module], prog=f"ebbtide {command}", argv=[], environ=SERVICES[name]["environment"])
+    (command,) = [command for command, (found, _) in COMMANDS.items() if found == module(name)]
+    return read(KINDS[module(name)], prog=f"ebbtide {command}", argv=[], environ=SERVICES[name]["environment"])
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -90,7 +94,7 @@ def test_every_variable_is_a_setting_of_the_service(name: str) -> None:
     environment = SERVICES[name]["environment"]
     settings = loaded(name)
     shared = {"EBBTIDE_TOKEN_FILE", "EBBTIDE_ALLOW_INSECURE", "EBBTIDE_COORDINATOR", "EBBTIDE_RELAY"}
-    prefix = f"EBBTIDE_{SERVICES[name]['command'][0].removeprefix('ebbtide.').split('.')[-1].upper()}_"
+    prefix = f"EBBTIDE_{module(name).removeprefix('ebbtide.').split('.')[-1].upper()}_"
     assert {key for key in environment if key.startswith("EBBTIDE_")} <= shared | {
         key for key in environment if key.startswith(prefix)
     }
@@ -112,6 +116,11 @@ def test_a_service_finds_the_token_and_the_others_by_their_names(name: str) -> N
 def test_there_is_no_secret_in_the_file() -> None:
     assert FILE["secrets"] == {"token": {"file": "./runs/compose/token"}}
     assert "EBBTIDE_TOKEN:" not in (ROOT / "docker-compose.yml").read_text()
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_nothing_relies_on_the_order_of_starts(name: str) -> None:
+    assert "depends_on" not in SERVICES[name]
 
 
 @pytest.mark.parametrize("name", ["worker", "worker-gpu"])
@@ -167,7 +176,7 @@ def test_every_volume_is_named_and_every_image_is_a_target_of_the_dockerfile() -
 
 def test_every_module_that_is_started_is_there() -> None:
     for name in OURS:
-        assert import_module(f"{SERVICES[name]['command'][0]}.__main__")
+        assert import_module(f"{module(name)}.__main__")
 
 
 def test_the_example_begins_with_the_model_that_is_made() -> None:
