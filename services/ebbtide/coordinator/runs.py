@@ -11,7 +11,7 @@ from ebbtide.coordinator.bells import follow
 from ebbtide.coordinator.checks import check_batch, check_lease
 from ebbtide.coordinator.parts import Parts
 from ebbtide.coordinator.state import StoreLife
-from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
 from ebbtide.scheduling.claims import Claimable, choose
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import DropReason
@@ -71,13 +71,17 @@ class RunService:
         return self._fleet.lacking()
 
     async def list(self) -> list[Run]:
-        """All runs with a record, oldest first; those whose record has expired leave the list."""
+        """All runs with a record, oldest first; those whose record has expired leave the list. Ended ones that another
+        release wrote, and this one cannot read, are passed over.
+        """
         runs = []
         for run_id in await self._store.runs.ids():
             try:
                 runs.append(await self._store.runs.read(run_id))
             except NotFound:
                 await self._store.runs.forget(run_id)
+            except NotReady as error:
+                log.warning("run not listed", run_id=run_id, reason=str(error))
         return runs
 
     async def cancel(self, run_id: str) -> Run:

@@ -66,7 +66,9 @@ class Coordinator:
         await self.link.open(patience_s=settings.store_boot_s)
         condition = await self.store.condition()
         _judge(condition, self.link)
-        await self.store.schema.check()  # before it takes the store over: one that cannot read it leaves it to who can
+        # Before it takes the store over: one that cannot read it leaves it to who can.
+        await self.store.schema.check()
+        await self.store.runs.check_specs()
         lives = Lives(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
         recovery = Recovery(self.state, self.store, lives, self._attempts.run_over, grace_s=settings.recover_grace_s)
         await recovery.take_over()
