@@ -4,7 +4,7 @@ from typing import Final
 
 import msgspec
 
-from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
+from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, StoreUnavailable
 from ebbtide.store.codec import json_record, pack, unpack
 from ebbtide.store.faults import Refused
 from ebbtide.store.keys import FLEET, INDEX, LIFE, PUBLISHERS, run_key
@@ -60,7 +60,18 @@ class Runs(Topic):
         await self._durable()
         return made
 
+    async def check_specs(self) -> None:
+        """See that this program can read the spec of every live run. Raises `StoreUnavailable`."""
+        for run_id in await self.ids():
+            spec = await self._link.call("HGET", run_key(run_id, "RUN"), "spec")
+            if spec and await self._link.call("EXISTS", run_key(run_id, "FENCE")):
+                try:
+                    _spec(run_id, spec)
+                except NotReady as error:
+                    raise StoreUnavailable(str(error)) from None
+
     async def read(self, run_id: str) -> Run:
+        """Raises `NotFound`; `NotReady` if another release wrote the record, and this one cannot read it."""
         found = await self._run("read_run", run_id, *ROLES)
         if not found:
             raise no_run(run_id)
@@ -69,7 +80,7 @@ class Runs(Topic):
         counters = {key.decode(): int(value) for key, value in zip(counts[::2], counts[1::2], strict=True)}
         return Run(
             run_id=run_id,
-            spec=msgspec.json.decode(have["spec"], type=RunSpec),
+            spec=_spec(run_id, have["spec"]),
             status=RunStatus[have["status"].decode()],
             message=have["message"].decode(),
             age_s=age_ms / 1000,
@@ -131,3 +142,13 @@ class Runs(Topic):
         """All announced versions of a live run."""
         flat = await self._link.call("HGETALL", run_key(run_id, "VERSIONS"))
         return {int(key): unpack(value, PolicyVersion) for key, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _spec(run_id: str, data: bytes) -> RunSpec:
+    try:
+        return msgspec.json.decode(data, type=RunSpec)
+    except msgspec.ValidationError as error:
+        raise NotReady(
+            f"the spec of run {run_id} is of another release of Ebbtide, and cannot be read by this one ({error}); "
+            "start a coordinator of that release to go on with the run, or to end it"
+        ) from None

@@ -67,6 +67,11 @@ class Store:
         self.events = Events(link, term)
         self.spans = Spans(link, term)
 
+    async def check(self) -> None:
+        """See, without changing anything, that this program can read all that lies here. Raises `StoreUnavailable`."""
+        await self.schema.check()
+        await self.runs.check_specs()
+
     async def condition(self) -> Condition:
         """Ask the store what it is. Raises `StoreUnavailable` for one that is too old."""
         said = info(await self.link.call("INFO"))

@@ -44,7 +44,7 @@ class Leading:
             with suppress(StoreUnavailable):
                 held = await self._lease.leader()
                 if watch.free(time.monotonic(), held=held is not None):
-                    await self._store.schema.check()
+                    await self._store.check()
                     asked = time.monotonic()
                     held = await self._lease.take(address, TTL_S)
                     waits = bool(held)
@@ -57,7 +57,7 @@ class Leading:
 
     async def seize(self, address: str) -> None:
         """Take the lease, whoever holds it. Raises `StoreUnavailable`."""
-        await self._store.schema.check()
+        await self._store.check()
         asked = time.monotonic()
         await self._lease.seize(address, TTL_S)
         self._begin(address, asked)

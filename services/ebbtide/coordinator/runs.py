@@ -11,7 +11,7 @@ from ebbtide.coordinator.bells import follow
 from ebbtide.coordinator.checks import check_batch, check_lease
 from ebbtide.coordinator.parts import Parts
 from ebbtide.coordinator.state import StoreLife
-from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
 from ebbtide.scheduling.claims import Claimable, choose
 from ebbtide.scheduling.shares import check_floor
 from ebbtide.types.ids import check_id
@@ -88,7 +88,9 @@ class RunService:
         return self._fleet.lacking()
 
     async def list(self) -> list[Run]:
-        """All runs with a record, oldest first; those whose record has expired leave the list."""
+        """All runs with a record, oldest first; those whose record has expired leave the list. Ended ones that another
+        release wrote, and this one cannot read, are passed over.
+        """
         runs = []
         for run_id in await self._store.runs.ids():
             try:
@@ -96,6 +98,8 @@ class RunService:
                 runs.append(msgspec.structs.replace(run, share=self._share(run)))
             except NotFound:
                 await self._store.runs.forget(run_id)
+            except NotReady as error:
+                log.warning("run not listed", run_id=run_id, reason=str(error))
         return runs
 
     async def cancel(self, run_id: str) -> Run:

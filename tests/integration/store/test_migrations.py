@@ -13,6 +13,7 @@ from ebbtide.store.connection import Connection
 from ebbtide.store.faults import TermSuperseded
 from ebbtide.store.keys import INDEX, NEWEST_SCHEMA, SCHEMA, TERM, run_key
 from ebbtide.store.migrations import STEPS, Schema, Step
+from ebbtide.types.run import EnvironmentSpec, RunSpec
 
 Change = Callable[[Connection, str], Awaitable[None]]
 
@@ -90,6 +91,21 @@ async def test_a_store_of_something_else_is_refused_before_it_is_taken(
     with pytest.raises(StoreUnavailable, match=r"which is no number|its record lacks created"):
         await started(redis_url)
     assert await link.call("GET", TERM) == b"former"
+
+
+async def test_a_live_run_of_a_later_release_is_refused_by_its_key_and_its_coordinator_goes_on(
+    link: Connection, redis_url: str
+) -> None:
+    serving = await started(redis_url)
+    await serving.store.runs.submit("r", RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e")))
+    spec = await link.call("HGET", run_key("r", "RUN"), "spec")
+    await link.call("HSET", run_key("r", "RUN"), "spec", spec[:-1] + b',"tempo":2}')
+    with pytest.raises(
+        StoreUnavailable, match=r"spec of run r is of another release .*`tempo`.*; start a coordinator of"
+    ):
+        await started(redis_url)
+    await serving.store.leadership.renew("", 2.0, patience_s=2.0)  # or raises
+    await serving.close()
 
 
 async def test_an_older_store_goes_through_each_step_that_it_lacks_in_order(link: Connection) -> None:

@@ -1,13 +1,18 @@
 """The relay's directory, taken or refused."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.testing import wait_until
 from ebbtide.weight_relay.disk import FORMAT, Disk
 from ebbtide.weight_relay.service import Relay
 from ebbtide.weight_relay.settings import RelaySettings
+from ebbtide.weights import tile_sizes
+from tests.integration.weight_relay.lines import Line
+from tests.unit.weight_relay.relays import SMALL, anchors, held, publish, relay_at
 
 
 def test_a_directory_that_cannot_be_written_is_refused_by_field(tmp_path: Path) -> None:
@@ -58,3 +63,38 @@ async def test_damaged_versions_and_strange_files_do_not_keep_a_relay_from_start
     assert not list(relay.index.committed())
     assert not list((tmp_path / "tiles").iterdir())
     await relay.close()
+
+
+async def test_a_copy_made_while_versions_come_and_go_has_all_that_is_whole_in_it(tmp_path: Path) -> None:
+    """As docs/operations.md has it: what names tiles is copied before the tiles."""
+    relay, line, copy = (
+        relay_at(tmp_path / "data", keep_versions=2, anchor_every=2),
+        Line(7, sizes=SMALL),
+        tmp_path / "copy",
+    )
+    await relay.open()
+    for version in list(line)[:5]:
+        await publish(relay, version)
+    await wait_until(lambda: anchors(relay)[-1:] == [5], what="an anchor")
+    for name in ("keys", "versions"):
+        shutil.copytree(tmp_path / "data" / name, copy / name)
+    shutil.copy(tmp_path / "data" / "format", copy)
+    copied = held(relay)
+    for version in list(line)[5:]:
+        await publish(relay, version)
+    shutil.copytree(tmp_path / "data" / "tiles", copy / "tiles")
+    assert set(copied) - set(held(relay))  # some went meanwhile, with their tiles
+    await relay.close()
+
+    restored = relay_at(copy, keep_versions=2)
+    await restored.open()
+    assert 5 in held(restored)
+    assert set(held(restored)) <= set(copied)
+    for number in held(restored):
+        manifest = restored.manifest("run", "policy", number)
+        if number in anchors(restored):
+            for digest, size in tile_sizes(manifest).items():
+                assert len(await restored.tile(digest)) == size
+    await publish(restored, line[6])  # and goes on
+    assert 6 in held(restored)
+    await restored.close()
