@@ -11,6 +11,7 @@ import msgspec
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import Shutdown, run
 from ebbtide.settings import load
+from ebbtide.trainer.failure import RankLost
 from ebbtide.trainer.ranks.place import Place, place_of
 from ebbtide.trainer.settings import TrainerSettings
 
@@ -57,12 +58,11 @@ async def _together(settings: TrainerSettings, shutdown: Shutdown, place: Place,
 
     world = await asyncio.to_thread(World, place, device)
     loop = asyncio.get_running_loop()
-    pulse = Pulse(
-        place.rank,
-        place.size,
-        timeout_s=settings.rank_timeout_s,
-        lost=lambda error: loop.call_soon_threadsafe(shutdown.fail, error) and None,
-    )
+
+    def lost(error: RankLost) -> None:
+        loop.call_soon_threadsafe(shutdown.fail, error)
+
+    pulse = Pulse(place.rank, place.size, timeout_s=settings.rank_timeout_s, lost=lost)
     if place.rank:
         await follow(world, settings, shutdown)
     else:

@@ -2,7 +2,7 @@
 
     step-000010/                 config, weights and tokenizer, as Hugging Face writes them
     step-000010/trainer/         state.json (below), optimizer.safetensors, random.safetensors
-    step-000010/trainer/optimizer/   instead of optimizer.safetensors, where several ranks wrote it: a file of each one's
+    step-000010/trainer/optimizer/   instead of optimizer.safetensors, where several ranks wrote: a file of each
 
 Any number of ranks reads what any number wrote (`ebbtide.trainer.ranks.shards`).
 

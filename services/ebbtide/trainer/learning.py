@@ -17,10 +17,10 @@ import torch
 from ebbtide.client.exchange import Exchange
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import checkpoint, gpu_changes
+from ebbtide.trainer.batches import Sample
 from ebbtide.trainer.checkpoint import CheckpointError, TrainingState
 from ebbtide.trainer.experience import samples_of, summary
 from ebbtide.trainer.failure import RunFailed
-from ebbtide.trainer.batches import Sample
 from ebbtide.trainer.learner import Learner, LearnerSettings, StepStats
 from ebbtide.trainer.network import Network, load_network, load_tokenizer
 from ebbtide.trainer.ranks.sharding import local, own_tensors, shard

@@ -15,7 +15,10 @@ GRPO = "grpo"
 
 
 async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "Crew | None" = None) -> None:
-    """Train the lease's run, on `crew`'s ranks if there is one. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
+    """Train the lease's run, on `crew`'s ranks if there is one.
+
+    Raises `InvalidRequest` or `RunFailed` where the run is at fault.
+    """
     name = lease.run.spec.trainer.name
     if lease.run.spec.external:
         raise PermissionDenied(f"run {lease.run_id} brings its own trainer; give another run_id, or none")

@@ -1,8 +1,8 @@
 """Rank 0's side: every deed of a training as an order to all ranks, and rank 0's own part of it.
 
 Invariant: one order is given at a time, also by threads whose tasks were cancelled meanwhile; each is answered by all
-ranks before the next. An order that the run is at fault for (`EbbtideError`) fails on all ranks and leaves them in step;
-anything else that goes wrong on a rank ends its process, and with it all of them.
+ranks before the next. An order that the run is at fault for (`EbbtideError`) fails on all ranks and leaves them in
+step; anything else that goes wrong on a rank ends its process, and with it all of them.
 """
 
 import threading
@@ -55,6 +55,8 @@ class Crew:
             own: EbbtideError | None = None
             try:
                 yield
+            except RankLost:
+                raise
             except EbbtideError as error:
                 own = error
             except RuntimeError as error:
@@ -112,9 +114,7 @@ class Led(Learning):
     ) -> None:
         self._crew, self._run_id = crew, run_id
         del device  # each rank has its own
-        begin = orders.Begin(
-            run_id=run_id, spec=spec, source=str(source.absolute()), keep_published=keep_published
-        )
+        begin = orders.Begin(run_id=run_id, spec=spec, source=str(source.absolute()), keep_published=keep_published)
         world = crew.world
         with crew.order(begin):
             self._exchange = TorchExchange()

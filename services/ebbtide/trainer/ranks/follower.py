@@ -1,4 +1,4 @@
-"""The side of the other ranks: they do what rank 0 tells them, and talk to the relay alone, for their share of versions.
+"""The side of the other ranks: they do what rank 0 tells them, and talk to the relay alone, about their own shares.
 
 Invariant: torch computes in one thread, which lives as long as the process. When rank 0 is gone, this process ends.
 """

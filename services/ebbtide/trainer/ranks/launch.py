@@ -60,7 +60,8 @@ async def launch(settings: TrainerSettings, argv: Sequence[str], shutdown: Shutd
     ranks: list[_Rank] = []
     try:
         for number in range(settings.ranks):
-            ranks.append(_Rank(number, await _start(number, settings.ranks, port, argv)))
+            process = await _start(number, settings.ranks, port, argv)
+            ranks.append(_Rank(number, process))
         await _until_the_end(ranks, shutdown)
     finally:
         for rank in ranks:

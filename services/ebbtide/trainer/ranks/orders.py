@@ -65,20 +65,22 @@ Order: TypeAlias = Begin | Resume | Train | Publish | Save | Over
 
 
 def pack(order: Order) -> bytes:
-    return msgspec.msgpack.encode(order)
+    data: bytes = msgspec.msgpack.encode(order)
+    return data
 
 
 def unpack(data: bytes) -> Order:
     """Raises `InvalidRequest` for what is no order."""
     try:
-        return msgspec.msgpack.decode(data, type=Order)
+        order: Order = msgspec.msgpack.decode(data, type=Order)
     except msgspec.MsgspecError as error:
         raise InvalidRequest(f"no order came from rank 0 ({error}); start all ranks anew", field="ranks") from None
+    return order
 
 
 def pack_samples(samples: Sequence[Sample]) -> Samples:
     def joined(arrays: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.generic]]], dtype: str) -> bytes:
-        return np.concatenate([array.astype(dtype, copy=False) for array in arrays] or [np.empty(0, dtype)]).tobytes()
+        return b"".join(array.astype(dtype).tobytes() for array in arrays)
 
     return Samples(
         lengths=tuple(len(sample.ids) for sample in samples),

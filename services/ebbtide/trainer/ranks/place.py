@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, as torchrun says it in the environment (and `ebbtide.trainer.ranks.launch`)."""
+"""Which rank of how many this process is, as torchrun and `ebbtide.trainer.ranks.launch` say it in the environment."""
 
 from collections.abc import Mapping
 

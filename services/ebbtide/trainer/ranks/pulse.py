@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
-from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import TCPStore
 
 from ebbtide.telemetry import get_logger
 from ebbtide.trainer.failure import RankLost

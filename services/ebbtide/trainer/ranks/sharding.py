@@ -1,4 +1,4 @@
-"""A network spread over the ranks by FSDP2: each holds a share of every tensor, and sees whole ones a layer at a time."""
+"""A network spread over the ranks by FSDP2: each holds a share of every tensor, and has whole ones a layer at a time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def shard(network: Network, mesh: DeviceMesh, *, dtype: str) -> Network:
 def _layers(network: nn.Module) -> list[nn.Module]:
     """The decoder's: the longest list of modules in it. Without one, there is only the whole."""
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    return list(max(lists, key=lambda one: len(one))) if lists else []
 
 
 def own_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,9 +1,9 @@
 """A checkpoint's tensors, as several ranks write them and any number reads them.
 
-The network's are whole tensors in files that `transformers` knows (`model-00001-of-00002.safetensors` and an index), dealt
-to the ranks: a tensor is brought together when its file is written, so a rank has no more than one file at a time.
+The network's are whole tensors in files that `transformers` knows (`model-00001-of-00002.safetensors`, and an index),
+dealt to the ranks: a tensor is brought together when its file is written, so a rank has one file at a time.
 The optimiser's are each rank's own shards, by torch.distributed.checkpoint in its safetensors form, which says where in
-the whole tensor a shard lies. Its planners, reader and writer are used, without what it does between ranks: that pickles.
+the whole tensor a shard lies. Its planners, reader and writer are used, but not what it does between ranks: it pickles.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +32,7 @@ _STATE: Final = re.compile(r"/optimizer/state/(\d+)/")
 
 
 def weight_files(network: nn.Module, ranks: int, file_bytes: int = _FILE_BYTES) -> list[list[str]]:
-    """The names of the tensors in each file, the same on all ranks: one file a rank at least, where there are enough."""
+    """The names of the tensors in each file, the same on all ranks; files for each of them, where there is enough."""
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in own_tensors(network)}
     most = min(file_bytes, math.ceil(sum(sizes.values()) / ranks))
     files: list[list[str]] = [[]]
@@ -115,5 +115,3 @@ def _room(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Sequence
         if parameter.shape == shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return torch.empty(shape, dtype=dtype)
-
-

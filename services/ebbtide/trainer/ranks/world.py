@@ -1,5 +1,4 @@
-"""The ranks that this process computes with: joining them, and what they add up. `ebbtide.trainer.ranks.sharding` spreads
-a network over them."""
+"""The ranks that this process computes with: joining them, and what they add up."""
 
 import os
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer.failure import RankLost
@@ -36,7 +36,7 @@ class World:
             raise InvalidRequest(text, field="ranks")
         self.settle()
         try:
-            store, rank, size = next(dist.rendezvous("env://", timeout=_JOIN))
+            store, rank, size = next(rendezvous("env://", timeout=_JOIN))
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE)
             self.mesh: DeviceMesh = init_device_mesh(device, (size,))
