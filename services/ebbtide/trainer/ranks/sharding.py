@@ -1,4 +1,4 @@
-"""A network spread over the ranks by FSDP2: each holds a share of every tensor, and has whole ones a layer at a time."""
+"""A network spread over the ranks by FSDP2: each holds a share of each tensor, and has whole ones a layer at a time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,8 +31,8 @@ def shard(network: Network, mesh: DeviceMesh, *, dtype: str) -> Network:
 
 def _layers(network: nn.Module) -> list[nn.Module]:
     """The decoder's: the longest list of modules in it. Without one, there is only the whole."""
-    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda one: len(one))) if lists else []
+    lists = (list(module.children()) for module in network.modules() if isinstance(module, nn.ModuleList))
+    return max(lists, key=len, default=[])
 
 
 def own_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ from ebbtide.runtime import fsync
 from ebbtide.trainer.ranks.sharding import local, own_tensors, whole
 
 _INDEX: Final = "model.safetensors.index.json"
-#: Of a file of weights: what a rank has in host memory while it writes one.
+#: Of a file of weights, about: what a rank has in host memory while it writes one.
 _FILE_BYTES: Final = 2 << 30
 #: Of which parameter a tensor of the optimiser's state is.
 _STATE: Final = re.compile(r"/optimizer/state/(\d+)/")
@@ -34,16 +34,13 @@ _STATE: Final = re.compile(r"/optimizer/state/(\d+)/")
 def weight_files(network: nn.Module, ranks: int, file_bytes: int = _FILE_BYTES) -> list[list[str]]:
     """The names of the tensors in each file, the same on all ranks; files for each of them, where there is enough."""
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in own_tensors(network)}
-    most = min(file_bytes, math.ceil(sum(sizes.values()) / ranks))
-    files: list[list[str]] = [[]]
-    room = most
+    total, before = sum(sizes.values()), 0
+    count = ranks * math.ceil(total / (file_bytes * ranks))
+    files: list[list[str]] = [[] for _ in range(count)]
     for name, size in sizes.items():
-        if files[-1] and size > room:
-            files.append([])
-            room = most
-        files[-1].append(name)
-        room -= size
-    return files
+        files[(2 * before + size) * count // (2 * total)].append(name)  # where its middle lies
+        before += size
+    return [names for names in files if names]
 
 
 def write_weights(network: nn.Module, folder: Path, rank: int, ranks: int) -> None:
