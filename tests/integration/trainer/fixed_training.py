@@ -145,7 +145,7 @@ async def lead(world: World, jobs: list[Job]) -> list[list[dict[str, float]]]:
 
 
 async def main(file: Path) -> None:
-    jobs = msgspec.json.decode(file.read_bytes(), type=list[Job])
+    jobs = msgspec.json.decode(await asyncio.to_thread(file.read_bytes), type=list[Job])
     place = place_of(os.environ, 1)
     assert place is not None
     torch.set_num_threads(1)

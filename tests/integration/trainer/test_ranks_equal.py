@@ -3,6 +3,7 @@ file."""
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import socket
@@ -31,6 +32,7 @@ from tests.integration.trainer.fixed_training import RUN, SEED, Job, alone, make
 TOLERANCE = 1e-4
 
 Told = list[dict[str, float]]
+log = logging.getLogger(__name__)  # what was measured: --log-cli-level=info
 
 
 class Trained(NamedTuple):
@@ -120,7 +122,8 @@ def test_ten_steps_give_the_same_losses_and_weights(ours: str, theirs: str, firs
     assert len(own) == len(other) == 10
     step = f"step-{first + 10:06d}"
     distances = gaps(folders[ours] / step, folders[theirs] / step)
-    print(ours, theirs, {name: worst(own, other, name) for name in ("loss", "grad_norm", "kl")}, max(distances.values()))
+    shown = {name: worst(own, other, name) for name in ("loss", "grad_norm", "kl")}
+    log.info("%s against %s: %s, weights %s", ours, theirs, shown, max(distances.values()))
     for name in ("loss", "grad_norm", "entropy", "kl", "logprob_gap", "importance_weight"):
         assert worst(own, other, name) < TOLERANCE, name
     for name in ("tokens", "stale_tokens", "learning_rate", "taught", "trained", "reward"):

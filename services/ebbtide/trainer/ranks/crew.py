@@ -92,18 +92,21 @@ class Crew:
             answers = self._exchange.gather(answer(None))
         except Unavailable as error:
             raise RankLost(str(error)) from None
-        failures = [msgspec.msgpack.decode(one, type=Failure | None) for one in answers]
-        return [failure_of(one) for one in failures if one is not None]
+        return [failure for one in answers if (failure := read_answer(one)) is not None]
 
 
 def answer(failure: EbbtideError | None) -> bytes:
-    return msgspec.msgpack.encode(Failure.of(failure) if failure else None)
+    """How a rank fared with an order."""
+    data: bytes = msgspec.msgpack.encode(Failure.of(failure) if failure else None)
+    return data
 
 
-def failure_of(failure: Failure) -> EbbtideError:
-    kinds = {kind.__name__: kind for kind in (RunFailed, CheckpointError)}
-    kind = kinds.get(failure.kind)
-    return kind(failure.text) if kind else failure.error()
+def read_answer(data: bytes) -> EbbtideError | None:
+    failure: Failure | None = msgspec.msgpack.decode(data, type=Failure | None)
+    own = {kind.__name__: kind for kind in (RunFailed, CheckpointError)}
+    if failure is None or failure.kind not in own:
+        return failure.error() if failure else None
+    return own[failure.kind](failure.text)
 
 
 class Led(Learning):
