@@ -146,11 +146,11 @@ class Training:
                 return learning, state
 
     def _learn(self, source: Path) -> Learning:
-        device, keep = choose_device(self._settings.device), self._settings.keep_published
+        keep = self._settings.keep_published
         if self._crew is None:
+            device = choose_device(self._settings.device)
             return Learning(self._spec, source=source, device=device, keep_published=keep)
-        run_id = self._lease.run_id
-        return Led(self._crew, self._spec, run_id=run_id, source=source, device=device, keep_published=keep)
+        return Led(self._crew, self._spec, run_id=self._lease.run_id, source=source, keep_published=keep)
 
     def _check_lineage(self, state: TrainingState | None) -> None:
         """Raises `CheckpointError` if what was found is not the run's, or not the newest that it had."""

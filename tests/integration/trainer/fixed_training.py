@@ -50,6 +50,7 @@ class Job(Struct, frozen=True, kw_only=True):
     checkpoint: str = ""
     relay: str = ""
     run: str = RUN
+    device: str = "cpu"
 
 
 def make_spec(model: Path, **trainer: Any) -> RunSpec:
@@ -105,7 +106,7 @@ def train(learning: Learning, job: Job) -> list[dict[str, float]]:
 
 def alone(job: Job) -> list[dict[str, float]]:
     """The job in this process."""
-    return train(Learning(job.spec, source=Path(job.checkpoint or job.spec.model), device="cpu"), job)
+    return train(Learning(job.spec, source=Path(job.checkpoint or job.spec.model), device=job.device), job)
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -136,7 +137,7 @@ async def lead(world: World, jobs: list[Job]) -> list[list[dict[str, float]]]:
     told = []
     for job in jobs:
         source = Path(job.checkpoint or job.spec.model)
-        learning = await asyncio.to_thread(Led, crew, job.spec, run_id=job.run, source=source, device="cpu")
+        learning = await asyncio.to_thread(Led, crew, job.spec, run_id=job.run, source=source)
         told.append(await asyncio.to_thread(train, learning, job))
         if job.relay:
             await publish(learning, job)
@@ -149,7 +150,7 @@ async def main(file: Path) -> None:
     place = place_of(os.environ, 1)
     assert place is not None
     torch.set_num_threads(1)
-    world = await asyncio.to_thread(World, place, "cpu")
+    world = await asyncio.to_thread(World, place, jobs[0].device)
     if place.rank == 0:
         file.with_suffix(".told").write_text(json.dumps(await lead(world, jobs)))
         return

@@ -112,11 +112,8 @@ def read_answer(data: bytes) -> EbbtideError | None:
 class Led(Learning):
     """A `Learning` on all ranks, as rank 0 has it."""
 
-    def __init__(
-        self, crew: Crew, spec: RunSpec, *, run_id: str, source: Path, device: str, keep_published: bool = True
-    ) -> None:
-        self._crew, self._run_id = crew, run_id
-        del device  # each rank has its own
+    def __init__(self, crew: Crew, spec: RunSpec, *, run_id: str, source: Path, keep_published: bool = True) -> None:
+        self._crew = crew
         begin = orders.Begin(run_id=run_id, spec=spec, source=str(source.absolute()), keep_published=keep_published)
         world = crew.world
         with crew.order(begin):
