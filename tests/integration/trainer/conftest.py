@@ -63,10 +63,10 @@ class Program:
 
 
 class Cluster:
-    """Four programs, and a worker with a scripted engine."""
+    """Four programs, and a worker with a scripted engine. `trainer`: more flags of the trainer's."""
 
-    def __init__(self, directory: Path, redis_url: str) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, redis_url: str, trainer: tuple[str, ...] = ()) -> None:
+        self.directory, self._trainer = directory, trainer
         self.coordinator = Program(
             "coordinator",
             directory,
@@ -85,7 +85,7 @@ class Cluster:
         cpu = ("--threads", "1", "--device", "cpu")
         self.programs = {
             "worker": Program("rollout_worker", self.directory, *where, *worker),
-            "trainer": Program("trainer", self.directory, *where, *cpu, "--holder", "trainer"),
+            "trainer": Program("trainer", self.directory, *where, *cpu, "--holder", "trainer", *self._trainer),
             "driver": Program("trainer.driver", self.directory, *where, "--holder", "driver"),
         }
         for program in self.programs.values():
