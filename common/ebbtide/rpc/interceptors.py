@@ -151,13 +151,13 @@ async def _abort(context: Context, error: Exception) -> None:
 
 
 def _answering(handler: Handler, error: EbbtideError) -> Handler:
-    """One of the same kind that raises `error`."""
+    """One of the same kind that raises `error`, and parses no request."""
 
-    async def answer(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind, its request unparsed
+    async def answer(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind
         await _abort(context, error)
 
     make = _KINDS[handler.request_streaming, handler.response_streaming][1]
-    made: Handler = make(answer, handler.request_deserializer, handler.response_serializer)
+    made: Handler = make(answer)
     return made
 
 
