@@ -12,8 +12,8 @@ RENEW_S: Final = 0.5
 #: How often who waits looks whether the lease is free.
 LOOK_S: Final = 0.2
 #: Who waits has to have had answers for so long before it believes that the lease is free: when the store was away, a
-#: leader that lives needs the time to renew it.
-STEADY_S: Final = 2 * RENEW_S
+#: leader that lives needs the time to reach it again, and to renew.
+STEADY_S: Final = TTL_S
 #: A pause between answers that is longer was an absence: of the store, or of who looks.
 _GAP_S: Final = 1.0
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 from ebbtide import telemetry
+from ebbtide.coordinator import metrics
 from ebbtide.errors import StoreUnavailable
 from ebbtide.runtime import race
 from ebbtide.scheduling.leadership import LOOK_S, RENEW_S, TTL_S, Tenure, Watch
@@ -64,6 +65,7 @@ class Leading:
 
     def _begin(self, address: str, asked: float) -> None:
         self._address, self._leads, self._tenure = address, True, Tenure(asked)
+        metrics.leads.set(1)
         log.info("leads", at=address)
 
     async def keep(self, serving: Callable[[bool], Awaitable[None]]) -> None:
@@ -79,6 +81,7 @@ class Leading:
                 tenure.renewed = asked
             if certain is not (tenure.rest_s(time.monotonic()) > 0):
                 certain = not certain
+                metrics.leads.set(certain)
                 log.warning("the lease is renewed again" if certain else "the lease could not be renewed in time")
                 await serving(certain)
             with suppress(TimeoutError):
@@ -92,3 +95,4 @@ class Leading:
             with suppress(StoreUnavailable, TermSuperseded):
                 await self._lease.release(patience_s=_RELEASE_S)
         self._leads = False
+        metrics.leads.set(0)

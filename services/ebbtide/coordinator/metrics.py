@@ -10,6 +10,7 @@ from ebbtide.types.fleet import Borrowed, Worker, WorkerState
 
 _WAITS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
 
+leads = telemetry.gauge("coordinator_leads", "1 while this coordinator holds the lease of the fleet, else 0")
 runs = telemetry.gauge("coordinator_runs", "live runs")
 queued = telemetry.gauge("coordinator_rollouts_queued", "rollouts waiting for a worker")
 running = telemetry.gauge("coordinator_rollouts_running", "rollouts given to workers")

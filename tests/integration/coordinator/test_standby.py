@@ -22,6 +22,7 @@ from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import runs_pb2, runs_pb2_grpc
+from tests.chaos.way import Way
 
 TOKEN = "a token"
 SECURITY = ClientSecurity(token=TOKEN)
@@ -54,9 +55,9 @@ async def start(tmp_path: Path, redis_url: str) -> AsyncIterator[Start]:
     """Starts coordinators on one store; those still alive at the end are killed."""
     found: list[Process] = []
 
-    async def starting(*flags: str, listen: str = "127.0.0.1:0") -> Process:
+    async def starting(*flags: str, listen: str = "127.0.0.1:0", store_url: str = redis_url) -> Process:
         ready, log = tmp_path / f"ready{len(found)}", tmp_path / f"log{len(found)}"
-        command = [sys.executable, "-m", "ebbtide.coordinator", "--server-listen", listen, "--store-url", redis_url]
+        command = [sys.executable, "-m", "ebbtide.coordinator", "--server-listen", listen, "--store-url", store_url]
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
                 *command, "--ready-file", str(ready), "--lease-ttl-s", "30", *flags,
@@ -78,7 +79,9 @@ async def pair(start: Start) -> tuple[Process, Process]:
     """One that leads and one that stands by."""
     first = await start("--standby")
     await first.leads()
-    return first, await start("--standby")
+    second = await start("--standby")
+    await wait_until(lambda: '"another coordinator leads"' in second.log, timeout=30)
+    return first, second
 
 
 @pytest.fixture
@@ -186,6 +189,26 @@ async def test_a_store_that_was_away_is_no_reason_to_take_over(
                 await asyncio.sleep(0.1)
     with pytest.raises(StandingBy):
         await list_runs(pair[1].address)
+
+
+async def test_one_that_is_cut_off_from_the_store_is_left_by_its_clients(start: Start, redis_url: str) -> None:
+    """It lives, and its connections with it: it says itself that it may not lead any more."""
+    way = await Way.open(redis_url)
+    first = await start("--standby", store_url=way.address)
+    await first.leads()
+    second = await start("--standby")
+    async with Client(f"{first.address},{second.address}", "127.0.0.1:1", security=SECURITY, patience_s=60) as client:
+        await client.submit(SPEC, "r")
+        way.hold()
+        await second.leads()
+        assert [run.run_id for run in await client.runs()] == ["r"]
+        assert "the lease could not be renewed in time" in first.log
+        await client.submit(SPEC, "s")
+        way.release()
+        assert await asyncio.wait_for(first.process.wait(), 30) == 1
+        assert "another coordinator has taken over this store" in first.log
+        assert {run.run_id for run in await client.runs()} == {"r", "s"}
+    await way.close()
 
 
 async def test_with_nobody_there_the_error_names_the_service() -> None:

@@ -5,6 +5,8 @@ if how == 'renew' or how == 'release' then
   local bad = deposed(ARGV[1])
   if bad then return bad end
 end
+-- A store that is out of memory lets a lease be prolonged, though not set.
+if how == 'renew' and redis.call('PEXPIRE', LEADER, ARGV[3]) == 1 then return '' end
 if how == 'release' then
   redis.call('DEL', LEADER)
   return ''
