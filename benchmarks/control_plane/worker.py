@@ -234,7 +234,8 @@ class Worker:
         return None
 
     def _send(self, since: float, parts: list[Rollout]) -> None:
-        taken = [one for one in parts if not one.stopped and (int(one.made) > one.sent or one.releasing)]
+        open_ = (one for one in parts if not one.stopped and one.sent < one.end)
+        taken = [one for one in open_ if int(one.made) > one.sent or one.releasing]
         if not taken:
             return
         self._sequence += 1
