@@ -44,6 +44,9 @@ bench-migration: env ## What preemption costs, and moves gain, on three levels; 
 bench-weights: env ## What a version of the weights takes on its way, beside other formats; QUICK=1: in 4 minutes
 	@$(BIN)/python benchmarks/weights.py $(if $(QUICK),--quick) $(ARGS)
 
+bench-sharing: env ## What shares of one fleet several runs get; QUICK=1: in 2 minutes
+	@$(BIN)/python benchmarks/sharing.py $(if $(QUICK),--quick) $(ARGS)
+
 bench-coserving: env ## A serving engine that lends its idle time, beside other policies; QUICK=1: in 12 minutes
 	@$(BIN)/python benchmarks/coserving.py $(if $(QUICK),--quick) $(ARGS)
 
@@ -79,4 +82,4 @@ $(BIN)/python:
 clean: ## Remove the environment, caches and generated code; runs/ stays
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache common/ebbtide/v1/*_pb2*
 
-.PHONY: help demo demo-coserving test nightly simulate bench-migration bench-weights bench-coserving bench-takeover lint protos-check types env clean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST))) clean

@@ -3,13 +3,14 @@
 import asyncio
 import random
 import time
+from collections import defaultdict
 from typing import Any, Final
 
 from benchmarks.control_plane.responses import LONGEST, response
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.security import ClientSecurity
-from ebbtide.types.run import EnvironmentSpec, RunSpec
+from ebbtide.types.run import EnvironmentSpec, RunSpec, ShareSpec
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
@@ -19,6 +20,8 @@ RUN: Final = "load"
 #: Tokens of a response, drawn evenly: about as long in the mean as those of DeepSeek-R1 when it serves. Of the first
 #: ones it is drawn what is left, so that finishes are spread; `spared` tokens more, so that for a while none ends.
 LENGTHS: Final = (512, 2560)
+#: Rollouts of a group.
+GROUP: Final = 8
 _PROMPT: Final = pack_ids(range(2, 66))
 _BATCH_S: Final = 0.02
 _PER_CALL: Final = 512
@@ -28,27 +31,46 @@ _SAMPLING: Final = types_pb2.Sampling
 class Driver:
     """`open` rollouts are kept queued or running. A rollout's id ends with its time of submission, microseconds."""
 
-    def __init__(self, address: str, token: str, *, spared: int = 0) -> None:
-        self._spared = min(spared, LONGEST - LENGTHS[1])
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        spared: int = 0,
+        run_id: str = RUN,
+        lengths: tuple[int, int] = LENGTHS,
+        share: ShareSpec | None = None,
+    ) -> None:
+        """`share`: of the fleet, beside other runs."""
+        self.run_id, self._lengths, self._share = run_id, lengths, share or ShareSpec()
+        self._spared = min(spared, LONGEST - self._lengths[1])
         self._channel = open_channel(address, ClientSecurity(token=token))
         self._runs: Any = RunsStub(self._channel)
         self._rollouts: Any = RolloutsStub(self._channel)
         self._lease = runs_pb2.LeaseRef()
         self._random = random.Random(3)
+        self.groups: list[str] = []  # in the order in which they ended
         self._count = 0
         self._over: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._want = asyncio.Event()
         self.open = self._live = 0
+        self._left: defaultdict[str, int] = defaultdict(lambda: GROUP)
         self.unfinished: dict[str, int] = {}  # rollout -> its length
         self.finished = self.lost_tokens = self.doubled_tokens = 0
         self.lost: dict[str, float] = {}  # worker -> when its loss became known here
 
     async def start(self) -> None:
-        spec = RunSpec(name="load", model="scripted", environment=EnvironmentSpec(name="none"), quota_bytes=4 << 30)
+        spec = RunSpec(
+            name="load",
+            model="scripted",
+            environment=EnvironmentSpec(name="none"),
+            quota_bytes=4 << 30,
+            share=self._share,
+        )
         message = to_proto(spec, types_pb2.RunSpec)
-        await self._runs.SubmitRun(runs_pb2.SubmitRunRequest(run_id=RUN, spec=message))
-        claim = runs_pb2.ClaimRunRequest(run_id=RUN, role="trainer", holder="driver")
+        await self._runs.SubmitRun(runs_pb2.SubmitRunRequest(run_id=self.run_id, spec=message))
+        claim = runs_pb2.ClaimRunRequest(run_id=self.run_id, role="trainer", holder="driver")
         self._lease = (await self._runs.ClaimRun(claim)).ref
         number = (await self._runs.ReserveVersion(self._lease)).version
         version = types_pb2.PolicyVersion(policy="policy", version=number, root=bytes([number]) * 32)
@@ -86,7 +108,7 @@ class Driver:
 
     def _request(self, begin: bool) -> rollouts_pb2.RolloutRequest:
         self._count += 1
-        length = self._random.randint(*LENGTHS)
+        length = self._random.randint(*self._lengths)
         if begin:
             length = self._spared + self._random.randint(64, length)
         name = f"x{self._count}"
@@ -94,7 +116,7 @@ class Driver:
         self.unfinished[rollout_id] = length
         return rollouts_pb2.RolloutRequest(
             rollout_id=rollout_id,
-            group_id=f"g{self._count // 8}",
+            group_id=f"g{(self._count - 1) // GROUP}",
             episode_id=name,
             prompt_ids=_PROMPT,
             sampling=_SAMPLING(max_tokens=length, temperature=1.0, top_p=1.0, repetition_penalty=1.0),
@@ -102,11 +124,18 @@ class Driver:
         )
 
     async def _take_finished(self) -> None:
-        async for rollout in self._rollouts.WatchFinished(rollouts_pb2.WatchFinishedRequest(run_id=RUN)):
+        async for rollout in self._rollouts.WatchFinished(rollouts_pb2.WatchFinishedRequest(run_id=self.run_id)):
             self._check(rollout)
             self._over.append(rollout.rollout_id)
+            self._ended(rollout.group_id)
             self._live -= 1
             self._want.set()
+
+    def _ended(self, group_id: str) -> None:
+        self._left[group_id] -= 1
+        if not self._left[group_id]:
+            del self._left[group_id]
+            self.groups.append(group_id)
 
     def _check(self, rollout: rollouts_pb2.FinishedRollout) -> None:
         """A response is its length's first tokens, each once: nothing acknowledged was lost or stored twice."""
@@ -126,9 +155,14 @@ class Driver:
                 await self._rollouts.Acknowledge(request)
 
     async def _watch(self) -> None:
-        async for event in self._runs.WatchRun(runs_pb2.WatchRunRequest(run_id=RUN)):
+        async for event in self._runs.WatchRun(runs_pb2.WatchRunRequest(run_id=self.run_id)):
             if event.kind == "worker" and event.labels["state"] in {"lost", "suspected"}:
                 self.lost.setdefault(event.labels["worker"], time.monotonic())
+
+    async def stored(self) -> int:
+        """Tokens of the run that are stored."""
+        run = await self._runs.GetRun(runs_pb2.GetRunRequest(run_id=self.run_id))
+        return int(run.counters["tokens_stored"])
 
     async def _renew(self) -> None:
         while True:

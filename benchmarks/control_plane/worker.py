@@ -45,7 +45,7 @@ class Watcher(Protocol):
 
 class Rollout(Struct, eq=False):
     """`made` and `at`: tokens made by when, a fraction of one included; `sent`: those in messages. `number`: on the
-    stream, 0 before it was told."""
+    stream, 0 before it was told. `releasing`: it is to be handed back; `stopped`: its last tokens were sent."""
 
     attempt: fleet_pb2.AttemptRef
     end: int
@@ -57,10 +57,11 @@ class Rollout(Struct, eq=False):
     first: bool = True
     ending: bool = False
     releasing: bool = False
+    stopped: bool = False
 
     def advance(self, now: float, pace: float) -> int:
         """Make tokens until `now`; returns how many are unsent."""
-        if now > self.at:
+        if now > self.at and not self.stopped:
             self.made = min(float(self.end), self.made + pace * (now - self.at))
             self.at = now
         return int(self.made) - self.sent
@@ -75,8 +76,11 @@ class Flight(NamedTuple):
 class Worker:
     """Open it with `run`; it ends by itself when its streams do."""
 
-    def __init__(self, fleet: Watcher, name: str, address: str, token: str, slots: int) -> None:
-        self.name, self._fleet, self._slots = name, fleet, slots
+    def __init__(
+        self, fleet: Watcher, name: str, address: str, token: str, slots: int, *, install_s: float = 0.0
+    ) -> None:
+        """`install_s`: what an install takes."""
+        self.name, self._fleet, self._slots, self._install_s = name, fleet, slots, install_s
         self._channel = open_channel(address, ClientSecurity(token=token))
         self.rollouts: dict[str, Rollout] = {}
         self._urgent: list[tuple[float, int, Rollout]] = []
@@ -166,9 +170,12 @@ class Worker:
                     self._hurry(one, now)
             if message.HasField("install"):
                 done = fleet_pb2.Installed(version=message.install.version, run_id=message.install.run_id)
-                self._say.put_nowait(fleet_pb2.WorkerMessage(installed=done))
-                self.ready.set()
+                asyncio.get_running_loop().call_later(self._install_s, self._installed, done)
         raise ConnectionError(f"{self.name}: control stream ended")
+
+    def _installed(self, done: fleet_pb2.Installed) -> None:
+        self._say.put_nowait(fleet_pb2.WorkerMessage(installed=done))
+        self.ready.set()
 
     def _begin(self, assignment: fleet_pb2.Assignment, now: float) -> None:
         start = token_count(assignment.partial)
@@ -227,7 +234,8 @@ class Worker:
         return None
 
     def _send(self, since: float, parts: list[Rollout]) -> None:
-        taken = [one for one in parts if int(one.made) > one.sent or one.releasing]
+        open_ = (one for one in parts if not one.stopped and one.sent < one.end)
+        taken = [one for one in open_ if int(one.made) > one.sent or one.releasing]
         if not taken:
             return
         self._sequence += 1
@@ -245,7 +253,7 @@ class Worker:
         request.counts.extend(counts)
         request.tokens = b"".join(response(one.sent, end) for one, end in zip(taken, ends, strict=True))
         for one, end in zip(taken, ends, strict=True):
-            one.sent = end
+            one.sent, one.stopped = end, one.releasing
         self._flights.append(Flight(since, sum(counts), taken))
         self._out.put_nowait(request)
 
@@ -263,7 +271,7 @@ class Worker:
                     self._fleet.resumed(one.attempt.rollout_id, now)
                 if index in refused or one.sent >= one.end:
                     self._forget(one.attempt.attempt_id)
-                elif one.releasing:
+                elif one.stopped and all(one not in later.parts for later in self._flights):
                     self._release(one)
             for other in refused.values():
                 self._fleet.failed(f"status {other.status}")

@@ -10,8 +10,11 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from ebbtide.errors import InvalidRequest
 
-#: The only labels there are: each has few values. What grows with use (runs, rollouts, workers) belongs into logs.
-LABELS: Final = frozenset({"method", "code", "kind", "model", "state", "status", "outcome", "phase", "reason", "site"})
+#: The only labels there are: each has few values. What grows with use (rollouts, workers) belongs into logs; `run` is
+#: for gauges of live runs, of so many at most, that go with them.
+LABELS: Final = frozenset(
+    {"method", "code", "kind", "model", "state", "status", "outcome", "phase", "reason", "site", "run"}
+)
 _TIMES: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 T = TypeVar("T", Counter, Gauge, Histogram)
 

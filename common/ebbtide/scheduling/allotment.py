@@ -24,7 +24,8 @@ from ebbtide.scheduling.shares import EPSILON, Demand, entitled
 _MARGIN: Final = 0.25
 #: A turn lasts so many times what the change to it costs, so that changes take a tenth of the time at most.
 _TURNS: Final = 10.0
-#: A worker that has just changed over stays for so long, in turns, or so many times what the change costs.
+#: A worker that has just changed over stays for so large a part of `slice_s`; and for the time of a turn, or, if a run
+#: lacks a whole worker for good, for so many times what the change costs.
 _SETTLED: Final = 0.25
 _WORTH: Final = 2.0
 
@@ -151,9 +152,9 @@ class _Allotment:
         return best
 
     def _may_leave(self, post: Post, source: str, to: str, cost_s: float) -> bool:
-        turn = turn_s(self._slice_s, cost_s)
         if to in post.unfit or not self._worth(post, to):
             return False
-        if self._now - post.since < max(_SETTLED * self._slice_s, _WORTH * cost_s):
-            return False
-        return self._distance(to, turn) - self._distance(source, turn) > 1.0 + _MARGIN
+        turn, enough = turn_s(self._slice_s, cost_s), 1.0 + _MARGIN
+        lacking = self._short[to] - self._short[source] > enough
+        stays_s = max(_SETTLED * self._slice_s, (_WORTH if lacking else _TURNS) * cost_s)
+        return self._now - post.since >= stays_s and self._distance(to, turn) - self._distance(source, turn) > enough

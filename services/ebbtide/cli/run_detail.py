@@ -57,12 +57,22 @@ def _lines(run: Run) -> Iterator[tuple[str, str]]:
         yield "", run.message
     if run.newest is not None:
         yield "policy", f"version {run.newest.version}, step {run.newest.step} of {run.spec.trainer.steps}"
+    yield "share", _share(run)
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(run.dropped.items()) if count) or "none"
     count = {name: counts.get(name, 0) for name in ("submitted", "trained", "queued", "running", "finished")}
     yield "rollouts", f"{count['submitted']:,} submitted, {count['trained']:,} trained; dropped: {dropped}"
     yield "now", f"{count['queued']:,} wait, {count['running']:,} run, {count['finished']:,} finished"
     yield from _migration(counts)
     yield from sorted(run.holders.items())
+
+
+def _share(run: Run) -> str:
+    share, spec = run.share, run.spec.share
+    bounds = f"weight {spec.weight:g}, priority {spec.priority}, floor {spec.floor:.0%}"
+    bounds += "" if spec.ceiling is None else f", ceiling {spec.ceiling:.0%}"
+    if share is None:
+        return bounds
+    return f"{share.lately:.1%} of the tokens lately, {share.due:.1%} due, {share.workers:,} workers ({bounds})"
 
 
 def _migration(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:

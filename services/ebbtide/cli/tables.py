@@ -17,14 +17,16 @@ _WIDE: Final = 1000
 
 
 def run_table(runs: Sequence[Run]) -> Table:
-    table = _table("run", "status", "step", "version", "trained", "dropped", "age", "")
+    table = _table("run", "status", "weight", "share", "step", "version", "trained", "dropped", "age", "")
     for run in sorted(runs, key=lambda run: run.age_s):
         trained, submitted = run.counters.get("trained", 0), run.counters.get("submitted", 0)
         step = f"{run.newest.step if run.newest else 0}/{run.spec.trainer.steps}"
         version = str(run.newest.version) if run.newest else "-"
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(run.dropped.items()) if count) or "0"
+        share = f"{run.share.lately:.0%}" if run.share else ""
+        standing = (run.run_id, run.status.name.lower(), f"{run.spec.share.weight:g}", share)
         cells = (step, version, f"{trained}/{submitted}", dropped, clock(run.age_s), run.message)
-        table.add_row(*map(cell, (run.run_id, run.status.name.lower(), *cells)))
+        table.add_row(*map(cell, (*standing, *cells)))
     return table
 
 
@@ -88,6 +90,6 @@ def amount(size: float) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
-        right = column in {"slots", "tokens/s", "tokens", "step", "version", "trained", "age"}
+        right = column in {"slots", "tokens/s", "tokens", "weight", "share", "step", "version", "trained", "age"}
         table.add_column(column, justify="right" if right else "left", no_wrap=not right and column != "")
     return table

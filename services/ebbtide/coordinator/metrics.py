@@ -1,6 +1,6 @@
-"""What a coordinator counts. No label without a bound: never a run, a rollout or a worker."""
+"""What a coordinator counts. No label without a bound: never a rollout or a worker, and of runs the live ones alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ebbtide import telemetry
@@ -8,6 +8,8 @@ from ebbtide.coordinator.state import RunState
 from ebbtide.store.rows import Why
 from ebbtide.types.fleet import Borrowed, Worker, WorkerState
 
+#: Of more live runs than these, the youngest have no gauges.
+_RUNS_SHOWN: Final = 200
 _WAITS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
 
 leads = telemetry.gauge("coordinator_leads", "1 while this coordinator holds the lease of the fleet, else 0")
@@ -15,6 +17,10 @@ runs = telemetry.gauge("coordinator_runs", "live runs")
 queued = telemetry.gauge("coordinator_rollouts_queued", "rollouts waiting for a worker")
 running = telemetry.gauge("coordinator_rollouts_running", "rollouts given to workers")
 workers = telemetry.gauge("coordinator_workers", "workers attached, or lost within the last minute", ("state",))
+run_share = telemetry.gauge("coordinator_run_share", "a live run's share of the tokens made lately", ("run",))
+run_due = telemetry.gauge("coordinator_run_share_due", "the share of the fleet that a live run is due now", ("run",))
+run_workers = telemetry.gauge("coordinator_run_workers", "workers that are to serve a live run", ("run",))
+_told: set[str] = set()  # the runs that these have a label of
 attempts = telemetry.counter("coordinator_attempts_total", "attempts started")
 resumptions = telemetry.counter("coordinator_resumptions_total", "attempts that went on from stored tokens")
 requeued = telemetry.counter("coordinator_requeued_total", "attempts that ended without a finish")
@@ -69,6 +75,7 @@ def count_requeued(why: Why, attempts: int, lost: int) -> None:
 def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
     """Set the gauges."""
     states = list(live)
+    _observe_shares(states[:_RUNS_SHOWN])
     runs.set(len(states))
     queued.set(sum(len(run.line) for run in states))
     running.set(sum(len(run.running) for run in states))
@@ -84,6 +91,19 @@ def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
             lent[_lent(worker, worker.borrowed)] += 1
     for name, number in lent.items():
         borrowed.labels(name).set(number)
+
+
+def _observe_shares(shown: Sequence[RunState]) -> None:
+    live = {run.run_id for run in shown}
+    for gone in _told - live:
+        for gauge in (run_share, run_due, run_workers):
+            gauge.remove(gone)
+    _told.clear()
+    _told.update(live)
+    for run in shown:
+        run_share.labels(run.run_id).set(run.share.lately)
+        run_due.labels(run.run_id).set(run.share.due)
+        run_workers.labels(run.run_id).set(run.share.workers)
 
 
 def _lent(worker: Worker, said: Borrowed) -> str:

@@ -3,10 +3,11 @@
 import io
 import math
 
+import msgspec
 from rich.console import Console
 
 from ebbtide.cli.run_detail import Histogram, detail_table, finite, histogram
-from ebbtide.types.run import EnvironmentSpec, Run, RunSpec, RunStatus
+from ebbtide.types.run import EnvironmentSpec, Run, RunShare, RunSpec, RunStatus, ShareSpec
 from ebbtide.types.weights import PolicyVersion
 
 SPEC = RunSpec(name="demo", model="m", environment=EnvironmentSpec(name="e"))
@@ -58,3 +59,13 @@ def test_a_run_without_losses_shows_no_latencies() -> None:
     text = told(Run(run_id="r", spec=SPEC))
     assert "detection" not in text
     assert "at most 0 tokens" in text
+
+
+def test_a_live_run_tells_its_share_and_what_bounds_it_and_one_that_ended_the_bounds_alone() -> None:
+    spec = msgspec.structs.replace(SPEC, share=ShareSpec(weight=2.0, floor=0.1, ceiling=0.5, priority=3))
+    bounds = "weight 2, priority 3, floor 10%, ceiling 50%"
+    live = told(Run(run_id="r", spec=spec, share=RunShare(lately=0.421, due=0.5, workers=3)))
+    assert f"42.1% of the tokens lately, 50.0% due, 3 workers ({bounds})" in live
+    ended = told(Run(run_id="r", spec=spec, status=RunStatus.FINISHED))
+    assert bounds in ended
+    assert "lately" not in ended

@@ -38,8 +38,10 @@ from ebbtide.types.run import (
     LeaseRef,
     Run,
     RunEvent,
+    RunShare,
     RunSpec,
     Sampling,
+    ShareSpec,
     TrainerSpec,
 )
 from ebbtide.types.weights import (
@@ -78,6 +80,8 @@ PAIRS: dict[type[Struct], type[Message]] = {
     TrainerSpec: types_pb2.TrainerSpec,
     EvaluationSpec: types_pb2.EvaluationSpec,
     BorrowSpec: types_pb2.BorrowSpec,
+    RunShare: runs_pb2.RunShare,
+    ShareSpec: types_pb2.ShareSpec,
     RunSpec: types_pb2.RunSpec,
     Run: runs_pb2.Run,
     RunEvent: runs_pb2.RunEvent,

@@ -12,8 +12,6 @@ from ebbtide.scheduling.accounts import REST, Accounts, Due, Wants
 from ebbtide.scheduling.allotment import Post, allot
 from ebbtide.scheduling.shares import Demand, entitled
 
-STEP_S = 0.05
-
 
 @dataclass
 class Worker:
@@ -32,6 +30,7 @@ class Fleet:
     runs: list[Demand]
     workers: list[Worker]
     change_s: float = 0.1
+    step_s: float = 0.1
     slice_s: float = 2.0
     wants: Callable[[str, float], float] = lambda _run_id, _now: 1e9
     now: float = 0.0
@@ -48,7 +47,7 @@ class Fleet:
     def run(self, seconds: float) -> Counter[str]:
         """Tokens of each run in the next so many seconds."""
         before = Counter(self.tokens)
-        for _ in range(round(seconds / STEP_S)):
+        for _ in range(round(seconds / self.step_s)):
             self.step()
         return self.tokens - before
 
@@ -58,11 +57,11 @@ class Fleet:
             mine = [one for one in self.workers if one.run_id == run_id and one.ready <= self.now]
             for worker in mine:
                 used = min(1.0, want / len(mine))
-                made = worker.rate * STEP_S * used
+                made = worker.rate * self.step_s * used
                 self._made[run_id] += round(made)
                 self.tokens[run_id] += round(made)
-                self.idle_s += STEP_S * (1.0 - used)
-        self.now += STEP_S
+                self.idle_s += self.step_s * (1.0 - used)
+        self.now += self.step_s
         self._decide(wanted)
 
     def _decide(self, wanted: Mapping[str, float]) -> None:
@@ -95,14 +94,14 @@ class Fleet:
 
     def _demand(self, run: Demand, wants: float) -> Demand:
         served = any(one.run_id == run.run_id for one in self.workers)
-        self._starved[run.run_id] = 0.0 if served else self._starved.get(run.run_id, 0.0) + STEP_S
+        self._starved[run.run_id] = 0.0 if served else self._starved.get(run.run_id, 0.0) + self.step_s
         return msgspec.structs.replace(
             run, wants=wants, owed_s=self._accounts.owed_s(run.run_id), starved_s=self._starved[run.run_id]
         )
 
     def _change(self, worker: Worker, run_id: str) -> None:
         worker.run_id, worker.since = run_id, self.now
-        if run_id != REST and worker.has != run_id:
+        if run_id not in {REST, worker.has}:
             self.changes += worker.has != ""
             worker.has, worker.ready = run_id, self.now + self.change_s
 

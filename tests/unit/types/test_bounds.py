@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling, check_spec
+from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling, ShareSpec, check_spec
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,26 @@ def test_stops_that_would_weigh_down_every_assignment_are_refused_by_field(sampl
     spec = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"), sampling=sampling)
     with pytest.raises(InvalidRequest, match=f"^sampling.{field}: "):
         check_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("share", "field"),
+    [
+        (ShareSpec(weight=math.nan), "weight"),
+        (ShareSpec(floor=math.nan), "floor"),
+        (ShareSpec(ceiling=math.nan), "ceiling"),
+        (ShareSpec(floor=0.6, ceiling=0.5), "floor"),
+    ],
+)
+def test_a_share_that_is_no_number_or_is_beyond_its_own_ceiling_is_refused_by_field(
+    share: ShareSpec, field: str
+) -> None:
+    spec = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"), share=share)
+    with pytest.raises(InvalidRequest, match=f"^share.{field}: "):
+        check_spec(spec)
+
+
+def test_a_floor_may_be_all_of_a_ceiling() -> None:
+    share = ShareSpec(weight=2.0, floor=0.5, ceiling=0.5, priority=-10)
+    spec = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"), share=share)
+    assert check_spec(spec).share is share

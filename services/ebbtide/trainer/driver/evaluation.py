@@ -1,16 +1,23 @@
 """Evaluation: problems that are never trained on, answered by one pinned version, apart from training's counts."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from ebbtide.scheduling.pacing import Bounds
 from ebbtide.trainer.driver.episodes import Ending, Plan, Player
 from ebbtide.trainer.driver.exchange import AlreadyCompleted
 from ebbtide.types.rollout import Episode, RolloutKind
-from ebbtide.types.run import RunEvent
+from ebbtide.types.run import RunEvent, RunSpec
 
-#: Lower goes first: training of the next step waits for the workers that an evaluation's version keeps.
-PRIORITY = -1
+#: Of its rollouts in an engine, by `EvaluationSpec.priority`; lower goes first, and training's is its step. By default
+#: first: training of the next step waits for the workers that an evaluation's version keeps.
+_PRIORITY: Final[dict[str, Callable[[int], int]]] = {
+    "before": lambda _step: -1,
+    "beside": lambda step: step,
+    "behind": lambda _step: 1 << 30,
+}
 
 
 @dataclass
@@ -56,7 +63,7 @@ async def evaluate(player: Player, *, step: int, bounds: Bounds) -> tuple[RunEve
     """
     async with asyncio.TaskGroup() as group:
         playing = [
-            group.create_task(_play(player, _plan(step, index, bounds)))
+            group.create_task(_play(player, _plan(player.spec, step, index, bounds)))
             for index in range(player.spec.evaluation.problems)
         ]
     score = Score()
@@ -69,7 +76,7 @@ async def evaluate(player: Player, *, step: int, bounds: Bounds) -> tuple[RunEve
     return event, [episode for episode in score.episodes if episode.rollout_ids]
 
 
-def _plan(step: int, index: int, bounds: Bounds) -> Plan:
+def _plan(spec: RunSpec, step: int, index: int, bounds: Bounds) -> Plan:
     return Plan(
         episode_id=f"e{step}.p{index}",
         group_id=f"e{step}",
@@ -78,7 +85,7 @@ def _plan(step: int, index: int, bounds: Bounds) -> Plan:
         step=step,
         kind=RolloutKind.EVAL,
         bounds=bounds,
-        priority=PRIORITY,
+        priority=_PRIORITY[spec.evaluation.priority](step),
     )
 
 
