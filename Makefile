@@ -32,6 +32,13 @@ demo-coserving: env ## A training run that borrows the idle time of a served mod
 test: env ## All tests
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-compose: env ## docker-compose.yml really run, by podman, as root; options: ARGS="--keep --steps 6"
+	@$(BIN)/python -m tests.compose $(ARGS)
+
+compose-token: ## The secret that docker-compose.yml needs, in runs/compose/token (once)
+	@[ -s runs/compose/token ] || { install -d -m 700 runs/compose && \
+	  od -An -tx1 -N32 /dev/urandom | tr -d ' \n' > runs/compose/token && chmod 644 runs/compose/token; }
+
 nightly: env ## The long tests: the whole fault matrix on real processes, and thousands of simulated seeds
 	@$(BIN)/python -m pytest -m nightly $(ARGS)
 
@@ -82,4 +89,4 @@ $(BIN)/python:
 clean: ## Remove the environment, caches and generated code; runs/ stays
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache common/ebbtide/v1/*_pb2*
 
-.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST))) clean
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST)))
