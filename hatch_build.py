@@ -1,5 +1,7 @@
 """Build hook: compiles `protos/` into `common/ebbtide/v1`, for wheels and for installs in place alike."""
 
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,12 @@ class ProtoHook(BuildHookInterface[Any]):
 
         root = Path(self.root)
         out = str(root / "common")
-        plugin = Path(sys.executable).parent
+        # Beside the Python that builds, or in the environment that pip made for this build alone.
+        folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         sources = [str(path) for path in sorted((root / "protos").rglob("*.proto"))]
         status = protoc.main(
             ["protoc", f"-I{root / 'protos'}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
-            + [f"--plugin={name}={plugin / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
+            + [f"--plugin={name}={shutil.which(name, path=folders)}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
             + [f"--{kind}={out}" for kind in ("python_out", "grpc_python_out", "mypy_out")]
             + [f"--mypy_grpc_out=only_async:{out}"]
             + sources
