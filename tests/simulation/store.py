@@ -17,7 +17,9 @@ from tests.simulation.loop import Proc, SimLoop, current
 from tests.simulation.network import Network, Wire
 
 PORT: Final = 6379
-_READS: Final = frozenset({b"PING", b"GET", b"PTTL", b"INFO", b"CONFIG", b"ZRANGE", b"HGETALL", b"HMGET", b"HELLO", b"CLIENT"})
+_READS: Final = frozenset(
+    {b"PING", b"GET", b"PTTL", b"INFO", b"CONFIG", b"ZRANGE", b"HGETALL", b"HMGET", b"HELLO", b"CLIENT"}
+)
 _CONFIG: Final = {
     b"appendonly": b"yes",
     b"appendfsync": b"always",
