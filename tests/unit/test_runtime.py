@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -91,6 +92,15 @@ def test_the_ready_file_is_whole_and_tells_address_metrics_and_pid(start: Start,
     assert told == {"address": "127.0.0.1:1", "metrics": int(line[-1]), "pid": process.pid}
     assert told["metrics"] > 0
     assert [child.name for child in tmp_path.iterdir()] == ["ready.json"]
+
+
+def test_metrics_are_bound_where_the_settings_say(start: Start) -> None:
+    process = start("", settings="ProcessSettings(metrics_port=0, metrics_host='127.0.0.2')")
+    port = first_line(process).split()[-1]
+    with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=20) as answer:
+        assert b"process_resident_memory_bytes" in answer.read()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20)
 
 
 def test_a_crashed_background_task_ends_the_process_and_says_why(start: Start) -> None:
