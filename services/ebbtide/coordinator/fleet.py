@@ -72,6 +72,8 @@ class Fleet:
         self._flapping.attached(hello.worker_id, now)
         self._recognise(session, adopted)
         self._state.sessions[session.session_id] = session
+        if hello.run_id and hello.run_id not in self._state.runs:
+            session.say_over(hello.run_id)
         self._health.heard(session, now)
         self._state.wake.set()
         shunned_s = self.shunned_s(session)
@@ -227,6 +229,8 @@ class Fleet:
         return len(session.attempts)
 
     def _installed(self, session: Session, message: Installed) -> None:
+        if message.run_id not in self._state.runs:
+            return  # it has been told meanwhile that the run is over
         session.installed = (message.run_id, message.version)
         session.unfit.pop(message.run_id, None)
         if run := self._state.runs.get(message.run_id):

@@ -66,6 +66,9 @@ class Installer:
         self._wished = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
+        self._work: asyncio.Task[None] | None = None  # the wish that is being fulfilled
+        self._over: set[str] = set()  # runs that are over, and of which something is still in use
+        self._restoring = False
         self._home = asyncio.Event()
         self._home.set()
         self._away = False  # the engine gave its weights up
@@ -81,6 +84,28 @@ class Installer:
         self._wish = wanted
         self._wished.set()
         self._attempts.ended.set()  # an install that waits looks again
+
+    def forget(self, run_id: str) -> None:
+        """A run is over: give back what is here of it, behind an install of it that has begun. A pull ends here."""
+        if self._wish is not None and self._wish.run_id == run_id:
+            self._wish = None
+            if self._work is not None and not self.installing:
+                self._work.cancel()
+        self._attempts.ended.set()
+        self._over.add(run_id)
+        if self._work is None:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """What is left of runs that are over; nothing of it may be in use."""
+        if self._restoring:
+            return
+        while self._over:
+            run_id = self._over.pop()
+            if self.current is not None and self.current.run_id == run_id:
+                self.current = None
+            self._weights.forget(run_id)
+            self._presence.forget()
 
     def stop(self) -> None:
         """Begin nothing more. A pull ends here; an install that has begun goes on."""
@@ -98,10 +123,23 @@ class Installer:
                 self._wished.clear()
                 if self._wish is not None:
                     self._be_busy(busy=self._wish != self.current)
-                    await self._fulfil(self._wish)
+                    await self._try(self._wish)
                     self._be_busy(busy=False)
+                self._give_back()
         finally:
             self.busy = False
+
+    async def _try(self, wish: Installation) -> None:
+        """Fulfil it, unless its run ends meanwhile."""
+        self._work = work = asyncio.create_task(self._fulfil(wish), name="install")
+        try:
+            await work
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            log.info("not installed: its run is over", **_names(wish))
+        finally:
+            self._work = None
 
     def rest(self) -> bool:
         """Install nothing until `restore`, for the engine gives its weights up; False if that cannot be now: because
@@ -118,6 +156,7 @@ class Installer:
         `NotNow`, and goes on resting, if the device is not to be touched once all is at hand."""
         if not self._away:
             return
+        self._restoring = True
         try:
             await self._come_back()
         except NotNow:
@@ -126,6 +165,10 @@ class Installer:
             self.current = None
             self._go_on()
             raise
+        finally:
+            self._restoring = False
+            if self._work is None:
+                self._give_back()
         self._go_on()
 
     async def _come_back(self) -> None:

@@ -166,6 +166,8 @@ class Session:
                 install = message.install
                 version = from_proto(install.version, PolicyVersion)
                 worker.installer.wish(Installation(install.run_id, version, install.publisher))
+            case "forget":
+                worker.forget(message.forget.run_id)
             case "borrow":
                 worker.borrow(wanted=message.borrow.wanted, reason=message.borrow.reason)
             case "drain":

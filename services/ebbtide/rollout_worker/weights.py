@@ -117,6 +117,12 @@ class Weights:
         """Whether all of a version is in the mirror now, to be served on."""
         return self.mirror is not None and self.mirror.holds(manifest)
 
+    def forget(self, run_id: str) -> None:
+        """Give back the memory that a run's versions take here; it is over, and nobody reads them."""
+        if self.installed is not None and self.installed.run_id == run_id:
+            self.installed = None
+        self._mirrors.forget(run_id)
+
     def close(self) -> None:
         """Give the mirror up. It goes when no other worker uses it."""
         self._mirrors.close()

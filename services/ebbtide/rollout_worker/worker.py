@@ -121,6 +121,7 @@ class Worker:
                 held=held,
                 installed=[to_proto(current.version, types_pb2.PolicyVersion)] if current else [],
                 flush_tokens=self.settings.flush_tokens,
+                run_id=current.run_id if current else "",
             )
         )
 
@@ -159,6 +160,14 @@ class Worker:
         for ref in refs:
             self._arriving.pop(ref.attempt_id, None)
         self.attempts.drop(refs, "cancelled")
+
+    def forget(self, run_id: str) -> None:
+        """A run is over: drop its attempts, and give back what is kept for it."""
+        for attempt_id in [one for one, held in self._arriving.items() if held.attempt.run_id == run_id]:
+            del self._arriving[attempt_id]
+        self.attempts.drop([ref for ref, _ in self.outbox.held() if ref.run_id == run_id], "cancelled")
+        self.installer.forget(run_id)
+        log.info("run over", run_id=run_id)
 
     def release(self, refs: Iterable[AttemptRef], reason: str) -> None:
         """Hand these back, and all that they made; see `Attempts.release`."""
