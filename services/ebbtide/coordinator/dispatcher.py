@@ -16,6 +16,7 @@ from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.attempts import Attempts
 from ebbtide.coordinator.borrowers import Borrowers
+from ebbtide.coordinator.changing import Changes
 from ebbtide.coordinator.fleet import Fleet
 from ebbtide.coordinator.moves import Moves, borrowable
 from ebbtide.coordinator.publishers import Publishers
@@ -70,6 +71,7 @@ class Dispatcher:
         self._moves = Moves(state, on=balance)
         self._borrowers = Borrowers(state, self._moves, fleet.news)
         self._slice_s = slice_s
+        self._changes = Changes(state, slice_s=slice_s)
         self._arranged = self._measured = float("-inf")
         self._unarranged = False
         self._lacking: dict[str, float] = {}  # run -> since when it has work and no worker; inf once it was told
@@ -195,6 +197,7 @@ class Dispatcher:
                 since=session.since,
                 running=len(session.attempts),
                 unfit=frozenset(run_id for run_id, until in session.unfit.items() if until > now)
+                | self._changes.barred(session, now)
                 | (barred if session.borrowed else set()),
             )
             for session in sessions
@@ -234,6 +237,7 @@ class Dispatcher:
             if not session.draining
             and not session.given_up  # an install would disturb its host too
             and session.unfit.get(run.run_id, 0.0) <= now
+            and not self._changes.forbids(run, session, now)
             and all(run_id == run.run_id for run_id, _ in session.held)
         ]
         for session_id, version in target_versions(serving, run.line.bounds(), run.versions).items():
@@ -243,7 +247,10 @@ class Dispatcher:
             told, session.target = session.target, (run.run_id, version)
             if told is None and session.version_of(run.run_id) == version:
                 continue  # it attached with this version
+            change = self._changes.needed(run, session)
+            session.changing = run.run_id if change else session.changing
             message = fleet_pb2.Install(
+                change=change,
                 version=to_proto(run.versions[version], types_pb2.PolicyVersion),
                 run_id=run.run_id,
                 model=run.spec.model,
@@ -255,6 +262,8 @@ class Dispatcher:
         """End a run whose weights no attached worker can install."""
         engines = [session.hello.engine for session in self._open_sessions()]
         attached = [engine.architecture for engine in engines]
+        if run.architecture and self._changes.served_by_somebody(run, time.monotonic()):
+            return
         if any(fits_nowhere(architecture, attached, tries) for architecture, tries in run.misfits.items()):
             serve = ", ".join(sorted({engine.model for engine in engines}))
             message = (

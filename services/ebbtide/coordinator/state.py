@@ -162,7 +162,8 @@ class RunState:
 
     `versions`: the announced ones that can be had; `homes`: episode -> session of its last turn; `busy`, `served`: when
     the run last had work, and a worker; `fitted`: whether some worker ever installed a version; `misfits`: before that,
-    how often versions of an architecture were refused by workers of another; `lengths`: of its finished responses.
+    how often versions of an architecture were refused by workers of another; `architecture`: that of the weights, once
+    a worker refused them for it; `lengths`: of its finished responses.
     """
 
     def __init__(self, run_id: str, spec: RunSpec) -> None:
@@ -182,6 +183,7 @@ class RunState:
         self.lengths = Lengths()
         self.fitted = False
         self.misfits: Counter[str] = Counter()
+        self.architecture = ""
         self.busy = self.served = float("-inf")
         self.ended_lately: set[str] | None = None  # rollouts that end while the mirror is being read anew
 
@@ -273,6 +275,9 @@ class Session:
         self.installed: tuple[str, PolicyVersion] | None = None
         self.target: tuple[str, int] | None = None
         self.unfit: dict[str, float] = {}  # run -> until when
+        self.changing = ""  # the run that its engine is being started anew for
+        self.restarted = float("-inf")  # when that was done last
+        self.refused: dict[str, float] = {}  # architectures that its engine could not be started for -> until when
         self.draining = self.gone = False
         self.reason = ""  # why it drains
         self.resend = asyncio.Event()
@@ -337,6 +342,7 @@ class Session:
         for attempt in mine:
             attempt.part()
         self.unfit.pop(run_id, None)
+        self.changing = "" if self.changing == run_id else self.changing
         kept = {self.run_id, self.installed[0] if self.installed else "", self.target[0] if self.target else ""}
         if run_id not in kept and not mine:
             return

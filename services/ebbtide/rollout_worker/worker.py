@@ -80,6 +80,7 @@ class Worker:
         self.drained = False
         self.beat = asyncio.Event()  # set when a heartbeat has news that cannot wait
         attempts.holds.watch(self._hold_changed)
+        installer.changed = self._engine_changed
         self._arriving: dict[str, Assignment] = {}
         self._deadline = math.inf
         self._limit: asyncio.Timeout | None = None
@@ -143,6 +144,8 @@ class Worker:
             uptime_s=now - self._started,
             held=bool(self.attempts.holds),
             quiet_s=self.attempts.quiet_s,
+            install_s=self.installer.install_s,
+            restart_s=self.installer.restart_s,
             borrowed=to_proto(self.borrowing.state, fleet_pb2.Borrowed) if self.borrowing else None,
         )
         return fleet_pb2.WorkerMessage(heartbeat=beat)
@@ -197,6 +200,9 @@ class Worker:
             self._admit()  # back they go
         self._say_draining()
         self.beat.set()
+
+    def _engine_changed(self, info: EngineInfo) -> None:
+        self.info = self.attempts.info = info
 
     def _hold_changed(self) -> None:
         self.beat.set()
