@@ -1,7 +1,7 @@
-"""What a real engine did that was started anew for another architecture, as JSON on stdout: run in a process of its own.
+"""What a real engine did that was started anew for another architecture, as JSON on stdout, in a process of its own.
 
-Arguments: the checkpoint to begin with, and one of another architecture; with the latter alone, what an engine does that
-was started for it in the first place.
+Arguments: the checkpoint to begin with, and one of another architecture; with one alone, what an engine does that was
+started for it in the first place.
 """
 
 import asyncio
@@ -29,6 +29,14 @@ def engine_for(own: Path) -> ChangingEngine:
 async def asked(engine: Any) -> Facts:
     asker = Asker(engine)
     return {"single": await asker.ask(PROMPTS[0]), "batch": await asker.ask_all(PROMPTS[:6])}
+
+
+def engine_processes() -> int:
+    """Those that there are, dead ones too. What multiprocessing keeps for itself is none of them."""
+    children = psutil.Process().children(recursive=True)
+    return sum(
+        one.status() == psutil.STATUS_ZOMBIE or "resource_tracker" not in " ".join(one.cmdline()) for one in children
+    )
 
 
 class Pulse:
@@ -61,13 +69,13 @@ async def changed(first: Path, second: Path) -> Facts:
     await engine.resume("store")
     facts["pause_s"] = await engine.install(VERSION, weights)
     facts |= {"after": await asked(engine), "infos": [vars_of(info), vars_of(other)]}
-    facts["processes"] = len(psutil.Process().children(recursive=True))
+    facts["processes"] = engine_processes()
     try:
         await engine.change("broken", config.replace(b"Qwen3ForCausalLM", b"NoSuchModel"), weights)
     except NotChanged as error:
         facts |= {"refusal": str(error), "back": vars_of(error.info), "again": await asked(engine)}
     await engine.stop()
-    facts["left"] = len([one for one in psutil.Process().children(recursive=True) if "resource_tracker" not in "".join(one.cmdline())])
+    facts["left"] = engine_processes()
     return facts
 
 
@@ -86,4 +94,5 @@ async def fresh(checkpoint: Path) -> Facts:
 
 if __name__ == "__main__":
     paths = [Path(argument) for argument in sys.argv[1:]]
-    print(json.dumps(asyncio.run(changed(*paths) if len(paths) == 2 else fresh(*paths))))
+    facts = asyncio.run(changed(*paths) if len(paths) == 2 else fresh(*paths))
+    sys.stdout.write(json.dumps(facts) + "\n")

@@ -277,23 +277,22 @@ class Fleet:
     def _install_failed(self, session: Session, message: InstallFailed) -> None:
         session.target = None
         asked, session.changing = session.changing == message.run_id, ""
-        now = time.monotonic()
-        session.unfit[message.run_id] = now + _INSTALL_PAUSE_S
         version = message.version.version
-        text = f"worker {session.worker_id} could not install version {version}: {message.message}"
         log.warning("install failed", worker_id=session.worker_id, run_id=message.run_id, reason=message.message)
         if (run := self._state.runs.get(message.run_id)) is None:
             return
-        key = f"install.{session.worker_id}.{version}"
-        self.news.tell(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
+        now = time.monotonic()
         if message.architecture:
             run.architecture = message.architecture
             if asked:
                 refused(session, message.architecture, now)
-            elif may_change(run, session, now):
-                session.unfit.pop(message.run_id, None)
+            elif may_change(run, session, now):  # it is asked to, when that pays
                 self._state.wake.set()
                 return
+        session.unfit[message.run_id] = now + _INSTALL_PAUSE_S
+        text = f"worker {session.worker_id} could not install version {version}: {message.message}"
+        key = f"install.{session.worker_id}.{version}"
+        self.news.tell(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
         if message.architecture and not run.fitted:
             run.misfits[message.architecture] += 1
         if not message.unreachable:  # else it can be had again once the relay is back

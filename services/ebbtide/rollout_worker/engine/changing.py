@@ -19,6 +19,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import Engine, EngineFailed, EngineRequest, Shapes, TokenDelta
 from ebbtide.rollout_worker.engine.boxes import Boxes
+from ebbtide.types.bounds import shortened
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.weights import Manifest
 from ebbtide.weights import check_config
@@ -76,7 +77,7 @@ class ChangingEngine:
             try:
                 info = await self._start(self._make(root))
             except Exception as error:
-                text = f"no engine starts for {name}: {error}"
+                text = shortened(f"no engine starts for {name}: {error}")
                 log.warning("back to the worker's own model", reason=text)
                 raise NotChanged(text, await self._go_back()) from error
         self.restart_s = time.monotonic() - began

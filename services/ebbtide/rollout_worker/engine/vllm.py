@@ -10,6 +10,7 @@ whatever signal, so do the engine's own processes.
 import asyncio
 import json
 import logging
+import multiprocessing
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -32,6 +33,8 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 #: vLLM's label before any version was installed.
 _UNLABELLED = "default"
 _AWAY = "weights away"
+#: For an engine's process that was told to end.
+_END_S = 10.0
 _DEAD = "the engine's process died; its log says why"
 
 
@@ -194,6 +197,8 @@ class VllmEngine:
             # Not in a thread: its output task must not run between the engine's end and its own.
             self._llm.shutdown()
             self._llm = None
+            for process in multiprocessing.active_children():  # whoever serves on leaves no dead process behind
+                await asyncio.to_thread(process.join, _END_S)
 
     def _arguments(self) -> dict[str, Any]:
         settings = self._settings
