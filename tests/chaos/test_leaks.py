@@ -148,6 +148,7 @@ async def test_a_finished_run_leaves_nothing_but_its_record(cluster: Cluster) ->
 
 async def test_a_run_that_is_cancelled_while_it_publishes_and_workers_pull_leaves_nothing(cluster: Cluster) -> None:
     house = House(cluster)
+    cluster.script["scripted_install_s"] = 0.3
     client = await house.boot()
     for number in range(5):
         run_id = f"run-{number}"

@@ -70,7 +70,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     `signature` (Ed25519, 64 bytes) of `version.root` by the run's publisher, whose public key is `publisher` (32
     bytes); neither is covered by the root, and both are empty for a manifest that nobody signed. `config`: the model's
-    config.json, for who has to start an engine for it; empty where the publisher told none.
+    config.json, for who has to start an engine for it, and `config_signature` that of root and config together; both
+    are empty where the publisher told none.
     """
 
     run_id: str
@@ -80,6 +81,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     publisher: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
     config: Annotated[bytes, Meta(max_length=CONFIG_BYTES)] = b""
+    config_signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
 
 
 class TensorPatch(Struct, frozen=True, kw_only=True):

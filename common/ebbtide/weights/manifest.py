@@ -1,8 +1,9 @@
 """Manifests: the tensors of one policy version and the digests of their tiles, bound together by a root digest.
 
 The root is BLAKE3 (256 bits, in its mode of key derivation, by a context of our own) over a canonical encoding of
-run, version, parent, step, all tensors in order and, behind them, the model's configuration if there is one: every
-field is fixed-width little-endian or preceded by its length, so no two manifests share an encoding.
+run, version, parent, step and all tensors in order: every field is fixed-width little-endian or preceded by its length,
+so no two manifests share an encoding. The model's configuration is apart from it, under a signature of its own: so
+those who know of none see the version as it ever was.
 """
 
 import math
@@ -78,9 +79,6 @@ def root_digest(manifest: Manifest) -> bytes:
             root.update(struct.pack(f"<Q{len(lengths)}Q", len(lengths), *lengths))
         root.update(struct.pack("<QQ", entry.size, len(entry.digests)))
         root.update(b"".join(entry.digests))
-    if manifest.config:  # without one, the root is what it was before there was any
-        root.update(struct.pack("<Q", len(manifest.config)))
-        root.update(manifest.config)
     return root.digest()
 
 

@@ -37,6 +37,7 @@ class ManifestPart(Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorEntry, ...] = ()
     patch: "PatchPart | None" = None
     config: Annotated[bytes, Meta(max_length=CONFIG_BYTES)] = b""
+    config_signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
 
 
 class PatchHead(Struct, frozen=True, kw_only=True):
@@ -111,6 +112,7 @@ def _part(manifest: Manifest, tensors: list[TensorEntry], head: bool) -> Manifes
         publisher=manifest.publisher,
         signature=manifest.signature,
         config=manifest.config,
+        config_signature=manifest.config_signature,
         tensors=tuple(tensors),
     )
 
@@ -152,6 +154,7 @@ class ManifestJoiner:
             publisher=self._head.publisher,
             signature=self._head.signature,
             config=self._head.config,
+            config_signature=self._head.config_signature,
             tensors=tuple(self._tensors),
         )
 

@@ -8,19 +8,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from ebbtide.errors import ChunkCorrupt, InvalidRequest
+from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.types.weights import CONFIG_BYTES, Manifest, PolicyVersion
 from ebbtide.weights import (
     ManifestJoiner,
+    Signer,
     build_manifest,
     check_config,
-    check_manifest,
+    check_signature,
     named_tensor,
     read_config,
     seal_manifest,
     split_manifest,
 )
 
+SIGNER = Signer(b"s" * 32)
 CONFIG: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64}
 
 
@@ -29,23 +31,33 @@ def manifest(config: bytes) -> Manifest:
     return seal_manifest("r", plain.version, plain.tensors, config=config)
 
 
-def test_a_version_without_one_has_the_root_that_it_always_had() -> None:
+def test_who_knows_of_none_sees_the_version_as_it_ever_was() -> None:
     plain = build_manifest("r", PolicyVersion(policy="p", version=1), [named_tensor("w", np.zeros(4, np.float32))])
-    assert manifest(b"").version.root == plain.version.root
-    assert manifest(json.dumps(CONFIG).encode()).version.root != plain.version.root
+    signed = SIGNER.sign(manifest(json.dumps(CONFIG).encode()))
+    assert signed.version.root == plain.version.root
+    check_signature(msgspec.structs.replace(signed, config=b"", config_signature=b""), SIGNER.public)
 
 
-def test_one_that_was_altered_on_its_way_is_refused() -> None:
-    sealed = manifest(json.dumps(CONFIG).encode())
-    altered = msgspec.structs.replace(sealed, config=sealed.config.replace(b"64", b"65"))
-    with pytest.raises(ChunkCorrupt):
-        check_manifest(altered)
-    with pytest.raises(ChunkCorrupt):
-        check_manifest(msgspec.structs.replace(sealed, config=b""))
+@pytest.mark.parametrize(
+    "changes", [{"config": b'{"a": 1}'}, {"config_signature": b""}, {"config_signature": b"x" * 64}]
+)
+def test_one_that_its_publisher_did_not_sign_is_refused(changes: dict[str, bytes]) -> None:
+    signed = SIGNER.sign(manifest(json.dumps(CONFIG).encode()))
+    check_signature(signed, SIGNER.public)
+    with pytest.raises(PermissionDenied):
+        check_signature(msgspec.structs.replace(signed, **changes), SIGNER.public)
+
+
+def test_one_of_another_version_is_refused() -> None:
+    signed = SIGNER.sign(manifest(json.dumps(CONFIG).encode()))
+    other = SIGNER.sign(seal_manifest("another", signed.version, signed.tensors))
+    moved = msgspec.structs.replace(other, config=signed.config, config_signature=signed.config_signature)
+    with pytest.raises(PermissionDenied):
+        check_signature(moved, SIGNER.public)
 
 
 def test_it_travels_in_the_first_part() -> None:
-    sealed = manifest(json.dumps(CONFIG).encode())
+    sealed = SIGNER.sign(manifest(json.dumps(CONFIG).encode()))
     joiner = ManifestJoiner()
     for part in split_manifest(sealed, part_bytes=1):
         joiner.add(part)

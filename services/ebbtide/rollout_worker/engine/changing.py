@@ -60,6 +60,8 @@ class ChangingEngine:
         """Why no engine can be started for this version; empty if one may be."""
         if not manifest.config:
             return "its versions carry no config.json, of which an engine could be started"
+        if not manifest.config_signature:
+            return "its versions' config.json is not signed by the run's publisher"
         size = sum(entry.size for entry in manifest.tensors)
         if self._most and size > self._most:
             return f"its weights have {size} bytes, more than change_max_mib allows ({self._most})"
