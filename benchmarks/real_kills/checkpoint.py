@@ -3,8 +3,17 @@
 from pathlib import Path
 
 
-def make_checkpoint(path: Path, seed: int, *, tied: bool = False, vocab_size: int = 128, spread: float = 0.1) -> Path:
-    """Write a Qwen3 of 0.4 M parameters in float32 to `path`; its last token ends a text.
+def make_checkpoint(
+    path: Path,
+    seed: int,
+    *,
+    tied: bool = False,
+    vocab_size: int = 128,
+    spread: float = 0.1,
+    hidden_size: int = 128,
+    layers: int = 2,
+) -> Path:
+    """Write a Qwen3, of 0.4 M parameters unless it is told otherwise, in float32 to `path`; its last token ends a text.
 
     `spread` is the standard deviation of its matrices: at 0.1 greedy choices are no ties, so that they are the same
     however requests are batched.
@@ -17,9 +26,9 @@ def make_checkpoint(path: Path, seed: int, *, tied: bool = False, vocab_size: in
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab_size,
-        hidden_size=128,
+        hidden_size=hidden_size,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

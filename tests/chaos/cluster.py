@@ -68,7 +68,8 @@ class Cluster:
         """Start everything, and return a client of it. The coordinator keeps its settings when it is started again."""
         self._coordinator |= coordinator
         self.store()
-        await asyncio.gather(self.coordinator(), self.relay())
+        await self.coordinator()
+        await self.relay()
         await asyncio.gather(*(self.worker(f"w{number + 1}") for number in range(workers)))
         return self.client()
 
@@ -106,9 +107,12 @@ class Cluster:
         flags = {"server_listen": listen, "store_url": store, **self._coordinator, **settings}
         return await self.start(name, "coordinator", **flags)
 
-    async def relay(self) -> Process:
+    async def relay(self, **settings: Any) -> Process:
         data = self.directory / "relay"
-        return await self.start("relay", "weight_relay", server_listen=self._address("relay"), data_dir=data)
+        flags: dict[str, Any] = {"server_listen": self._address("relay"), "data_dir": data}
+        if "coordinator" in self.process:
+            flags["coordinator"] = self.process["coordinator"].address
+        return await self.start("relay", "weight_relay", **flags, **settings)
 
     async def worker(self, name: str, *coordinators: str, **settings: Any) -> Process:
         flags: dict[str, Any] = {

@@ -42,7 +42,10 @@ class Head:
         seed: bytes,
         base: Manifest | None,
         announce: Callable[[PolicyVersion], Awaitable[None]],
+        config: bytes = b"",
     ) -> None:
+        """`config`: the model's config.json, if it is to travel with the version."""
+        self._config = config
         self._staging, self._run_id, self._version, self._announce = staging, run_id, version, announce
         self._signer = Signer(seed or _OWN_SEED)
         self._base = base
@@ -85,7 +88,7 @@ class Head:
         entries, patches = _joined(shares)
         self._changed = sum(share.changed for share in shares)
         self._elements = sum(share.elements for share in shares)
-        manifest = self._signer.sign(seal_manifest(self._run_id, self._version, entries))
+        manifest = self._signer.sign(seal_manifest(self._run_id, self._version, entries, config=self._config))
         if self._base is None or not same_geometry(manifest, self._base):
             return manifest, None
         patch = Patch(

@@ -1,12 +1,14 @@
 """A lease on a run: what its trainer or its driver may do, for as long as nobody else has claimed it."""
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbtide.client.batches import batches
 from ebbtide.client.hold import LEAVE_S, Hold
 from ebbtide.client.retry import Peer
-from ebbtide.errors import InvalidRequest, NoCapacity
+from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity
 from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import (
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from ebbtide.client.exchange import Exchange
     from ebbtide.client.publishing import Publisher, Publishing, Tensors
     from ebbtide.client.weights import Relay
+
+log = logging.getLogger(__name__)
 
 
 class Lease(Hold):
@@ -144,6 +148,7 @@ class Lease(Hold):
             self._publisher = self._relay().publisher(
                 self.run_id, self.run.spec.policy, authority=authority, exchange=exchange
             )
+            self._publisher.config = _config(self.run.spec.model)
         elif exchange is not None and exchange is not self._publisher.exchange:
             text = "another publishes under this lease since its first call; give that one the exchange"
             raise InvalidRequest(text, field="exchange")
@@ -178,6 +183,17 @@ class Lease(Hold):
         )
         self.run = from_proto(await self._call(self._runs.FinishRun, request), Run)
         return self.run
+
+
+def _config(model: str) -> bytes:
+    """The run's model's, where it lies on this machine."""
+    from ebbtide.weights import read_config
+
+    try:
+        return read_config(Path(model))
+    except (EbbtideError, OSError) as error:
+        log.warning("its config.json stays here, so no worker of another model can serve the run: %s", error)
+        return b""
 
 
 def _episode_size(episode: Episode) -> int:

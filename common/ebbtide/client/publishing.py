@@ -111,6 +111,9 @@ class Publisher:
         threads: int = 0,
     ) -> None:
         """`authority` is rank 0's. `threads` encode; 0: half of the processors, eight at most."""
+        #: The model's config.json, which travels with each version, so that workers can start an engine for it. Rank
+        #: 0's; empty: only workers whose model has just these tensors can serve the run.
+        self.config = b""
         self._staging = Staging(peer, run_id)
         self._run_id, self._policy = run_id, policy
         self._authority, self.exchange = authority, exchange or Alone()
@@ -203,7 +206,7 @@ class Publisher:
             return Start(), None
         version, seed = reserved
         manifest = self._base.manifest if self._base else None
-        head = Head(self._staging, self._run_id, version, seed, manifest, self._authority.announce)
+        head = Head(self._staging, self._run_id, version, seed, manifest, self._authority.announce, self.config)
         return Start(version=version, base=self._base.version if self._base else 0), head
 
     async def _publish(

@@ -25,9 +25,7 @@ _LATELY_S: Final = 30.0
 _TURNS: Final = 8.0
 #: What a run for which nothing waits may be owed, in turns of one worker.
 _SPARED: Final = 0.5
-#: How long an engine of another architecture takes to start, and another run's weights to be installed, until it is
-#: known of the worker, or of others.
-RESTART_S: Final = 60.0
+#: How long another run's weights take to be installed, until it is known of the worker, or of others.
 CHANGE_S: Final = 1.0
 #: A run that wants less than it did is believed after so many times what a change costs (the rent-or-buy rule: by then
 #: waiting has cost as much as changing over and back); within these bounds.
@@ -145,25 +143,26 @@ class Wants:
 
 
 class Changes:
-    """How long workers take to change over, learnt of each; of one that is not known, what is typical of others."""
+    """How long workers take to change over, learnt of each; of one that is not known, what is typical of others.
+    Starts of the engine for another architecture do not count: workers tell themselves what they take.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, bool], float] = {}  # by worker, and whether its engine started anew
-        self._typical: dict[bool, float] = {}
+        self._known: dict[str, float] = {}  # by worker
+        self._typical = CHANGE_S
 
-    def learn(self, worker_id: str, seconds: float, *, restarted: bool) -> None:
+    def learn(self, worker_id: str, seconds: float) -> None:
         """A worker made nothing for so long because it changed over."""
-        key = worker_id, restarted
-        self._known[key] = 0.5 * (self._known.get(key, seconds) + seconds)
-        self._typical[restarted] = 0.5 * (self._typical.get(restarted, seconds) + seconds)
+        self._typical = 0.5 * ((self._typical if self._known else seconds) + seconds)
+        self._known[worker_id] = 0.5 * (self._known.get(worker_id, seconds) + seconds)
 
-    def typical(self, *, restarted: bool = False) -> float:
-        return self._typical.get(restarted, RESTART_S if restarted else CHANGE_S)
+    def typical(self) -> float:
+        return self._typical
 
-    def estimate(self, worker_id: str, *, restarted: bool = False) -> float:
-        return self._known.get((worker_id, restarted), self.typical(restarted=restarted))
+    def estimate(self, worker_id: str) -> float:
+        return self._known.get(worker_id, self._typical)
 
     def keep(self, workers: Collection[str]) -> None:
         """Forget all workers but these."""
         if len(self._known) > 2 * len(workers) + 16:
-            self._known = {key: value for key, value in self._known.items() if key[0] in workers}
+            self._known = {key: value for key, value in self._known.items() if key in workers}

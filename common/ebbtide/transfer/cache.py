@@ -55,6 +55,11 @@ class BlobCache:
         while self.size > self._most:
             self.size -= len(self._kept.popitem(last=False)[1])
 
+    def clear(self) -> None:
+        """Keep nothing of what has come so far."""
+        self._kept.clear()
+        self.size = 0
+
     def get(self, digest: bytes) -> bytes | None:
         if (data := self._kept.get(digest)) is not None:
             self._kept.move_to_end(digest)

@@ -181,6 +181,10 @@ class Puller:
             holder = replace(holder, address="", lasting=False)
         return (await self._finder.find(question, holder)).again_s
 
+    def forget(self) -> None:
+        """Keep none of the blobs that have come so far."""
+        self._means.cache.clear()
+
     def warm_up(self) -> None:
         """Make ready for patches in the background, which takes seconds in a process that has not seen one."""
 

@@ -7,6 +7,8 @@ from msgspec import Meta, Struct
 #: Largest tile: well under gRPC's 4 MiB message limit, and large enough that digests cost little.
 TILE_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
+#: Of a model's config.json: the largest known have some ten KiB.
+CONFIG_BYTES: Final = 256 << 10
 #: Ed25519 (RFC 8032): public keys and signatures.
 KEY_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
@@ -67,7 +69,9 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """All tensors of one version, in the publisher's order.
 
     `signature` (Ed25519, 64 bytes) of `version.root` by the run's publisher, whose public key is `publisher` (32
-    bytes); neither is covered by the root, and both are empty for a manifest that nobody signed.
+    bytes); neither is covered by the root, and both are empty for a manifest that nobody signed. `config`: the model's
+    config.json, for who has to start an engine for it, and `config_signature` that of root and config together; both
+    are empty where the publisher told none.
     """
 
     run_id: str
@@ -76,6 +80,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorEntry, ...]
     publisher: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
+    config: Annotated[bytes, Meta(max_length=CONFIG_BYTES)] = b""
+    config_signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
 
 
 class TensorPatch(Struct, frozen=True, kw_only=True):

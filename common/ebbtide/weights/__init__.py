@@ -3,6 +3,7 @@
 Pure functions over numpy arrays and bytes: nothing here waits, reads a clock or touches a file.
 """
 
+from ebbtide.weights.config import check_config, read_config
 from ebbtide.weights.layout import Layout
 from ebbtide.weights.manifest import Limits, build_manifest, check_manifest, root_digest, seal_manifest
 from ebbtide.weights.parts import ManifestJoiner, ManifestPart, PatchJoiner, PatchPart, split_manifest, split_patch
@@ -29,6 +30,7 @@ __all__ = [
     "as_array",
     "blob_sizes",
     "build_manifest",
+    "check_config",
     "check_manifest",
     "check_patch",
     "check_patch_signature",
@@ -40,6 +42,7 @@ __all__ = [
     "patched_tiles",
     "places",
     "places_of",
+    "read_config",
     "root_digest",
     "same_geometry",
     "seal_manifest",

@@ -2,7 +2,8 @@
 
 The root is BLAKE3 (256 bits, in its mode of key derivation, by a context of our own) over a canonical encoding of
 run, version, parent, step and all tensors in order: every field is fixed-width little-endian or preceded by its length,
-so no two manifests share an encoding.
+so no two manifests share an encoding. The model's configuration is apart from it, under a signature of its own: so
+those who know of none see the version as it ever was.
 """
 
 import math
@@ -18,6 +19,7 @@ from msgspec import Meta, Struct
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import DIGEST_BYTES, TILE_BYTES, Manifest, PolicyVersion, TensorEntry
+from ebbtide.weights.config import check_config
 from ebbtide.weights.dtypes import carrier
 from ebbtide.weights.pieces import check_pieces
 from ebbtide.weights.tensors import NamedTensor
@@ -48,10 +50,14 @@ def build_manifest(
 
 
 def seal_manifest(
-    run_id: str, version: PolicyVersion, entries: Iterable[TensorEntry], tile_bytes: int = TILE_BYTES
+    run_id: str,
+    version: PolicyVersion,
+    entries: Iterable[TensorEntry],
+    tile_bytes: int = TILE_BYTES,
+    config: bytes = b"",
 ) -> Manifest:
     """The checked manifest of `entries`, whose version carries its root digest."""
-    manifest = Manifest(run_id=run_id, version=version, tile_bytes=tile_bytes, tensors=tuple(entries))
+    manifest = Manifest(run_id=run_id, version=version, tile_bytes=tile_bytes, tensors=tuple(entries), config=config)
     version = msgspec.structs.replace(version, root=root_digest(manifest))
     manifest = msgspec.structs.replace(manifest, version=version)
     check_manifest(manifest)
@@ -88,6 +94,8 @@ def check_manifest(manifest: Manifest, limits: Limits = Limits()) -> None:  # no
     Raises `InvalidRequest` naming the field or tensor, and `ChunkCorrupt` when only the root digest is wrong.
     """
     check_head(manifest.run_id, manifest.version, manifest.tile_bytes)
+    if manifest.config:
+        check_config(manifest.config)
     if not manifest.tensors:
         raise InvalidRequest("a version has at least one tensor", field="tensors")
     tally = Tally(limits)

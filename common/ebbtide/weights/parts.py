@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import (
+    CONFIG_BYTES,
     DIGEST_BYTES,
     KEY_BYTES,
     SIGNATURE_BYTES,
@@ -35,6 +36,8 @@ class ManifestPart(Struct, frozen=True, kw_only=True):
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
     tensors: tuple[TensorEntry, ...] = ()
     patch: "PatchPart | None" = None
+    config: Annotated[bytes, Meta(max_length=CONFIG_BYTES)] = b""
+    config_signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
 
 
 class PatchHead(Struct, frozen=True, kw_only=True):
@@ -108,6 +111,8 @@ def _part(manifest: Manifest, tensors: list[TensorEntry], head: bool) -> Manifes
         tile_bytes=manifest.tile_bytes,
         publisher=manifest.publisher,
         signature=manifest.signature,
+        config=manifest.config,
+        config_signature=manifest.config_signature,
         tensors=tuple(tensors),
     )
 
@@ -148,6 +153,8 @@ class ManifestJoiner:
             tile_bytes=self._head.tile_bytes,
             publisher=self._head.publisher,
             signature=self._head.signature,
+            config=self._head.config,
+            config_signature=self._head.config_signature,
             tensors=tuple(self._tensors),
         )
 

@@ -3,12 +3,17 @@
 A root already says which kind of thing it is of, for each kind derives its digest by a context of its own.
 """
 
+from typing import Final
+
 import msgspec
+from blake3 import blake3
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.types.weights import KEY_BYTES, SIGNATURE_BYTES, Manifest, Patch
+
+_CONFIG: Final = "ebbtide 2026-11 model configuration"
 
 
 class Signer:
@@ -22,9 +27,10 @@ class Signer:
         self.public = self._key.public_key().public_bytes_raw()
 
     def sign(self, manifest: Manifest) -> Manifest:
-        """The manifest with this key's signature of its root."""
+        """The manifest with this key's signature of its root, and of its configuration if it has one."""
         signature = self._key.sign(manifest.version.root)
-        return msgspec.structs.replace(manifest, publisher=self.public, signature=signature)
+        of_config = self._key.sign(_bound(manifest)) if manifest.config else b""
+        return msgspec.structs.replace(manifest, publisher=self.public, signature=signature, config_signature=of_config)
 
     def sign_patch(self, patch: Patch) -> Patch:
         """The patch with this key's signature of its root."""
@@ -39,6 +45,16 @@ def check_signature(manifest: Manifest, publisher: bytes = b"") -> None:
     if publisher and manifest.publisher != publisher:
         raise PermissionDenied("the manifest is signed by another key than the run's publisher's")
     _check(manifest.publisher, manifest.signature, manifest.version.root, "manifest")
+    if manifest.config:
+        _check(manifest.publisher, manifest.config_signature, _bound(manifest), "model's configuration")
+
+
+def _bound(manifest: Manifest) -> bytes:
+    """A digest of a version's root and its configuration together."""
+    bound = blake3(derive_key_context=_CONFIG)
+    bound.update(manifest.version.root)  # of one length
+    bound.update(manifest.config)
+    return bound.digest()
 
 
 def check_patch_signature(patch: Patch, publisher: bytes) -> None:

@@ -155,7 +155,13 @@ class Cluster:
     def _relay(self) -> Program:
         data = self.directory / "relay"
         return self._service(
-            "relay", "ebbtide.weight_relay", _RELAY, server_listen=self.shape.relay, data_dir=data, keep_versions=3
+            "relay",
+            "ebbtide.weight_relay",
+            _RELAY,
+            server_listen=self.shape.relay,
+            data_dir=data,
+            keep_versions=3,
+            coordinator=self.shape.coordinator,
         )
 
     def _trainer(self) -> Program:

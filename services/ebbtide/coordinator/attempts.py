@@ -7,6 +7,7 @@ of, the next one reads from the store what had been done.
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -16,7 +17,9 @@ from ebbtide.coordinator import metrics
 from ebbtide.coordinator.bells import Bells
 from ebbtide.coordinator.lives import widowed
 from ebbtide.coordinator.state import Attempt, Orphaned, RunState, Session, State
+from ebbtide.errors import NotFound, StoreUnavailable
 from ebbtide.rpc.convert import to_proto
+from ebbtide.rpc.endings import EndedRun
 from ebbtide.scheduling.attempts import dead_letter
 from ebbtide.scheduling.line import Waiting
 from ebbtide.scheduling.pacing import Bounds
@@ -202,25 +205,24 @@ class Attempts:
         """End a run and all attempts in it. Raises `NotReady`: see `Runs.end`."""
         await self._store.runs.end(run_id, status, message, drop=drop, lease=lease, keep_s=self._keep_ended_s)
         log.info("run ended", run_id=run_id, status=status.name, reason=message)
-        await self.run_over(run_id)
+        await self.run_over(run_id, status)
 
-    async def run_over(self, run_id: str) -> None:
-        """The store ended the whole run. Nothing happens the second time."""
+    async def run_over(self, run_id: str, status: RunStatus | None = None) -> None:
+        """The store ended the whole run; without a `status`, or lost it. Nothing happens the second time."""
         if (run := self._state.runs.get(run_id)) is not None:
             async with run.lock:
                 self._drop_run(run)
+            with suppress(NotFound, StoreUnavailable):
+                status = status or (await self._store.runs.read(run_id)).status
+            if status is not None and status.ended:  # who keeps its data elsewhere is never told of one that is lost
+                self._state.endings.tell(EndedRun(run_id, status))
 
     def _drop_run(self, run: RunState) -> None:
         run.ended = True
         run.settled.set()  # appends that wait are told that it is over
         self._state.runs.pop(run.run_id, None)
         for session in self._state.sessions.values():
-            mine = [attempt for attempt in session.attempts.values() if attempt.run_id == run.run_id]
-            session.cancel(attempt.ref for attempt in mine)
-            for attempt in mine:
-                attempt.part()
-            if session.run_id == run.run_id:
-                session.run_id = ""
+            session.forget(run.run_id)
         for topic in ("events", "finished", "trajectories"):
             self._bells.ring(topic, run.run_id)
         for rollout_id in (*run.running, *(one.rollout_id for one in run.line)):

@@ -16,6 +16,7 @@ from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.attempts import Attempts
 from ebbtide.coordinator.borrowers import Borrowers
+from ebbtide.coordinator.changing import Changes
 from ebbtide.coordinator.fleet import Fleet
 from ebbtide.coordinator.moves import Moves, borrowable
 from ebbtide.coordinator.publishers import Publishers
@@ -69,7 +70,8 @@ class Dispatcher:
         self._publishers = publishers
         self._moves = Moves(state, on=balance)
         self._borrowers = Borrowers(state, self._moves, fleet.news)
-        self._sharing = Sharing(state, fleet, self._moves, slice_s=slice_s)
+        self._changes = Changes(state)
+        self._sharing = Sharing(state, fleet, self._moves, self._changes, slice_s=slice_s)
         self._arranged = self._measured = float("-inf")
         self._unarranged = False
         self._lacking: dict[str, float] = {}  # run -> since when it has work and no worker; inf once it was told
@@ -200,6 +202,7 @@ class Dispatcher:
             if not session.draining
             and not session.given_up  # an install would disturb its host too
             and session.unfit.get(run.run_id, 0.0) <= now
+            and not self._changes.forbids(run, session, now)
             and all(run_id == run.run_id for run_id, _ in session.held)
         ]
         for session_id, version in target_versions(serving, run.line.bounds(), run.versions).items():
@@ -207,10 +210,11 @@ class Dispatcher:
             if version not in run.versions or session.target == (run.run_id, version):
                 continue
             told, session.target = session.target, (run.run_id, version)
-            _begin_change(session, run, now)
+            self._begin_change(session, run, now)
             if told is None and session.version_of(run.run_id) == version:
                 continue  # it attached with this version
             message = fleet_pb2.Install(
+                change=session.changing is not None and session.changing.restarted,
                 version=to_proto(run.versions[version], types_pb2.PolicyVersion),
                 run_id=run.run_id,
                 model=run.spec.model,
@@ -218,10 +222,19 @@ class Dispatcher:
             )
             session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(install=message))
 
+    def _begin_change(self, session: Session, run: RunState, now: float) -> None:
+        """It is told to install a version of the run: from now on it serves nobody, if it served another run."""
+        if session.installed is not None and session.installed[0] == run.run_id:
+            session.changing = None
+        elif session.changing is None or session.changing.run_id != run.run_id:
+            session.changing = Changing(run.run_id, now, self._changes.needed(run, session))
+
     async def _fail_misfit(self, run: RunState) -> None:
         """End a run whose weights no attached worker can install."""
         engines = [session.hello.engine for session in self._open_sessions()]
         attached = [engine.architecture for engine in engines]
+        if run.architecture and self._changes.served_by_somebody(run, time.monotonic()):
+            return
         if any(fits_nowhere(architecture, attached, tries) for architecture, tries in run.misfits.items()):
             serve = ", ".join(sorted({engine.model for engine in engines}))
             message = (
@@ -325,15 +338,6 @@ class Dispatcher:
             share=said.share if said else 1.0,
             spell_s=said.spell_s if said else math.inf,
         )
-
-
-def _begin_change(session: Session, run: RunState, now: float) -> None:
-    """It is told to install a version of the run: from now on it serves nobody, if it served another run."""
-    if session.installed is not None and session.installed[0] == run.run_id:
-        session.changing = None
-    elif session.changing is None or session.changing.run_id != run.run_id:
-        restarted = run.architecture not in {"", session.hello.engine.architecture}
-        session.changing = Changing(run.run_id, now, restarted)
 
 
 def _ready(run: RunState, session: Session) -> bool:

@@ -16,9 +16,18 @@ from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.attempts import Attempts
 from ebbtide.coordinator.bells import Bells
+from ebbtide.coordinator.changing import may_change, refused
 from ebbtide.coordinator.health import Health, Suspect
 from ebbtide.coordinator.news import News
-from ebbtide.coordinator.records import Attach, DrainNotice, Heartbeat, Installed, InstallFailed, Released
+from ebbtide.coordinator.records import (
+    Attach,
+    DrainNotice,
+    EngineChanged,
+    Heartbeat,
+    Installed,
+    InstallFailed,
+    Released,
+)
 from ebbtide.coordinator.settings import Settings
 from ebbtide.coordinator.state import Attempt, Orphaned, Session, State
 from ebbtide.errors import NotFound, NotReady
@@ -72,6 +81,8 @@ class Fleet:
         self._flapping.attached(hello.worker_id, now)
         self._recognise(session, adopted)
         self._state.sessions[session.session_id] = session
+        if hello.run_id and hello.run_id not in self._state.runs:
+            session.say_over(hello.run_id)
         self._health.heard(session, now)
         self._state.wake.set()
         shunned_s = self.shunned_s(session)
@@ -199,6 +210,8 @@ class Fleet:
                 self._installed(session, message)
             case InstallFailed():
                 self._install_failed(session, message)
+            case EngineChanged():
+                self._engine_changed(session, message)
             case Released():
                 self._released(session, message)
             case DrainNotice():
@@ -227,11 +240,13 @@ class Fleet:
         return len(session.attempts)
 
     def _installed(self, session: Session, message: Installed) -> None:
+        if message.run_id not in self._state.runs:
+            return  # it has been told meanwhile that the run is over
         session.installed = (message.run_id, message.version)
         session.unfit.pop(message.run_id, None)
         if (changing := session.changing) is not None and changing.run_id == message.run_id:
-            seconds = time.monotonic() - changing.at
-            self._state.changes.learn(session.worker_id, seconds, restarted=changing.restarted)
+            if not changing.restarted:
+                self._state.changes.learn(session.worker_id, time.monotonic() - changing.at)
             session.changing = None
         if run := self._state.runs.get(message.run_id):
             run.failed_installs.pop(message.version.version, None)
@@ -254,14 +269,33 @@ class Fleet:
             pause_s=message.pause_s,
         )
 
+    def _engine_changed(self, session: Session, message: EngineChanged) -> None:
+        """The worker's engine was started anew: for what it was asked for, or, where that failed, for its own model."""
+        session.hello = msgspec.structs.replace(session.hello, engine=message.engine)
+        session.installed = None
+        metrics.engine_starts.inc()
+        text = f"the engine of worker {session.worker_id} was started anew, for {message.engine.model}"
+        self.news.of_worker(session, text, "changed", seconds=message.seconds)
+        log.info("engine changed", worker_id=session.worker_id, run_id=message.run_id, seconds=message.seconds)
+        self._state.wake.set()
+
     def _install_failed(self, session: Session, message: InstallFailed) -> None:
-        session.target = session.changing = None
-        session.unfit[message.run_id] = time.monotonic() + _INSTALL_PAUSE_S
+        changing, session.target, session.changing = session.changing, None, None
+        asked = changing is not None and changing.restarted and changing.run_id == message.run_id
         version = message.version.version
-        text = f"worker {session.worker_id} could not install version {version}: {message.message}"
         log.warning("install failed", worker_id=session.worker_id, run_id=message.run_id, reason=message.message)
         if (run := self._state.runs.get(message.run_id)) is None:
             return
+        now = time.monotonic()
+        if message.architecture:
+            run.architecture = message.architecture
+            if asked:
+                refused(session, message.architecture, now)
+            elif may_change(run, session, now):  # it is asked to, when that pays
+                self._state.wake.set()
+                return
+        session.unfit[message.run_id] = now + _INSTALL_PAUSE_S
+        text = f"worker {session.worker_id} could not install version {version}: {message.message}"
         key = f"install.{session.worker_id}.{version}"
         self.news.tell(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
         if message.architecture and not run.fitted:

@@ -38,6 +38,7 @@ class Attach(Struct, frozen=True, kw_only=True):
     held: tuple[HeldAttempt, ...] = ()
     installed: Annotated[tuple[PolicyVersion, ...], Meta(max_length=64)] = ()
     flush_tokens: int = 0
+    run_id: str = ""
 
 
 class Heartbeat(Struct, frozen=True, kw_only=True):
@@ -48,6 +49,8 @@ class Heartbeat(Struct, frozen=True, kw_only=True):
     uptime_s: _Seconds = 0.0
     held: bool = False
     quiet_s: _Seconds = 0.0
+    install_s: _Seconds = 0.0
+    restart_s: _Seconds = 0.0
     borrowed: Borrowed | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +80,12 @@ class InstallFailed(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         force_setattr(self, "message", shortened(self.message))
+
+
+class EngineChanged(Struct, frozen=True, kw_only=True):
+    engine: EngineInfo
+    run_id: str
+    seconds: _Seconds = 0.0
 
 
 class Released(Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from ebbtide.coordinator.checks import check_batch, check_lease
 from ebbtide.coordinator.parts import Parts
 from ebbtide.coordinator.state import StoreLife
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
+from ebbtide.rpc.endings import EndedRun, RunsEnded, check_held
 from ebbtide.scheduling.claims import Claimable, choose
 from ebbtide.scheduling.shares import check_floor
 from ebbtide.types.ids import check_id
@@ -72,7 +73,7 @@ class RunService:
         """The run as it stands. One that ended by a call whose answer was lost leaves the mirror here."""
         run = await self._store.runs.read(check_id(run_id, field="run_id"))
         if run.status.ended:
-            await self._attempts.run_over(run_id)
+            await self._attempts.run_over(run_id, run.status)
         return msgspec.structs.replace(run, message=run.message or self._waits_for(run), share=self._share(run))
 
     def _share(self, run: Run) -> RunShare | None:
@@ -131,6 +132,26 @@ class RunService:
             lambda: run_id not in self._state.runs,
         ):
             yield event
+
+    async def watch_ended(self, held: Sequence[str]) -> AsyncIterator[RunsEnded]:
+        """What is known of the runs that somebody holds data of, then each run that ends, for ever."""
+        check_held(tuple(held))
+        with self._state.endings.listening() as endings:
+            ended = [run for run_id in held if (run := await self._ended(run_id)) is not None]
+            life = self._state.life.name
+            yield RunsEnded(ended=tuple(ended), live=tuple(self._state.runs), store_life=life)
+            while True:
+                yield RunsEnded(ended=(await endings.get(),))
+
+    async def _ended(self, run_id: str) -> EndedRun | None:
+        """The run, if it is known to have ended."""
+        if run_id in self._state.runs:
+            return None
+        try:
+            status = (await self._store.runs.read(run_id)).status
+        except NotFound:
+            return None
+        return EndedRun(run_id, status) if status.ended else None
 
     async def timeline(self, run_id: str, cursor: str) -> AsyncIterator[AttemptSpan]:
         """The attempts that have ended, after `cursor`, oldest first."""

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from ebbtide import telemetry
+from ebbtide.coordinator.changing import Changes
 from ebbtide.coordinator.fleet import Fleet
 from ebbtide.coordinator.moves import Moves
 from ebbtide.coordinator.releases import free, remind
@@ -36,8 +37,9 @@ _LEAVES: Final = f"{MOVED}: its worker goes over to another run"
 class Sharing:
     """`slice_s`: see `Settings.slice_s`."""
 
-    def __init__(self, state: State, fleet: Fleet, moves: Moves, *, slice_s: float) -> None:
+    def __init__(self, state: State, fleet: Fleet, moves: Moves, changes: Changes, *, slice_s: float) -> None:
         self._state, self._fleet, self._moves, self._slice_s = state, fleet, moves, slice_s
+        self._changes = changes
         self._accounts, self._wants = Accounts(time.monotonic()), Wants()
         self._due: dict[str, Due] = {}
         self._starved: dict[str, float] = {}  # run -> since when it has work and no worker
@@ -134,17 +136,18 @@ class Sharing:
         return held
 
     def _post(self, session: Session, barred: set[str], now: float) -> Post:
-        changes, name = self._state.changes, session.worker_id
+        change_s = self._state.changes.estimate(session.worker_id)
+        unfit = frozenset(run_id for run_id, until in session.unfit.items() if until > now)
         return Post(
             worker_id=session.session_id,
             run_id=session.run_id,
             since=session.since,
             running=len(session.attempts),
             has=session.installed[0] if session.installed else "",
-            unfit=frozenset(run_id for run_id, until in session.unfit.items() if until > now) | barred,
+            unfit=unfit | barred | self._changes.barred(session, now),
             architecture=session.hello.engine.architecture,
-            change_s=changes.estimate(name),
-            restart_s=changes.estimate(name, restarted=True),
+            change_s=change_s,
+            restart_s=change_s + session.beat.restart_s,
         )
 
     def _tell(self, shares: Mapping[str, float], held: Mapping[str, int]) -> None:

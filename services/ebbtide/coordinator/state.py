@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from ebbtide.coordinator.records import Attach, Heartbeat
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
+from ebbtide.rpc.endings import Endings
 from ebbtide.scheduling.accounts import Changes
 from ebbtide.scheduling.lengths import Lengths
 from ebbtide.scheduling.line import Line, Waiting
@@ -297,6 +298,7 @@ class Session:
         self.target: tuple[str, int] | None = None
         self.changing: Changing | None = None
         self.unfit: dict[str, float] = {}  # run -> until when
+        self.refused: dict[str, float] = {}  # architectures that its engine could not be started for -> until when
         self.draining = self.gone = False
         self.reason = ""  # why it drains
         self.resend = asyncio.Event()
@@ -354,6 +356,26 @@ class Session:
             if not self._streams:
                 self.drained.set()
 
+    def forget(self, run_id: str) -> None:
+        """A run is over: have the worker give back what it keeps for it."""
+        mine = [attempt for attempt in self.attempts.values() if attempt.run_id == run_id]
+        self.cancel(attempt.ref for attempt in mine)
+        for attempt in mine:
+            attempt.part()
+        self.unfit.pop(run_id, None)
+        self.changing = None if self.changing and self.changing.run_id == run_id else self.changing
+        kept = {self.run_id, self.installed[0] if self.installed else "", self.target[0] if self.target else ""}
+        if run_id not in kept and not mine:
+            return
+        self.run_id = "" if self.run_id == run_id else self.run_id
+        self.installed = None if self.installed and self.installed[0] == run_id else self.installed
+        self.target = None if self.target and self.target[0] == run_id else self.target
+        self.say_over(run_id)
+
+    def say_over(self, run_id: str) -> None:
+        if not self.gone:
+            self.outbox.put_nowait(fleet_pb2.CoordinatorMessage(forget=fleet_pb2.Forget(run_id=run_id)))
+
     def cancel(self, attempts: Iterable[AttemptRef]) -> None:
         batch = [
             fleet_pb2.AttemptRef(run_id=a.run_id, rollout_id=a.rollout_id, attempt_id=a.attempt_id) for a in attempts
@@ -375,6 +397,7 @@ class State:
         self.doubt_until = 0.0  # until then the store may have forgotten what workers and leases still send again
         self.wake = asyncio.Event()  # something to decide
         self.reap = asyncio.Event()  # an attempt lost its worker
+        self.endings = Endings()
 
     @property
     def doubtful(self) -> bool:

@@ -57,7 +57,7 @@ class Attempts:
         fail: Callable[[BaseException], None],
     ) -> None:
         """`release` hands attempts back to the coordinator; `fail` is told when the engine is lost."""
-        self._engine, self._info, self._outbox, self._ledger = engine, info, outbox, ledger
+        self._engine, self.info, self._outbox, self._ledger = engine, info, outbox, ledger
         self._release, self._fail = release, fail
         self._held: dict[str, Held] = {}
         self.ended = asyncio.Event()  # set when a generation ends
@@ -95,7 +95,7 @@ class Attempts:
     def start(self, assignment: Assignment) -> None:
         """Take an attempt and generate for it. Raises `InvalidRequest` if this engine cannot."""
         ref = assignment.attempt
-        generation = Generation(assignment, self._info, self._engine.decode)
+        generation = Generation(assignment, self.info, self._engine.decode)
         entry = self._ledger.open(ref, token_count(assignment.partial)) if self._ledger else 0
         held = self._held[ref.attempt_id] = Held(assignment, generation, entry)
         self.empty.clear()

@@ -20,9 +20,12 @@ from ebbtide.errors import EbbtideError, InvalidRequest, Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
+from ebbtide.rollout_worker.engine.changing import ChangingEngine, NotChanged
+from ebbtide.rollout_worker.engine.checkpoint import architecture
 from ebbtide.rollout_worker.presence import Presence
 from ebbtide.rollout_worker.weights import Installation, OtherArchitecture, Weights
 from ebbtide.rpc.convert import to_proto
+from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.weights import Manifest
 from ebbtide.v1 import fleet_pb2, types_pb2
 
@@ -56,8 +59,13 @@ class Installer:
         presence: Presence,
         report: Callable[[fleet_pb2.WorkerMessage], None],
         lender: Lender | None = None,
+        changing: ChangingEngine | None = None,
     ) -> None:
-        """`lender`: of the device, if it is borrowed."""
+        """`lender`: of the device, if it is borrowed. `changing`: the engine, if it may be started anew."""
+        self._changing = changing
+        self._asked = ""  # the model's name of a wish for which the engine may be started anew
+        #: Told what the engine is from now on.
+        self.changed: Callable[[EngineInfo], None] = lambda _: None
         self._lender = lender
         self._took_s = 0.0  # by the last install
         self._engine, self._weights, self._attempts = engine, weights, attempts
@@ -66,6 +74,9 @@ class Installer:
         self._wished = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
+        self._work: asyncio.Task[None] | None = None  # the wish that is being fulfilled
+        self._over: set[str] = set()  # runs that are over, and of which something is still in use
+        self._restoring = False
         self._home = asyncio.Event()
         self._home.set()
         self._away = False  # the engine gave its weights up
@@ -77,10 +88,43 @@ class Installer:
         """Whether the engine is changing from one version to another."""
         return "install" in self._attempts.holds
 
-    def wish(self, wanted: Installation) -> None:
-        self._wish = wanted
+    @property
+    def install_s(self) -> float:
+        """Seconds for which the last install held generation."""
+        return self._took_s
+
+    @property
+    def restart_s(self) -> float:
+        """Seconds that a start of the engine takes, for another architecture; 0: it may not be."""
+        return self._changing.restart_s if self._changing else 0.0
+
+    def wish(self, wanted: Installation, change: str = "") -> None:
+        """`change`: the model's name, if the engine may be started anew for the version."""
+        self._wish, self._asked = wanted, change
         self._wished.set()
         self._attempts.ended.set()  # an install that waits looks again
+
+    def forget(self, run_id: str) -> None:
+        """A run is over: give back what is here of it, behind an install of it that has begun. A pull ends here."""
+        if self._wish is not None and self._wish.run_id == run_id:
+            self._wish = None
+            if self._work is not None and not self.installing:
+                self._work.cancel()
+        self._attempts.ended.set()
+        self._over.add(run_id)
+        if self._work is None:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """What is left of runs that are over; nothing of it may be in use."""
+        if self._restoring:
+            return
+        while self._over:
+            run_id = self._over.pop()
+            if self.current is not None and self.current.run_id == run_id:
+                self.current = None
+            self._weights.forget(run_id)
+            self._presence.forget()
 
     def stop(self) -> None:
         """Begin nothing more. A pull ends here; an install that has begun goes on."""
@@ -98,10 +142,23 @@ class Installer:
                 self._wished.clear()
                 if self._wish is not None:
                     self._be_busy(busy=self._wish != self.current)
-                    await self._fulfil(self._wish)
+                    await self._try(self._wish)
                     self._be_busy(busy=False)
+                self._give_back()
         finally:
             self.busy = False
+
+    async def _try(self, wish: Installation) -> None:
+        """Fulfil it, unless its run ends meanwhile."""
+        self._work = work = asyncio.create_task(self._fulfil(wish), name="install")
+        try:
+            await work
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            log.info("not installed: its run is over", **_names(wish))
+        finally:
+            self._work = None
 
     def rest(self) -> bool:
         """Install nothing until `restore`, for the engine gives its weights up; False if that cannot be now: because
@@ -118,6 +175,7 @@ class Installer:
         `NotNow`, and goes on resting, if the device is not to be touched once all is at hand."""
         if not self._away:
             return
+        self._restoring = True
         try:
             await self._come_back()
         except NotNow:
@@ -126,6 +184,10 @@ class Installer:
             self.current = None
             self._go_on()
             raise
+        finally:
+            self._restoring = False
+            if self._work is None:
+                self._give_back()
         self._go_on()
 
     async def _come_back(self) -> None:
@@ -169,7 +231,8 @@ class Installer:
         try:
             if wanted != self.current:
                 start = time.monotonic()
-                manifest = await self._weights.prepare(wanted)
+                may = self._changing.refusal if self._changing and self._asked else None
+                manifest = await self._weights.prepare(wanted, may)
                 pull_s = time.monotonic() - start
                 if (paused := await self._replace(wanted, manifest)) is None:
                     return
@@ -200,8 +263,32 @@ class Installer:
                     await self._lender.spell(self._took_s)
                 # Meanwhile others may have begun that forbid it.
                 if self._wish == wanted and self._attempts.admit(wanted.run_id, wanted.version):
+                    if not self._weights.fits(manifest):
+                        await self._change(wanted, manifest, path)
                     return await self._install(wanted, manifest, path, changes)
         return None
+
+    async def _change(self, wanted: Installation, manifest: Manifest, path: Path) -> None:
+        """Start the engine anew for the version's architecture. Nothing is generated meanwhile; all else goes on."""
+        if self._changing is None:
+            raise Unavailable("the engine may not be started anew")
+        began = time.monotonic()
+        with self._attempts.holds.during("install"):
+            self.current = self._weights.installed = None
+            try:
+                info = await self._changing.change(self._asked, manifest.config, path)
+            except NotChanged as error:
+                self._tell_changed(wanted.run_id, error.info, time.monotonic() - began)
+                found = {entry.name: entry.full_shape for entry in manifest.tensors}
+                raise OtherArchitecture(str(error), architecture=architecture(found)) from error
+            self._tell_changed(wanted.run_id, info, time.monotonic() - began)
+        metrics.ENGINE_STARTS.inc()
+        log.info("engine changed", **_names(wanted), model=info.model, seconds=round(time.monotonic() - began, 3))
+
+    def _tell_changed(self, run_id: str, info: EngineInfo, seconds: float) -> None:
+        self.changed(info)
+        told = fleet_pb2.EngineChanged(engine=to_proto(info, fleet_pb2.EngineInfo), run_id=run_id, seconds=seconds)
+        self._report(fleet_pb2.WorkerMessage(engine_changed=told))
 
     async def _install(self, wanted: Installation, manifest: Manifest, path: Path, changes: Path | None) -> float:
         with self._attempts.holds.during("install"):

@@ -116,6 +116,15 @@ class Mirrors:
         self.current = mirror = Mirror(manifest, self._folder if self.shared else None)
         return mirror
 
+    def forget(self, run_id: str) -> None:
+        """Give up what is kept of a run that is over. Nobody here may be reading it."""
+        if self.current is not None and self.current.manifest.run_id == run_id:
+            self.current.close()
+            self.current = None
+        if self._left is not None and self._left.manifest.run_id == run_id:
+            self._left.close()
+            self._left = None
+
     def close(self) -> None:
         """Give them up. A host's goes when no other worker uses it."""
         for mirror in (self.current, self._left):

@@ -34,6 +34,11 @@ class Presence:
         self._install_s = install_s
         self._news.set()
 
+    def forget(self) -> None:
+        """A run is over: what was fetched of it is served no more."""
+        self._puller.forget()
+        self._news.set()
+
     def again(self) -> None:
         """At once, for what is told of this worker has changed."""
         self._news.set()

@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.grants import check_folder, page_path, socket_path
@@ -17,6 +19,7 @@ from ebbtide.rollout_worker.attempts import Attempts
 from ebbtide.rollout_worker.borrowing import Borrowing
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.borrowed import Borrowed
+from ebbtide.rollout_worker.engine.changing import ChangingEngine
 from ebbtide.rollout_worker.engine.cpu import is_cpu_build
 from ebbtide.rollout_worker.engine.residency import Sleeping
 from ebbtide.rollout_worker.installer import Installer
@@ -47,13 +50,21 @@ _FAILED_S: Final = 8.0
 
 def make_engine(settings: Settings, borrowed: Borrowed | None = None) -> Engine:
     """The engine that the settings name. Raises `InvalidRequest` for a model it cannot boot from."""
+    if borrowed is None and settings.change_architecture:
+        return ChangingEngine(lambda model: _engine(settings, model), settings.change_max_mib << 20)
+    return _engine(settings, None, borrowed)
+
+
+def _engine(settings: Settings, model: Path | None, borrowed: Borrowed | None = None) -> Engine:
+    """One of the checkpoint directory `model`, or of the worker's own."""
     if settings.engine == "scripted":
         from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
 
-        return ScriptedEngine(settings.scripted, borrowed.page if borrowed else None)
+        scripted = settings.scripted if model is None else replace(settings.scripted, model=str(model))
+        return ScriptedEngine(scripted, borrowed.page if borrowed else None)
     from ebbtide.rollout_worker.engine.vllm import VllmEngine
 
-    return VllmEngine(settings.model, settings.slots, settings.vllm, borrowed)
+    return VllmEngine(str(model or settings.model), settings.slots, settings.vllm, borrowed)
 
 
 def _borrowed(settings: Settings, worker_id: str) -> Borrowed | None:
@@ -122,7 +133,8 @@ async def _assemble(
     supply = Supply(settings, worker_id, engine, WeightsStub(relay))
     stack.callback(supply.close)
     borrowing = await _borrow(stack, shutdown, settings, borrowed, attempts, worker_id) if borrowed else None
-    installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put, borrowing)
+    changing = engine if isinstance(engine, ChangingEngine) else None
+    installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put, borrowing, changing)
     worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
     if borrowing is not None:
         worker.borrowing, borrowing.sleeping = borrowing, _sleeping(engine, installer)

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import PurePath
 from typing import Any, Final
 
 from ebbtide import telemetry
@@ -164,7 +165,10 @@ class Session:
             case "install":
                 install = message.install
                 version = from_proto(install.version, PolicyVersion)
-                worker.installer.wish(Installation(install.run_id, version, install.publisher))
+                change = (PurePath(install.model).name or install.run_id) if install.change else ""
+                worker.installer.wish(Installation(install.run_id, version, install.publisher), change)
+            case "forget":
+                worker.forget(message.forget.run_id)
             case "borrow":
                 worker.borrow(wanted=message.borrow.wanted, reason=message.borrow.reason)
             case "drain":

@@ -34,6 +34,9 @@ class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill_token_s: Annotated[float, Meta(ge=0, description="seconds that a token read holds everybody up")] = 0.0
     boot_s: Annotated[float, Meta(ge=0, description="seconds to boot")] = 0.0
     install_s: Annotated[float, Meta(ge=0, description="seconds for which an install holds generation")] = 0.0
+    model: Annotated[
+        str, Meta(description="checkpoint directory whose tensors versions must have; empty: any tensors will do")
+    ] = ""
     vocab_size: Annotated[int, Meta(ge=4, description="token ids are below")] = 128
     max_model_len: Annotated[int, Meta(ge=2, description="prompt plus response, tokens")] = 4096
     mean_length: Annotated[int, Meta(ge=0, description="one token in so many ends a response (id 1); 0: none")] = 0
@@ -65,6 +68,12 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     site: Annotated[str, Meta(description="cluster or region that it belongs to")] = ""
     engine: Annotated[Literal["vllm", "scripted"], Meta(description="what generates")] = "vllm"
     model: Annotated[str, Meta(description="checkpoint directory that the engine boots from")] = ""
+    change_architecture: Annotated[
+        bool, Meta(description="start the engine anew for runs of another architecture; never of a borrowed worker")
+    ] = True
+    change_max_mib: Annotated[
+        int, Meta(ge=0, description="weights that the engine may be started anew for, MiB; 0: as much as it takes")
+    ] = 0
     grant_dir: Annotated[
         str, Meta(description="folder shared with the serving-guard of the host; for kind borrowed, which needs it")
     ] = ""

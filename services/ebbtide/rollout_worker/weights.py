@@ -6,7 +6,7 @@ the engine serves, None before the first. When the process dies, the host's mirr
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -22,6 +22,7 @@ from ebbtide.weights import Place, check_signature, places_of, same_geometry
 
 #: An engine that takes longer to install is not waited for by the host's other workers.
 _INSTALL_S: Final = 600.0
+_OTHER: Final = "of another architecture than this engine's model"
 
 
 class OtherArchitecture(InvalidRequest):
@@ -64,8 +65,13 @@ class Weights:
         """Whether the host's other workers find in the mirror what this one fetched."""
         return self._mirrors.shared
 
-    async def prepare(self, wanted: Installation) -> Manifest:
-        """Bring the mirror to a version. Others may move it on as soon as this returns.
+    def fits(self, manifest: Manifest) -> bool:
+        """Whether the engine of the moment can take the version as it is."""
+        return not self._engine.shapes or not misfits(_shapes(manifest), self._engine.shapes)
+
+    async def prepare(self, wanted: Installation, change: Callable[[Manifest], str] | None = None) -> Manifest:
+        """Bring the mirror to a version. Others may move it on as soon as this returns. `change`: the engine may be
+        started anew for one that does not fit it, unless this says why not.
 
         Raises `OtherArchitecture` for weights that do not fit the engine, `InvalidRequest` for a manifest that is not
         the announced one, `PermissionDenied` for one that its publisher did not sign, `VersionUnavailable` if the relay
@@ -78,7 +84,8 @@ class Weights:
             raise InvalidRequest("the relay's manifest is not that of the version announced", field="version.root")
         if not wanted.publisher and (manifest.publisher or manifest.signature):
             check_signature(manifest)
-        check_fit(manifest, self._engine.shapes)
+        if not self.fits(manifest) and (refusal := change(manifest) if change else _OTHER):
+            check_fit(manifest, self._engine.shapes, refusal)
         await self._mirrors.come_back()
         async with self._filled(wanted, manifest):
             return manifest
@@ -117,6 +124,12 @@ class Weights:
         """Whether all of a version is in the mirror now, to be served on."""
         return self.mirror is not None and self.mirror.holds(manifest)
 
+    def forget(self, run_id: str) -> None:
+        """Give back the memory that a run's versions take here; it is over, and nobody reads them."""
+        if self.installed is not None and self.installed.run_id == run_id:
+            self.installed = None
+        self._mirrors.forget(run_id)
+
     def close(self) -> None:
         """Give the mirror up. It goes when no other worker uses it."""
         self._mirrors.close()
@@ -151,7 +164,7 @@ class Weights:
 
     def _places(self, manifest: Manifest) -> list[Place] | None:
         """The tiles that the engine needs; None: all."""
-        if (boxes := self._engine.boxes) is None:
+        if (boxes := self._engine.boxes) is None or not self.fits(manifest):
             return None
         found = places_of(manifest, boxes)
         return None if len(found) == sum(len(entry.digests) for entry in manifest.tensors) else found
@@ -173,11 +186,12 @@ def _count(pulled: Pulled) -> None:
     metrics.PHASE_SECONDS.labels("verify").inc(pulled.digests_s)
 
 
-def check_fit(manifest: Manifest, shapes: Shapes) -> None:
+def check_fit(manifest: Manifest, shapes: Shapes, refusal: str = _OTHER) -> None:
     """Raise `OtherArchitecture` unless the version has just the tensors `shapes` of the engine's model (empty: any)."""
-    found = {entry.name: entry.full_shape for entry in manifest.tensors}
+    found = _shapes(manifest)
     if shapes and (names := misfits(found, shapes)):
-        raise OtherArchitecture(
-            f"of another architecture than this engine's model: see {names}",
-            architecture=architecture(found),
-        )
+        raise OtherArchitecture(f"{refusal}: see {names}", architecture=architecture(found))
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    return {entry.name: entry.full_shape for entry in manifest.tensors}

@@ -80,6 +80,7 @@ class Worker:
         self.drained = False
         self.beat = asyncio.Event()  # set when a heartbeat has news that cannot wait
         attempts.holds.watch(self._hold_changed)
+        installer.changed = self._engine_changed
         self._arriving: dict[str, Assignment] = {}
         self._deadline = math.inf
         self._limit: asyncio.Timeout | None = None
@@ -121,6 +122,7 @@ class Worker:
                 held=held,
                 installed=[to_proto(current.version, types_pb2.PolicyVersion)] if current else [],
                 flush_tokens=self.settings.flush_tokens,
+                run_id=current.run_id if current else "",
             )
         )
 
@@ -142,6 +144,8 @@ class Worker:
             uptime_s=now - self._started,
             held=bool(self.attempts.holds),
             quiet_s=self.attempts.quiet_s,
+            install_s=self.installer.install_s,
+            restart_s=self.installer.restart_s,
             borrowed=to_proto(self.borrowing.state, fleet_pb2.Borrowed) if self.borrowing else None,
         )
         return fleet_pb2.WorkerMessage(heartbeat=beat)
@@ -159,6 +163,14 @@ class Worker:
         for ref in refs:
             self._arriving.pop(ref.attempt_id, None)
         self.attempts.drop(refs, "cancelled")
+
+    def forget(self, run_id: str) -> None:
+        """A run is over: drop its attempts, and give back what is kept for it."""
+        for attempt_id in [one for one, held in self._arriving.items() if held.attempt.run_id == run_id]:
+            del self._arriving[attempt_id]
+        self.attempts.drop([ref for ref, _ in self.outbox.held() if ref.run_id == run_id], "cancelled")
+        self.installer.forget(run_id)
+        log.info("run over", run_id=run_id)
 
     def release(self, refs: Iterable[AttemptRef], reason: str) -> None:
         """Hand these back, and all that they made; see `Attempts.release`."""
@@ -188,6 +200,9 @@ class Worker:
             self._admit()  # back they go
         self._say_draining()
         self.beat.set()
+
+    def _engine_changed(self, info: EngineInfo) -> None:
+        self.info = self.attempts.info = info
 
     def _hold_changed(self) -> None:
         self.beat.set()

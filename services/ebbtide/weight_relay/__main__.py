@@ -19,23 +19,27 @@ async def serve(settings: RelaySettings, shutdown: Shutdown) -> None:
     from ebbtide.telemetry import rpc_observer
     from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
     from ebbtide.weight_relay.fanout import Fanout
+    from ebbtide.weight_relay.following_ends import FollowingEnds, source_of
     from ebbtide.weight_relay.service import Relay
     from ebbtide.weight_relay.servicer import SERVICE, Servicer
 
     relay = Relay(settings)
     fanout = Fanout(relay)
-    services = [(add_WeightsServicer_to_server, Servicer(relay, fanout), SERVICE)]
+    ends = FollowingEnds(relay, fanout, source_of(settings), keep_ended_s=settings.keep_ended_s)
+    services = [(add_WeightsServicer_to_server, Servicer(relay, fanout, ends), SERVICE)]
     server = Server(settings.server, services, observe=rpc_observer())
     await relay.open()
     following = shutdown.spawn(fanout.run(), "upstream")
     await server.start()
     shutdown.spawn(relay.sweep(), "sweep")
+    ending = shutdown.spawn(ends.run(), "ended runs")
     await server.set_serving(True)
     shutdown.ready(server.address)
     await shutdown.requested.wait()
     await server.stop()
     following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
+    ending.cancel()
+    await asyncio.gather(following, ending, return_exceptions=True)
     await fanout.close()
     await relay.close()
 

@@ -27,6 +27,8 @@ def check_settings(settings: RelaySettings) -> Mapping[str, float]:
         _check_url(url, "static_copies")
     if settings.advertise:
         check_peer(settings.advertise, field="advertise")
+    if settings.coordinator:
+        check_address(settings.coordinator, field="coordinator")
     if is_url(settings.upstream):
         _check_url(settings.upstream, "upstream")
     elif settings.upstream:

@@ -157,6 +157,9 @@ class Disk:
         """Pin a run's publisher, durably."""
         self._put(self._keys / run_id, key.hex().encode(), self._keys)
 
+    def drop_key(self, run_id: str) -> None:
+        (self._keys / run_id).unlink(missing_ok=True)
+
     def keys(self) -> dict[str, str]:
         """The pinned keys by run, as they are written. Raises `InvalidRequest` for what cannot be read."""
         found = {}

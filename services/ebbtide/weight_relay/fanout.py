@@ -56,6 +56,12 @@ class Fanout:
         """Have a version brought that is not here, if there is an upstream; what to read (`Subscription.ask`)."""
         return version if self._subscription is None else await self._subscription.ask(run_id, policy, version)
 
+    async def forget(self, run_id: str) -> None:
+        """A run has ended: nothing of it comes any more, and nobody is sent for it."""
+        if self._subscription is not None:
+            await self._subscription.forget(run_id)
+        self.holders.forget(run_id)
+
     async def find(self, asked: WayRequest) -> FoundWays:
         """Ways and sources for a holder, which is known from now on. Raises as `ask` and `Relay.ways`, and
         `InvalidRequest` for a holder whose address is none that others may be sent to."""

@@ -95,6 +95,14 @@ class Holders:
             for source in (self._itself(shunned) if name == ORIGIN else [_source(copies[name].holder)])
         ]
 
+    def forget(self, run_id: str) -> None:
+        """A run has ended: nobody is sent anywhere for its versions any more."""
+        for node in [node for node in self._copies if node[0][0] == run_id]:
+            self._count -= len(self._copies.pop(node))
+        for key in [key for key in self._have if key[0][0] == run_id]:
+            del self._have[key]
+        metrics.HOLDERS.set(self._count)
+
     def fetching(self, stream: Stream, version: int) -> int:
         """Holders that are fetching the version now."""
         return sum(1 for copy in self._live((stream, version)) if not copy.done)

@@ -50,6 +50,10 @@ class Index:
     def streams(self) -> list[Stream]:
         return list(self._versions)
 
+    def runs(self) -> set[str]:
+        """The runs of which a version is here, or on its way."""
+        return {stream[0] for stream in self._versions} | {stage.stream[0] for stage in self._stages.values()}
+
     def knows(self, stream: Stream) -> bool:
         """Whether a version of it is here, or on its way."""
         return stream in self._versions or any(stage.stream == stream for stage in self._stages.values())

@@ -1,7 +1,8 @@
 """Whose versions a run's are.
 
 Invariant: a run's key never changes once it is pinned, by a setting or by the first version that was staged for it. A
-pin is durable before that stage is answered, and outlives the run's versions and the process.
+pin is durable before that stage is answered, and outlives the run's versions and the process. It goes when the run is
+known to have ended.
 """
 
 import asyncio
@@ -60,6 +61,18 @@ class Keys:
         with disk_errors():
             await asyncio.to_thread(self._disk.put_key, manifest.run_id, manifest.publisher)
         self._pinned[manifest.run_id] = manifest.publisher
+
+    @property
+    def runs(self) -> set[str]:
+        """Those with a pin on disk."""
+        return set(self._pinned)
+
+    async def unpin(self, run_id: str) -> None:
+        """Let an ended run's pin go."""
+        if run_id in self._pinned:
+            with disk_errors():
+                await asyncio.to_thread(self._disk.drop_key, run_id)
+            del self._pinned[run_id]
 
     def _check_same(self, manifest: Manifest) -> None:
         run_id = manifest.run_id

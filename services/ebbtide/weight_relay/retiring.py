@@ -164,6 +164,18 @@ class Retiring:
             raise
         self._shelf.wake()
 
+    async def forget_run(self, run_id: str) -> None:
+        """Let go of all of a run that has ended: nobody needs to get on from what he has of it."""
+        shelf = self._shelf
+        async with shelf.lock:
+            for stage in shelf.index.stages:
+                if stage.stream[0] == run_id:
+                    await self.unstage(stage)
+            for stream in [stream for stream in shelf.index.streams() if stream[0] == run_id]:
+                for version in list(shelf.index.stream(stream)):
+                    await self._remove(stream, version)
+            await shelf.drop_garbage()
+
     async def drop_dead_stages(self) -> None:
         shelf = self._shelf
         async with shelf.lock:

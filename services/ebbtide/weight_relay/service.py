@@ -15,6 +15,7 @@ from ebbtide.types.weights import FoundWay, Manifest, Patch, PolicyVersion, Vers
 from ebbtide.weight_relay.anchors import Anchors
 from ebbtide.weight_relay.codecs import Codecs
 from ebbtide.weight_relay.compose import Composing
+from ebbtide.weight_relay.ended import Ended
 from ebbtide.weight_relay.index import Index
 from ebbtide.weight_relay.keys import Keys, known_keys
 from ebbtide.weight_relay.publishing import Publishing
@@ -37,6 +38,7 @@ class Relay:
         self._codecs = Codecs(settings.codec_threads or max(1, (os.cpu_count() or 1) // 2))
         self._keys = Keys(self._shelf.disk, keys, allow_unsigned=settings.allow_unsigned)
         self._shelf.pins = lambda: self._keys.pins
+        self.ended = Ended(clock)
         self._retiring = Retiring(self._shelf)
         self._publishing = Publishing(self._shelf, self._retiring, self._keys, self._codecs)
         self._reading = Reading(self._shelf, self._retiring)
@@ -92,9 +94,10 @@ class Relay:
         With a patch these are the patch's, else all dense tiles. `arriving`: it comes from upstream and may be read
         at once; its patch need not be signed, and the patch's base may be arriving too.
         Raises `InvalidRequest` and `ChunkCorrupt` as `check_manifest` and `check_patch`, `PermissionDenied` if the
-        run's publisher has not signed, `AlreadyExists` if the number has another root, `NotReady` if the patch's base
-        is not here, `NoCapacity` if it does not fit beside what must stay.
+        run's publisher has not signed, `LeaseSuperseded` if the run has ended, `AlreadyExists` if the number has
+        another root, `NotReady` if the patch's base is not here, `NoCapacity` if it does not fit beside what must stay.
         """
+        self.ended.refuse(manifest.run_id)
         return await self._publishing.begin(manifest, patch, arriving=arriving)
 
     async def put(self, digest: bytes, data: bytes) -> None:
@@ -164,6 +167,26 @@ class Relay:
         if not found:
             raise VersionUnavailable(f"no way leads to version {number} of {policy} any more; ask for a newer one")
         return found
+
+    # -- ended runs ----------------------------------------------------------------------------------------------
+
+    def held(self) -> set[str]:
+        """The runs of which anything is kept."""
+        return self.index.runs() | self._keys.runs
+
+    async def forget(self, run_id: str) -> None:
+        """Let go of all that is kept of a run that has ended."""
+        await self._shelf.finish(self._forget(run_id))
+
+    async def _forget(self, run_id: str) -> None:
+        await self._retiring.forget_run(run_id)
+        await self._keys.unpin(run_id)
+        self._shelf.announce()
+
+    async def tidy(self) -> None:
+        """Delete blobs that came as what wanted them went."""
+        async with self._shelf.lock:
+            await self._shelf.drop_garbage()
 
     # -- let go --------------------------------------------------------------------------------------------------
 

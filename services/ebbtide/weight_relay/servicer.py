@@ -11,8 +11,10 @@ from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 from ebbtide.v1 import weights_pb2 as pb
+from ebbtide.v1.types_pb2 import RunsEnded, WatchEndedRequest
 from ebbtide.v1.weights_pb2_grpc import WeightsServicer
 from ebbtide.weight_relay.fanout import Fanout
+from ebbtide.weight_relay.following_ends import FollowingEnds
 from ebbtide.weight_relay.holders import WayRequest
 from ebbtide.weight_relay.joining import Joining
 from ebbtide.weight_relay.refusals import refusals
@@ -27,10 +29,11 @@ MAX_DIGESTS = 100_000
 
 
 class Servicer(WeightsServicer):
-    def __init__(self, relay: Relay, fanout: Fanout | None = None) -> None:
+    def __init__(self, relay: Relay, fanout: Fanout | None = None, ends: FollowingEnds | None = None) -> None:
         self._relay = relay
         self._joining = Joining(relay.limits)
         self._fanout = Fanout(relay) if fanout is None else fanout
+        self._ends = FollowingEnds(relay, self._fanout, None) if ends is None else ends
 
     async def BeginPublish(self, request: AsyncIterator[pb.ManifestPart], context: Context) -> pb.BeginPublishResponse:
         with refusals("publish", context.peer()):
@@ -89,6 +92,10 @@ class Servicer(WeightsServicer):
         policy = check_id(request.policy, field="policy") if request.policy else ""
         async for info in self._relay.watch(run_id, policy):
             yield to_proto(info, pb.VersionInfo)
+
+    async def WatchEnded(self, request: WatchEndedRequest, context: Context) -> AsyncIterator[RunsEnded]:
+        async for ended in self._ends.answer(tuple(request.held)):
+            yield to_proto(ended, RunsEnded)
 
 
 def _digest(digest: bytes) -> bytes:

@@ -51,6 +51,14 @@ class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description="SITE=BYTES_PER_S of what it sends to readers of a site; *: of any other site"),
     ] = ()
     egress_limit: Annotated[float, Meta(ge=0, description="bytes per second of all that it sends; 0: no limit")] = 0.0
+    coordinator: Annotated[
+        str,
+        Meta(description="coordinator that says which runs have ended, whose versions go; empty: the upstream, if any"),
+    ] = ""
+    coordinator_security: ClientSecurity = ClientSecurity()
+    keep_ended_s: Annotated[
+        float, Meta(ge=0, description="seconds for which the versions of a run that finished are kept behind its end")
+    ] = 0.0
     static_copies: Annotated[
         tuple[str, ...],
         Meta(description="URLs of static copies that readers use before this relay; not with an upstream"),

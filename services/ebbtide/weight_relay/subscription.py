@@ -48,6 +48,7 @@ class Subscription:
         self._relay, self._holders, self._upstream, self._runs = relay, holders, upstream, runs
         self._patience_s = patience_s
         self._streams: dict[Stream, _Arrivals] = {}
+        self._works: dict[Stream, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
 
     async def run(self) -> None:
@@ -63,6 +64,7 @@ class Subscription:
         takes more than the patience.
         """
         stream = run_id, policy
+        self._relay.ended.refuse(run_id)
         if self._here(stream, version) or (self._runs and run_id not in self._runs):
             return version
         name, state = f"version {version}" if version else "the newest version", "not known upstream yet"
@@ -76,6 +78,15 @@ class Subscription:
             raise Unavailable(f"{name} of policy {policy} of run {run_id} is {state}; ask again") from None
         return version
 
+    async def forget(self, run_id: str) -> None:
+        """A run has ended: nothing of it comes any more."""
+        streams = [stream for stream in self._streams if stream[0] == run_id]
+        works = [self._works.pop(stream) for stream in streams]
+        for stream, work in zip(streams, works, strict=True):
+            del self._streams[stream]
+            work.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
+
     def _here(self, stream: Stream, version: int) -> bool:
         return version in self._relay.index.stream(stream) if version else bool(self._relay.index.whole(stream))
 
@@ -88,7 +99,7 @@ class Subscription:
     def _arrivals(self, stream: Stream) -> "_Arrivals":
         if stream not in self._streams:
             self._streams[stream] = _Arrivals(stream, self._relay, self._holders, self._upstream)
-            self._group.create_task(self._streams[stream].work())
+            self._works[stream] = self._group.create_task(self._streams[stream].work())
         return self._streams[stream]
 
     async def _follow(self) -> None:
@@ -97,7 +108,7 @@ class Subscription:
             try:
                 async for info in self._upstream.watch():
                     waits = pauses()
-                    if not self._runs or info.run_id in self._runs:
+                    if (not self._runs or info.run_id in self._runs) and info.run_id not in self._relay.ended:
                         self._arrivals((info.run_id, info.version.policy)).heard(info.version.version)
             except Unauthenticated as error:
                 remedy = "set upstream_security's token, or its token_file, to the upstream's"

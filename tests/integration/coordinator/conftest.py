@@ -46,6 +46,7 @@ class ScriptedWorker:
         self.installed: list[int] = []
         self.publishers: list[bytes] = []  # the keys that came with them
         self.drains: list[float] = []
+        self.forgotten: list[str] = []
         self.asked: list[str] = []  # rollouts that it is to hand back
         self.borrows: list[fleet_pb2.Borrow] = []  # whether its host is to be borrowed, as it was told
         self._loops: list[asyncio.Task[None]] = []
@@ -96,6 +97,8 @@ class ScriptedWorker:
         self.asked += [ref.rollout_id for ref in message.release.attempts]
         if message.HasField("borrow"):
             self.borrows.append(message.borrow)
+        if message.HasField("forget"):
+            self.forgotten.append(message.forget.run_id)
         if message.HasField("drain"):
             self.drains.append(message.drain.deadline_s)
         if message.HasField("install"):

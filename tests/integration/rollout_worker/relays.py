@@ -101,6 +101,9 @@ class Relay(weights_pb2_grpc.WeightsServicer):
     def CommitPublish(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def WatchEnded(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def WatchVersions(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 

@@ -27,10 +27,12 @@ class Worker:
         self.bad: set[int] = set()
         self.pulling = asyncio.Event()  # cleared: pulls do not end
         self.pulling.set()
+        self.installing = asyncio.Event()  # cleared: installs do not end
+        self.installing.set()
         self.gone: set[int] = set()
         self.installed: Any = None
         attempts: Any = SimpleNamespace(holds=Holds(), ended=asyncio.Event(), admit=lambda *_: True)
-        presence: Any = SimpleNamespace(installed=lambda _: None)
+        presence: Any = SimpleNamespace(installed=lambda _: None, forget=lambda: None)
         weights: Any = self
         engine: Any = self
         self.installer = Installer(engine, weights, attempts, presence, lambda _: None, lender)
@@ -38,10 +40,17 @@ class Worker:
     async def install(self, number: int, path: Path, changes: Path | None = None) -> float:
         if number in self.bad:
             raise InvalidRequest("another architecture", field="weights")
+        await self.installing.wait()
         self.made.append((number, changes is not None))
         return 0.0
 
-    async def prepare(self, wanted: Installation) -> object:
+    def fits(self, manifest: object) -> bool:
+        return True
+
+    def forget(self, run_id: str) -> None:
+        self.looks.append(f"forgot {run_id}")
+
+    async def prepare(self, wanted: Installation, change: object = None) -> object:
         if wanted.version.version in self.gone:
             raise Unavailable("retired")
         self.looks.append("pull")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.scheduling.accounts import CHANGE_S, RESTART_S, Accounts, Changes, Due, Wants
+from ebbtide.scheduling.accounts import CHANGE_S, Accounts, Changes, Due, Wants
 
 
 def test_what_one_run_got_too_much_the_others_are_owed() -> None:
@@ -63,16 +63,15 @@ def test_more_is_believed_at_once_and_less_with_patience() -> None:
     assert wants.believed({}, change_s=1.0, now=7.3) == {}
 
 
-def test_the_time_of_a_change_is_learnt_per_worker_and_kind_and_guessed_from_others() -> None:
+def test_the_time_of_a_change_is_learnt_per_worker_and_guessed_from_others() -> None:
     changes = Changes()
-    assert (changes.estimate("w"), changes.estimate("w", restarted=True)) == (CHANGE_S, RESTART_S)
-    changes.learn("w", 0.2, restarted=False)
-    changes.learn("w", 0.4, restarted=False)
+    assert changes.estimate("w") == CHANGE_S
+    changes.learn("w", 0.2)
+    changes.learn("w", 0.4)
     assert changes.estimate("w") == pytest.approx(0.3)
     assert changes.estimate("other") == pytest.approx(0.3)
-    assert changes.estimate("w", restarted=True) == RESTART_S
     for number in range(100):
-        changes.learn(f"gone{number}", 5.0, restarted=False)
+        changes.learn(f"gone{number}", 5.0)
     changes.keep({"w"})
     assert len(changes._known) == 1
     assert changes.estimate("w") == pytest.approx(0.3)

@@ -11,7 +11,15 @@ import msgspec
 
 from ebbtide.coordinator.appending import Appending
 from ebbtide.coordinator.fleet import Fleet
-from ebbtide.coordinator.records import Attach, DrainNotice, Heartbeat, Installed, InstallFailed, Released
+from ebbtide.coordinator.records import (
+    Attach,
+    DrainNotice,
+    EngineChanged,
+    Heartbeat,
+    Installed,
+    InstallFailed,
+    Released,
+)
 from ebbtide.coordinator.state import Session
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.rpc.convert import from_proto, to_proto
@@ -28,6 +36,7 @@ _RECORDS: Final[dict[str, type[msgspec.Struct]]] = {
     "heartbeat": Heartbeat,
     "installed": Installed,
     "install_failed": InstallFailed,
+    "engine_changed": EngineChanged,
     "released": Released,
     "draining": DrainNotice,
 }

@@ -14,7 +14,7 @@ from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.bounds import MAX_EVENT_BYTES, shortened
 from ebbtide.types.run import LeaseRef, Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.v1 import runs_pb2, runs_pb2_grpc
+from ebbtide.v1 import runs_pb2, runs_pb2_grpc, types_pb2
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -87,6 +87,12 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         events = [from_proto(event, RunEvent, field=f"events[{i}]") for i, event in enumerate(request.events)]
         await self._runs.report(from_proto(request.lease, LeaseRef, field="lease"), events)
         return runs_pb2.Empty()
+
+    async def WatchEnded(
+        self, request: types_pb2.WatchEndedRequest, context: Context
+    ) -> AsyncIterator[types_pb2.RunsEnded]:
+        async for ended in self._runs.watch_ended(request.held):
+            yield to_proto(ended, types_pb2.RunsEnded)
 
     async def FinishRun(self, request: runs_pb2.FinishRunRequest, context: Context) -> runs_pb2.Run:
         lease = from_proto(request.lease, LeaseRef, field="lease")

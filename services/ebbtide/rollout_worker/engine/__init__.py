@@ -49,8 +49,11 @@ class TokenDelta(NamedTuple):
 class Engine(Protocol):
     """One engine. It serves whole versions only; 0 stands for the checkpoint that it was started from."""
 
-    async def start(self) -> EngineInfo:
-        """Boot. Called once, first, from the main thread. Raises `InvalidRequest` for a model it cannot serve."""
+    async def start(self, *, aside: bool = False) -> EngineInfo:
+        """Boot. Called once, first, from the main thread. Raises `InvalidRequest` for a model it cannot serve.
+
+        `aside`: the process has served already, and must not stand still meanwhile.
+        """
         ...
 
     @property

@@ -59,6 +59,11 @@ def engine_arguments(threads: int, tensor_parallel_size: int, kv_cache_mib: int)
     return arguments
 
 
+def start_by_spawn() -> None:
+    """Let the engine core be a process of its own making: this one has threads by now, which no fork lives through."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+
 def start_by_fork() -> None:
     """Let the engine core be forked, not spawned: all imports are shared then, which halves boot time and memory.
 

@@ -44,6 +44,8 @@ def own_engine_processes() -> None:
     """
     from ebbtide.runtime import die_with_parent
 
+    if os.environ.get(_OWNER) == str(os.getpid()):
+        return  # for the engine before
     os.environ[_OWNER] = str(os.getpid())
     parent, on_cpu = [0], cpu.is_cpu_build()
 

@@ -117,6 +117,7 @@ class ScriptedEngine:
         self._page = page
         self._settings = settings
         self._version = self.tokens = 0
+        self._shapes: Shapes = {}
         self.digests = settings.digests
         self.installed: list[tuple[int, str]] = []
         self._feeds: dict[Feed, None] = {}
@@ -129,13 +130,15 @@ class ScriptedEngine:
 
     @property
     def shapes(self) -> Shapes:
-        return {}
+        return self._shapes
 
     @property
     def boxes(self) -> Boxes | None:
         return None
 
-    async def start(self) -> EngineInfo:
+    async def start(self, *, aside: bool = False) -> EngineInfo:  # noqa: ARG002 - waits for nothing but timers
+        if self._settings.model:
+            self._shapes = checkpoint.tensor_shapes(checkpoint.check_directory(self._settings.model))
         await asyncio.sleep(self._settings.boot_s)
         if self._page is not None:
             self._page.enter(os.getpid(), 0)
@@ -143,11 +146,11 @@ class ScriptedEngine:
             begin = time.monotonic() + self._settings.stall_at_s
             self._stalls = (begin, begin + (self._settings.stall_s or math.inf))
         return EngineInfo(
-            model="scripted",
+            model=Path(self._settings.model).name or "scripted",
             vocab_size=self._settings.vocab_size,
             max_model_len=self._settings.max_model_len,
             eos_token_ids=(END,),
-            architecture="scripted",
+            architecture=checkpoint.architecture(self._shapes) if self._shapes else "scripted",
         )
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:

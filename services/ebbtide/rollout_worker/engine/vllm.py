@@ -10,6 +10,7 @@ whatever signal, so do the engine's own processes.
 import asyncio
 import json
 import logging
+import multiprocessing
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint, cpu, plugin
+from ebbtide.rollout_worker.engine.aside import lasting
 from ebbtide.rollout_worker.engine.borrowed import Borrowed
 from ebbtide.rollout_worker.engine.boxes import Boxes
 from ebbtide.rollout_worker.engine.conversions import logprobs, sampling_params
@@ -31,6 +33,8 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 #: vLLM's label before any version was installed.
 _UNLABELLED = "default"
 _AWAY = "weights away"
+#: For an engine's process that was told to end.
+_END_S = 10.0
 _DEAD = "the engine's process died; its log says why"
 
 
@@ -61,8 +65,19 @@ class VllmEngine:
         boxes: Boxes | None = self._updates.boxes
         return boxes
 
-    async def start(self) -> EngineInfo:
+    async def start(self, *, aside: bool = False) -> EngineInfo:
         self._shapes = checkpoint.tensor_shapes(self._root)
+        info, self._llm = await lasting().do(lambda: self._boot(again=True)) if aside else self._boot()
+        self._updates = Updates(self._llm, self._shapes, checkpoint.tensor_dtypes(self._root))
+        await self._updates.learn()
+        with self._borrowed.warming_up() if self._borrowed else nullcontext():
+            await self._warm_up()
+        # Not before the engine's processes are there: they may be forked, which threads do not live through.
+        self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._root)
+        return info
+
+    def _boot(self, *, again: bool = False) -> tuple[EngineInfo, Any]:
+        """What the engine is, and vLLM's own object once its processes are up. `again`: there was one before."""
         arguments = self._arguments()
         self._environment()
         if self._borrowed:
@@ -76,16 +91,11 @@ class VllmEngine:
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"vLLM refuses: {error}", field="vllm") from error
         info = self._info(config)
-        if cpu.is_cpu_build():
+        if again:
+            cpu.start_by_spawn()
+        elif cpu.is_cpu_build():
             cpu.start_by_fork()
-        self._llm = AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
-        self._updates = Updates(self._llm, self._shapes, checkpoint.tensor_dtypes(self._root))
-        await self._updates.learn()
-        with self._borrowed.warming_up() if self._borrowed else nullcontext():
-            await self._warm_up()
-        # Not before the engine's processes are there: they may be forked, which threads do not live through.
-        self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._root)
-        return info
+        return info, AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         from vllm.exceptions import VLLMClientError
@@ -187,6 +197,8 @@ class VllmEngine:
             # Not in a thread: its output task must not run between the engine's end and its own.
             self._llm.shutdown()
             self._llm = None
+            for process in multiprocessing.active_children():  # whoever serves on leaves no dead process behind
+                await asyncio.to_thread(process.join, _END_S)
 
     def _arguments(self) -> dict[str, Any]:
         settings = self._settings

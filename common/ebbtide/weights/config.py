@@ -1,0 +1,90 @@
+"""A model's configuration as it travels with its versions: what an engine needs to be started for them, and no more.
+
+It is data: keys that would have a loader import or run anything are refused, wherever they stand.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.types.weights import CONFIG_BYTES
+
+#: Keys by which a checkpoint has code loaded that comes with it.
+_CODE: Final = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
+#: As Hugging Face names them: families, and classes.
+_TYPE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_CLASS: Final = re.compile(r"[A-Za-z0-9_]{1,96}")
+_CLASSES: Final = 8
+#: Deep enough for any model's parts, and no deeper.
+_DEPTH: Final = 8
+
+
+def check_config(config: bytes) -> dict[str, Any]:
+    """The configuration that these bytes are. Raises `InvalidRequest` for what is none or too large, or brings code."""
+    if len(config) > CONFIG_BYTES:
+        raise InvalidRequest(f"has {len(config)} bytes; at most {CONFIG_BYTES}", field="config")
+    try:
+        found = msgspec.json.decode(config)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"is not JSON: {error}", field="config") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("must be a JSON object, as config.json is", field="config")
+    classes = found.get("architectures")
+    if (
+        not isinstance(classes, list)
+        or not 1 <= len(classes) <= _CLASSES
+        or not all(_is(_CLASS, one) for one in classes)
+    ):
+        raise InvalidRequest("must name the model's classes", field="config.architectures")
+    if not _is(_TYPE, found.get("model_type")):
+        raise InvalidRequest("must name the model's family", field="config.model_type")
+    _refuse_code(found, "config", _DEPTH)
+    return found
+
+
+def read_config(model: Path) -> bytes:
+    """The configuration in a checkpoint directory, with the end-of-sequence tokens of its generation_config.json;
+    empty if there is none. Raises `InvalidRequest` for one that may not travel, `OSError` if it cannot be read."""
+    path = model / "config.json"
+    if not path.is_file():
+        return b""
+    config = check_config(path.read_bytes())
+    ends = _ends(config)
+    if (extra := model / "generation_config.json").is_file():
+        try:
+            generation = msgspec.json.decode(extra.read_bytes())
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"{extra.name} is not JSON: {error}", field="config") from None
+        ends |= _ends(generation) if isinstance(generation, Mapping) else set()
+    if len(ends) > 1:
+        config["eos_token_id"] = sorted(ends)
+    return msgspec.json.encode(config, order="deterministic")
+
+
+def _ends(config: Mapping[str, Any]) -> set[int]:
+    value = config.get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    return {one for one in values if isinstance(one, int)}
+
+
+def _is(pattern: re.Pattern[str], value: Any) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _refuse_code(value: Any, field: str, depth: int) -> None:
+    if not isinstance(value, dict | list):
+        return
+    if not depth:
+        raise InvalidRequest("is nested too deeply", field=field)
+    if isinstance(value, list):
+        for inner in value:
+            _refuse_code(inner, field, depth - 1)
+        return
+    for key, inner in value.items():
+        if key in _CODE:
+            raise InvalidRequest("brings code of its own, which is never run; leave it out", field=f"{field}.{key}")
+        _refuse_code(inner, f"{field}.{key}", depth - 1)

@@ -1,0 +1,110 @@
+"""Runs' ends: who keeps data of runs hears of them, workers are told to forget them, and nothing is left here."""
+
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from ebbtide.coordinator.state import RunState
+from ebbtide.errors import InvalidRequest
+from ebbtide.rpc.endings import MAX_HELD
+from ebbtide.rpc.status import translated
+from ebbtide.testing import wait_until
+from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
+
+CANCELLED, FINISHED = types_pb2.RUN_STATUS_CANCELLED, types_pb2.RUN_STATUS_FINISHED
+
+
+@asynccontextmanager
+async def watching(cluster: Any, *held: str) -> AsyncIterator[Any]:
+    call = cluster.runs.WatchEnded(types_pb2.WatchEndedRequest(held=held))
+    with translated("coordinator"):
+        yield call
+    call.cancel()
+
+
+def names(message: types_pb2.RunsEnded) -> dict[str, int]:
+    return {run.run_id: run.status for run in message.ended}
+
+
+async def cancel(cluster: Any, run_id: str) -> None:
+    await cluster.call(cluster.runs.CancelRun, runs_pb2.CancelRunRequest(run_id=run_id))
+
+
+async def test_who_asks_hears_of_runs_that_ended_before_and_of_each_that_ends_then(cluster: Any) -> None:
+    over, live = await cluster.run("over"), await cluster.run("live")
+    await over.finish()
+    async with watching(cluster, "over", "live", "unknown") as call:
+        first = await call.read()
+        assert names(first) == {"over": FINISHED}
+        assert list(first.live) == ["live"]
+        assert first.store_life
+        await cancel(cluster, live.run_id)
+        assert names(await call.read()) == {"live": CANCELLED}
+
+
+async def test_a_restarted_coordinator_says_the_same(cluster: Any) -> None:
+    await cluster.run("over")
+    await cancel(cluster, "over")
+    await cluster.restart()
+    async with watching(cluster, "over") as call:
+        assert names(await call.read()) == {"over": CANCELLED}
+
+
+async def test_questions_about_too_many_runs_and_what_is_no_id_are_refused(cluster: Any) -> None:
+    for held in (["a/b"], ["a"] * (MAX_HELD + 1)):
+        with pytest.raises(InvalidRequest, match="held"):
+            async with watching(cluster, *held) as call:
+                await call.read()
+
+
+async def test_the_workers_of_a_run_are_told_to_forget_it(cluster: Any) -> None:
+    worker = await cluster.worker("w1")
+    run = await cluster.run()
+    await run.submit("a")
+    await worker.has("a")
+    await cancel(cluster, "r")
+    await wait_until(lambda: worker.forgotten == ["r"])
+    assert worker.cancelled == ["a"]
+
+
+async def test_a_worker_that_comes_back_with_an_ended_runs_version_is_told_so(cluster: Any) -> None:
+    await cluster.run()
+    await cancel(cluster, "r")
+    version = types_pb2.PolicyVersion(policy="policy", version=1)
+    worker = await cluster.worker("w1", run_id="r", installed=[version])
+    await wait_until(lambda: worker.forgotten == ["r"])
+
+
+async def test_ended_runs_leave_nothing_in_the_coordinators_memory(cluster: Any) -> None:
+    worker = await cluster.worker("w1")
+    state, samples = cluster.coordinator.state, len(list(series()))
+    for number in range(20):
+        run = await cluster.run(f"r{number}")
+        await run.submit("a", "b")
+        await wait_until(lambda: worker.assigned)
+        failed = fleet_pb2.InstallFailed(
+            version=types_pb2.PolicyVersion(policy="policy", version=9), run_id=run.run_id, architecture="x"
+        )
+        await worker.say(install_failed=failed)
+        await cancel(cluster, run.run_id)
+        await wait_until(lambda: not worker.assigned)
+    await wait_until(lambda: not state.runs and not state.ended)
+    (session,) = state.sessions.values()
+    await wait_until(lambda: session.installed is None)
+    left = (session.attempts, session.pending, session.held, session.unfit, session.target, session.run_id)
+    assert not any(left)
+    dispatcher = cluster.coordinator.dispatcher
+    await wait_until(lambda: not dispatcher._lacking and not dispatcher._moves._asked)
+    gc.collect()
+    assert sum(isinstance(one, RunState) for one in gc.get_objects()) <= 1, "the last one may still be in a frame"
+    assert len(list(series())) == samples
+
+
+def series() -> list[tuple[str, Any]]:
+    """All that is measured, by name and labels, but for calls, whose labels are methods."""
+    found = [(sample.name, sorted(sample.labels.items())) for one in REGISTRY.collect() for sample in one.samples]
+    return [one for one in found if one[0].startswith("ebbtide_coordinator")]
