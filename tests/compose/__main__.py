@@ -1,8 +1,8 @@
 """`make test-compose`: docker-compose.yml, really run, by podman.
 
 Builds the images, brings the CPU profile up, trains a short run that is submitted from outside, kills the worker's
-container and the coordinator's process meanwhile, checks what is promised of containers, images and the run's books, and
-takes everything down. Each step is printed with its seconds; when one fails, so are the logs' last lines.
+container and the coordinator's process meanwhile, checks what is promised of containers, images and the run's books,
+and takes everything down. Each step is printed with its seconds; when one fails, so are the logs' last lines.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ebbtide.client import Client
+from ebbtide.errors import EbbtideError
 from tests.compose import images, scene
 from tests.compose.podman import Failed, Podman, missing, say
 
@@ -138,7 +139,7 @@ def _guarded(options: argparse.Namespace) -> int:
             ]
             for part in work:
                 part()
-        except Failed as error:
+        except (Failed, TimeoutError, EbbtideError) as error:
             tails(podman)
             say(f"FAILED after {time.monotonic() - began:.0f} s: {error}")
             return 1

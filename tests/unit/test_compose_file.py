@@ -52,7 +52,8 @@ def seconds(text: str) -> float:
 
 def module(name: str) -> str:
     """What a service runs."""
-    return re.findall(r"ebbtide\.[a-z_.]+", " ".join(SERVICES[name]["command"]))[-1]
+    found: list[str] = re.findall(r"ebbtide\.[a-z_.]+", " ".join(SERVICES[name]["command"]))
+    return found[-1]
 
 
 def loaded(name: str) -> Any:
@@ -154,7 +155,9 @@ def test_the_store_writes_before_it_answers() -> None:
     assert "--maxmemory-policy noeviction" in command
 
 
-@pytest.mark.parametrize(("profile", "wanted"), [("cpu", {"worker", "trainer"}), ("gpu", {"worker-gpu", "trainer-gpu"})])
+@pytest.mark.parametrize(
+    ("profile", "wanted"), [("cpu", {"worker", "trainer"}), ("gpu", {"worker-gpu", "trainer-gpu"})]
+)
 def test_a_profile_is_a_whole_cluster(profile: str, wanted: set[str]) -> None:
     services = {name for name, service in SERVICES.items() if profile in service.get("profiles", [profile])}
     assert services == wanted | {"redis", "coordinator", "weight-relay", "driver", "base-model"}
