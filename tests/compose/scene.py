@@ -23,8 +23,8 @@ STAYING: Final = ("redis", "coordinator", "weight-relay", "trainer", "driver", "
 #: Of docker-compose.yml: the slots of a worker, and the tokens of each that it may hold unstored.
 SLOTS, FLUSH_TOKENS = 64, 8
 _LOOK_S: Final = 0.1
-#: A worker's engine boots in some 15 s alone; twice is usual beside others, and containers are started one by one.
-_BOOT_S: Final = 300.0
+#: A worker's engine boots in some 15 s alone; beside much else that has been minutes.
+_BOOT_S: Final = 600.0
 _RUN_S: Final = 900.0
 
 
