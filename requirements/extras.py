@@ -17,7 +17,7 @@ _NESTED = re.compile(r"ebbtide\[([a-z,]+)\]")
 
 
 def requirements(project: dict[str, Any], extras: list[str]) -> Iterator[str]:
-    """Each once, those of the extras that an extra names in its place. Raises `KeyError` for an unknown extra."""
+    """Each once, with those of extras that an extra names in its place. Raises `KeyError` for an unknown extra."""
     seen: dict[str, None] = dict.fromkeys(project["dependencies"])
     waiting = list(extras)
     while waiting:

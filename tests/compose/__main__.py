@@ -1,8 +1,8 @@
 """`make test-compose`: docker-compose.yml, really run, by podman.
 
 Builds the images, brings the CPU profile up, trains a short run that is submitted from outside, kills the worker's
-container and the coordinator's process meanwhile, checks what is promised of containers, images and the run's books, and
-takes everything down. Each step is printed with its seconds; when one fails, so are the logs' last lines.
+container and the coordinator's process meanwhile, checks what is promised of containers, images and the run's books,
+and takes everything down. Each step is printed with its seconds; when one fails, so are the logs' last lines.
 """
 
 import argparse
@@ -14,11 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from ebbtide.client import Client
+from ebbtide.errors import EbbtideError
 from tests.compose import images, scene
 from tests.compose.podman import Failed, Podman, missing, say
 
@@ -71,8 +72,11 @@ def build(podman: Podman, folder: Path, base: str) -> None:
 
 
 async def play(podman: Podman, folder: Path, ports: list[int], steps: int) -> None:
-    with step("up, with a base model made"):
-        podman.compose("up", "--detach", "--no-build", timeout_s=900)
+    with step("up"):
+        podman.compose("up", "--detach", "--no-build", timeout_s=300)
+    with step("the base model is made"):
+        if (status := podman("wait", podman.container("base-model"), timeout_s=900).strip()) != "0":
+            raise Failed(f"base-model ended with status {status}")
     address = [f"127.0.0.1:{port}" for port in ports]
     async with Client(*address, token=(folder / "token").read_text(), patience_s=120) as client:
         with step("the worker attached"):
@@ -105,9 +109,11 @@ def tails(podman: Podman) -> None:
 
 
 def clear(podman: Podman, *, keep: bool) -> None:
-    podman.compose("down", "--volumes", "--timeout", "2", timeout_s=300, check=False)
-    podman("rm", "--all", "--force", "--time", "1", check=False)
-    podman("network", "prune", "--force", check=False)
+    with suppress(Failed):
+        podman.compose("down", "--volumes", "--timeout", "2", timeout_s=300, check=False)
+    with suppress(Failed):
+        podman("rm", "--all", "--force", "--time", "1", check=False)
+        podman("network", "prune", "--force", check=False)
     podman.close(keep=keep)
 
 
@@ -138,7 +144,7 @@ def _guarded(options: argparse.Namespace) -> int:
             ]
             for part in work:
                 part()
-        except Failed as error:
+        except (Failed, TimeoutError, EbbtideError) as error:
             tails(podman)
             say(f"FAILED after {time.monotonic() - began:.0f} s: {error}")
             return 1

@@ -108,8 +108,8 @@ class Podman:
     def close(self, *, keep: bool) -> None:
         """Remove all that was ever made; with `keep`, all but the images."""
         folders = (str(self.root), str(self._short))
-        with open("/proc/self/mounts", encoding="utf-8") as mounts:
-            below = [path for line in mounts if (path := line.split()[1]).startswith(folders)]
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+        below = [path for line in mounts if (path := line.split()[1]).startswith(folders)]
         for path in reversed(below):
             subprocess.run(["umount", path], check=True)
         for folder in [self._short, *self.root.iterdir()]:

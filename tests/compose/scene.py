@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ebbtide.cli.progress import Progress, follow
 from ebbtide.client import Client
+from ebbtide.testing.wait import wait_until
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.run import Run, RunStatus
 from tests.compose.podman import Failed, Podman
@@ -22,29 +23,18 @@ STAYING: Final = ("redis", "coordinator", "weight-relay", "trainer", "driver", "
 #: Of docker-compose.yml: the slots of a worker, and the tokens of each that it may hold unstored.
 SLOTS, FLUSH_TOKENS = 64, 8
 _LOOK_S: Final = 0.1
-#: A worker's engine boots in some 15 s alone; twice is usual beside others, and containers are started one by one.
-_BOOT_S: Final = 300.0
+#: A worker's engine boots in some 15 s alone; beside much else that has been minutes.
+_BOOT_S: Final = 600.0
 _RUN_S: Final = 900.0
 
 
-async def until(what: str, ready: Callable[[], bool], within_s: float) -> None:
-    """Raises `Failed` naming `what` if `ready` does not come true."""
-    try:
-        async with asyncio.timeout(within_s):
-            while not ready():
-                await asyncio.sleep(_LOOK_S)
-    except TimeoutError:
-        raise Failed(f"{what}: not within {within_s:g} s") from None
-
-
 async def workers_attached(client: Client, wanted: int) -> None:
-    """Raises `Failed` if so many workers are not ready in time."""
-    try:
-        async with asyncio.timeout(_BOOT_S):
-            while sum(worker.state is WorkerState.READY for worker in await client.workers()) != wanted:
-                await asyncio.sleep(_LOOK_S)
-    except TimeoutError:
-        raise Failed(f"{wanted} workers were to be attached within {_BOOT_S:g} s") from None
+    """Raises `TimeoutError` if so many workers are not ready in time."""
+
+    async def ready() -> bool:
+        return sum(worker.state is WorkerState.READY for worker in await client.workers()) == wanted
+
+    await wait_until(ready, _BOOT_S, interval=_LOOK_S, what=f"{wanted} workers attached")
 
 
 def check_containers(podman: Podman) -> None:
@@ -76,8 +66,8 @@ async def run_and_break(podman: Podman, client: Client, steps: int, tell: Callab
         async with asyncio.timeout(_RUN_S):
             await _break(podman, progress, following, tell)
             return await following
-    except TimeoutError:
-        raise Failed(f"the run did not end within {_RUN_S:g} s: {progress.run}") from None
+    except TimeoutError as error:
+        raise Failed(f"{error or f'the run did not end within {_RUN_S:g} s'}: {progress.run}") from None
     finally:
         following.cancel()
         await asyncio.wait({following})
@@ -92,27 +82,38 @@ async def _break(podman: Podman, progress: Progress, following: asyncio.Task[Run
             raise Failed("the run ended before anything was killed")
         return bool(progress.steps) and stored() > before and any(w.running > SLOTS // 2 for w in progress.workers)
 
-    await until("the first step", lambda: bool(progress.steps) or following.done(), _RUN_S)
+    def first_step() -> bool:
+        return bool(progress.steps) or following.done()
+
+    await wait_until(first_step, _RUN_S, interval=_LOOK_S, what="the first step")
     before = stored()
-    await until("a worker in the midst of responses", midway, _RUN_S)
+    await wait_until(midway, _RUN_S, interval=_LOOK_S, what="a worker in the midst of responses")
     name = podman.container("worker")
     podman("kill", "--signal", "KILL", name)
     tell(f"killed the worker's container while it generated, {len(progress.steps)} steps done")
-    await until("the end of the container", lambda: not podman.inspect(name)["State"]["Running"], 30)
+    podman("wait", name)
     podman.compose("up", "--detach", "--no-build", "worker", timeout_s=300)
     tell("brought it back with `up`")
     reached = len(progress.steps)
-    await until("a step with the new worker", lambda: len(progress.steps) > reached or following.done(), _BOOT_S)
-    await _crash(podman, "coordinator", tell)
+
+    def further() -> bool:
+        return len(progress.steps) > reached or following.done()
+
+    await wait_until(further, _BOOT_S, interval=_LOOK_S, what="a step with the new worker")
+    await _crash(podman, "coordinator")
+    tell("killed the coordinator's process; its restart policy brought it back")
 
 
-async def _crash(podman: Podman, service: str, tell: Callable[[str], None]) -> None:
+async def _crash(podman: Podman, service: str) -> None:
     """Kill the process alone, as a fault of its own would: then the restart policy has to bring it back."""
     name = podman.container(service)
     before = podman.inspect(name)["State"]["Pid"]
     os.kill(before, signal.SIGKILL)
-    await until(f"a new {service}", lambda: podman.inspect(name)["State"]["Pid"] not in {0, before}, 60)
-    tell(f"killed the {service}'s process; its restart policy brought it back")
+
+    def back() -> bool:
+        return podman.inspect(name)["State"]["Pid"] not in {0, before}
+
+    await wait_until(back, 60, interval=_LOOK_S, what=f"a new {service}")
 
 
 def check_books(run: Run) -> str:

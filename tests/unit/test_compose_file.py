@@ -52,7 +52,8 @@ def seconds(text: str) -> float:
 
 def module(name: str) -> str:
     """What a service runs."""
-    return re.findall(r"ebbtide\.[a-z_.]+", " ".join(SERVICES[name]["command"]))[-1]
+    found: list[str] = re.findall(r"ebbtide\.[a-z_.]+", " ".join(SERVICES[name]["command"]))
+    return found[-1]
 
 
 def loaded(name: str) -> Any:
@@ -171,7 +172,14 @@ def test_every_volume_is_named_and_every_image_is_a_target_of_the_dockerfile() -
     named = {str(volume).split(":")[0] for service in SERVICES.values() for volume in service.get("volumes", [])}
     assert {volume for volume in named if not volume.startswith(".")} == set(FILE["volumes"])
     targets = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE))
-    assert {service["build"]["target"] for service in SERVICES.values()} <= targets
+    assert {service["build"]["target"] for service in SERVICES.values() if "build" in service} <= targets
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_every_image_of_a_profile_is_built_by_one_of_its_services(profile: str) -> None:
+    services = [service for service in SERVICES.values() if profile in service.get("profiles", [profile])]
+    built = [service["image"] for service in services if "build" in service]
+    assert sorted(built) == sorted({service["image"] for service in services})
 
 
 def test_every_module_that_is_started_is_there() -> None:
