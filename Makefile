@@ -35,6 +35,15 @@ test: env ## All tests
 nightly: env ## The long tests: the whole fault matrix on real processes, and thousands of simulated seeds
 	@$(BIN)/python -m pytest -m nightly $(ARGS)
 
+test-hosts: env ## The whole system on hosts of its own (network namespaces, mTLS), with cables pulled; needs root
+	@$(BIN)/python -m pytest -m hosts tests/hosts $(ARGS)
+
+test-bare: env ## docs/bare-metal.md, followed in fresh containers with systemd; needs root, podman, debootstrap, packages
+	@$(BIN)/python -m pytest -s -m bare tests/bare $(ARGS)
+
+test-extras: env ## Each service's own extra, in an environment of its own; needs packages
+	@$(BIN)/python -m pytest -m extras tests/extras $(ARGS)
+
 simulate: env ## The whole system in one process, broken at random moments; options: ARGS="--seeds 0:1000 --jobs 2"
 	@$(BIN)/python -m tests.simulation $(ARGS)
 
@@ -73,4 +82,4 @@ $(BIN)/python:
 clean: ## Remove the environment, caches and generated code; runs/ stays
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache common/ebbtide/v1/*_pb2*
 
-.PHONY: help demo demo-coserving test nightly simulate bench-migration bench-weights bench-coserving lint types env clean
+.PHONY: help demo demo-coserving test nightly test-hosts test-bare test-extras simulate bench-migration bench-weights bench-coserving lint types env clean
