@@ -111,7 +111,7 @@ class Publisher:
         threads: int = 0,
     ) -> None:
         """`authority` is rank 0's. `threads` encode; 0: half of the processors, eight at most."""
-        self._staging = Staging(peer)
+        self._staging = Staging(peer, run_id)
         self._run_id, self._policy = run_id, policy
         self._authority, self.exchange = authority, exchange or Alone()
         self._threads = threads or max(1, min(8, (os.cpu_count() or 2) // 2))

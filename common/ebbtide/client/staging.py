@@ -22,8 +22,8 @@ R = TypeVar("R")
 class Staging:
     """The relay's calls for who publishes. Each raises the relay's errors; all may be repeated."""
 
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
+    def __init__(self, peer: Peer, run_id: str) -> None:
+        self.peer, self._run_id = peer, run_id
         self._stub = WeightsStub(peer.channel)
 
     async def begin(self, manifest: Manifest, patch: Patch | None) -> list[bytes]:
@@ -34,12 +34,13 @@ class Staging:
 
     async def put(self, encoding: Encoding, digests: Iterable[bytes]) -> AsyncIterator[int]:
         """Send blobs; yields the bytes of each as it is handed to the connection, and ends when all are stored."""
-        call = self._stub.PutTiles()
+        call, run_id = self._stub.PutTiles(), self._run_id
         with self.peer.translated():
             try:
                 for digest in digests:
                     data = await asyncio.to_thread(_blob, encoding, digest)
-                    await call.write(pb.Tile(digest=digest, data=data))
+                    await call.write(pb.Tile(digest=digest, data=data, run_id=run_id))
+                    run_id = ""  # the first says it for all
                     yield len(data)
                 await call.done_writing()
             except asyncio.InvalidStateError:

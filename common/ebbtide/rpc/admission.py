@@ -17,7 +17,7 @@ from ebbtide.rpc.roles import Role, is_open, permitted, told
 from ebbtide.rpc.scope import OfOneRun, can_name_run, check_run, no_run_named
 from ebbtide.rpc.security import AUTHORIZATION, TokenCheck
 from ebbtide.rpc.tls import roles_of_peer
-from ebbtide.rpc.tokens import SKEW_S, Claims, Keys, verify
+from ebbtide.rpc.tokens import SKEW_S, Claims, Keys, is_signed, verify
 
 Metadata = Iterable[tuple[str, str | bytes]] | None
 #: Verified tokens that are remembered: a signature takes a tenth of a millisecond to check.
@@ -66,9 +66,10 @@ class Admission:
         if self._shared is not None and self._shared.get()(value):
             return None
         text = value if isinstance(value, str) else value.decode(errors="replace")
-        if self._keys is None or not text.startswith(_SCHEME):
+        token = text.removeprefix(_SCHEME)
+        if self._keys is None or not text.startswith(_SCHEME) or not is_signed(token):
             raise Unauthenticated("the token is missing or wrong; set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE")
-        return self._verified(text.removeprefix(_SCHEME), self._keys.get())
+        return self._verified(token, self._keys.get())
 
     def _verified(self, token: str, keys: Keys) -> Claims:
         if keys is not self._known_by or len(self._known) >= _MOST:

@@ -110,6 +110,11 @@ class Channel(grpc.aio.Channel):
         self._former: list[tuple[grpc.aio.Channel, WeakSet[Any]]] = []
         self._closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def former(self) -> int:
+        """How many connections with former certificates still serve calls."""
+        return len(self._former)
+
     def current(self) -> grpc.aio.Channel:
         """gRPC's channel for a new call."""
         credentials = self._fresh.get()

@@ -35,15 +35,19 @@ Opener: TypeAlias = Callable[[BlobSource, Holder], Source]
 class GrpcSource:
     """A Weights service: a relay, or a peer."""
 
-    def __init__(self, stub: WeightsStub, target: str, reader: Holder, channel: "Closable | None" = None) -> None:
-        """`channel` is closed with it, if given."""
+    def __init__(
+        self, stub: WeightsStub, target: str, reader: Holder, channel: "Closable | None" = None, *, run_id: str = ""
+    ) -> None:
+        """`channel` is closed with it, if given. `run_id`: the run whose blobs are asked for, if it is one."""
         self._stub, self._target, self._reader, self._channel = stub, target, reader, channel
+        self._run_id = run_id
         self._closed = False
 
     async def tiles(self, digests: Sequence[bytes]) -> AsyncGenerator[tuple[bytes, bytes], None]:
         if self._closed:
             raise Unavailable(f"source of weights at {self._target} was closed")
-        request = pb.FetchTilesRequest(digests=digests, reader=self._reader.name, site=self._reader.site)
+        reader = self._reader
+        request = pb.FetchTilesRequest(digests=digests, reader=reader.name, site=reader.site, run_id=self._run_id)
         call = self._stub.FetchTiles(request)
         try:
             with translated("source of weights", self._target):
@@ -71,16 +75,22 @@ def check_peer(address: str, *, field: str) -> str:
     return address
 
 
-def opener(security: ClientSecurity) -> Opener:
+class RunOpener(Protocol):
+    """Opens a source for a reader; `run_id`: the run that all blobs are of, if it is one."""
+
+    def __call__(self, source: BlobSource, reader: Holder, run_id: str = "") -> Source: ...
+
+
+def opener(security: ClientSecurity) -> RunOpener:
     """Opens sources: the URL of a static copy if the relay's settings name it, and host:port of holders else.
 
     What it returns raises `InvalidRequest` for any other address, before anything is connected."""
 
-    def open_source(source: BlobSource, reader: Holder) -> Source:
+    def open_source(source: BlobSource, reader: Holder, run_id: str = "") -> Source:
         if source.static:
             return _static_copy(source.address)
         channel = open_channel(check_peer(source.address, field="address"), security)
-        return GrpcSource(WeightsStub(channel), source.address, reader, channel)
+        return GrpcSource(WeightsStub(channel), source.address, reader, channel, run_id=run_id)
 
     return open_source
 

@@ -15,7 +15,7 @@ def seconds(text: str, *, field: str) -> float:
     match = _FORM.fullmatch(text.strip().lower())
     unit = _UNITS.get(match[2]) if match else None
     if match is None or unit is None:
-        raise InvalidRequest(f"{text!r} is no duration: write 30, 30s, 2m, 1h or 7d", field=field)
+        raise InvalidRequest(f"{text!r} is no duration: write 30, 30s, 2m or 1h", field=field)
     value = float(match[1]) * unit
     if not 0 < value < math.inf:
         raise InvalidRequest(f"{text!r} leaves no time: give at least a second, such as 30s", field=field)

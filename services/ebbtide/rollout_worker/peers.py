@@ -80,7 +80,7 @@ async def serving(
     from ebbtide.rollout_worker.servicer import SERVICE, Servicer, add_to_server
     from ebbtide.rpc.server import Server
 
-    at = server_settings(settings.peer_listen, settings.client)
+    at = server_settings(settings.peer_listen, settings.client, settings.token_keys)
     server = Server(at, [(add_to_server, Servicer(shelf), SERVICE)])
     with _as_peer_listen():
         await server.start()
@@ -134,10 +134,10 @@ def _as_peer_listen() -> Iterator[None]:
         raise InvalidRequest(str(error).removeprefix("listen: "), field="peer_listen") from None
 
 
-def server_settings(listen: str, client: ClientSecurity) -> ServerSettings:
-    """A worker serves with the token and the certificate that it shows to others itself."""
+def server_settings(listen: str, client: ClientSecurity, token_keys: str = "") -> ServerSettings:
+    """A worker serves with the shared secret and the certificate that it shows to others itself."""
     shared = {name: getattr(client, name) for name in Credentials.__struct_fields__}
-    return ServerSettings(listen=listen, **shared)
+    return ServerSettings(listen=listen, token_keys=token_keys, **shared)
 
 
 def advertised(bound: str, advertise: str) -> str:

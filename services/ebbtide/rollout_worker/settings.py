@@ -90,6 +90,10 @@ class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields
     peer_advertise: Annotated[
         str, Meta(description="address under which they reach it (port 0: the one listened at); empty: as listened at")
     ] = ""
+    token_keys: Annotated[
+        str,
+        Meta(description="PEM file of public keys that have to have signed readers' tokens", extra={"shared": True}),
+    ] = ""
     peer_readers: Annotated[int, Meta(ge=1, description="other workers served at once, at most")] = 64
     peer_cache_mib: Annotated[int, Meta(ge=1, description="memory for the newest patches to be served, MiB")] = 256
     counter_file: Annotated[str, Meta(description="ledger of generated tokens (ebbtide.ledger); empty: none")] = ""

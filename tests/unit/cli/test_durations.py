@@ -8,7 +8,17 @@ from ebbtide.errors import InvalidRequest
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("30", 30), ("30s", 30), (" 2m ", 120), ("1.5m", 90), ("500ms", 0.5), ("1h", 3600), (".5 s", 0.5), ("2M", 120), ("7d", 604800)],
+    [
+        ("30", 30),
+        ("30s", 30),
+        (" 2m ", 120),
+        ("1.5m", 90),
+        ("500ms", 0.5),
+        ("1h", 3600),
+        (".5 s", 0.5),
+        ("2M", 120),
+        ("7d", 604800),
+    ],
 )
 def test_a_duration_may_be_written_in_any_common_way(text: str, expected: float) -> None:
     assert seconds(text, field="--within") == expected
@@ -16,7 +26,7 @@ def test_a_duration_may_be_written_in_any_common_way(text: str, expected: float)
 
 @pytest.mark.parametrize("text", ["", "soon", "30x", "-5s", "1e3", "2m30s", "s", "٣s"])
 def test_what_is_no_duration_is_refused_with_the_field_and_the_remedy(text: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"is no duration: write 30, 30s, 2m, 1h or 7d") as refusal:
+    with pytest.raises(InvalidRequest, match=r"is no duration: write 30, 30s, 2m or 1h") as refusal:
         seconds(text, field="--within")
     assert refusal.value.field == "--within"
 
