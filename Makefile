@@ -42,6 +42,15 @@ compose-token: ## The secret that docker-compose.yml needs, in runs/compose/toke
 nightly: env ## The long tests: the whole fault matrix on real processes, and thousands of simulated seeds
 	@$(BIN)/python -m pytest -m nightly $(ARGS)
 
+test-hosts: env ## The whole system on hosts of its own (network namespaces, mTLS), with cables pulled; needs root
+	@$(BIN)/python -m pytest -m hosts tests/hosts $(ARGS)
+
+test-bare: env ## docs/bare-metal.md, followed in fresh containers with systemd; needs root, podman, debootstrap, packages
+	@$(BIN)/python -m pytest -s -m bare tests/bare $(ARGS)
+
+test-extras: env ## Each service's own extra, in an environment of its own; needs packages
+	@$(BIN)/python -m pytest -m extras tests/extras $(ARGS)
+
 simulate: env ## The whole system in one process, broken at random moments; options: ARGS="--seeds 0:1000 --jobs 2"
 	@$(BIN)/python -m tests.simulation $(ARGS)
 

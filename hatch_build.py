@@ -8,6 +8,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+_PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+
 
 class ProtoHook(BuildHookInterface[Any]):
     PLUGIN_NAME = "custom"
@@ -22,10 +24,7 @@ class ProtoHook(BuildHookInterface[Any]):
         sources = [str(path) for path in sorted((root / "protos").rglob("*.proto"))]
         status = protoc.main(
             ["protoc", f"-I{root / 'protos'}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
-            + [
-                f"--plugin={name}={shutil.which(name, path=folders)}"
-                for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
-            ]
+            + [f"--plugin={name}={shutil.which(name, path=folders)}" for name in _PLUGINS]
             + [f"--{kind}={out}" for kind in ("python_out", "grpc_python_out", "mypy_out")]
             + [f"--mypy_grpc_out=only_async:{out}"]
             + sources

@@ -106,7 +106,7 @@ class Containers:
         conf = self._directory / "pip.conf"
         conf.write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
         words = [word.removeprefix("file://") for value in settings.values() for word in value.split()]
-        tops = {Path(*Path(word).parts[:2]) for word in words if word.startswith("/") and not word.startswith("/etc/")}
+        tops = {Path(*Path(word).parts[:3]) for word in words if word.startswith("/") and not word.startswith("/etc/")}
         bundle = Path("/etc/ssl/certs/ca-certificates.crt")
         trusted = [(bundle, str(bundle))] if bundle.exists() else []
         return [(conf, "/etc/pip.conf"), *((top, str(top)) for top in tops if top.exists()), *trusted]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def python(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Iterator[str]:
+def python(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> str:
     """A Python that has the wheel with one extra."""
     extra = request.param
     venv.create(tmp_path / "env", with_pip=True)

@@ -127,7 +127,7 @@ class Cluster:
         return {**_INHERITED, "OMP_WAIT_POLICY": "PASSIVE", **paths, **self.identities.environment(name)}
 
     async def ask(
-        self, host: str, *command: str, identity: str, timeout: float = 60.0, **environment: str
+        self, host: str, *command: str, identity: str, **environment: str
     ) -> "subprocess.CompletedProcess[str]":
         """Run a Python program on a host, as one that has the identity of `identity`, to its end."""
         return await asyncio.to_thread(
@@ -137,7 +137,7 @@ class Cluster:
             capture_output=True,
             text=True,
             check=False,
-            timeout=timeout,
+            timeout=60,
         )
 
     def ledger(self, hosts: str = "ab") -> list[AttemptRecord]:

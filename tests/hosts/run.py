@@ -54,7 +54,7 @@ class ShortRun:
     @property
     def step(self) -> int:
         """The newest step whose version was announced; -1 before the first."""
-        return max((event.values["step"] for event in self._events() if event.kind == "version"), default=-1)
+        return max((int(event.values["step"]) for event in self._events() if event.kind == "version"), default=-1)
 
     async def past(self, step: int) -> None:
         await wait_until(lambda: self.step >= step, timeout=_PATIENCE_S, interval=0.05, what=f"step {step}")
