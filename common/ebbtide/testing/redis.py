@@ -61,7 +61,11 @@ class EmbeddedRedis(ServerProcess):
 
     def info(self, name: str) -> str:
         """One of the facts that INFO tells; empty if there is none of that name."""
-        for line in self.command("INFO").decode().splitlines():
+        try:
+            said = self.command("INFO")
+        except ConnectionResetError:  # a Sentinel that gives a server another role ends its connections
+            said = self.command("INFO")
+        for line in said.decode().splitlines():
             if line.startswith(f"{name}:"):
                 return line.partition(":")[2]
         return ""
