@@ -16,7 +16,7 @@ import torch
 
 from ebbtide.client import Client
 from ebbtide.testing import EmbeddedRedis, wait_until
-from ebbtide.types.run import Run, RunSpec, RunStatus
+from ebbtide.types.run import Run, RunSpec
 from tests.integration.trainer.conftest import Cluster
 from tests.integration.trainer.fixed_training import weights
 from tests.integration.trainer.test_runs import check_books, ended, trained
@@ -69,7 +69,7 @@ def test_no_rank_listens_or_talks_off_the_loopback(cluster: Any) -> None:
             assert connection.laddr.ip in {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, connection
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 async def test_a_run_whose_trainer_loses_or_freezes_any_rank_ends_like_an_undisturbed_one(
     cluster: Any, client: Client, make_spec: MakeSpec
 ) -> None:
@@ -108,7 +108,7 @@ def last_reason(log: str) -> str:
     return reason
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_sigterm_ends_all_ranks_cleanly_and_one_goes_on_and_then_those_of_torchrun(
     cluster: Any, client: Client, make_spec: MakeSpec
 ) -> None:

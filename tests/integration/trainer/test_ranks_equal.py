@@ -191,6 +191,8 @@ def test_what_two_ranks_wrote_loads_with_transformers_and_holds_no_pickle(traine
     expected = weights(path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     assert AutoTokenizer.from_pretrained(path).eos_token_id == 2
+    own, other = (json.loads((trained.folder / one / path.name / "config.json").read_text()) for one in ("one", "two"))
+    assert own == other
     assert len(list(path.glob("model-*-of-00002.safetensors"))) == 2
     assert len(list((path / "trainer" / "optimizer").iterdir())) == 2
     assert {file.suffix for file in path.rglob("*") if file.is_file()} <= {".json", ".safetensors", ".jinja"}

@@ -45,6 +45,7 @@ def _blank(directory: Path) -> Network | None:
         return None
     with _parameters_on_meta():
         network = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    network.config.architectures = [type(network).__name__]
     names = {name for name, _ in own_tensors(network)}
     return network if names <= _names(directory) else None
 
