@@ -27,12 +27,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         place = place_of(os.environ, settings.ranks)
     except InvalidRequest as error:
         raise SystemExit(f"ebbtide trainer: {error}") from None
+    quiet = msgspec.structs.replace(settings, metrics_port=-1, ready_file="")  # rank 0 speaks for all
     if place is None and settings.ranks > 1 and "WORLD_SIZE" not in os.environ:
         from ebbtide.trainer.ranks.launch import launch
 
-        quiet = msgspec.structs.replace(settings, metrics_port=-1, ready_file="")  # rank 0 has them
         run(lambda shutdown: launch(settings, argv, shutdown), "trainer", quiet)
-    run(lambda shutdown: serve(settings, shutdown, place), "trainer", settings)
+    run(lambda shutdown: serve(settings, shutdown, place), "trainer", quiet if place and place.rank else settings)
 
 
 async def serve(settings: TrainerSettings, shutdown: Shutdown, place: Place | None = None) -> None:

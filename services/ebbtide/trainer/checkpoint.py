@@ -80,6 +80,7 @@ def begin(folder: Path, network: Network, tokenizer: Tokenizer, state: TrainingS
     """Rank 0's beginning of a checkpoint that several write: a directory for them. Returns it."""
     unfinished = folder / f"{_UNFINISHED}{state.lineage}"
     (unfinished / "trainer" / "optimizer").mkdir(parents=True)
+    network.config.dtype = torch.float32  # as the files are
     network.config.save_pretrained(unfinished)
     if network.can_generate():
         network.generation_config.save_pretrained(unfinished)

@@ -23,7 +23,8 @@ from ebbtide.trainer.experience import samples_of, summary
 from ebbtide.trainer.failure import RunFailed
 from ebbtide.trainer.learner import Learner, LearnerSettings, StepStats
 from ebbtide.trainer.network import Network, load_network, load_tokenizer
-from ebbtide.trainer.ranks.sharding import local, own_tensors, shard
+from ebbtide.trainer.ranks.loading import load_sharded
+from ebbtide.trainer.ranks.sharding import local, own_tensors
 from ebbtide.trainer.ranks.world import World
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec
@@ -54,10 +55,9 @@ class Learning:
         self._keeps: bool | None = None if keep_published else False  # None: not known yet
 
     def _place(self, source: Path) -> Network:
-        network = load_network(source)
         if self._world is None:
-            return network.to(self._device)
-        return shard(network, self._world.mesh, dtype=self._spec.trainer.dtype)
+            return load_network(source).to(self._device)
+        return load_sharded(source, self._world.mesh, dtype=self._spec.trainer.dtype, device=self._device)
 
     def resume(self, path: Path, *, run_id: str) -> TrainingState:
         """Take up optimiser and scheduler of a checkpoint, whose weights are loaded. Raises `CheckpointError`."""

@@ -25,7 +25,9 @@ SCRIPTED_END = 1
 
 
 class Program:
-    """One program as its own process; started again, it listens where it did."""
+    """One program as its own process; started again, it listens where it did. `runner`: what Python starts it by."""
+
+    runner = ("-m",)
 
     def __init__(self, module: str, directory: Path, *flags: str, listens: bool = False) -> None:
         self._module, self._flags, self._listens = module, flags, listens
@@ -40,7 +42,8 @@ class Program:
 
     def launch(self) -> None:
         self._ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", f"ebbtide.{self._module}", *self._flags, "--ready-file", str(self._ready)]
+        command = [sys.executable, *self.runner, f"ebbtide.{self._module}"]
+        command += [*self._flags, "--ready-file", str(self._ready)]
         command += ["--server-listen", self.address] if self._listens else []
         environment = {**os.environ, "EBBTIDE_TOKEN": TOKEN, "PYTHONPATH": str(Path(__file__).parent)}
         with self._log.open("ab") as log:

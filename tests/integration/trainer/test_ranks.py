@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 
 from ebbtide.client import Client
 from ebbtide.testing import EmbeddedRedis, wait_until
-from ebbtide.types.run import Run, RunSpec, RunStatus
+from ebbtide.types.run import Run, RunSpec
 from tests.integration.trainer.conftest import Cluster
 from tests.integration.trainer.fixed_training import weights
 from tests.integration.trainer.test_runs import check_books, ended, trained
@@ -68,7 +69,7 @@ def test_no_rank_listens_or_talks_off_the_loopback(cluster: Any) -> None:
             assert connection.laddr.ip in {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, connection
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 async def test_a_run_whose_trainer_loses_or_freezes_any_rank_ends_like_an_undisturbed_one(
     cluster: Any, client: Client, make_spec: MakeSpec
 ) -> None:
@@ -107,19 +108,28 @@ def last_reason(log: str) -> str:
     return reason
 
 
-@pytest.mark.timeout(120)
-async def test_sigterm_ends_all_ranks_cleanly_and_a_trainer_of_one_goes_on(
+@pytest.mark.timeout(300)
+async def test_sigterm_ends_all_ranks_cleanly_and_one_goes_on_and_then_those_of_torchrun(
     cluster: Any, client: Client, make_spec: MakeSpec
 ) -> None:
-    spec = make_spec(trainer={"steps": 8})
-    await client.submit(spec, "handed-over")
+    await client.submit(make_spec(trainer={"steps": 12}), "handed-over")
     await wait_until(partial(trained, client, "handed-over", 3), timeout=60)
     trainer, processes = cluster.programs["trainer"], ranks_of(cluster)
     assert await asyncio.to_thread(trainer.end) == 0
     assert not [process for process in processes if process.is_running() and process.status() != "zombie"]
-    trainer._flags = (*trainer._flags, "--ranks", "1")
+    flags = trainer._flags
+    trainer._flags = (*flags, "--ranks", "1")
+    await asyncio.to_thread(trainer.start)
+    await wait_until(partial(trained, client, "handed-over", 6), timeout=60)
+    assert await asyncio.to_thread(trainer.end) == 0
+    trainer._flags = (*flags, "--once", "--run-id", "handed-over")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
+    trainer.runner = (*torchrun, "--master-port", port, "-m")
     await asyncio.to_thread(trainer.start)
     run, events = await ended(client, "handed-over")
     check_books(run, events)
-    assert run.status is RunStatus.FINISHED
-    assert [event for event in events if event.kind == "resumed"]
+    assert len([event for event in events if event.kind == "resumed"]) == 2
+    assert await asyncio.to_thread(trainer.process.wait, 60) == 0

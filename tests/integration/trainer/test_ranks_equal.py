@@ -22,6 +22,7 @@ from ebbtide.client.weights import Relay
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.trainer import checkpoint
 from ebbtide.trainer.checkpoint import CheckpointError
+from ebbtide.trainer.network import load_network, load_tokenizer, save_network
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import Signer
 from tests.integration.client.reader import Reader
@@ -74,6 +75,15 @@ def together(jobs: list[Job], folder: Path) -> list[Told]:
     return told
 
 
+def tied_model(model: Path, folder: Path) -> Path:
+    """The model with one tensor for embedding and head."""
+    network, tokenizer = load_network(model), load_tokenizer(model)
+    network.config.tie_word_embeddings = True
+    network.tie_weights()
+    save_network(network, tokenizer, folder / "tied")
+    return folder / "tied"
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, relay: str) -> Trained:
     folder, spec = tmp_path_factory.mktemp("trained"), make_spec(tiny_model)
@@ -90,7 +100,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, relay: s
     torch.set_num_threads(1)
     told = {"one": alone(job("one"))}
     last = msgspec.structs.replace(job("two-from-one", "one"), relay=relay, run="ranks")
-    told["two"], told["two-from-one"] = together([job("two"), last], folder)
+    low = [make_spec(tiny_model, dtype="bfloat16"), make_spec(tied_model(tiny_model, folder))]
+    more = [
+        Job(spec=one, folder=str(folder / f"two-{name}"), steps=(0, 10), saves=(10,))
+        for one, name in zip(low, ("low", "tied"), strict=True)
+    ]
+    told["two"], told["two-low"], told["two-tied"], told["two-from-one"] = together([job("two"), *more, last], folder)
+    for one in more:
+        name = Path(one.folder).name.replace("two", "one")
+        told[name] = alone(msgspec.structs.replace(one, folder=str(folder / name)))
     told["one-from-two"] = alone(job("one-from-two", "two"))
     torch.set_num_threads(threads)
     return Trained(folder, told, relay)
@@ -131,6 +149,20 @@ def test_ten_steps_give_the_same_losses_and_weights(ours: str, theirs: str, firs
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(("what", "tolerance"), [("tied", TOLERANCE), ("low", 0.1)])
+def test_so_do_tied_weights_and_bfloat16_within_its_rounding(what: str, tolerance: float, trained: Trained) -> None:
+    """In bfloat16 ranks compute on other paddings, and norms with rounded weights."""
+    own, other = trained.told[f"two-{what}"], trained.told[f"one-{what}"]
+    step = "step-000010"
+    distances = gaps(trained.folder / f"two-{what}" / step, trained.folder / f"one-{what}" / step)
+    shown = {name: worst(own, other, name) for name in ("loss", "grad_norm")}
+    log.info("%s: %s, weights %s", what, shown, max(distances.values()))
+    assert worst(own, other, "loss") < tolerance
+    assert worst(own, other, "grad_norm") < tolerance
+    assert max(distances.values()) < tolerance
+
+
+@pytest.mark.timeout(240)
 async def test_two_ranks_publish_the_file_that_one_process_publishes(trained: Trained) -> None:
     expected = weights(trained.folder / "two-from-one" / "step-000015")
     peer = Peer("weight-relay", trained.relay, ClientSecurity(token=TOKEN), patience_s=5.0)
@@ -159,6 +191,8 @@ def test_what_two_ranks_wrote_loads_with_transformers_and_holds_no_pickle(traine
     expected = weights(path)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     assert AutoTokenizer.from_pretrained(path).eos_token_id == 2
+    own, other = (json.loads((trained.folder / one / path.name / "config.json").read_text()) for one in ("one", "two"))
+    assert own == other
     assert len(list(path.glob("model-*-of-00002.safetensors"))) == 2
     assert len(list((path / "trainer" / "optimizer").iterdir())) == 2
     assert {file.suffix for file in path.rglob("*") if file.is_file()} <= {".json", ".safetensors", ".jinja"}

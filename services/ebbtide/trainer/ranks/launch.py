@@ -17,6 +17,7 @@ from typing import Final
 from ebbtide.runtime import Shutdown
 from ebbtide.telemetry import get_logger
 from ebbtide.trainer.failure import RankLost
+from ebbtide.trainer.ranks.place import LISTENING
 from ebbtide.trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
@@ -56,12 +57,11 @@ class _Rank:
 
 async def launch(settings: TrainerSettings, argv: Sequence[str], shutdown: Shutdown) -> None:
     """Run the ranks until the trainer is done or asked to end. Raises `RankLost` when one failed."""
-    port = _free_port()
     ranks: list[_Rank] = []
     try:
-        for number in range(settings.ranks):
-            process = await _start(number, settings.ranks, port, argv)
-            ranks.append(_Rank(number, process))
+        with socket.create_server(("127.0.0.1", 0), backlog=2048) as meeting:  # rank 0 has it from here on
+            for number in range(settings.ranks):
+                ranks.append(_Rank(number, await _start(number, settings.ranks, meeting, argv)))  # noqa: PERF401
         await _until_the_end(ranks, shutdown)
     finally:
         for rank in ranks:
@@ -100,14 +100,19 @@ def _story(rank: _Rank, size: int) -> str:
     return f"rank {rank.number} of {size} {what}, so all ranks end; it said last:\n  {said}"
 
 
-async def _start(number: int, size: int, port: int, argv: Sequence[str]) -> asyncio.subprocess.Process:
-    flags = [*argv, "--die-with-parent", str(os.getpid())]
-    if number:  # one of them speaks for all
-        flags += ["--metrics-port=-1", "--ready-file="]
-    command = [sys.executable, "-m", "ebbtide.trainer", *flags]
-    environment = _environment(number, size, port)
+async def _start(number: int, size: int, meeting: socket.socket, argv: Sequence[str]) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-m", "ebbtide.trainer", *argv, "--die-with-parent", str(os.getpid())]
+    environment = _environment(number, size, meeting.getsockname()[1])
+    given = () if number else (meeting.fileno(),)
+    if given:
+        environment[LISTENING] = str(given[0])
     return await asyncio.create_subprocess_exec(
-        *command, env=environment, stderr=asyncio.subprocess.PIPE, limit=1 << 22, start_new_session=True
+        *command,
+        env=environment,
+        stderr=asyncio.subprocess.PIPE,
+        limit=1 << 22,
+        start_new_session=True,
+        pass_fds=given,
     )
 
 
@@ -117,10 +122,3 @@ def _environment(number: int, size: int, port: int) -> dict[str, str]:
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "MASTER_PORT": port}
     loopback = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {"OMP_NUM_THREADS": threads} | os.environ | loopback | {name: str(value) for name, value in place.items()}
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

@@ -7,14 +7,17 @@ from msgspec import Struct
 from ebbtide.errors import InvalidRequest
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: The descriptor of a socket that listens on the loopback, for rank 0's store: torch's own listens everywhere.
+LISTENING = "EBBTIDE_RANKS_LISTENING"
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """`local_rank` counts on this host."""
+    """`local_rank` counts on this host. `listening`: rank 0's, if it was given one."""
 
     rank: int
     size: int
     local_rank: int
+    listening: int | None = None
 
 
 def place_of(environ: Mapping[str, str], ranks: int) -> Place | None:
@@ -31,6 +34,7 @@ def place_of(environ: Mapping[str, str], ranks: int) -> Place | None:
         rank=_number(environ, "RANK", 0),
         size=size,
         local_rank=_number(environ, "LOCAL_RANK", 0) if "LOCAL_RANK" in environ else 0,
+        listening=_number(environ, LISTENING, 0) if LISTENING in environ else None,
     )
     if place.rank >= size:
         raise InvalidRequest(f"is {place.rank}, of {size} ranks", field="RANK")

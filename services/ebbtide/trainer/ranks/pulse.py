@@ -8,7 +8,7 @@ itself did not run is not held against anybody.
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
@@ -22,6 +22,26 @@ log = get_logger(__name__)
 _BEAT_S: Final = 1.0
 #: From the first word of the end until it is made sure of: for rank 0 to give its lease back.
 _LEAVE_S: Final = 5.0
+
+
+class Silences:
+    """For how long each rank's count has stood still. Handed the time, in seconds of any monotonic clock."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._looked: float | None = None
+
+    def hear(self, counts: Mapping[int, bytes], now: float) -> dict[int, float]:
+        """Who has been silent for longer than the timeout, and for how long."""
+        if self._looked is not None and now - self._looked > self._timeout_s / 2:
+            self._seen.clear()  # it was this process that stood still
+        self._looked = now
+        for rank, count in counts.items():
+            if rank not in self._seen or self._seen[rank][0] != count:
+                self._seen[rank] = (count, now)
+        silent = {rank: now - since for rank, (_, since) in self._seen.items()}
+        return {rank: seconds for rank, seconds in silent.items() if seconds > self._timeout_s}
 
 
 class Pulse:
@@ -49,28 +69,16 @@ class Pulse:
     def _beat(self) -> None:
         store = self._connect()
         others = [rank for rank in range(self._size) if rank != self._rank]
-        seen: dict[int, tuple[bytes, float]] = {}
-        looked = time.monotonic()
+        silences = Silences(self._timeout_s)
         beat = 0
         while not self._over.is_set():
             beat += 1
             store.set(_key(self._rank), str(beat))
             counts = dict(zip(others, store.multi_get([_key(rank) for rank in others]), strict=True))
-            now = time.monotonic()
-            if now - looked > self._timeout_s / 2:
-                seen.clear()  # it was this process that stood still
-            looked = now
-            self._judge(counts, seen, now)
-            self._over.wait(min(_BEAT_S, self._timeout_s / 5))
-
-    def _judge(self, counts: dict[int, bytes], seen: dict[int, tuple[bytes, float]], now: float) -> None:
-        for rank, count in counts.items():
-            before = seen.get(rank)
-            if before is None or before[0] != count:
-                seen[rank] = (count, now)
-            elif now - before[1] > self._timeout_s:
-                text = f"rank {rank} of {self._size} has been silent for {now - before[1]:.1f} s (rank_timeout_s)"
+            for rank, seconds in silences.hear(counts, time.monotonic()).items():
+                text = f"rank {rank} of {self._size} has been silent for {seconds:.1f} s (rank_timeout_s)"
                 raise RankLost(f"{text}: it is frozen, or its host is")
+            self._over.wait(min(_BEAT_S, self._timeout_s / 5))
 
     def _connect(self) -> Any:
         """A connection of its own: a call of another's may wait."""

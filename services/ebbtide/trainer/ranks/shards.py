@@ -96,13 +96,23 @@ def read_shards(folder: Path, parameters: Sequence[Tensor]) -> dict[str, Tensor]
     metadata = reader.read_metadata()
     shapes = {name: entry for name, entry in metadata.state_dict_metadata.items() if name.startswith("/")}
     found = {name: _room(name, entry.size, entry.properties.dtype, parameters) for name, entry in shapes.items()}
-    wanted = {name: tensor for name, tensor in found.items() if local(tensor).numel()}
+    _read(reader, metadata, found)
+    return found
+
+
+def read_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` with what the files of a network hold of them under these names. Raises as `read_shards` does."""
+    reader: Any = HuggingFaceStorageReader(str(folder))
+    _read(reader, reader.read_metadata(), tensors)
+
+
+def _read(reader: Any, metadata: Any, tensors: Mapping[str, Tensor]) -> None:
+    wanted = {name: tensor for name, tensor in tensors.items() if local(tensor).numel()}
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(wanted, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     reader.read_data(plan, planner).wait()
-    return found
 
 
 def _room(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Sequence[Tensor]) -> Tensor:

@@ -36,10 +36,11 @@ class World:
             raise InvalidRequest(text, field="ranks")
         self.settle()
         try:
-            store, rank, size = next(rendezvous("env://", timeout=_JOIN))
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE)
-            self.mesh: DeviceMesh = init_device_mesh(device, (size,))
+            dist.init_process_group(
+                backend, store=_store(place), rank=place.rank, world_size=place.size, timeout=_COLLECTIVE
+            )
+            self.mesh: DeviceMesh = init_device_mesh(device, (place.size,))
         except RuntimeError as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise RankLost(f"the {place.size} ranks did not come together at {where} ({first_line(error)})") from None
@@ -55,6 +56,22 @@ class World:
         dist.all_reduce(sums)
         found: list[float] = sums.tolist()
         return found
+
+
+def _store(place: Place) -> Any:
+    """Where the ranks meet: at rank 0, or at torchrun's."""
+    if place.listening is None:
+        return next(rendezvous("env://", timeout=_JOIN))[0]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        place.size,
+        is_master=True,
+        timeout=_JOIN,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=place.listening,
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     """What each rank's process is instead of a trainer; those it started are in `started`."""
     given: dict[int, str] = {}
 
-    async def start(number: int, size: int, port: int, argv: Sequence[str]) -> asyncio.subprocess.Process:
+    async def start(number: int, size: int, meeting: Any, argv: Sequence[str]) -> asyncio.subprocess.Process:
         assert size == 3
         command = [sys.executable, "-c", given[number]]
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
