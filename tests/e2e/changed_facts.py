@@ -70,9 +70,11 @@ async def changed(first: Path, second: Path) -> Facts:
     facts["pause_s"] = await engine.install(VERSION, weights)
     facts |= {"after": await asked(engine), "infos": [vars_of(info), vars_of(other)]}
     facts["processes"] = engine_processes()
+    pulse = Pulse()
     try:
         await engine.change("broken", config.replace(b"Qwen3ForCausalLM", b"NoSuchModel"), weights)
     except NotChanged as error:
+        facts["stood_still_again_s"] = pulse.stop()
         facts |= {"refusal": str(error), "back": vars_of(error.info), "again": await asked(engine)}
     await engine.stop()
     facts["left"] = engine_processes()

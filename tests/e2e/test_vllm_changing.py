@@ -1,13 +1,21 @@
 """A worker's engine that is started anew for another architecture is what a fresh one would be, and finds back."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
+from ebbtide.client import Client, Lease
 from ebbtide.rollout_worker.engine import cpu
+from ebbtide.types.rollout import FinishedRollout
+from ebbtide.types.tokens import unpack_tokens
+from tests.chaos.cluster import Cluster
 from tests.e2e.changed_facts import VERSION
 from tests.e2e.test_vllm_install import EXACT, Facts, facts_of, same
+from tests.e2e.test_vllm_worker import ENGINE, finishes, request
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -39,7 +47,7 @@ def test_a_changed_engine_equals_a_fresh_one_of_that_architecture(changed: Facts
 
 def test_the_worker_goes_on_while_its_engine_is_started_anew(changed: Facts) -> None:
     assert changed["change_s"] > 1.0
-    assert changed["stood_still_s"] < changed["change_s"] / 2
+    assert max(changed["stood_still_s"], changed["stood_still_again_s"]) < 2.5, "it would be taken for lost"
     first, second = changed["infos"]
     assert first["architecture"] != second["architecture"]
     assert second["model"] == "another"
@@ -53,3 +61,47 @@ def test_a_model_that_does_not_start_leaves_the_engine_that_there_was(changed: F
     assert "NoSuchModel" in changed["refusal"]
     assert changed["back"] == changed["infos"][0]
     assert same(changed["again"]["single"], changed["before"]["single"], EXACT)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+
+
+async def generated(client: Client, run_id: str, checkpoint: Path, name: str) -> tuple[Lease, list[FinishedRollout]]:
+    """Four responses of a run of that checkpoint's architecture and weights."""
+    await client.submit({"name": "e2e", "model": str(checkpoint), "environment": {"name": "none"}}, run_id)
+    lease = await client.acquire(run_id, holder=run_id)
+    await lease.publish(load_file(checkpoint / "model.safetensors"), step=0)
+    await lease.submit_rollouts([request(name, number) for number in range(4)])
+    found = await asyncio.wait_for(finishes(lease, 4), 240)
+    return lease, [found[name] for name in sorted(found)]
+
+
+async def test_a_worker_that_changed_generates_what_one_does_that_began_with_that_model(
+    cluster: Cluster, checkpoints: tuple[Path, Path]
+) -> None:
+    first, second = checkpoints
+    config = cluster.directory / "worker.toml"
+    config.write_text(ENGINE)
+    mirrors = cluster.directory / "mirrors"
+    flags: dict[str, Any] = {"engine": "vllm", "config": config, "mirror_dir": mirrors, "boot_s": 180.0}
+    client = await cluster.boot(workers=0, heartbeat_timeout_s=60.0)
+    await cluster.worker("w1", model=first, **flags)
+    await generated(client, "first", first, "own")
+    await client.cancel("first")
+    _, changed = await generated(client, "second", second, "changed")
+    await client.cancel("second")
+    assert len(cluster.logged("w1", "engine changed")) == 1
+    await cluster.process["w1"].stop()
+    assert cluster.process["w1"].returncode == 0
+    await cluster.worker("w2", model=second, **flags)
+    _, fresh = await generated(client, "third", second, "fresh")
+    for one, other in zip(changed, fresh, strict=True):
+        mine, its = unpack_tokens(one.tokens), unpack_tokens(other.tokens)
+        assert mine["id"].tolist() == its["id"].tolist()
+        assert mine["logprob"].tolist() == pytest.approx(its["logprob"].tolist(), abs=1e-3)

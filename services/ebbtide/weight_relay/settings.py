@@ -53,7 +53,10 @@ class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     egress_limit: Annotated[float, Meta(ge=0, description="bytes per second of all that it sends; 0: no limit")] = 0.0
     coordinator: Annotated[
         str,
-        Meta(description="coordinator that says which runs have ended, whose versions go; empty: the upstream, if any"),
+        Meta(
+            description="coordinator that says which runs have ended, whose versions go; empty: the upstream, if any",
+            extra={"shared": True},
+        ),
     ] = ""
     coordinator_security: ClientSecurity = ClientSecurity()
     keep_ended_s: Annotated[

@@ -193,12 +193,18 @@ class VllmEngine:
             raise EngineFailed(_DEAD)
 
     async def stop(self) -> None:
-        if self._llm is not None:
-            # Not in a thread: its output task must not run between the engine's end and its own.
-            self._llm.shutdown()
-            self._llm = None
-            for process in multiprocessing.active_children():  # whoever serves on leaves no dead process behind
-                await asyncio.to_thread(process.join, _END_S)
+        """The process may take seconds to end, while which others of this worker go on."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        # What reads its outputs must not run between the engine's end and its own.
+        readers = [task for task in (llm.output_handler, llm.engine_core.resources.output_queue_task) if task]
+        for task in readers:
+            task.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        await asyncio.to_thread(llm.shutdown)
+        for process in multiprocessing.active_children():  # whoever serves on leaves no dead process behind
+            await asyncio.to_thread(process.join, _END_S)
 
     def _arguments(self) -> dict[str, Any]:
         settings = self._settings
