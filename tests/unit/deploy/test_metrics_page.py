@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from tests.unit.deploy.registered import ROOT, registered
 

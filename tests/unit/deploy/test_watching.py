@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from tests.unit.deploy.promql import parse
 from tests.unit.deploy.registered import ROOT, in_source, registered
