@@ -23,6 +23,8 @@ class Role(StrEnum):
 
 #: Roles whose tokens may be bound to a run: the others' work is on the fleet.
 OF_ONE_RUN: Final = frozenset({Role.USER, Role.TRAINER})
+#: Roles whose tokens a worker that serves its peers may see: they may do no more than its own.
+AMONG_PEERS: Final = frozenset({Role.WORKER, Role.RELAY})
 _PEOPLE: Final = {Role.USER, Role.OPERATOR}
 _READERS: Final = _PEOPLE | {Role.TRAINER, Role.WORKER, Role.RELAY}
 _METHODS: Final[dict[str, dict[str, set[Role]]]] = {

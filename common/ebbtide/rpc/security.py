@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 import grpc
 from msgspec import Meta, Struct
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, NotReady
 from ebbtide.rpc.files import Fresh
+from ebbtide.rpc.roles import AMONG_PEERS
 from ebbtide.rpc.tls import Pair, read_file, read_pair, read_pem
 
 if TYPE_CHECKING:
@@ -149,6 +150,17 @@ class ClientSecurity(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
             return None
         key, chain = pair or (None, None)
         return grpc.ssl_channel_credentials(self._authority(), key, chain)
+
+    def check_peers(self) -> None:
+        """Raise `NotReady` where workers must not be shown the token: it may do more than theirs.
+
+        Only a signed token says what it may do; the shared secret is known to all of them anyway.
+        """
+        from ebbtide.rpc.tokens import is_signed, unverified
+
+        token = self._token()
+        if is_signed(token) and (role := unverified(token).role) not in AMONG_PEERS:
+            raise NotReady(f"a token of role {role} is shown to relays, and not to workers that serve their peers")
 
     def fresh_bearer(self) -> Fresh[str]:
         """`bearer()` of the token's file as it is. Raises `InvalidRequest` when there is no usable token now."""

@@ -4,6 +4,7 @@ Who has a public key can verify and not mint. Between machines' clocks a minute 
 PyJWT comes with the services and the command line, so it is imported where it is needed: the SDK carries tokens alone.
 """
 
+import base64
 import hashlib
 import re
 import secrets
@@ -11,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
@@ -87,12 +89,11 @@ def verify(token: str, keys: Keys) -> Claims:
 
 
 def unverified(token: str) -> Claims:
-    """What a token says, whoever made it. Raises `InvalidRequest` for what is none."""
-    import jwt
-
+    """What a token says, whoever made it. Raises `InvalidRequest` for what is none. Needs no PyJWT."""
     try:
-        return _claims(jwt.decode(token, options={"verify_signature": False}))
-    except (jwt.PyJWTError, KeyError, ValueError, TypeError):
+        body = token.split(".")[1]
+        return _claims(msgspec.json.decode(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)), type=dict))
+    except (msgspec.MsgspecError, IndexError, KeyError, ValueError, TypeError):
         raise InvalidRequest("is no token of a role; ebbtide tokens issue makes one", field="token") from None
 
 

@@ -8,7 +8,7 @@ from ebbtide.transfer.changes import Changes
 from ebbtide.transfer.mirror import Mirror
 from ebbtide.transfer.puller import Pulled, Puller
 from ebbtide.transfer.shared import check_folder
-from ebbtide.transfer.sources import GrpcSource, Opener, RunOpener, Source, check_peer, opener
+from ebbtide.transfer.sources import GrpcSource, Opener, Source, check_peer, opener
 
 __all__ = [
     "BlobCache",
@@ -18,7 +18,6 @@ __all__ = [
     "Opener",
     "Pulled",
     "Puller",
-    "RunOpener",
     "Source",
     "check_folder",
     "check_peer",

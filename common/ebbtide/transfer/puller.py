@@ -7,7 +7,6 @@ ends in any way, the process's death included, leaves in the mirror what it had 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from typing import Final, TypeVar
 
 from msgspec import Struct
@@ -22,7 +21,7 @@ from ebbtide.transfer.finding import Finder, Question
 from ebbtide.transfer.mirror import Mirror
 from ebbtide.transfer.pool import UNLISTED, OpenSource
 from ebbtide.transfer.pull import Pull
-from ebbtide.transfer.sources import GrpcSource, RunOpener
+from ebbtide.transfer.sources import GrpcSource, Opener
 from ebbtide.transfer.threads import Threads
 from ebbtide.types.weights import FoundWay, Holder, Manifest, PolicyVersion
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
@@ -59,7 +58,7 @@ class Puller:
         *,
         holder: Callable[[], Holder],
         patience_s: float,
-        open_source: RunOpener,
+        open_source: Opener,
         cache: BlobCache | None = None,
         streams: int = 3,
         silence_s: float = 5.0,
@@ -120,15 +119,7 @@ class Puller:
         source = GrpcSource(self._relay, self._target, self._holder(), run_id=run_id)
         relay = OpenSource(source, "weight-relay", self._target, UNLISTED)
         order = Order(manifest, mirror, publisher, None if wanted is None else tuple(wanted), changes)
-        pull = Pull(
-            order,
-            self._finder,
-            relay,
-            partial(self._open_source, run_id=run_id),
-            self._holder(),
-            self._means,
-            self._rate,
-        )
+        pull = Pull(order, self._finder, relay, self._open_source, self._holder(), self._means, self._rate)
         try:
             await self._persist(pull)
         finally:

@@ -75,22 +75,19 @@ def check_peer(address: str, *, field: str) -> str:
     return address
 
 
-class RunOpener(Protocol):
-    """Opens a source for a reader; `run_id`: the run that all blobs are of, if it is one."""
-
-    def __call__(self, source: BlobSource, reader: Holder, run_id: str = "") -> Source: ...
-
-
-def opener(security: ClientSecurity) -> RunOpener:
+def opener(security: ClientSecurity) -> Opener:
     """Opens sources: the URL of a static copy if the relay's settings name it, and host:port of holders else.
 
-    What it returns raises `InvalidRequest` for any other address, before anything is connected."""
+    What it returns raises `InvalidRequest` for any other address, and `NotReady` for a holder to whom the token should
+    not be shown, before anything is connected."""
 
-    def open_source(source: BlobSource, reader: Holder, run_id: str = "") -> Source:
+    def open_source(source: BlobSource, reader: Holder) -> Source:
         if source.static:
             return _static_copy(source.address)
-        channel = open_channel(check_peer(source.address, field="address"), security)
-        return GrpcSource(WeightsStub(channel), source.address, reader, channel, run_id=run_id)
+        address = check_peer(source.address, field="address")
+        security.check_peers()
+        channel = open_channel(address, security)
+        return GrpcSource(WeightsStub(channel), source.address, reader, channel)
 
     return open_source
 

@@ -21,7 +21,8 @@ def register(app: typer.Typer) -> None:
 
 @certs.command()
 def init(
-    folder: Folder, days: Annotated[int, typer.Option(min=1, help="How long the authority is good for.")] = 3650
+    folder: Folder,
+    days: Annotated[int, typer.Option(min=1, max=36500, help="How long the authority is good for.")] = 3650,
 ) -> None:
     """Make an authority: ca.pem, which all programs are given as tls_ca, and ca.key, which stays here."""
     from ebbtide.cli import certificates
@@ -38,7 +39,7 @@ def issue(
         list[str] | None,
         typer.Option(help="Name or IP address under which others reach it; may be given again. None: it only calls."),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="How long it is good for.")] = 90,
+    days: Annotated[int, typer.Option(min=1, max=36500, help="How long it is good for.")] = 90,
 ) -> None:
     """Issue a certificate for one program: tls_cert is NAME.pem, tls_key is NAME.key."""
     from ebbtide.cli import certificates
@@ -51,7 +52,9 @@ def renew(
     folder: Folder,
     name: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Which. None: see --within.")] = None,
     within: Annotated[int, typer.Option(min=0, help="Without names: those that end in so many days.")] = 30,
-    days: Annotated[int, typer.Option(min=0, help="How long they are good for then; 0: as long as before.")] = 0,
+    days: Annotated[
+        int, typer.Option(min=0, max=36500, help="How long they are good for then; 0: as long as before.")
+    ] = 0,
 ) -> None:
     """Replace certificates by new ones with new keys, and the same roles and hosts. Running programs take them up."""
     from ebbtide.cli import certificates

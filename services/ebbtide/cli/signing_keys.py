@@ -17,6 +17,7 @@ from ebbtide.rpc.tokens import Claims, mint, public_keys, signing_key, unverifie
 
 _PRIVATE: Final = "tokens.key"
 _PUBLIC: Final = "tokens.pub"
+_LONGEST_S: Final = 10 * 365 * 86400.0
 
 
 def make(folder: Path) -> Path:
@@ -39,10 +40,14 @@ def retire(folder: Path) -> Path:
 
 
 def issue(folder: Path, role: Role, *, run_id: str, ttl_s: float, name: str) -> str:
-    """A token. Raises `InvalidRequest` for a role that cannot be bound to a run."""
+    """A token. Raises `InvalidRequest` for a role that cannot be bound to a run, and for a time that is none."""
     if run_id and role not in OF_ONE_RUN:
         roles = " and ".join(sorted(OF_ONE_RUN))
         raise InvalidRequest(f"a {role}'s work is not that of one run; only tokens of {roles} take one", field="--run")
+    if ttl_s > _LONGEST_S:
+        raise InvalidRequest(
+            "is more than ten years; a token that long is a secret that is never changed", field="--ttl"
+        )
     return mint(_signing(folder), role, ttl_s=ttl_s, run_id=run_id, name=name)
 
 

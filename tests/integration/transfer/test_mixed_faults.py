@@ -10,7 +10,7 @@ import pytest
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, Unavailable, VersionUnavailable
 from ebbtide.testing import wait_until
-from ebbtide.transfer import BlobCache, Mirror, RunOpener, Source
+from ebbtide.transfer import BlobCache, Mirror, Opener, Source
 from ebbtide.types.weights import BlobSource, FoundWay, Holder
 from ebbtide.weights import places
 from tests.integration.transfer.conftest import Script, digest_at
@@ -115,11 +115,11 @@ async def test_memory_is_bounded_whatever_the_version_weighs(big: list[Link], se
 class Fickle:
     """Opens sources; the first reading of one ends as gRPC ends a call whose channel is closed."""
 
-    def __init__(self, open_source: RunOpener) -> None:
+    def __init__(self, open_source: Opener) -> None:
         self._open_source, self.sources, self.ended = open_source, list[Source](), False
 
-    def __call__(self, source: BlobSource, reader: Holder, run_id: str = "") -> Source:
-        self.sources.append(self._open_source(source, reader, run_id))
+    def __call__(self, source: BlobSource, reader: Holder) -> Source:
+        self.sources.append(self._open_source(source, reader))
         return self
 
     async def tiles(self, digests: Sequence[bytes]) -> AsyncGenerator[tuple[bytes, bytes], None]:

@@ -1,9 +1,12 @@
 """Which addresses a reader goes to: those that only who runs the relay can name, and plain ones of holders."""
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, NotReady
+from ebbtide.rpc.roles import Role
 from ebbtide.rpc.security import ClientSecurity
+from ebbtide.rpc.tokens import mint
 from ebbtide.transfer.http import HttpSource
 from ebbtide.transfer.sources import GrpcSource, check_peer, opener
 from ebbtide.types.weights import BlobSource, Holder
@@ -58,3 +61,14 @@ async def test_a_url_is_read_only_where_the_relays_own_settings_name_it() -> Non
     for address in ("127.0.0.1:7620", "file:///etc/passwd"):
         with pytest.raises(InvalidRequest):
             open_source(BlobSource(name="copy", address=address, static=True), READER)
+
+
+async def test_workers_that_serve_are_shown_no_token_that_may_do_more_than_theirs() -> None:
+    source, key = BlobSource(name="w1", address="127.0.0.1:7620"), Ed25519PrivateKey.generate()
+    for role in Role:
+        open_source = opener(ClientSecurity(token=mint(key, role, ttl_s=60)))
+        if role in {Role.WORKER, Role.RELAY}:
+            await open_source(source, READER).close()
+        else:
+            with pytest.raises(NotReady, match="shown to relays"):
+                open_source(source, READER)
