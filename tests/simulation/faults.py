@@ -15,7 +15,7 @@ PHASES: Final = ("idle", "prefill", "decode", "mid-flush", "mid-weight-pull", "m
 
 STOPPED_S: Final = 30.0
 #: Seconds that each handle of a slow process takes: ten times what it takes anywhere, and more.
-_SLOW: Final = {"redis": (0.001, 0.02), "coordinator": (0.0002, 0.003)}
+_SLOW: Final = {"redis": (0.001, 0.02), "coordinator": (0.0002, 0.003), "standby": (0.0002, 0.003)}
 _SLOW_OTHERS: Final = (0.0005, 0.01)
 
 
@@ -126,7 +126,7 @@ class Breaker:
                 network.mend(source, target)
 
         self._for(chance.uniform(1.0, 25.0), mend)
-        if name in {"coordinator", "trainer"} and chance.random() < 0.3:
+        if name in {"coordinator", "standby", "trainer"} and chance.random() < 0.3:
             self._loop.outside.after(chance.uniform(2.0, 10.0), self._take_place, self._world.proc[name])
 
     def _for(self, seconds: float, undo: "object") -> None:

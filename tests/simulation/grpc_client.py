@@ -8,7 +8,7 @@ to an ended call raises `InvalidStateError`.
 
 import asyncio
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Final
 
 import grpc
@@ -41,6 +41,7 @@ class Call:
         self._details, self._trailing = "", Metadata()
         self._closed = self._gone = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._callbacks: list[Callable[[Any], None]] = []
         self.number = 0
 
     def begin(self, timeout: float | None, metadata: Any, request: Any = None, *, whole: bool = False) -> "Call":
@@ -85,6 +86,8 @@ class Call:
             self._deadline.cancel()
         self._channel.forget(self)
         self._changed.set()
+        for callback in self._callbacks:
+            callback(self)
 
     def broken(self, reason: str) -> None:
         if self._loop.random.random() < 0.5:
@@ -105,6 +108,9 @@ class Call:
         self._gone = True
         self.end(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
         return True
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
 
     def cancelled(self) -> bool:
         return self._gone

@@ -79,6 +79,9 @@ class ServerCall:
         self.finish(code, details, tuple(trailing_metadata))
         raise AbortError("Locally aborted.")
 
+    async def write(self, message: Any) -> None:
+        self.send(encoded(message))
+
     def send(self, data: bytes) -> None:
         if not self._over:
             self._side.send(self._number, ("message", data))

@@ -221,6 +221,8 @@ class Chaos:
         wire.flow()
 
     def _target(self, cell: Cell, who: str) -> str:
+        if cell.component == "coordinator":
+            return self._world.leader
         if cell.component != "worker":
             return cell.component
         workers = [name for name in self._world.workers if self._world.proc[name].alive]

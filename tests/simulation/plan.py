@@ -61,6 +61,7 @@ class Plan:
         self.wanted = {one.request.rollout_id: one for batch in self.batches for one in batch}
         # Apart, so that all else is as it was without them: so many of the workers are borrowed.
         self.borrowed = random.Random(seed ^ 0x1E27).choice((0, 0, 1, 2))
+        self.standby = random.Random(seed ^ 0x57BD).random() < 0.5  # a second coordinator waits
         self.forgetful = chance.random() < 0.2  # the store syncs every second, and loses its newest when it is killed
 
     def _wanted(self, chance: random.Random, batch: int, number: int) -> Wanted:

@@ -5,6 +5,7 @@ All is promised only while coordinator and store are well, so it is watched for 
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from ebbtide.scheduling.liveness import JUDGE_EVERY_S, TIMEOUT_S
@@ -27,10 +28,19 @@ _GATHERED_S: Final = 0.005
 
 
 class Promises:
-    """`proc`: the latest process of each name, as the world has them."""
+    """`proc`: the latest process of each name, as the world has them; `leader`: the coordinator that leads."""
 
-    def __init__(self, loop: SimLoop, network: Network, monitor: Monitor, plan: Plan, proc: dict[str, Proc]) -> None:
+    def __init__(
+        self,
+        loop: SimLoop,
+        network: Network,
+        monitor: Monitor,
+        plan: Plan,
+        proc: dict[str, Proc],
+        leader: Callable[[], str],
+    ) -> None:
         self._loop, self._network, self._monitor, self._proc = loop, network, monitor, proc
+        self._leader = leader
         self._noticed_s = TIMEOUT_S + JUDGE_EVERY_S + _MARGIN_S + plan.reattach_grace_s
         self._window = min(plan.flush_tokens, int(plan.flush_interval_ms / 1000 / plan.script.step_s) + 1)
         # A message's way must be short beside the interval, or several are on their way at once, whatever is promised.
@@ -60,7 +70,7 @@ class Promises:
     # -- silence -------------------------------------------------------------------------------------------------
 
     def _look_at_core(self) -> None:
-        core = (self._proc["coordinator"], self._proc["redis"])
+        core = (self._proc[self._leader()], self._proc["redis"])
         if core != self._core or not all(map(self._well, core)) or not self._joined(*core):
             self._core, self._unwell = core, self._loop.now
 

@@ -34,6 +34,7 @@ RUN: Final = "r"
 TOKEN: Final = "a-token-of-tests"
 SPEC: Final = {"name": "simulated", "model": "scripted", "environment": {"name": "none"}}
 COORDINATOR: Final = "127.0.0.1:7600"
+STANDBY: Final = "127.0.0.1:7601"
 RELAY: Final = "127.0.0.1:7610"
 
 
@@ -60,7 +61,8 @@ class Trainer:
     async def run(self) -> None:
         """Bring the run to its end. Raises what a trainer would step down for."""
         security = ClientSecurity(token=TOKEN)
-        async with Client(COORDINATOR, RELAY, security=security, patience_s=90.0) as client:
+        heads = f"{COORDINATOR},{STANDBY}" if self._plan.standby else COORDINATOR
+        async with Client(heads, RELAY, security=security, patience_s=90.0) as client:
             await client.submit(SPEC, RUN)
             try:
                 async with client.claim(RUN, "trainer", holder="trainer") as lease:

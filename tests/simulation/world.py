@@ -16,6 +16,7 @@ from ebbtide.rollout_worker.service import serve as serve_worker
 from ebbtide.rollout_worker.settings import Settings as WorkerSettings
 from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.runtime import ProcessSettings, Shutdown
+from ebbtide.store.keys import LEADER
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.weight_relay.__main__ import serve as serve_relay
 from ebbtide.weight_relay.settings import RelaySettings
@@ -28,16 +29,18 @@ from tests.simulation.patches import patched
 from tests.simulation.plan import Plan
 from tests.simulation.promises import Promises
 from tests.simulation.store import Server, connect
-from tests.simulation.trainer import COORDINATOR, RELAY, TOKEN, Journal, Trainer
+from tests.simulation.trainer import COORDINATOR, RELAY, STANDBY, TOKEN, Journal, Trainer
 
 Main = Callable[[Shutdown], Coroutine[Any, Any, None]]
 #: What a store that syncs every second may lose at most; `ebbtide.store` reckons with more.
 _UNSYNCED_S: Final = 1.5
+#: The coordinators, by where they listen.
+_HEADS: Final = {COORDINATOR: "coordinator", STANDBY: "standby"}
 _STORE: Final = "redis://127.0.0.1:6379/0"
 
 
 class World:
-    """`proc[name]` is the latest process of that name: redis, coordinator, relay, trainer, w0, w1, ..."""
+    """`proc[name]` is the latest process of that name: redis, coordinator, standby, relay, trainer, w0, w1, ..."""
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
         self.loop = SimLoop(seed)
@@ -53,7 +56,8 @@ class World:
             self.store.config[b"appendfsync"] = b"everysec"
         self.acks = Acks(self.monitor)
         self.proc: dict[str, Proc] = {}
-        self.promises = Promises(self.loop, self.network, self.monitor, self.plan, self.proc)
+        self._leader = "coordinator"
+        self.promises = Promises(self.loop, self.network, self.monitor, self.plan, self.proc, lambda: self.leader)
         self.acks.on_beat = lambda proc, beat: self.promises.beats(proc, held=beat.held and not _reclaimed(beat))
         self.exits: list[tuple[str, int]] = []
         self.restart_s: Callable[[str], float] = lambda _name: self.loop.random.uniform(0.2, 3.0)
@@ -87,7 +91,7 @@ class World:
             tap(source, wire, method, kind, data)
         if data and method.endswith(("/Append", "/Control")):
             self.acks.message(
-                (wire.procs[0], number), data, method=method, up=end == 0, current=source is self.proc["coordinator"]
+                (wire.procs[0], number), data, method=method, up=end == 0, current=source is self.proc[self.leader]
             )
 
     def _command(self, command: list[bytes], reply: Any) -> None:
@@ -115,11 +119,21 @@ class World:
     def boot(self) -> None:
         self.start("redis")
         self.start("coordinator")
+        if self.plan.standby:
+            self.start("standby")
         self.start("relay")
         for number in range(self.plan.workers):
             self.start(f"w{number}")
         self.start("trainer")
         self.loop.outside.spawn(self.promises.watch(), "promises")
+
+    @property
+    def leader(self) -> str:
+        """The coordinator that holds the lease, or held it last."""
+        item = self.store.data.get(LEADER.encode())
+        if item is not None:
+            self._leader = _HEADS[item.value.decode().partition(" ")[2]]
+        return self._leader
 
     @property
     def workers(self) -> list[str]:
@@ -141,9 +155,11 @@ class World:
             proc.spawn(work, name).add_done_callback(lambda task: self._ended(proc, task.result()))
 
     def _service(self, name: str) -> tuple[Main, ProcessSettings]:
-        if name == "coordinator":
+        if name in _HEADS.values():
+            listen = next(address for address, head in _HEADS.items() if head == name)
             coordinator = CoordinatorSettings(
-                server=ServerSettings(listen=COORDINATOR, token=TOKEN),
+                server=ServerSettings(listen=listen, token=TOKEN),
+                standby=self.plan.standby,
                 store_url=_STORE,
                 lease_ttl_s=6.0,
                 reattach_grace_s=self.plan.reattach_grace_s,
@@ -156,7 +172,7 @@ class World:
             return lambda shutdown: serve_relay(relay, shutdown), relay
         plan = self.plan
         worker = WorkerSettings(
-            coordinator=COORDINATOR,
+            coordinator=",".join(_HEADS) if plan.standby else COORDINATOR,
             relay=RELAY,
             client=ClientSecurity(token=TOKEN),
             worker_id=name,

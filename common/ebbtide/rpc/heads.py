@@ -57,7 +57,7 @@ class _Head:
     def __init__(self, address: str, channel: Channel) -> None:
         self.address, self.channel = address, channel
         self.serving = False
-        self.calls: set[Any] = set()
+        self.calls: dict[Any, None] = {}  # in the order of their beginnings
 
 
 class Heads(grpc.aio.Channel):
@@ -118,8 +118,8 @@ class Heads(grpc.aio.Channel):
             self._watch()
             head = self._head
             call = made[head](*request, **more)
-            head.calls.add(call)
-            call.add_done_callback(head.calls.discard)
+            head.calls[call] = None
+            call.add_done_callback(lambda done: head.calls.pop(done, None))
             return call
 
         return begin
