@@ -83,13 +83,32 @@ def minibatches(samples: Sequence[Sample], count: int, rng: Random) -> list[list
     return [part for start in range(count) if (part := order[start::count])]
 
 
+def shares(samples: Sequence[Sample], ranks: int) -> list[list[Sample]]:
+    """The samples dealt to ranks, alike in tokens: the longest first, each to whom has the fewest. One rank has all, as
+    they come. The same on all ranks, who need not ask each other."""
+    if ranks == 1:
+        return [list(samples)]
+    dealt: list[list[Sample]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for sample in sorted(samples, key=lambda sample: len(sample.ids), reverse=True):
+        poorest = tokens.index(min(tokens))
+        dealt[poorest].append(sample)
+        tokens[poorest] += len(sample.ids)
+    return dealt
+
+
 def micro_batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[Batch]:
     """The samples as batches of at most `max_tokens` padded tokens (one sample at least), alike in length."""
+    return map(collate, micro_parts(samples, max_tokens))
+
+
+def micro_parts(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[Sample]]:
+    """Which samples make up each of the `micro_batches`."""
     part: list[Sample] = []
     for sample in sorted(samples, key=lambda sample: len(sample.ids)):
         if part and (len(part) + 1) * len(sample.ids) > max_tokens:
-            yield collate(part)
+            yield part
             part = []
         part.append(sample)
     if part:
-        yield collate(part)
+        yield part

@@ -2,6 +2,9 @@
 
     step-000010/                 config, weights and tokenizer, as Hugging Face writes them
     step-000010/trainer/         state.json (below), optimizer.safetensors, random.safetensors
+    step-000010/trainer/optimizer/   instead of optimizer.safetensors, where several ranks wrote: a file of each
+
+Any number of ranks reads what any number wrote (`ebbtide.trainer.ranks.shards`).
 
 Invariant: a directory called `step-N` is whole, durable and never written again: it was made under another name,
 synced and renamed. Trainers of one run write here, under its lease; one that was superseded while it wrote may
@@ -11,7 +14,7 @@ removes. Tensors are safetensors, all else is JSON; nothing is pickled.
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +29,9 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import fsync
 from ebbtide.trainer.collector import Consumed
 from ebbtide.trainer.failure import RunFailed
+from ebbtide.trainer.learner import Ranks
 from ebbtide.trainer.network import Network, Tokenizer, save_network
+from ebbtide.trainer.ranks.shards import read_shards, shard_name, write_shards, write_weights
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
 
@@ -61,18 +66,60 @@ def write(
     folder: Path, network: Network, tokenizer: Tokenizer, learner_state: Mapping[str, Any], state: TrainingState
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`; it is durable when this returns. Returns its directory."""
-    final = folder / f"{_PREFIX}{state.step:06d}"
     unfinished = folder / f"{_UNFINISHED}{state.lineage}"
     save_network(network, tokenizer, unfinished)
     inner = unfinished / "trainer"
     inner.mkdir()
     tensors: dict[str, torch.Tensor] = {}
     tree = _flatten(learner_state, "", tensors)
-    save_file(tensors, inner / "optimizer.safetensors")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, inner / "optimizer.safetensors")
+    return _seal(folder, unfinished, tree, state, ranks=1)
+
+
+def begin(folder: Path, network: Network, tokenizer: Tokenizer, state: TrainingState) -> Path:
+    """Rank 0's beginning of a checkpoint that several write: a directory for them. Returns it."""
+    unfinished = folder / f"{_UNFINISHED}{state.lineage}"
+    (unfinished / "trainer" / "optimizer").mkdir(parents=True)
+    network.config.dtype = torch.float32  # as the files are
+    network.config.save_pretrained(unfinished)
+    if network.can_generate():
+        network.generation_config.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    return unfinished
+
+
+def write_part(unfinished: Path, network: Network, learner_state: Mapping[str, Any], ranks: Ranks) -> Any:
+    """What one of several ranks writes; all call it. Returns the learner's state without its tensors, for `finish`.
+
+    Raises `CheckpointError` if the directory is not the one that rank 0 made.
+    """
+    if not (folder := unfinished / "trainer" / "optimizer").is_dir():
+        text = "the run's output must be a directory that the hosts of all ranks share"
+        raise CheckpointError(f"rank {ranks.rank} does not find {str(unfinished)!r}: {text}")
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _flatten(learner_state, "", tensors)
+    write_shards(tensors, folder, ranks.rank)
+    write_weights(network, unfinished, ranks.rank, ranks.size)
+    return tree
+
+
+def finish(unfinished: Path, tree: Any, state: TrainingState, ranks: int) -> Path:
+    """Rank 0's end of it, once all have written: from here on it is a checkpoint. Returns its directory."""
+    for path in unfinished.iterdir():
+        if path.is_file():
+            path.chmod(0o644)  # workers may run as another user
+            fsync(path)
+    unfinished.chmod(0o755)
+    fsync(unfinished / "trainer" / "optimizer")
+    return _seal(unfinished.parent, unfinished, tree, state, ranks)
+
+
+def _seal(folder: Path, unfinished: Path, tree: Any, state: TrainingState, ranks: int) -> Path:
+    final, inner = folder / f"{_PREFIX}{state.step:06d}", unfinished / "trainer"
     save_file(_random_state(), inner / "random.safetensors")
-    body = {"training": msgspec.to_builtins(state), "learner": tree}
+    body = {"training": msgspec.to_builtins(state), "learner": tree, "ranks": ranks}
     (inner / "state.json").write_text(json.dumps(body, allow_nan=False), encoding="utf-8")
-    for path in [*inner.iterdir(), inner, unfinished]:
+    for path in [*(path for path in inner.iterdir() if path.is_file()), inner, unfinished]:
         fsync(path)
     if final.exists():
         shutil.rmtree(unfinished)
@@ -88,8 +135,11 @@ def latest(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def read_state(checkpoint: Path, *, run_id: str) -> tuple[TrainingState, dict[str, Any]]:
-    """The training's state and the learner's; also sets the process's random state.
+def read_state(
+    checkpoint: Path, *, run_id: str, parameters: Sequence[torch.Tensor] = ()
+) -> tuple[TrainingState, dict[str, Any]]:
+    """The training's state and the learner's; also sets the process's random state. `parameters`: those of the
+    optimiser, whose state is read as they are sharded and where they lie.
 
     Raises `CheckpointError` naming the directory if it is another run's, of another format, or damaged.
     """
@@ -97,14 +147,23 @@ def read_state(checkpoint: Path, *, run_id: str) -> tuple[TrainingState, dict[st
     try:
         body = json.loads((inner / "state.json").read_text(encoding="utf-8"))
         state = msgspec.convert(body["training"], TrainingState)
-        learner = _unflatten(body["learner"], load_file(inner / "optimizer.safetensors"))
+        learner = _unflatten(body["learner"], _optimizer(inner, int(body.get("ranks", 1)), parameters))
         random_state = load_file(inner / "random.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{str(checkpoint)!r} is damaged ({error}): bring back a whole copy") from error
     if (state.run_id, state.format) != (run_id, FORMAT):
         raise CheckpointError(f"{str(checkpoint)!r} is of run {state.run_id}, format {state.format}: not resumable")
     _set_random_state(random_state)
     return state, learner
+
+
+def _optimizer(inner: Path, ranks: int, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Raises `OSError` for a part that is missing, and what reading raises."""
+    folder = inner / "optimizer" if ranks > 1 else inner
+    names = [shard_name(rank) for rank in range(ranks)] if ranks > 1 else ["optimizer.safetensors"]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise FileNotFoundError(f"{len(missing)} of {len(names)} parts are missing, such as {missing[0]}")
+    return read_shards(folder, parameters)
 
 
 def keep_newest(folder: Path, count: int) -> None:
@@ -140,7 +199,7 @@ def _remove(unfinished: Path) -> None:
 def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """`value` as JSON; its tensors go into `tensors` under their paths. Mappings keep keys that are no strings."""
     if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach().cpu().contiguous()
+        tensors[path] = value.detach()
         return {_TENSOR: path}
     if isinstance(value, Mapping):
         items = [[key, _flatten(item, f"{path}/{key}", tensors)] for key, item in value.items()]
@@ -155,7 +214,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 def _unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(tree, dict):
         if _TENSOR in tree:
-            return tensors[tree[_TENSOR]].clone()  # not the mapped file, which updates in place would write to
+            return tensors[tree[_TENSOR]]
         return {key: _unflatten(item, tensors) for key, item in tree[_ITEMS]}
     return [_unflatten(item, tensors) for item in tree] if isinstance(tree, list) else tree
 

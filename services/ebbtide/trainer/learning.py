@@ -1,7 +1,7 @@
 """The computing side of a training, in this process: network, tokenizer and learner on their device.
 
-`ebbtide.trainer.training` does the deeds around it and knows no tensor; this knows no service. What trains on several
-devices takes this one's place.
+`ebbtide.trainer.training` does the deeds around it and knows no tensor; this knows no service. On several ranks, each
+has one of these, with its share of the network; rank 0's is a `ebbtide.trainer.ranks.crew.Led`.
 """
 
 import contextlib
@@ -14,13 +14,18 @@ from typing import Any
 
 import torch
 
+from ebbtide.client.exchange import Exchange
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import checkpoint, gpu_changes
-from ebbtide.trainer.checkpoint import TrainingState
+from ebbtide.trainer.batches import Sample
+from ebbtide.trainer.checkpoint import CheckpointError, TrainingState
 from ebbtide.trainer.experience import samples_of, summary
 from ebbtide.trainer.failure import RunFailed
-from ebbtide.trainer.learner import Learner, LearnerSettings
-from ebbtide.trainer.network import load_network, load_tokenizer
+from ebbtide.trainer.learner import Learner, LearnerSettings, StepStats
+from ebbtide.trainer.network import Network, load_network, load_tokenizer
+from ebbtide.trainer.ranks.loading import load_sharded
+from ebbtide.trainer.ranks.sharding import local, own_tensors
+from ebbtide.trainer.ranks.world import World
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec
 
@@ -29,25 +34,36 @@ class Learning:
     """Weights and optimiser are float32 with `trainer.dtype` bfloat16 too, as small updates would be lost in it: only
     what the network computes with, and what is published, is bfloat16 then."""
 
-    def __init__(self, spec: RunSpec, *, source: Path, device: str, keep_published: bool = True) -> None:
+    def __init__(
+        self, spec: RunSpec, *, source: Path, device: str, keep_published: bool = True, world: World | None = None
+    ) -> None:
         """Loads the weights in `source`: the run's model, or a checkpoint of it. Raises `InvalidRequest`.
 
-        `keep_published`: on the GPU too, if it has room for it once a step was trained.
+        `keep_published`: on the GPU too, if it has room for it once a step was trained. `world`: the ranks that share
+        the network.
         """
         _check(spec)
         self._spec = spec
         self._device = device
-        self._network = load_network(source).to(device)
+        self._world = world
+        self._network = self._place(source)
         self._tokenizer = load_tokenizer(source)
         reference = None
         if spec.trainer.kl_coefficient:
-            reference = load_network(Path(spec.model)).to(device).requires_grad_(False)
-        self._learner = Learner(self._network, _settings(spec), version=0, reference=reference)
+            reference = self._place(Path(spec.model)).requires_grad_(False)
+        self._learner = Learner(self._network, _settings(spec), version=0, reference=reference, ranks=world)
         self._keeps: bool | None = None if keep_published else False  # None: not known yet
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Optimiser and scheduler, as `checkpoint` wrote them."""
-        self._learner.load_state_dict(state)
+    def _place(self, source: Path) -> Network:
+        if self._world is None:
+            return load_network(source).to(self._device)
+        return load_sharded(source, self._world.mesh, dtype=self._spec.trainer.dtype, device=self._device)
+
+    def resume(self, path: Path, *, run_id: str) -> TrainingState:
+        """Take up optimiser and scheduler of a checkpoint, whose weights are loaded. Raises `CheckpointError`."""
+        state, learner = checkpoint.read_state(path, run_id=run_id, parameters=list(self._network.parameters()))
+        self._learner.load_state_dict(learner)
+        return state
 
     def step(
         self, trajectories: Sequence[Trajectory], *, step: int, steps: Mapping[int, int], version: int
@@ -57,14 +73,10 @@ class Learning:
         Returns what to report. Nothing is updated where nothing can be learnt. Raises `RunFailed` once numbers blow up.
         """
         values = summary(trajectories, steps, step=step)
-        self._learner.version = version
         samples = samples_of(trajectories, self._spec.trainer, seed=self._spec.seed, step=step)
         values["taught"] = float(len(samples))
         if samples:
-            with self._precision():
-                stats = self._learner.step(samples, Random(f"{self._spec.seed}/{step}"))
-            if self._keeps is None:
-                self._keeps = gpu_changes.has_room(self._tensors(), self._device)
+            stats = self.train(samples, step=step, version=version)
             values |= {name: float(value) for name, value in asdict(stats).items() if value is not None}
             values["tokens"] = float(sum(trajectory.loss_mask.count(1) for trajectory in trajectories))
         if not self._spec.trainer.kl_coefficient:
@@ -73,16 +85,26 @@ class Learning:
             raise RunFailed(f"step {step}: {', '.join(bad)} not finite; lower trainer.learning_rate")
         return values
 
+    def train(self, samples: Sequence[Sample], *, step: int, version: int) -> StepStats:
+        """Update on the samples of `step`, with the weights of `version`."""
+        self._learner.version = version
+        with self._precision():
+            stats = self._learner.step(samples, Random(f"{self._spec.seed}/{step}"))
+        if self._keeps is None:
+            own = ((name, local(tensor)) for name, tensor in self._tensors())
+            self._keeps = gpu_changes.has_room(own, self._device)
+        return stats
+
+    def exchange(self) -> Exchange | None:
+        """How the ranks talk that publish together, who all begin a version with this; None if there is one rank."""
+        return None
+
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """The weights to publish, named as in checkpoints, tied ones once; to be read before the next step."""
         return gpu_changes.KeptTensors(self._tensors, self._network.device.type) if self._keeps else self._tensors()
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        seen: set[int] = set()
-        for name, tensor in self._network.state_dict().items():
-            if tensor.numel() and tensor.data_ptr() in seen:
-                continue
-            seen.add(tensor.data_ptr())
+        for name, tensor in own_tensors(self._network):
             low = self._spec.trainer.dtype == "bfloat16" and tensor.is_floating_point()
             yield name, tensor.to(torch.bfloat16) if low else tensor
 
@@ -91,6 +113,12 @@ class Learning:
         path = checkpoint.write(folder, self._network, self._tokenizer, self._learner.state_dict(), state)
         checkpoint.keep_newest(folder, keep)
         return path
+
+    def write_part(self, unfinished: Path) -> Any:
+        """This rank's part of a checkpoint (`ebbtide.trainer.checkpoint.write_part`)."""
+        if self._world is None:
+            raise CheckpointError("one rank writes its checkpoints whole")
+        return checkpoint.write_part(unfinished, self._network, self._learner.state_dict(), self._world)
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
         if self._spec.trainer.dtype == "bfloat16":

@@ -41,11 +41,16 @@ def load_network(directory: Path) -> Network:
         raise InvalidRequest(f"{str(directory)!r} cannot be loaded: {error}", field="model") from error
     if missing := sorted(report["missing_keys"]):
         raise InvalidRequest(f"weights are missing: {', '.join(missing[:3])} ({len(missing)} in all)", field="model")
+    check_vocabulary(directory, network)
+    return network.eval()
+
+
+def check_vocabulary(directory: Path, network: Network) -> None:
+    """Raises `InvalidRequest` naming `model` unless each id that the tokenizer gives has a row in the embedding."""
     rows = network.get_input_embeddings().num_embeddings
     highest = max(load_tokenizer(directory).get_vocab().values(), default=-1)
     if highest >= rows:
         raise vocabulary_mismatch(highest, rows)
-    return network.eval()
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
