@@ -31,13 +31,6 @@ PROMISED_S, BUSY_S, LATE = 1.0, 10.0, 2
 pytestmark = pytest.mark.timeout(300)
 
 
-def _has_bytes(path: Path) -> bool:
-    try:
-        return path.is_file() and path.stat().st_size > 0
-    except FileNotFoundError:  # given back just now
-        return False
-
-
 class House:
     """A booted cluster whose workers share mirrors, and what is there besides its runs."""
 
@@ -78,7 +71,7 @@ class House:
         kept = [
             path for name in ("tiles", "versions", "arriving", "keys", "staging") for path in (relay / name).rglob("*")
         ]
-        return kept + [path for path in self.mirrors.rglob("*") if _has_bytes(path)]
+        return kept + [path for path in self.mirrors.rglob("*") if path.is_file() and path.stat().st_size]
 
     async def given_back(self, run_ids: list[str]) -> float:
         """Seconds until nothing was left of these runs."""

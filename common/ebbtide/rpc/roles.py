@@ -42,6 +42,7 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "AnnounceVersion": {Role.TRAINER},
         "Report": {Role.TRAINER},
         "FinishRun": {Role.TRAINER},
+        "WatchEnded": {Role.RELAY},
     },
     "Rollouts": {
         "Submit": {Role.TRAINER},
@@ -69,6 +70,7 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "FetchTiles": _READERS,
         "WatchVersions": _READERS,
         "DescribeVersions": _PEOPLE | {Role.TRAINER},
+        "WatchEnded": {Role.RELAY},
     },
     "Grants": {
         "Borrow": {Role.WORKER},

@@ -16,7 +16,7 @@ import torch
 
 from ebbtide.client import Client
 from ebbtide.testing import EmbeddedRedis, wait_until
-from ebbtide.types.run import Run, RunSpec
+from ebbtide.types.run import Run, RunSpec, RunStatus
 from tests.integration.trainer.conftest import Cluster
 from tests.integration.trainer.fixed_training import weights
 from tests.integration.trainer.test_runs import check_books, ended, trained
@@ -67,6 +67,22 @@ def test_no_rank_listens_or_talks_off_the_loopback(cluster: Any) -> None:
     for process in ranks:
         for connection in process.net_connections("tcp"):
             assert connection.laddr.ip in {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, connection
+
+
+@pytest.mark.timeout(300)
+async def test_runs_that_fail_or_are_cancelled_leave_the_ranks_in_step_for_the_next(
+    cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    before = [process.pid for process in ranks_of(cluster)]
+    bad, _ = await ended(client, (await client.submit(make_spec(model="no-such-directory"))).run_id)
+    assert bad.status is RunStatus.FAILED
+    assert "model" in bad.message
+    await client.submit(make_spec(trainer={"steps": 1000}), "long")
+    await wait_until(partial(trained, client, "long", 2), timeout=60)
+    assert (await client.cancel("long")).status is RunStatus.CANCELLED
+    run, events = await ended(client, (await client.submit(make_spec(trainer={"steps": 3}))).run_id)
+    check_books(run, events)
+    assert [process.pid for process in ranks_of(cluster)] == before
 
 
 @pytest.mark.timeout(400)
