@@ -162,6 +162,8 @@ class Channel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
+        last = self._credentials
+        self._fresh = Fresh((), lambda: last)  # no further channel from here on
         for inner in (self._inner, *(inner for inner, _ in self._former)):
             await inner.close(grace)
         await asyncio.gather(*self._closing)

@@ -83,6 +83,16 @@ async def test_a_new_authority_and_all_it_issued_are_taken_up_while_streams_go_o
     assert channel.former == 0
 
 
+async def test_a_closed_channel_stays_closed_whatever_is_replaced(cluster: Any, tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    channel: Channel = await cluster.connect((await cluster.serve(folder.server)).address, folder.client)
+    assert await cluster.call(channel, "stream_stream")
+    await channel.close()
+    folder.replace()
+    with pytest.raises(grpc.aio.UsageError):
+        await cluster.call(channel, "stream_stream")
+
+
 async def test_who_kept_the_former_certificate_gets_no_new_connection(cluster: Any, tmp_path: Path) -> None:
     folder = Folder(tmp_path / "used")
     former = Folder(tmp_path / "old")
