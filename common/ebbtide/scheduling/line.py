@@ -117,7 +117,8 @@ class Line:
         training, evaluation = self._training, self._evaluation
         at = {id(training): 0, id(evaluation): 0}
         passed = {id(training): training.passed, id(evaluation): evaluation.passed}
-        while open_ := [queue for queue in (evaluation, training) if at[id(queue)] < len(queue.order)]:
+        first = sorted((evaluation, training), key=lambda one: one.stride)  # where both are level, who has more
+        while open_ := [queue for queue in first if at[id(queue)] < len(queue.order)]:
             queue = min(open_, key=lambda one: passed[id(one)])
             yield self._waiting[queue.order[at[id(queue)]][-1]]
             at[id(queue)] += 1

@@ -56,7 +56,9 @@ class Runs(Topic):
         try:
             made = bool(await self._write("submit_run", run_id, json_record(spec)))
         except Refused:
-            raise AlreadyExists(f"run {run_id} exists with another spec; choose another run_id") from None
+            made = False
+            if (await self.read(run_id)).spec != spec:  # an older release wrote it without what has its default here
+                raise AlreadyExists(f"run {run_id} exists with another spec; choose another run_id") from None
         await self._durable()
         return made
 

@@ -48,6 +48,7 @@ async def test_the_books_add_up_whatever_becomes_of_a_rollout(cluster: Any) -> N
     run = await cluster.run()
     worker = await cluster.worker("w1", slots=4)
     await run.submit(*"abcdef")
+    await worker.has("a", "b", "c", "d")
     await run.submit("v", kind=RolloutKind.EVAL)
     await _finish(worker, "a", "b", "c", "d")
     await worker.has("e", "f", "v")

@@ -3,13 +3,15 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.sharing import WORKERS, Stage
 from ebbtide.coordinator import sharing
-from ebbtide.errors import InvalidRequest, NotReady
+from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
 from ebbtide.rpc.convert import from_proto
 from ebbtide.scheduling.attempts import MOVED
+from ebbtide.store.keys import run_key
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutKind
 from ebbtide.types.run import EvaluationSpec, Run, ShareSpec
@@ -80,6 +82,17 @@ async def test_floors_that_the_fleet_cannot_promise_together_are_refused_by_name
 async def test_a_run_that_is_submitted_again_is_not_asked_for_its_floor_twice(cluster: Any) -> None:
     for _ in range(2):
         await cluster.run("a", share=ShareSpec(floor=0.8), version=False)
+
+
+async def test_a_run_of_a_release_without_shares_may_be_submitted_again(cluster: Any) -> None:
+    await cluster.run("a", version=False)
+    key, link = run_key("a", "RUN"), cluster.coordinator.link
+    spec = msgspec.json.decode(await link.call("HGET", key, "spec"))
+    del spec["share"], spec["evaluation"]["priority"]
+    await link.call("HSET", key, "spec", msgspec.json.encode(spec))
+    await cluster.run("a", version=False)
+    with pytest.raises(AlreadyExists):
+        await cluster.run("a", version=False, share=ShareSpec(weight=2.0))
 
 
 async def test_a_promise_outlives_the_coordinator(cluster: Any) -> None:
