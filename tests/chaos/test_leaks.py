@@ -1,6 +1,7 @@
 """What runs take they give back within a second of their end: Redis' memory, workers, weights on disk and in memory."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing, suppress
@@ -55,7 +56,7 @@ class House:
 
     def _there(self) -> tuple[set[Path], set[int]]:
         """Files but of Redis, and processes."""
-        files = {path for path in self.cluster.directory.rglob("*") if "redis" not in path.parts[-2:]}
+        files = {path for path in below(self.cluster.directory) if "redis" not in path.parts[-2:]}
         return files, {child.pid for child in psutil.Process().children(recursive=True)}
 
     def left_in_store(self, run_ids: Iterable[str]) -> list[str]:
@@ -68,10 +69,8 @@ class House:
     def left_on_disk(self) -> list[Path]:
         """What the relay and the workers' mirrors still have of any run: all of them have ended."""
         relay = self.cluster.directory / "relay"
-        kept = [
-            path for name in ("tiles", "versions", "arriving", "keys", "staging") for path in (relay / name).rglob("*")
-        ]
-        return kept + [path for path in self.mirrors.rglob("*") if path.is_file() and path.stat().st_size]
+        kept = [path for name in ("tiles", "versions", "arriving", "keys", "staging") for path in below(relay / name)]
+        return kept + [path for path in below(self.mirrors) if size_of(path)]
 
     async def given_back(self, run_ids: list[str]) -> float:
         """Seconds until nothing was left of these runs."""
@@ -88,6 +87,18 @@ class House:
         assert now_files <= files
         assert now_processes <= processes
         assert all(not worker.running for worker in await client.workers())
+
+
+def below(folder: Path) -> list[Path]:
+    """All that is there; what goes meanwhile is no error."""
+    return [Path(where) / name for where, folders, files in os.walk(folder) for name in (*folders, *files)]
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 for a folder, and for what has gone."""
+    with suppress(OSError):
+        return path.stat().st_size if path.is_file() else 0
+    return 0
 
 
 async def begin(client: Client, run_id: str, *, rollouts: int = 4) -> Lease:

@@ -17,7 +17,7 @@ from tests.e2e.changed_facts import VERSION
 from tests.e2e.test_vllm_install import EXACT, Facts, facts_of, same
 from tests.e2e.test_vllm_worker import ENGINE, finishes, request
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,12 @@ def checkpoints(make_checkpoint: Callable[..., Path]) -> tuple[Path, Path]:
 def changed(checkpoints: tuple[Path, Path]) -> Facts:
     if not cpu.is_cpu_build():
         pytest.skip("these are a CPU build's facts")
-    return facts_of("changed_facts.py", *checkpoints)
+    return facts_of("changed_facts.py", *checkpoints, within_s=600)
 
 
 @pytest.fixture(scope="module")
 def fresh(changed: Facts, checkpoints: tuple[Path, Path]) -> Facts:
-    return facts_of("changed_facts.py", checkpoints[1])
+    return facts_of("changed_facts.py", checkpoints[1], within_s=250)
 
 
 def test_a_changed_engine_equals_a_fresh_one_of_that_architecture(changed: Facts, fresh: Facts) -> None:

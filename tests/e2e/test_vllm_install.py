@@ -24,10 +24,10 @@ GROUPS = ["tensor_parallel", "pipeline_parallel", "experts_sharded", "fused_in_c
 pytestmark = pytest.mark.timeout(300)
 
 
-def facts_of(script: str, *arguments: object) -> Facts:
+def facts_of(script: str, *arguments: object, within_s: float = 280.0) -> Facts:
     command = [sys.executable, str(HERE / script), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=280, env=environment)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=within_s, env=environment)
     facts: Facts = json.loads(done.stdout.splitlines()[-1])
     return facts
 

@@ -1,6 +1,7 @@
 """A relay lets go of a run's versions when it hears that the run has ended, and not for less."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -53,8 +54,9 @@ class House:
         self.folder, self.relay, self.source, self.clock, self.ends = folder, relay, source, clock, ends
 
     def files(self) -> list[str]:
-        found = [path for name in ("tiles", "versions", "arriving", "keys") for path in (self.folder / name).rglob("*")]
-        return [path.name for path in found]
+        folders = ("tiles", "versions", "arriving", "keys")
+        walked = [found for name in folders for found in os.walk(self.folder / name)]  # what goes meanwhile is no error
+        return [name for _, below, files in walked for name in (*below, *files)]
 
     async def asked_about(self, *run_ids: str) -> None:
         await wait_until(lambda: self.source.asked and self.source.asked[-1] == run_ids)
