@@ -1,29 +1,85 @@
 """Starts the trainer."""
 
+import asyncio
+import os
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import Shutdown, run
 from ebbtide.settings import load
+from ebbtide.trainer.failure import RankLost
+from ebbtide.trainer.ranks.place import Place, place_of
 from ebbtide.trainer.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from ebbtide.trainer.ranks.crew import Crew
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train runs, one after another, and publish their policy's versions."""
+    argv = sys.argv[1:] if argv is None else argv
     settings = load(TrainerSettings, prog="ebbtide trainer", argv=argv, description=main.__doc__ or "")
-    run(lambda shutdown: serve(settings, shutdown), "trainer", settings)
+    try:
+        place = place_of(os.environ, settings.ranks)
+    except InvalidRequest as error:
+        raise SystemExit(f"ebbtide trainer: {error}") from None
+    quiet = msgspec.structs.replace(settings, metrics_port=-1, ready_file="")  # rank 0 speaks for all
+    if place is None and settings.ranks > 1 and "WORLD_SIZE" not in os.environ:
+        from ebbtide.trainer.ranks.launch import launch
+
+        run(lambda shutdown: launch(settings, argv, shutdown), "trainer", quiet)
+    run(lambda shutdown: serve(settings, shutdown, place), "trainer", quiet if place and place.rank else settings)
 
 
-async def serve(settings: TrainerSettings, shutdown: Shutdown) -> None:
+async def serve(settings: TrainerSettings, shutdown: Shutdown, place: Place | None = None) -> None:
+    """Train as the only rank, or as the one at `place`."""
     from ebbtide.trainer.threads import limit_threads
 
     limit_threads(settings.threads)  # before anything imports torch
 
-    from ebbtide.trainer import work
     from ebbtide.trainer.learning import choose_device
+
+    device = choose_device(settings.device)
+    if place is None:
+        await _work(settings, shutdown, None)
+    else:
+        await _together(settings, shutdown, place, device)
+
+
+async def _together(settings: TrainerSettings, shutdown: Shutdown, place: Place, device: str) -> None:
+    from ebbtide.trainer.ranks.crew import Crew
+    from ebbtide.trainer.ranks.follower import follow
+    from ebbtide.trainer.ranks.pulse import Pulse
+    from ebbtide.trainer.ranks.world import World
+
+    world = await asyncio.to_thread(World, place, device)
+    loop = asyncio.get_running_loop()
+
+    def lost(error: RankLost) -> None:
+        loop.call_soon_threadsafe(shutdown.fail, error)
+
+    pulse = Pulse(place.rank, place.size, timeout_s=settings.rank_timeout_s, lost=lost)
+    if place.rank:
+        await follow(world, settings, shutdown)
+    else:
+        crew = await asyncio.to_thread(Crew, world)
+        try:
+            await _work(settings, shutdown, crew)
+        finally:
+            pulse.stop()
+            await asyncio.to_thread(crew.over)
+    pulse.stop()
+
+
+async def _work(settings: TrainerSettings, shutdown: Shutdown, crew: "Crew | None") -> None:
+    from ebbtide.trainer import work
     from ebbtide.trainer.service import train
 
-    choose_device(settings.device)
-    await work.serve(settings, shutdown, "trainer", lambda client, lease: train(client, lease, settings))
+    await work.serve(settings, shutdown, "trainer", lambda client, lease: train(client, lease, settings, crew))
 
 
 if __name__ == "__main__":

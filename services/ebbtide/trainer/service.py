@@ -2,17 +2,23 @@
 
 import asyncio
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.trainer.settings import TrainerSettings
 
+if TYPE_CHECKING:
+    from ebbtide.trainer.ranks.crew import Crew
+
 GRPO = "grpo"
 
 
-async def train(client: Client, lease: Lease, settings: TrainerSettings) -> None:
-    """Train the lease's run. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
+async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "Crew | None" = None) -> None:
+    """Train the lease's run, on `crew`'s ranks if there is one.
+
+    Raises `InvalidRequest` or `RunFailed` where the run is at fault.
+    """
     name = lease.run.spec.trainer.name
     if lease.run.spec.external:
         raise PermissionDenied(f"run {lease.run_id} brings its own trainer; give another run_id, or none")
@@ -22,7 +28,7 @@ async def train(client: Client, lease: Lease, settings: TrainerSettings) -> None
         return
     from ebbtide.trainer.training import Training
 
-    await Training(client, lease, settings).run()
+    await Training(client, lease, settings, crew).run()
 
 
 def load_trainer(name: str) -> Any:

@@ -25,6 +25,7 @@ from ebbtide.trainer.checkpoint import CheckpointError, TrainingState
 from ebbtide.trainer.collector import Collector
 from ebbtide.trainer.following import CHECKPOINT, Following
 from ebbtide.trainer.learning import Learning, choose_device
+from ebbtide.trainer.ranks.crew import Crew, Led
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
@@ -78,10 +79,12 @@ class _Trained:
 class Training:
     """Trains one run under one lease."""
 
-    def __init__(self, client: Client, lease: Lease, settings: TrainerSettings) -> None:
+    def __init__(self, client: Client, lease: Lease, settings: TrainerSettings, crew: Crew | None = None) -> None:
+        """`crew`: the ranks to train on; without one, this process."""
         self._client = client
         self._lease = lease
         self._settings = settings
+        self._crew = crew
         self._spec = lease.run.spec
         self._folder = Path(self._spec.output) / lease.run_id / "checkpoints"
         self._following = Following(client, lease.run_id)
@@ -128,23 +131,26 @@ class Training:
         """The run's model, or its newest checkpoint with the state of training; again if a superseded trainer, not yet
         aware of it, wrote a newer one meanwhile and removed this one.
         """
-        device, keep = choose_device(self._settings.device), self._settings.keep_published
         while True:
             found = await asyncio.to_thread(checkpoint.prepare, self._folder)
             source = found or Path(self._spec.model)
             try:
-                learning = await asyncio.to_thread(
-                    Learning, self._spec, source=source, device=device, keep_published=keep
-                )
+                learning = await asyncio.to_thread(self._learn, source)
                 if found is None:
                     return learning, None
-                state, learner = await asyncio.to_thread(checkpoint.read_state, found, run_id=self._lease.run_id)
-                await asyncio.to_thread(learning.restore, learner)
+                state = await asyncio.to_thread(learning.resume, found, run_id=self._lease.run_id)
             except Exception:
                 if found is None or checkpoint.latest(self._folder) == found:
                     raise
             else:
                 return learning, state
+
+    def _learn(self, source: Path) -> Learning:
+        keep = self._settings.keep_published
+        if self._crew is None:
+            device = choose_device(self._settings.device)
+            return Learning(self._spec, source=source, device=device, keep_published=keep)
+        return Led(self._crew, self._spec, run_id=self._lease.run_id, source=source, keep_published=keep)
 
     def _check_lineage(self, state: TrainingState | None) -> None:
         """Raises `CheckpointError` if what was found is not the run's, or not the newest that it had."""
@@ -234,6 +240,8 @@ class Training:
         if step in self._following.versions:
             return None
         parent = self._following.versions.get(step - 1, 0)
+        if (exchange := await asyncio.to_thread(self._learning.exchange)) is not None:
+            self._lease.publisher(exchange)
         return await self._lease.publishing(self._learning.tensors(), step=step, parent=parent)
 
     async def _announced(self, trained: _Trained) -> None:

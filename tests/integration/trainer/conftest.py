@@ -25,7 +25,9 @@ SCRIPTED_END = 1
 
 
 class Program:
-    """One program as its own process; started again, it listens where it did."""
+    """One program as its own process; started again, it listens where it did. `runner`: what Python starts it by."""
+
+    runner = ("-m",)
 
     def __init__(self, module: str, directory: Path, *flags: str, listens: bool = False) -> None:
         self._module, self._flags, self._listens = module, flags, listens
@@ -40,7 +42,8 @@ class Program:
 
     def launch(self) -> None:
         self._ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", f"ebbtide.{self._module}", *self._flags, "--ready-file", str(self._ready)]
+        command = [sys.executable, *self.runner, f"ebbtide.{self._module}"]
+        command += [*self._flags, "--ready-file", str(self._ready)]
         command += ["--server-listen", self.address] if self._listens else []
         environment = {**os.environ, "EBBTIDE_TOKEN": TOKEN, "PYTHONPATH": str(Path(__file__).parent)}
         with self._log.open("ab") as log:
@@ -63,10 +66,10 @@ class Program:
 
 
 class Cluster:
-    """Four programs, and a worker with a scripted engine."""
+    """Four programs, and a worker with a scripted engine. `trainer`: more flags of the trainer's."""
 
-    def __init__(self, directory: Path, redis_url: str) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, redis_url: str, trainer: tuple[str, ...] = ()) -> None:
+        self.directory, self._trainer = directory, trainer
         self.coordinator = Program(
             "coordinator",
             directory,
@@ -85,7 +88,7 @@ class Cluster:
         cpu = ("--threads", "1", "--device", "cpu")
         self.programs = {
             "worker": Program("rollout_worker", self.directory, *where, *worker),
-            "trainer": Program("trainer", self.directory, *where, *cpu, "--holder", "trainer"),
+            "trainer": Program("trainer", self.directory, *where, *cpu, "--holder", "trainer", *self._trainer),
             "driver": Program("trainer.driver", self.directory, *where, "--holder", "driver"),
         }
         for program in self.programs.values():

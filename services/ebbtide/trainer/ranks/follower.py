@@ -1,0 +1,166 @@
+"""The side of the other ranks: they do what rank 0 tells them, and talk to the relay alone, about their own shares.
+
+Invariant: torch computes in one thread, which lives as long as the process. When rank 0 is gone, this process ends.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TypeVar
+
+from ebbtide.client import Client
+from ebbtide.client.distributed import TorchExchange
+from ebbtide.client.publishing import Publisher
+from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.runtime import Shutdown, race
+from ebbtide.telemetry import bind, get_logger
+from ebbtide.trainer.failure import RankLost
+from ebbtide.trainer.learning import Learning
+from ebbtide.trainer.ranks import orders
+from ebbtide.trainer.ranks.crew import ORDERS_S, answer
+from ebbtide.trainer.ranks.orders import Begin, Order, Over, Publish, Resume, Save, Train
+from ebbtide.trainer.ranks.world import World, first_line, is_lost
+from ebbtide.trainer.settings import TrainerSettings
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+#: From being asked to end until it is done anyway: rank 0 is asked too, and tells when all has its end.
+_LEAVE_S: Final = 15.0
+
+
+class _Thread:
+    """Does one thing after another; unlike an executor's threads, it holds up no end of the process."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="rank", daemon=True).start()
+
+    async def do(self, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if not done.done():
+                done.set_exception(error) if error else done.set_result(result)  # type: ignore[arg-type]
+
+        def job() -> None:
+            result: T | None = None
+            failure: BaseException | None = None
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+                failure = error
+            with suppress(RuntimeError):  # the loop may be gone
+                loop.call_soon_threadsafe(settle, result, failure)
+
+        self._jobs.put(job)
+        return await done
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()
+
+
+async def follow(world: World, settings: TrainerSettings, shutdown: Shutdown) -> None:
+    """Obey rank 0 until it ends. Raises `RankLost` if it is gone."""
+    bind(rank=world.rank)
+    client = Client(settings.coordinator, settings.relay, security=settings.security, patience_s=settings.patience_s)
+    async with client:
+        await race(Follower(world, client).run(), _asked_to_end(shutdown))
+
+
+async def _asked_to_end(shutdown: Shutdown) -> None:
+    await shutdown.requested.wait()
+    if shutdown.failure is None:
+        await asyncio.sleep(_LEAVE_S)
+
+
+class Follower:
+    def __init__(self, world: World, client: Client) -> None:
+        self._world, self._client, self._thread = world, client, _Thread()
+        self._orders = TorchExchange(timeout_s=ORDERS_S)
+        self._exchange: TorchExchange | None = None
+        self._learning: Learning | None = None
+        self._publisher: Publisher | None = None
+
+    async def run(self) -> None:
+        order: Order | None = None
+        while not isinstance(order, Over):
+            order = orders.unpack(await self._thread.do(lambda: self._told(b"")))
+            failure: EbbtideError | None = None
+            if isinstance(order, Begin) and self._publisher is not None:
+                await self._publisher.aclose()
+            try:
+                await self._thread.do(lambda order=order: self._obey(order))  # type: ignore[misc]
+            except RankLost:
+                raise
+            except EbbtideError as error:
+                log.warning("an order failed", order=type(order).__name__, reason=str(error))
+                failure = error
+            await self._thread.do(lambda failure=failure: self._told(answer(failure), back=True))  # type: ignore[misc]
+            if isinstance(order, Begin) and self._exchange is not None:
+                bind(run_id=order.run_id)
+                self._publisher = self._client.publisher(order.run_id, self._exchange, order.spec.policy)
+            if isinstance(order, Publish):
+                await self._publish()
+
+    def _told(self, data: bytes, *, back: bool = False) -> bytes:
+        try:
+            if back:
+                self._orders.gather(data)
+                return b""
+            return self._orders.broadcast(data)
+        except Unavailable as error:
+            raise RankLost(str(error)) from None
+
+    def _obey(self, order: Order) -> None:
+        self._world.settle()
+        try:
+            self._do(order)
+        except RuntimeError as error:
+            if is_lost(error):
+                raise RankLost(f"another rank is gone ({first_line(error)})") from None
+            raise
+
+    def _do(self, order: Order) -> None:
+        match order:
+            case Begin():
+                self._begin(order)
+            case Resume():
+                self._own().resume(Path(order.checkpoint), run_id=order.run_id)
+            case Train():
+                self._own().train(orders.unpack_samples(order.samples), step=order.step, version=order.version)
+            case Save():
+                self._own().write_part(Path(order.directory))
+            case Publish() | Over():
+                pass  # afterwards: rank 0 is to hear first that it was heard
+
+    def _begin(self, order: Begin) -> None:
+        self._learning = None  # its memory is for the next one
+        self._exchange = TorchExchange()
+        self._learning = Learning(
+            order.spec,
+            source=Path(order.source),
+            device=self._world.device,
+            keep_published=order.keep_published,
+            world=self._world,
+        )
+
+    def _own(self) -> Learning:
+        if self._learning is None:
+            raise RankLost(f"rank {self._world.rank} has loaded no run: it and rank 0 are out of step")
+        return self._learning
+
+    async def _publish(self) -> None:
+        """Returns when this rank's share is copied; what becomes of the version, rank 0 hears too."""
+        try:
+            if self._publisher is not None:
+                await self._publisher.publish(self._own().tensors())
+        except RankLost:
+            raise
+        except EbbtideError as error:
+            log.warning("this rank's share of a version was not published", reason=str(error))

@@ -1,0 +1,164 @@
+"""Trainings on fixed trajectories, on one rank or on several: what these compute must not depend on it.
+
+    RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... python fixed_training.py JOBS
+
+JOBS: a JSON file with a list of jobs, done one after another by all ranks. The rank that leads writes RESULTS.
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct
+from safetensors.torch import load_file
+
+from ebbtide.client import Client
+from ebbtide.client.publishing import Authority
+from ebbtide.client.retry import Peer
+from ebbtide.client.weights import Relay
+from ebbtide.rpc.security import ClientSecurity
+from ebbtide.trainer.checkpoint import TrainingState
+from ebbtide.trainer.learning import Learning
+from ebbtide.trainer.ranks.crew import Crew, Led
+from ebbtide.trainer.ranks.follower import Follower
+from ebbtide.trainer.ranks.place import place_of
+from ebbtide.trainer.ranks.world import World
+from ebbtide.types.rollout import Trajectory
+from ebbtide.types.run import RunSpec
+from ebbtide.types.tokens import pack_ids, pack_tokens
+from ebbtide.types.weights import PolicyVersion
+
+RUN = "fixed"
+TOKEN = "a-token-of-tests"
+SEED = bytes(range(32))
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """Train `steps` (from, to), from the model or from a `checkpoint`; write one into `folder` after each of `saves`.
+    With a `relay`, publish the weights of the end there, as the next version of `run`."""
+
+    spec: RunSpec
+    folder: str
+    steps: tuple[int, int]
+    saves: tuple[int, ...]
+    checkpoint: str = ""
+    relay: str = ""
+    run: str = RUN
+    device: str = "cpu"
+
+
+def make_spec(model: Path, **trainer: Any) -> RunSpec:
+    """Several minibatches and micro-batches of uneven lengths, a KL term, and a learning rate that rises."""
+    settings: dict[str, Any] = {
+        "steps": 100,
+        "learning_rate": 1e-3,
+        "warmup_steps": 3,
+        "weight_decay": 0.1,
+        "minibatches": 2,
+        "micro_batch_tokens": 40,
+        "kl_coefficient": 0.1,
+    }
+    environment = {"name": "reasoning_gym"}
+    spec = {"name": "run", "model": str(model), "environment": environment, "trainer": settings | trainer}
+    return msgspec.convert(spec, RunSpec)
+
+
+def make_trajectories(step: int) -> list[Trajectory]:
+    """Some tokens are of the version before, and some groups larger and longer than others."""
+    draw, made = random.Random(step), []
+    for group in range(3):
+        for sample in range(draw.choice((3, 4))):
+            ids = [draw.randrange(5, 90) for _ in range(draw.randrange(3, 24))]
+            made.append(
+                Trajectory(
+                    episode_id=f"s{step}.g{group}.{sample}",
+                    group_id=f"s{step}.g{group}",
+                    step=step,
+                    group_size=4,
+                    prompt_ids=pack_ids([3, 10 + group, 4]),
+                    tokens=pack_tokens(ids, [-4.5] * len(ids), step + 1 if sample else max(step, 1)),
+                    loss_mask=b"\x01" * len(ids),
+                    reward=draw.random(),
+                )
+            )
+    return made
+
+
+def train(learning: Learning, job: Job) -> list[dict[str, float]]:
+    """What each step reported."""
+    if job.checkpoint:
+        learning.resume(Path(job.checkpoint), run_id=RUN)
+    told = []
+    for step in range(*job.steps):
+        steps = {version: version - 1 for version in range(1, step + 2)}
+        told.append(learning.step(make_trajectories(step), step=step, steps=steps, version=step + 1))
+        if step + 1 in job.saves:
+            state = TrainingState(run_id=RUN, lineage=f"l{step}", step=step + 1, version=step + 2)
+            learning.checkpoint(Path(job.folder), state, keep=99)
+    return told
+
+
+def alone(job: Job) -> list[dict[str, float]]:
+    """The job in this process."""
+    return train(Learning(job.spec, source=Path(job.checkpoint or job.spec.model), device=job.device), job)
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint, however many files they lie in."""
+    return {name: one for path in sorted(checkpoint.glob("*.safetensors")) for name, one in load_file(path).items()}
+
+
+async def publish(learning: Learning, job: Job) -> None:
+    """As rank 0 of a trainer does, without a coordinator."""
+    numbers = iter((1,))
+
+    async def reserve() -> tuple[int, bytes]:
+        return next(numbers), SEED
+
+    async def announce(version: PolicyVersion) -> None:
+        """Nobody waits for it."""
+
+    peer = Peer("weight-relay", job.relay, ClientSecurity(token=TOKEN), patience_s=10.0)
+    exchange = await asyncio.to_thread(learning.exchange)
+    publisher = Relay(peer).publisher(job.run, "policy", authority=Authority(reserve, announce), exchange=exchange)
+    await (await publisher.publish(learning.tensors(), step=job.steps[1]))
+    await publisher.aclose()
+    await peer.close()
+
+
+async def lead(world: World, jobs: list[Job]) -> list[list[dict[str, float]]]:
+    crew = await asyncio.to_thread(Crew, world)
+    told = []
+    for job in jobs:
+        source = Path(job.checkpoint or job.spec.model)
+        learning = await asyncio.to_thread(Led, crew, job.spec, run_id=job.run, source=source)
+        told.append(await asyncio.to_thread(train, learning, job))
+        if job.relay:
+            await publish(learning, job)
+    await asyncio.to_thread(crew.over)
+    return told
+
+
+async def main(file: Path) -> None:
+    jobs = msgspec.json.decode(await asyncio.to_thread(file.read_bytes), type=list[Job])
+    place = place_of(os.environ, 1)
+    assert place is not None
+    torch.set_num_threads(1)
+    world = await asyncio.to_thread(World, place, jobs[0].device)
+    if place.rank == 0:
+        file.with_suffix(".told").write_text(json.dumps(await lead(world, jobs)))
+        return
+    async with Client(relay=jobs[-1].relay or None, security=ClientSecurity(token=TOKEN)) as client:
+        await Follower(world, client).run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,75 @@
+"""What travels between ranks comes out as it went in, or is refused."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from ebbtide.errors import InvalidRequest, NotFound
+from ebbtide.trainer.batches import Sample
+from ebbtide.trainer.checkpoint import CheckpointError
+from ebbtide.trainer.failure import RunFailed
+from ebbtide.trainer.ranks.orders import Begin, Over, Publish, Save, Train, pack, pack_samples, unpack, unpack_samples
+from ebbtide.types.run import EnvironmentSpec, RunSpec, TrainerSpec
+
+
+def sample(length: int, tail: int, advantage: float) -> Sample:
+    rng = np.random.default_rng(length)
+    return Sample(
+        ids=rng.integers(0, 1 << 20, length),
+        mask=rng.integers(0, 2, tail).astype(np.bool_),
+        logprobs=rng.normal(size=tail).astype(np.float32),
+        versions=rng.integers(0, 9, tail),
+        advantage=advantage,
+    )
+
+
+SAMPLES = [sample(7, 4, 0.1), sample(3, 3, -2.5), sample(9, 1, 1 / 3)]
+
+
+@pytest.mark.parametrize("samples", [SAMPLES, SAMPLES[:1], []])
+def test_samples_come_out_bit_for_bit(samples: list[Sample]) -> None:
+    order = unpack(pack(Train(step=4, version=9, samples=pack_samples(samples))))
+    assert isinstance(order, Train)
+    found = unpack_samples(order.samples)
+    assert len(found) == len(samples)
+    for ours, theirs in zip(found, samples, strict=True):
+        for name in ("ids", "mask", "logprobs", "versions"):
+            one, other = getattr(ours, name), getattr(theirs, name)
+            assert one.dtype == other.dtype
+            assert np.array_equal(one, other)
+        assert ours.advantage == theirs.advantage
+
+
+def test_a_spec_comes_out_as_it_was() -> None:
+    trainer = TrainerSpec(steps=3, learning_rate=1e-5, kl_coefficient=0.25)
+    spec = RunSpec(name="run", model="model", environment=EnvironmentSpec(name="any"), trainer=trainer)
+    for order in (
+        Begin(run_id="r", spec=spec, source="/model", keep_published=False),
+        Publish(),
+        Save(directory="/folder"),
+        Over(),
+    ):
+        assert unpack(pack(order)) == order
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "Boo"}), pack(Over())[:-1]])
+def test_what_is_no_order_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="no order came from rank 0"):
+        unpack(data)
+
+
+@pytest.mark.parametrize("name", ["ids", "mask", "logprobs", "versions", "advantages"])
+def test_samples_of_the_wrong_length_are_refused(name: str) -> None:
+    packed = pack_samples(SAMPLES)
+    with pytest.raises(InvalidRequest, match="not as long as they say"):
+        unpack_samples(msgspec.structs.replace(packed, **{name: getattr(packed, name)[:-1]}))
+
+
+def test_an_error_of_another_rank_keeps_its_kind() -> None:
+    from ebbtide.trainer.ranks.crew import answer, read_answer
+
+    assert read_answer(answer(None)) is None
+    for error in (RunFailed("bad"), CheckpointError("damaged"), NotFound("gone"), InvalidRequest("no", field="model")):
+        found = read_answer(answer(error))
+        assert type(found) is type(error)
+        assert str(found) == str(error)
