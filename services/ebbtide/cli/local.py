@@ -40,11 +40,13 @@ _GRANTS: Final = "grants"
 
 class Shape(Struct, frozen=True, kw_only=True):
     """What the cluster is made of. `worker_config`: a TOML file of settings for the workers. `borrowed`: these run
-    beside a serving engine, by grants of its guard. `lease_ttl_s`: for how long a trainer may be silent."""
+    beside a serving engine, by grants of its guard. `ranks`: processes of the trainer. `lease_ttl_s`: for how long a
+    trainer may be silent."""
 
     model: Path
     workers: int = 2
     slots: int = 64
+    ranks: int = 1
     coordinator: str
     relay: str
     flush_tokens: int = 8
@@ -148,7 +150,9 @@ class Cluster:
         )
 
     def _trainer(self) -> Program:
-        return self._service("trainer", "ebbtide.trainer", _RUN, holder="trainer", threads=os.cpu_count() or 1)
+        ranks = self.shape.ranks
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        return self._service("trainer", "ebbtide.trainer", _RUN, holder="trainer", threads=threads, ranks=ranks)
 
     def _driver(self) -> Program:
         return self._service("driver", "ebbtide.trainer.driver", _RUN, holder="driver")

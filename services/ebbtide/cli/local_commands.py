@@ -96,6 +96,7 @@ def up(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="vLLM workers.")] = 2,
     slots: Annotated[int, typer.Option(min=1, help="Rollouts that each worker holds at most.")] = 64,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that train together, a GPU each where there are.")] = 1,
     run_dir: Annotated[Path, typer.Option(help="Where logs and data go.")] = Path("runs/up"),
     cache: Annotated[Path, typer.Option(help="Where base models are kept.")] = Path(".cache/base-models"),
     coordinator: Annotated[
@@ -114,6 +115,7 @@ def up(
         model=model or Path(),
         workers=workers,
         slots=slots,
+        ranks=ranks,
         coordinator=coordinator,
         relay=relay,
         worker_config=worker_config,
