@@ -72,21 +72,28 @@ async def launch(settings: TrainerSettings, argv: Sequence[str], shutdown: Shutd
 async def _until_the_end(ranks: list[_Rank], shutdown: Shutdown) -> None:
     asked = asyncio.create_task(shutdown.requested.wait())
     endings = {rank.ended for rank in ranks}
-    done, _ = await asyncio.wait({asked, *endings}, return_when=asyncio.FIRST_COMPLETED)
-    if asked in done:
-        ranks[0].signal(signal.SIGTERM)  # the others hear it from rank 0
-        await asyncio.wait({ranks[0].ended})
-        await asyncio.wait(endings, timeout=_PART_S)
-        return
-    asked.cancel()
-    first = next(rank for rank in ranks if rank.ended in done)
-    if first.number == 0 and first.ended.result() == 0:
-        await asyncio.wait(endings, timeout=_PART_S)
-        first = next((rank for rank in ranks if not rank.ended.done() or rank.ended.result()), first)
-        if first.number == 0:
+    failed: _Rank | None = None
+    while failed is None and not all(rank.ended.done() for rank in ranks):
+        patience_s = _PART_S if ranks[0].ended.done() else None
+        waiting = {ended for ended in endings if not ended.done()}
+        done, _ = await asyncio.wait({asked, *waiting}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if asked in done:
+            ranks[0].signal(signal.SIGTERM)  # the others hear it from rank 0
+            await asyncio.wait({ranks[0].ended})
+            await asyncio.wait(endings, timeout=_PART_S)
             return
-    await asyncio.wait(endings, timeout=_GRACE_S)
-    raise RankLost(_story(first, len(ranks)))
+        failed = _at_fault(ranks, overdue=not done)
+    asked.cancel()
+    if failed is not None:
+        await asyncio.wait(endings, timeout=_GRACE_S)
+        raise RankLost(_story(failed, len(ranks)))
+
+
+def _at_fault(ranks: list[_Rank], *, overdue: bool) -> _Rank | None:
+    """Who failed; rather one that was killed than those that ended because of it. Or who is `overdue`."""
+    failed = [rank for rank in ranks if rank.ended.done() and rank.ended.result()]
+    late = [rank for rank in ranks if overdue and not rank.ended.done()]
+    return min(failed, key=lambda rank: rank.ended.result() >= 0, default=None) or next(iter(late), None)
 
 
 def _story(rank: _Rank, size: int) -> str:

@@ -34,7 +34,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     STARTED.clear()
     monkeypatch.setattr(module, "_start", start)
     monkeypatch.setattr(module, "_GRACE_S", 0.2)
-    monkeypatch.setattr(module, "_PART_S", 0.5)
+    monkeypatch.setattr(module, "_PART_S", 5.0)
     return given
 
 
@@ -45,8 +45,9 @@ def all_gone() -> bool:
     return len(STARTED) == 3 and all(process.returncode is not None for process in STARTED)
 
 
-async def test_all_that_end_well_end_the_trainer_well(scripts: dict[int, str]) -> None:
-    scripts |= dict.fromkeys(range(3), "pass")
+@pytest.mark.parametrize("last", [0, 2])
+async def test_all_that_end_well_in_any_order_end_the_trainer_well(last: int, scripts: dict[int, str]) -> None:
+    scripts |= dict.fromkeys(range(3), "pass") | {last: "import time; time.sleep(0.5)"}
     await launch(SETTINGS, [], Shutdown("trainer", SETTINGS))
     assert all_gone()
 
