@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ebbtide.types.run import RunEvent, RunStatus, Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 
 TOKEN = "a-token-of-tests"
+PROOF = {"EBBTIDE_TOKEN": TOKEN}
 SPEC: dict[str, Any] = {
     "name": "own",
     "model": "model",
@@ -34,8 +35,11 @@ SPEC: dict[str, Any] = {
 class Service:
     """One service as its own process; started again, it listens where it did."""
 
-    def __init__(self, name: str, directory: Path, *flags: str, listens: bool = True) -> None:
-        self._name, self._flags, self._listens = name, flags, listens
+    def __init__(
+        self, name: str, directory: Path, *flags: str, listens: bool = True, proof: Mapping[str, str] = PROOF
+    ) -> None:
+        """`proof`: variables by which it proves itself, and tells callers apart."""
+        self._name, self._flags, self._listens, self._proof = name, flags, listens, proof
         self._ready = directory / f"{name}.json"
         self._process: subprocess.Popen[bytes] | None = None
         self.address = "127.0.0.1:0"
@@ -44,8 +48,7 @@ class Service:
         self._ready.unlink(missing_ok=True)
         command = [sys.executable, "-m", f"ebbtide.{self._name}", *self._flags, "--ready-file", str(self._ready)]
         command += ["--server-listen", self.address] if self._listens else []
-        environment = {**os.environ, "EBBTIDE_TOKEN": TOKEN}
-        self._process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)  # noqa: ASYNC220
+        self._process = subprocess.Popen(command, env={**os.environ, **self._proof}, stdout=subprocess.DEVNULL)  # noqa: ASYNC220
         await wait_until(self._ready.exists, timeout=30, what=self._name)
         self.address = json.loads(self._ready.read_text())["address"]
         return self.address
@@ -57,20 +60,23 @@ class Service:
 
 
 class Cluster:
-    def __init__(self, directory: Path, redis_url: str) -> None:
-        self._directory = directory
-        self.coordinator = Service(
-            "coordinator", directory, "--store-url", redis_url, "--lease-ttl-s", "1.5", "--recover-grace-s", "1"
-        )
-        self.relay = Service("weight_relay", directory, "--data-dir", str(directory / "relay"))
+    def __init__(self, directory: Path, redis_url: str, proofs: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        self._directory, self._proofs = directory, proofs or {}
+        flags = ("--store-url", redis_url, "--lease-ttl-s", "1.5", "--recover-grace-s", "1")
+        self.coordinator = Service("coordinator", directory, *flags, proof=self._proof("coordinator"))
+        data = ("--data-dir", str(directory / "relay"))
+        self.relay = Service("weight_relay", directory, *data, proof=self._proof("relay"))
         self.worker: Service | None = None
+
+    def _proof(self, name: str) -> Mapping[str, str]:
+        return self._proofs.get(name, PROOF)
 
     async def start(self) -> None:
         await asyncio.gather(self.coordinator.start(), self.relay.start())
         flags = ["--coordinator", self.coordinator.address, "--relay", self.relay.address, "--engine", "scripted"]
         flags += ["--model", str(self._directory), "--slots", "16", "--scripted-vocab-size", "64"]
         flags += ["--scripted-step-s", "0.005", "--scripted-mean-length", "0"]
-        self.worker = Service("rollout_worker", self._directory, *flags, listens=False)
+        self.worker = Service("rollout_worker", self._directory, *flags, listens=False, proof=self._proof("worker"))
         await self.worker.start()
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class World:
         self.keys, self.certs = folder / "keys", folder / "certs"
         public = signing_keys.make(self.keys)
         self.signer = signing_key((self.keys / "tokens.key").read_bytes(), field="key")
-        self._ca = certificates.init(self.certs, 1)
+        self._ca = certificates.init(self.certs, 2)
         for role in Role:
             certificates.issue(self.certs, role, [role], [], 1)
         certificates.issue(self.certs, "server", [Role.COORDINATOR], ["127.0.0.1"], 1)

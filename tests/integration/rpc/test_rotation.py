@@ -35,7 +35,7 @@ class Folder:
         self.client = ClientSecurity(tls_ca=ca, tls_cert=own["worker"][0], tls_key=own["worker"][1], token=TOKEN)
 
     def make(self) -> None:
-        certificates.init(self.path, 1)
+        certificates.init(self.path, 2)
         certificates.issue(self.path, "server", [Role.COORDINATOR], ["127.0.0.1"], 1)
         certificates.issue(self.path, "worker", [Role.WORKER], [], 1)
 
