@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.channel import check_address
+from ebbtide.rpc.heads import addresses
 from ebbtide.rpc.security import is_loopback
 from ebbtide.scheduling.fairness import parse_limits
 from ebbtide.transfer.sources import check_peer
@@ -28,7 +29,7 @@ def check_settings(settings: RelaySettings) -> Mapping[str, float]:
     if settings.advertise:
         check_peer(settings.advertise, field="advertise")
     if settings.coordinator:
-        check_address(settings.coordinator, field="coordinator")
+        addresses(settings.coordinator)
     if is_url(settings.upstream):
         _check_url(settings.upstream, "upstream")
     elif settings.upstream:

@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError
-from ebbtide.rpc.channel import open_channel
+from ebbtide.rpc.channel import Channel, open_channel
 from ebbtide.rpc.convert import from_proto
 from ebbtide.rpc.endings import MAX_HELD, EndedRun, RunsEnded, check_held
+from ebbtide.rpc.heads import Heads
 from ebbtide.rpc.retry import pauses
 from ebbtide.rpc.status import translated
 from ebbtide.types.run import RunStatus
@@ -44,7 +45,11 @@ class Source:
     def __init__(self, settings: RelaySettings) -> None:
         own = bool(settings.coordinator)
         self.name, self.target = ("coordinator", settings.coordinator) if own else ("upstream relay", settings.upstream)
-        self._channel = open_channel(self.target, settings.coordinator_security if own else settings.upstream_security)
+        self._channel: Heads | Channel = (
+            Heads(settings.coordinator, settings.coordinator_security)
+            if own
+            else open_channel(settings.upstream, settings.upstream_security)
+        )
         self._stub: Any = RunsStub(self._channel) if own else WeightsStub(self._channel)
 
     async def ask(self, held: tuple[str, ...]) -> AsyncIterator[RunsEnded]:

@@ -54,7 +54,8 @@ class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     coordinator: Annotated[
         str,
         Meta(
-            description="coordinator that says which runs have ended, whose versions go; empty: the upstream, if any",
+            description="coordinators (HOST:PORT,HOST:PORT) that say which runs have ended, whose versions go; "
+            "empty: the upstream, if any",
             extra={"shared": True},
         ),
     ] = ""

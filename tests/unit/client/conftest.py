@@ -9,5 +9,5 @@ from tests.unit.client.ranks import MemoryRelay
 @pytest.fixture
 def relay(monkeypatch: pytest.MonkeyPatch) -> MemoryRelay:
     made = MemoryRelay()
-    monkeypatch.setattr(publishing, "Staging", lambda _peer: made)
+    monkeypatch.setattr(publishing, "Staging", lambda _peer, _run_id: made)
     return made
