@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from ebbtide import telemetry
@@ -45,17 +46,19 @@ class Source:
     def __init__(self, settings: RelaySettings) -> None:
         own = bool(settings.coordinator)
         self.name, self.target = ("coordinator", settings.coordinator) if own else ("upstream relay", settings.upstream)
-        self._channel: Heads | Channel = (
-            Heads(settings.coordinator, settings.coordinator_security)
-            if own
-            else open_channel(settings.upstream, settings.upstream_security)
-        )
-        self._stub: Any = RunsStub(self._channel) if own else WeightsStub(self._channel)
+        self._channel: Heads | Channel
+        self._stub: Any
+        if own:
+            self._channel = heads = Heads(settings.coordinator, settings.coordinator_security)
+            self._stub, self._translated = RunsStub(heads), partial(heads.translated, self.name)
+        else:
+            self._channel = open_channel(settings.upstream, settings.upstream_security)
+            self._stub, self._translated = WeightsStub(self._channel), partial(translated, self.name, self.target)
 
     async def ask(self, held: tuple[str, ...]) -> AsyncIterator[RunsEnded]:
         call = self._stub.WatchEnded(WatchEndedRequest(held=held))
         try:
-            with translated(self.name, self.target):
+            with self._translated():
                 async for message in call:
                     yield from_proto(message, RunsEnded)
         finally:
