@@ -209,10 +209,9 @@ class Dispatcher:
             session = self._state.sessions[session_id]
             if version not in run.versions or session.target == (run.run_id, version):
                 continue
-            told, session.target = session.target, (run.run_id, version)
+            session.target = (run.run_id, version)
             self._begin_change(session, run, now)
-            if told is None and session.version_of(run.run_id) == version:
-                continue  # it attached with this version
+            # Also to who attached with this version: the coordinator before may have told it of another run's since.
             message = fleet_pb2.Install(
                 change=session.changing is not None and session.changing.restarted,
                 version=to_proto(run.versions[version], types_pb2.PolicyVersion),

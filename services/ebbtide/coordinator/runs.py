@@ -137,9 +137,10 @@ class RunService:
         """What is known of the runs that somebody holds data of, then each run that ends, for ever."""
         check_held(tuple(held))
         with self._state.endings.listening() as endings:
+            # Those first: of one that ends while the others are looked for, the listener tells how.
+            live, life = tuple(self._state.runs), self._state.life.name
             ended = [run for run_id in held if (run := await self._ended(run_id)) is not None]
-            life = self._state.life.name
-            yield RunsEnded(ended=tuple(ended), live=tuple(self._state.runs), store_life=life)
+            yield RunsEnded(ended=tuple(ended), live=live, store_life=life)
             while True:
                 yield RunsEnded(ended=(await endings.get(),))
 

@@ -47,7 +47,6 @@ async def test_a_restarted_coordinator_adopts_live_attempts_and_requeues_the_res
     assert (await back.add("a", 5, 3)).stored == 8
     await back.has("c")  # w2 did not come back within the grace
     assert back.assigned["c"].partial == gone.delta("c", 0, 5).tokens
-    assert not back.installed  # it has the version already
     for rollout_id, offset in (("a", 8), ("b", 5), ("c", 5)):
         assert (await back.add(rollout_id, offset, 2, STOP)).finished
     await back.has("d")
@@ -73,6 +72,16 @@ async def test_streams_resume_from_their_cursors_after_a_restart(cluster: Any) -
     assert await run.trajectories(1) == [trajectory]
     await run.complete("e.b", "b")
     assert [one.episode_id for one in await run.trajectories(1, cursor=trajectory.cursor)] == ["e.b"]
+
+
+async def test_a_worker_that_was_to_go_over_to_another_run_is_told_anew_by_a_restarted_coordinator(cluster: Any) -> None:
+    run = await cluster.run()
+    worker = await cluster.worker("w1")
+    await run.submit("a")
+    await worker.has("a")
+    await cluster.restart()
+    back = await cluster.worker("w1", held=held(worker, "a"), installed=installed())
+    await wait_until(lambda: back.installed == [1])
 
 
 async def test_an_attempt_given_to_another_worker_is_not_adopted(cluster: Any) -> None:
