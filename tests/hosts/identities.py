@@ -17,6 +17,7 @@ _ROLES: Final = {
     "b": (Role.WORKER, ""),
     "user": (Role.USER, ""),
 }
+_SERVE: Final = {Role.COORDINATOR, Role.RELAY}
 _TOKEN_S: Final = 3600.0
 _DAYS: Final = 1
 
@@ -34,7 +35,8 @@ class Identities:
 
     def environment(self, name: str) -> dict[str, str]:
         """What makes a program `name`."""
-        own = {"EBBTIDE_TOKEN_FILE": f"{name}.token"} if _calls(name) else {"EBBTIDE_TOKEN_KEYS": "tokens.pub"}
+        own = {"EBBTIDE_TOKEN_FILE": f"{name}.token"} if _calls(name) else {}
+        own |= {"EBBTIDE_TOKEN_KEYS": "tokens.pub"} if _ROLES[name][0] in _SERVE else {}
         files = {"EBBTIDE_TLS_CA": "ca.pem", "EBBTIDE_TLS_CERT": f"{name}.pem", "EBBTIDE_TLS_KEY": f"{name}.key"}
         return {variable: str(self.folder / file) for variable, file in {**files, **own}.items()}
 
@@ -57,4 +59,4 @@ class Identities:
 
 
 def _calls(name: str) -> bool:
-    return _ROLES[name][0] not in {Role.COORDINATOR, Role.RELAY}
+    return _ROLES[name][0] is not Role.COORDINATOR

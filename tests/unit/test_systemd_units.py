@@ -1,5 +1,6 @@
 """The units of `deploy/systemd`: they name real settings, run as nobody special, and wait for a drain to end."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -118,6 +119,15 @@ def test_an_example_names_settings_that_exist_and_are_valid(example: Path) -> No
     assert given.keys() <= set().union(*map(variables, readers))
     for reader in readers:
         settings.read(kind(reader), prog=f"ebbtide {reader}", argv=[], environ=given)
+
+
+def test_every_program_that_is_told_of_a_coordinator_is_given_a_token_that_the_page_issues() -> None:
+    page = (UNITS.parents[1] / "docs" / "bare-metal.md").read_text()
+    for name in PROGRAMS.keys() - {"serving-guard"}:
+        if "EBBTIDE_COORDINATOR" in variables(name):
+            token = Path(assignments((UNITS / f"{name}.env.example").read_text())["EBBTIDE_TOKEN_FILE"])
+            assert f"--out $KEYS/{token.name}" in page
+            assert re.search(rf"scp \$KEYS/{token.stem}\.{{pem,key,token}}", page)
 
 
 @each_service
