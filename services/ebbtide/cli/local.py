@@ -155,13 +155,7 @@ class Cluster:
     def _relay(self) -> Program:
         data = self.directory / "relay"
         return self._service(
-            "relay",
-            "ebbtide.weight_relay",
-            _RELAY,
-            server_listen=self.shape.relay,
-            data_dir=data,
-            keep_versions=3,
-            coordinator=self.shape.coordinator,
+            "relay", "ebbtide.weight_relay", _RELAY, server_listen=self.shape.relay, data_dir=data, keep_versions=3
         )
 
     def _trainer(self) -> Program:
