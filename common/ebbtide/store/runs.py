@@ -120,7 +120,7 @@ class Runs(Topic):
 
     async def sweep(self, run_id: str) -> bool:
         """Delete a page of an ended run's data; False when all is gone."""
-        return bool(await self._run("sweep_run", run_id, _SWEEP_PAGE))
+        return bool(await self._write("sweep_run", run_id, _SWEEP_PAGE))
 
     async def reserve_version(self, lease: LeaseRef) -> int:
         """A number that no version of the run has or will have: it is durable before it is given out."""

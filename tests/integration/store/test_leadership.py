@@ -17,10 +17,8 @@ from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
 SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
-#: They read; `sweep_run` deletes what is left of runs that have ended; and `lead` has tests of its own.
-UNFENCED = {
-    "read_run", "read_open", "read_tokens", "finished_page", "events_page", "trajectory_page", "sweep_run", "lead",
-}  # fmt: skip
+#: They read; and `lead` has tests of its own.
+UNFENCED = {"read_run", "read_open", "read_tokens", "finished_page", "events_page", "trajectory_page", "lead"}
 OF_THE_FLEET = {"enlist", "delist", "keep_life"}
 WRITERS = sorted(
     name

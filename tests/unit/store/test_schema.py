@@ -22,7 +22,7 @@ SCRIPTS = sorted(
     for path in (resources.files("ebbtide.store") / "lua").iterdir()
     if path.name.endswith(".lua") and path.name != "lib.lua"
 )
-#: Read, and write nothing; what ended may be swept by anyone.
+#: Read, and write nothing.
 UNFENCED = {
     "read_run",
     "read_open",
@@ -30,7 +30,6 @@ UNFENCED = {
     "finished_page",
     "events_page",
     "trajectory_page",
-    "sweep_run",
 }
 
 

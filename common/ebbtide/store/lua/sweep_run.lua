@@ -1,12 +1,14 @@
--- ARGV: how many rollouts at most. Deletes the data of an ended run, a page at a time. Returns how many went; 0: all is gone.
+-- ARGV: term, how many rollouts at most. Deletes the data of an ended run, a page at a time. Returns how many went; 0: all is gone.
+local bad = deposed(ARGV[1])
+if bad then return bad end
 if redis.call('EXISTS', FENCE) == 1 then return refuse('LIVE') end
 local gone = 0
-for _, id in ipairs(redis.call('ZRANGE', OPEN, 0, ARGV[1] - 1)) do
+for _, id in ipairs(redis.call('ZRANGE', OPEN, 0, ARGV[2] - 1)) do
   redis.call('DEL', ROLLOUT .. id, TOKENS .. id)
   redis.call('ZREM', OPEN, id)
   gone = gone + 1
 end
-for _, entry in ipairs(redis.call('XRANGE', FINISHED, '-', '+', 'COUNT', ARGV[1])) do
+for _, entry in ipairs(redis.call('XRANGE', FINISHED, '-', '+', 'COUNT', ARGV[2])) do
   redis.call('DEL', ROLLOUT .. entry[2][2], TOKENS .. entry[2][2])
   redis.call('XDEL', FINISHED, entry[1])
   gone = gone + 1
