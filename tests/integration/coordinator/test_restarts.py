@@ -74,7 +74,7 @@ async def test_streams_resume_from_their_cursors_after_a_restart(cluster: Any) -
     assert [one.episode_id for one in await run.trajectories(1, cursor=trajectory.cursor)] == ["e.b"]
 
 
-async def test_a_worker_that_was_to_go_over_to_another_run_is_told_anew_by_a_restarted_coordinator(cluster: Any) -> None:
+async def test_a_worker_that_comes_back_to_a_restarted_coordinator_is_told_what_to_install(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.submit("a")
