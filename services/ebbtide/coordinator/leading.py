@@ -39,10 +39,10 @@ class Leading:
         await race(self._wait(address, heard), self._store.link.lost())
 
     async def _wait(self, address: str, heard: Callable[[str], None]) -> None:
-        watch, leader, waits = Watch(), "", True
+        watch, leader, waits, hindrance = Watch(), "", True, ""
         while waits:
             asked = time.monotonic()
-            with suppress(StoreUnavailable):
+            try:
                 held = await self._lease.leader()
                 if watch.free(time.monotonic(), held=held is not None):
                     await self._store.check()
@@ -52,6 +52,11 @@ class Leading:
                 if held and held != leader:
                     heard(leader := held)
                     log.info("another coordinator leads", at=leader)
+                hindrance = ""
+            except StoreUnavailable as error:
+                if str(error) != hindrance:
+                    hindrance = str(error)
+                    log.warning("could not lead", reason=hindrance)
             if waits:
                 await asyncio.sleep(LOOK_S)
         self._begin(address, asked)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import redis.asyncio
 
 from ebbtide.client import Client
 from ebbtide.errors import StandingBy, Unavailable
@@ -17,6 +18,7 @@ from ebbtide.rpc.heads import Heads
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.rpc.status import translated
 from ebbtide.scheduling.leadership import TTL_S
+from ebbtide.store.keys import SCHEMA
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
@@ -170,6 +172,16 @@ async def test_without_standby_it_takes_over_at_once(pair: tuple[Process, Proces
     assert await list_runs(third.address) == []
     with pytest.raises(StandingBy):
         await list_runs(pair[1].address)
+
+
+async def test_one_that_cannot_read_the_store_says_so_and_leads_once_it_can(start: Start, redis_url: str) -> None:
+    async with redis.asyncio.from_url(redis_url) as link:
+        await link.set(SCHEMA, 99)
+        waiting = await start("--standby")
+        await wait_until(lambda: "has schema 99, and this coordinator knows none above" in waiting.log, timeout=30)
+        assert waiting.log.count("has schema 99") == 1
+        await link.delete(SCHEMA)
+    await waiting.leads()
 
 
 async def test_a_store_that_was_away_is_no_reason_to_take_over(
