@@ -24,6 +24,7 @@ from ebbtide.coordinator.settings import Settings
 from ebbtide.coordinator.state import State
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rpc.server import Service
+from ebbtide.runtime import race
 from ebbtide.store.connection import Connection
 from ebbtide.store.store import Condition, Store
 from ebbtide.types.ids import new_fence
@@ -110,10 +111,14 @@ class Coordinator:
             await self.leading.stand_by(address, heard)
         else:
             await self.leading.seize(address)
-        await self._recovery.take_over()
-        await self._publishers.keep()
+        # A lease that ends while much is read would be taken by another, who reads as long.
+        await race(self._take_over(), self.leading.keep(_nobody))
         self.link.on_link = self._lives.came
         return self.services
+
+    async def _take_over(self) -> None:
+        await self._recovery.take_over()
+        await self._publishers.keep()
 
     def loops(self, serving: Callable[[bool], Awaitable[None]] = _nobody) -> dict[str, Coroutine[Any, Any, None]]:
         """What runs beside the server, by name. Each raises `TermSuperseded` when another coordinator has the store.

@@ -12,13 +12,15 @@ import pytest
 import redis.asyncio
 
 from ebbtide.client import Client
+from ebbtide.coordinator.service import Coordinator
+from ebbtide.coordinator.settings import Settings
 from ebbtide.errors import StandingBy, Unavailable
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.heads import Heads
-from ebbtide.rpc.security import ClientSecurity
+from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.status import translated
 from ebbtide.scheduling.leadership import TTL_S
-from ebbtide.store.keys import SCHEMA
+from ebbtide.store.keys import LEADER, SCHEMA
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
@@ -172,6 +174,24 @@ async def test_without_standby_it_takes_over_at_once(pair: tuple[Process, Proces
     assert await list_runs(third.address) == []
     with pytest.raises(StandingBy):
         await list_runs(pair[1].address)
+
+
+async def test_the_lease_is_renewed_while_what_is_in_the_store_is_read(redis_url: str) -> None:
+    server = ServerSettings(listen="127.0.0.1:0", token=TOKEN)
+    coordinator = Coordinator(Settings(server=server, store_url=redis_url, standby=True))
+    left, take_over = list[int](), coordinator._recovery.take_over
+
+    async def prolonged() -> bool:
+        left.append(await coordinator.link.call("PTTL", LEADER))
+        return left[-1] > min(left)
+
+    async def slowly() -> None:
+        await wait_until(prolonged)
+        await take_over()
+
+    coordinator._recovery.take_over = slowly  # type: ignore[method-assign]
+    await coordinator.open("here:1")
+    await coordinator.close()
 
 
 async def test_one_that_cannot_read_the_store_says_so_and_leads_once_it_can(start: Start, redis_url: str) -> None:
