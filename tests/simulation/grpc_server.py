@@ -178,7 +178,7 @@ class SimServer:
         if handler is None:
             call.finish(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             return
-        call.decode = handler.request_deserializer
+        call.decode = handler.request_deserializer or bytes  # as gRPC has it
         try:
             await self._run(handler, call)
         except AbortError:
