@@ -53,4 +53,4 @@ def check(containers: Containers) -> None:
     ended = containers.run("worker", "systemctl show --property=Result,ActiveState ebbtide-rollout-worker@0").stdout
     assert sorted(ended.split()) == ["ActiveState=inactive", "Result=success"]
     states = containers.run("trainer", "cat /var/lib/ebbtide/runs/first/checkpoints/step-*4/trainer/state.json").stdout
-    assert json.loads(states)["step"] == 4
+    assert json.loads(states)["training"]["step"] == 4

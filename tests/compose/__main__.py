@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -126,6 +127,7 @@ def main() -> int:
     if lacking := list(missing()):
         say("What is missing:\n" + "\n".join(f"  {line}" for line in lacking))
         return 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clears up as Ctrl-C does
     return _guarded(options)
 
 

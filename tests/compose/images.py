@@ -73,11 +73,11 @@ def host_mounts(folder: Path) -> Iterator[tuple[Path, Path]]:
 
 def check_clean(podman: Podman, image: str, base: str, folder: Path) -> None:
     """Raises `Failed` if an image bears anything that the host lent to its build, or a token."""
-    for _, target in host_mounts(folder):
-        script = f"if [ -d {target} ]; then ls -A {target}; else cat {target} 2>/dev/null; fi | sha256sum"
-        found, before = (podman("run", "--rm", "--entrypoint", "sh", name, "-c", script) for name in (image, base))
-        if found != before:
-            raise Failed(f"{image} bears {target}, which is the host's")
+    look = "echo {0}; if [ -d {0} ]; then ls -A {0}; elif [ -e {0} ]; then cat {0}; fi | sha256sum\n"
+    script = "".join(look.format(target) for _, target in host_mounts(folder))
+    found, bare = (podman("run", "--rm", "--entrypoint", "sh", name, "-c", script) for name in (image, base))
+    if found != bare:
+        raise Failed(f"{image} bears what is the host's:\n{found}\nits base has:\n{bare}")
     told, before = (_told(podman, name) for name in (image, base))
     for word in ("EBBTIDE_TOKEN", "PIP_", "SSL_CERT", "_proxy"):
         if word in told and word not in before:

@@ -18,19 +18,18 @@ from typing import Any, Final
 #: Where podman-compose may lie, beside the PATH.
 TOOLS: Final = Path(".cache/compose-tools")
 #: runc: crun refuses hybrid cgroups. Limits: the default ones cannot be set where this runs in a container itself.
-#: File locks: those in shared memory are common to all storages of a user.
+#: File locks: those in shared memory are common to all storages of a user. Other folders stay where podman expects them
+#: below the storage: what it starts when a container ends is told of the storage alone.
 _CONFIGURATION: Final = """\
 [containers]
 default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
 [engine]
 runtime = "runc"
 lock_type = "file"
-static_dir = "{root}/libpod"
 tmp_dir = "{short}/tmp"
-volume_path = "{root}/volumes"
 events_logger = "file"
 [network]
-network_config_dir = "{root}/networks"
+network_config_dir = "{short}/networks"
 """
 _KEPT: Final = "storage"
 _STORAGE: Final = '[storage]\ndriver = "overlay"\ngraphroot = "{root}/{kept}"\nrunroot = "{short}/run"\n'
@@ -62,8 +61,7 @@ class Podman:
     def __init__(self, root: Path, project: str, environment: Mapping[str, str], log: Path) -> None:
         self.root, self.project, self._log = root, project, log
         self._short = Path(tempfile.mkdtemp(prefix="ebb-", dir="/run"))
-        for name in ("libpod", "volumes", "networks", _KEPT):
-            (root / name).mkdir(parents=True, exist_ok=True)
+        (root / _KEPT).mkdir(parents=True, exist_ok=True)
         for name, text in (("containers.conf", _CONFIGURATION), ("storage.conf", _STORAGE)):
             (self._short / name).write_text(text.format(root=root, short=self._short, kept=_KEPT))
         self._environment = {
@@ -112,11 +110,11 @@ class Podman:
         below = [path for line in mounts if (path := line.split()[1]).startswith(folders)]
         for path in reversed(below):
             subprocess.run(["umount", path], check=True)
-        for folder in [self._short, *self.root.iterdir()]:
-            if not (keep and folder.name == _KEPT):
-                shutil.rmtree(folder)
+        # Podman's own records name the short folder, and are of no use without it.
+        for folder in [self._short, *(self.root / _KEPT / name for name in ("libpod", "volumes"))]:
+            shutil.rmtree(folder, ignore_errors=True)
         if not keep:
-            self.root.rmdir()
+            shutil.rmtree(self.root)
 
     def _run(self, command: list[str], timeout_s: float, *, check: bool) -> str:
         with self._log.open("a") as log:

@@ -49,7 +49,7 @@ def check_containers(podman: Podman) -> None:
         if found["EffectiveCaps"]:
             raise Failed(f"{service} has capabilities: {found['EffectiveCaps']}")
         for port, bindings in (rights["PortBindings"] or {}).items():
-            if any(binding["HostIp"] != "127.0.0.1" for binding in bindings):
+            if any(binding["HostIp"] != "127.0.0.1" for binding in bindings or []):  # None: exposed, and not published
                 raise Failed(f"{service} publishes {port} off the loopback: {bindings}")
 
 

@@ -133,6 +133,7 @@ class Cluster:
         return await asyncio.to_thread(
             subprocess.run,
             self.network.on(host, sys.executable, *command),
+            cwd=self.directory,  # where a program would leave what it leaves
             env=self.environment(identity) | environment,
             capture_output=True,
             text=True,
