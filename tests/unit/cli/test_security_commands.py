@@ -118,14 +118,17 @@ def test_neither_keys_nor_anything_else_is_overwritten(ask: Ask, tmp_path: Path)
     ask("tokens", "key", "--dir", "both")
     key = (tmp_path / "both/tokens.key").read_bytes()
     status, _, why = ask("certs", "issue", "--dir", "both", "--role", "worker", "--name", "tokens")
-    assert status == 1 and "has a tokens.key already" in why
+    assert status == 1
+    assert "has a tokens.key already" in why
     status, _, why = ask("tokens", "issue", "--dir", "both", "--role", "worker", "--out", "both/tokens.key")
-    assert status == 1 and "something else than a signed token" in why
+    assert status == 1
+    assert "something else than a signed token" in why
     assert (tmp_path / "both/tokens.key").read_bytes() == key
     (tmp_path / "both/tokens.key").unlink()
     public = (tmp_path / "both/tokens.pub").read_bytes()
     status, _, why = ask("tokens", "key", "--dir", "both")
-    assert status == 1 and "tokens.pub" in why
+    assert status == 1
+    assert "tokens.pub" in why
     assert (tmp_path / "both/tokens.pub").read_bytes() == public
 
 
@@ -141,4 +144,5 @@ def test_a_folder_that_cannot_be_made_is_named(ask: Ask, tmp_path: Path, words: 
     (tmp_path / "file").touch()
     for folder in ("file", "file/below"):
         status, _, why = ask(*words, "--dir", folder)
-        assert status == 2 and f"--dir: {folder} cannot be made" in why
+        assert status == 2
+        assert f"--dir: {folder} cannot be made" in why
