@@ -52,6 +52,20 @@ async def test_all_that_end_well_in_any_order_end_the_trainer_well(last: int, sc
     assert all_gone()
 
 
+async def test_a_rank_0_that_is_frozen_as_it_is_asked_to_end_is_not_waited_for(
+    scripts: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PART_S", 0.2)
+    notices = "import time; time.sleep(1.0); exit(1)"  # as ranks do that hear nothing of it any more
+    scripts |= {0: "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", 1: notices, 2: notices}
+    shutdown = Shutdown("trainer", SETTINGS)
+    launching = asyncio.create_task(launch(SETTINGS, [], shutdown))
+    await wait_until(lambda: len(STARTED) == 3, timeout=10)
+    shutdown.requested.set()
+    await asyncio.wait_for(launching, 20)
+    assert all_gone()
+
+
 async def test_a_rank_that_fails_is_named_with_its_last_words_and_ends_the_others(scripts: dict[int, str]) -> None:
     told = "import sys; sys.stderr.write('one\\n' * 9 + 'no memory left\\n'); sys.exit(3)"
     scripts |= {0: PATIENT, 1: told, 2: PATIENT}
