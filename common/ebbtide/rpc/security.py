@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from ebbtide.errors import InvalidRequest, NotReady
 from ebbtide.rpc.files import Fresh
 from ebbtide.rpc.roles import AMONG_PEERS
-from ebbtide.rpc.tls import Pair, read_file, read_pair, read_pem
+from ebbtide.rpc.tls import Pair, read_authority, read_file, read_pair
 
 if TYPE_CHECKING:
     from ebbtide.rpc.admission import Admission
@@ -65,7 +65,7 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return read_pair(self.tls_cert, self.tls_key)
 
     def _authority(self) -> bytes | None:
-        return read_pem(self.tls_ca, "tls_ca") if self.tls_ca else None
+        return read_authority(self.tls_ca) if self.tls_ca else None
 
     def _tls_files(self) -> tuple[str, ...]:
         return self.tls_ca, self.tls_cert, self.tls_key

@@ -34,6 +34,19 @@ def read_pem(path: str, field: str) -> bytes:
     return content
 
 
+def read_authority(path: str) -> bytes:
+    """The certificates of a file, all of which can be read: of what gRPC cannot load it says so in no call, and every
+    handshake fails. Raises `InvalidRequest` naming `tls_ca`."""
+    from cryptography import x509
+
+    content = read_pem(path, "tls_ca")
+    try:
+        x509.load_pem_x509_certificates(content)
+    except ValueError:
+        raise InvalidRequest(f"{path} holds a certificate that cannot be read, or none", field="tls_ca") from None
+    return content
+
+
 def read_file(path: str, field: str) -> bytes:
     try:
         return Path(path).read_bytes()

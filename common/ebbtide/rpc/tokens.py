@@ -32,6 +32,8 @@ _ALGORITHM: Final = "EdDSA"
 _KIND: Final = "ebbtide"
 _TYPE: Final = "ebbtide+jwt"
 SKEW_S: Final = 60
+#: The end of the year 9999 in Unix time, behind which there are no dates.
+_LAST: Final = 253402300800
 _PUBLIC: Final = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----", re.DOTALL)
 #: Verified public keys by their id.
 Keys = Mapping[str, Ed25519PublicKey]
@@ -98,10 +100,17 @@ def unverified(token: str) -> Claims:
 
 
 def _claims(found: Mapping[str, Any]) -> Claims:
+    """Raises `KeyError`, `TypeError` or `ValueError` for what no token of ours says."""
+    expires, run_id = found["exp"], found.get("run")
+    if not 0 <= expires < _LAST:
+        raise ValueError("no time")
+    # One that was meant for a run, and names none, must not be good for all.
+    if "run" in found and (not run_id or not isinstance(run_id, str)):
+        raise ValueError("no run")
     return Claims(
         role=Role(found["role"]),
-        expires=float(found["exp"]),
-        run_id=str(found.get("run", "")),
+        expires=float(expires),
+        run_id=run_id or "",
         name=str(found.get("sub", "")),
     )
 

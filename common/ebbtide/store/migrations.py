@@ -26,6 +26,8 @@ _STAMP: Final = Script(
     "return 1",
 )
 _UNSTAMPED: Final = 0
+#: More than any number of ours has.
+_DIGITS: Final = 9
 #: What 0.1.0 wrote of each run, and every later coordinator reads.
 _RECORD: Final = ("spec", "status", "created", "seq")
 
@@ -86,10 +88,11 @@ class Schema:
         stamp = await self._link.call("GET", SCHEMA)
         if stamp is None:
             return _UNSTAMPED
-        if not stamp.isdigit():
+        if not stamp.isdigit() or len(stamp) > _DIGITS:
+            text = stamp[:40].decode(errors="replace")
             raise StoreUnavailable(
-                f"the store at {self._link.where} has {stamp.decode(errors='replace')!r} for its schema, which is no "
-                "number: name another store"
+                f"the store at {self._link.where} has {text!r} for its schema, which is no number of one: name another "
+                "store"
             )
         if (found := int(stamp)) > self.newest:
             raise StoreUnavailable(

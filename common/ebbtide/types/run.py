@@ -113,7 +113,7 @@ class ShareSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     while it has work, and that it never exceeds, though nobody else wants it (None: all).
     """
 
-    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0  # floats add up twelve orders of magnitude, and not more
     floor: Annotated[float, Meta(ge=0, le=1)] = 0.0
     ceiling: Annotated[float, Meta(gt=0, le=1)] | None = None
     priority: Annotated[int, Meta(ge=-10, le=10)] = 0

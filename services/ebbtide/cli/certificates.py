@@ -51,7 +51,7 @@ def init(folder: Path, days: int) -> Path:
     """Make an authority. Raises `AlreadyExists` where there is one: it cannot be had back."""
     if (folder / f"{CA}.key").exists() or (folder / f"{CA}.pem").exists():
         raise AlreadyExists(f"{folder} has an authority already; name another folder, or take its files away first")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Ebbtide authority {os.urandom(4).hex()}")])
     builder = (
@@ -69,6 +69,8 @@ def issue(folder: Path, name: str, roles: Sequence[Role], hosts: Sequence[str], 
         raise InvalidRequest("is the authority's own; take another", field="--name")
     if (folder / f"{name}.pem").exists():
         raise AlreadyExists(f"{folder} has a certificate named {name} already; renew it, or take another name")
+    if (folder / f"{name}.key").exists():  # tokens.key, perhaps, which nobody has twice
+        raise AlreadyExists(f"{folder} has a {name}.key already, which is no certificate's; take another name")
     return _issue(folder, name, roles, [_host(host) for host in hosts], days)
 
 
@@ -201,6 +203,14 @@ def _write_pair(folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certif
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_file(folder / f"{name}.key", private, mode=0o600)
     write_file(folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM), mode=0o644)
+
+
+def make_folder(folder: Path) -> None:
+    """For its owner alone. Raises `InvalidRequest` where it cannot be made."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"{folder} cannot be made ({error.strerror})", field="--dir") from None
 
 
 def write_file(path: Path, data: bytes, *, mode: int) -> None:

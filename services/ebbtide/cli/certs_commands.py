@@ -51,7 +51,7 @@ def issue(
 def renew(
     folder: Folder,
     name: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Which. None: see --within.")] = None,
-    within: Annotated[int, typer.Option(min=0, help="Without names: those that end in so many days.")] = 30,
+    within: Annotated[int, typer.Option(min=0, max=36500, help="Without names: those that end in so many days.")] = 30,
     days: Annotated[
         int, typer.Option(min=0, max=36500, help="How long they are good for then; 0: as long as before.")
     ] = 0,

@@ -10,10 +10,10 @@ from typing import Final
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from ebbtide.cli.certificates import write_file
+from ebbtide.cli.certificates import make_folder, write_file
 from ebbtide.errors import AlreadyExists, InvalidRequest
 from ebbtide.rpc.roles import OF_ONE_RUN, Role
-from ebbtide.rpc.tokens import Claims, mint, public_keys, signing_key, unverified
+from ebbtide.rpc.tokens import Claims, is_signed, mint, public_keys, signing_key, unverified
 
 _PRIVATE: Final = "tokens.key"
 _PUBLIC: Final = "tokens.pub"
@@ -21,10 +21,15 @@ _LONGEST_S: Final = 10 * 365 * 86400.0
 
 
 def make(folder: Path) -> Path:
-    """The first key of a folder. Raises `AlreadyExists` where there is one."""
+    """The first key of a folder. Raises `AlreadyExists` where there is one, or the public half of one."""
     if (folder / _PRIVATE).exists():
         raise AlreadyExists(f"{folder} has a signing key already; --rotate makes another one beside it")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (folder / _PUBLIC).exists():
+        text = (
+            f"{folder} has public keys ({_PUBLIC}) and no {_PRIVATE} of theirs; name another folder, or take them away"
+        )
+        raise AlreadyExists(f"{text} first")
+    make_folder(folder)
     return _write(folder, Ed25519PrivateKey.generate(), [])
 
 
@@ -49,6 +54,18 @@ def issue(folder: Path, role: Role, *, run_id: str, ttl_s: float, name: str) -> 
             "is more than ten years; a token that long is a secret that is never changed", field="--ttl"
         )
     return mint(_signing(folder), role, ttl_s=ttl_s, run_id=run_id, name=name)
+
+
+def put_token(file: Path, token: str) -> None:
+    """Put a token into a file, in place of another token or of nothing. Raises `AlreadyExists` for a file of anything
+    else, and `InvalidRequest` where it cannot be written."""
+    if file.exists():
+        found = _read(file).strip()
+        if found and not is_signed(found.decode(errors="replace")):
+            raise AlreadyExists(
+                f"{file} holds something else than a signed token; name another file, or remove it first"
+            )
+    write_file(file, f"{token}\n".encode(), mode=0o600)
 
 
 def read_token(file: Path) -> Claims:

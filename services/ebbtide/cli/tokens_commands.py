@@ -49,14 +49,13 @@ def issue(
 ) -> None:
     """Issue a token. Clients take it from EBBTIDE_TOKEN_FILE or EBBTIDE_TOKEN."""
     from ebbtide.cli import signing_keys
-    from ebbtide.cli.certificates import write_file
     from ebbtide.cli.durations import seconds
 
     made = signing_keys.issue(folder, role, run_id=run, ttl_s=seconds(ttl, field="--ttl"), name=name)
     if out is None:
         typer.echo(made)
     else:
-        write_file(out, f"{made}\n".encode(), mode=0o600)
+        signing_keys.put_token(out, made)
 
 
 @tokens.command()

@@ -29,8 +29,8 @@ from ebbtide.rollout_worker.session import Session
 from ebbtide.rollout_worker.settings import Settings
 from ebbtide.rollout_worker.supply import Supply
 from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
-from ebbtide.rpc.channel import open_channel, open_socket
-from ebbtide.rpc.heads import Heads
+from ebbtide.rpc.channel import check_address, open_channel, open_socket
+from ebbtide.rpc.heads import Heads, addresses
 from ebbtide.runtime import Shutdown
 from ebbtide.transfer import check_folder as check_mirrors
 from ebbtide.types.fleet import EngineInfo, WorkerKind
@@ -85,6 +85,8 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
     worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
     telemetry.bind(worker_id=worker_id)
     check_reachable(settings)
+    addresses(settings.coordinator)  # an engine may take a minute to start: what is wrong is said before
+    check_address(settings.relay, field="relay")
     if settings.mirror_dir:
         check_mirrors(Path(settings.mirror_dir))
     borrowed = _borrowed(settings, worker_id)

@@ -185,3 +185,13 @@ def test_a_certificate_is_renewed_with_its_roles_and_hosts(tmp_path: Path) -> No
     assert set(after.hosts) == {"10.0.0.2", "w1.local", "::1"}
     assert (tmp_path / "w1.key").read_bytes() != key
     assert (tmp_path / "w1.key").stat().st_mode & 0o077 == 0
+
+
+async def test_an_authority_that_was_copied_by_half_leaves_the_former_in_use(cluster: Any, tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    server = await cluster.serve(folder.server)
+    channel: Channel = await cluster.connect(server.address, folder.client)
+    whole = (tmp_path / "ca.pem").read_bytes()
+    for rest in (whole[: len(whole) // 2], whole.replace(b"M", b"!"), (tmp_path / "ca.key").read_bytes()):
+        write_file(tmp_path / "ca.pem", rest, mode=0o644)
+        assert await cluster.call(channel, "stream_stream")

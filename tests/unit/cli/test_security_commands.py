@@ -111,3 +111,38 @@ def test_a_token_tells_what_it_is_for(ask: Ask) -> None:
         ["run", "my-run"],
         ["name", "t1"],
     ]
+
+
+def test_neither_keys_nor_anything_else_is_overwritten(ask: Ask, tmp_path: Path) -> None:
+    ask("certs", "init", "--dir", "both")
+    ask("tokens", "key", "--dir", "both")
+    key = (tmp_path / "both/tokens.key").read_bytes()
+    status, _, why = ask("certs", "issue", "--dir", "both", "--role", "worker", "--name", "tokens")
+    assert status == 1
+    assert "has a tokens.key already" in why
+    status, _, why = ask("tokens", "issue", "--dir", "both", "--role", "worker", "--out", "both/tokens.key")
+    assert status == 1
+    assert "something else than a signed token" in why
+    assert (tmp_path / "both/tokens.key").read_bytes() == key
+    (tmp_path / "both/tokens.key").unlink()
+    public = (tmp_path / "both/tokens.pub").read_bytes()
+    status, _, why = ask("tokens", "key", "--dir", "both")
+    assert status == 1
+    assert "tokens.pub" in why
+    assert (tmp_path / "both/tokens.pub").read_bytes() == public
+
+
+def test_a_token_is_put_in_the_place_of_a_former_one(ask: Ask, tmp_path: Path) -> None:
+    ask("tokens", "key", "--dir", "keys")
+    for role in ("worker", "relay"):
+        assert ask("tokens", "issue", "--dir", "keys", "--role", role, "--out", "a.jwt")[0] == 0
+    assert "relay" in ask("tokens", "show", "a.jwt")[1]
+
+
+@pytest.mark.parametrize("words", [("certs", "init"), ("tokens", "key")])
+def test_a_folder_that_cannot_be_made_is_named(ask: Ask, tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below"):
+        status, _, why = ask(*words, "--dir", folder)
+        assert status == 2
+        assert f"--dir: {folder} cannot be made" in why

@@ -52,6 +52,9 @@ def test_a_token_says_role_run_and_name_to_who_has_the_public_key() -> None:
         {"role": None},
         {"iat": 1 << 40},
         {"aud": None},
+        {"run": ""},
+        {"run": ["run-a"]},
+        {"exp": 10**400},
     ],
 )
 def test_what_was_signed_for_something_else_is_no_token(change: dict[str, Any]) -> None:
@@ -116,6 +119,8 @@ def test_a_server_that_could_tell_nobody_from_anybody_is_refused() -> None:
 
 
 def test_a_token_of_one_run_is_refused_before_a_request_that_could_name_none_is_read(keys: str) -> None:
+    from ebbtide.v1 import runs_pb2  # noqa: F401 - as every server of the method has: its descriptor is looked at
+
     admission = ServerSettings(token_keys=keys).admission()
     mine = bearing(mint(KEY, Role.USER, ttl_s=60, run_id="run-a"))
     admission.admit(GET, mine)

@@ -3,10 +3,12 @@
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from ebbtide.errors import NotReady
 from ebbtide.scheduling.shares import Demand, check_floor, entitled
+from ebbtide.types.run import ShareSpec
 
 
 def demand(run_id: str, **more: float) -> Demand:
@@ -106,3 +108,17 @@ def test_floors_can_be_promised_up_to_the_whole_fleet_and_no_further() -> None:
 def test_an_empty_fleet_has_no_shares() -> None:
     assert entitled([demand("a")], 0) == {}
     assert entitled([], 3) == {}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_lightest_and_the_heaviest_weights_share_no_more_than_the_fleet(seed: int) -> None:
+    """Floats lose what is small beside what is large, so weights have bounds."""
+    draw = random.Random(seed)
+    weights = [1e-6, 1e6, *(10 ** draw.uniform(-6, 6) for _ in range(draw.randrange(1, 9)))]
+    runs = [Demand(run_id=str(n), weight=one, ceiling=draw.choice([None, 0.3])) for n, one in enumerate(weights)]
+    for some in (runs, [runs[0], msgspec.structs.replace(runs[0], run_id="like it", ceiling=None)]):
+        most = min(1.0, sum(one.ceiling or 1.0 for one in some))
+        assert sum(entitled(some, 3).values()) == pytest.approx(most, abs=1e-4)
+    for beyond in (1e-9, 1e9, 0.0, float("nan")):
+        with pytest.raises(msgspec.ValidationError, match="weight"):
+            msgspec.convert({"weight": beyond}, ShareSpec)

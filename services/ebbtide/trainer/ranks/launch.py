@@ -79,7 +79,7 @@ async def _until_the_end(ranks: list[_Rank], shutdown: Shutdown) -> None:
         done, _ = await asyncio.wait({asked, *waiting}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if asked in done:
             ranks[0].signal(signal.SIGTERM)  # the others hear it from rank 0
-            await asyncio.wait({ranks[0].ended})
+            await _heard(ranks)
             await asyncio.wait(endings, timeout=_PART_S)
             return
         failed = _at_fault(ranks, overdue=not done)
@@ -87,6 +87,12 @@ async def _until_the_end(ranks: list[_Rank], shutdown: Shutdown) -> None:
     if failed is not None:
         await asyncio.wait(endings, timeout=_GRACE_S)
         raise RankLost(_story(failed, len(ranks)))
+
+
+async def _heard(ranks: list[_Rank]) -> None:
+    """Return when rank 0 has ended, however long its step takes; or another has failed, for rank 0 may be frozen."""
+    while not ranks[0].ended.done() and not any(rank.ended.done() and rank.ended.result() for rank in ranks):
+        await asyncio.wait({rank.ended for rank in ranks if not rank.ended.done()}, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _at_fault(ranks: list[_Rank], *, overdue: bool) -> _Rank | None:

@@ -90,11 +90,16 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> None
 def read_shards(folder: Path, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
     """The optimiser's tensors in `folder`, whoever wrote them: of each what this rank has of the parameter.
 
-    Raises all that torch and safetensors raise for files that are damaged.
+    Raises all that torch and safetensors raise for files that are damaged, and `ValueError` for shards that are not
+    of one whole: what none of them holds would be whatever lies in memory.
     """
     reader: Any = HuggingFaceStorageReader(str(folder))
     metadata = reader.read_metadata()
     shapes = {name: entry for name, entry in metadata.state_dict_metadata.items() if name.startswith("/")}
+    for name, entry in shapes.items():
+        held, wanted = sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.size)
+        if held != wanted:
+            raise ValueError(f"the shards of {name} hold {held} values, and it has {wanted}")
     found = {name: _room(name, entry.size, entry.properties.dtype, parameters) for name, entry in shapes.items()}
     _read(reader, metadata, found)
     return found
@@ -121,4 +126,6 @@ def _room(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Sequence
         parameter = parameters[int(place[1])]
         if parameter.shape == shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        if shape:  # a step's number has none
+            raise ValueError(f"{name} is of shape {tuple(shape)}, and its parameter of {tuple(parameter.shape)}")
     return torch.empty(shape, dtype=dtype)

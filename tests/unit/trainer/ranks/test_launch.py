@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import pytest
 
 from ebbtide.runtime import Shutdown
@@ -49,6 +50,21 @@ def all_gone() -> bool:
 async def test_all_that_end_well_in_any_order_end_the_trainer_well(last: int, scripts: dict[int, str]) -> None:
     scripts |= dict.fromkeys(range(3), "pass") | {last: "import time; time.sleep(0.5)"}
     await launch(SETTINGS, [], Shutdown("trainer", SETTINGS))
+    assert all_gone()
+
+
+async def test_a_rank_0_that_is_frozen_as_it_is_asked_to_end_is_not_waited_for(
+    scripts: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PART_S", 0.2)
+    notices = "import time; time.sleep(3.0); exit(1)"  # as ranks do that hear nothing of it any more
+    scripts |= {0: "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", 1: notices, 2: notices}
+    shutdown = Shutdown("trainer", SETTINGS)
+    launching = asyncio.create_task(launch(SETTINGS, [], shutdown))
+    await wait_until(lambda: len(STARTED) == 3, timeout=10)
+    await wait_until(lambda: psutil.Process(STARTED[0].pid).status() == psutil.STATUS_STOPPED, timeout=10)
+    shutdown.requested.set()
+    await asyncio.wait_for(launching, 20)
     assert all_gone()
 
 
