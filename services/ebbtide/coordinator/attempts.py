@@ -4,6 +4,7 @@ Invariant: the store moves first, the mirror follows under the run's lock; so wh
 of, the next one reads from the store what had been done.
 """
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -67,6 +68,7 @@ class Attempts:
     def __init__(self, state: State, store: Store, bells: Bells, *, barren_limit: int, keep_ended_s: float) -> None:
         self._state, self._store, self._bells = state, store, bells
         self._barren_limit, self._keep_ended_s = barren_limit, keep_ended_s
+        self._ending: set[asyncio.Future[None]] = set()  # runs that are being ended
 
     async def start(self, run: RunState, placements: Sequence[Placement], by_worker: dict[str, Session]) -> None:
         """Give queued rollouts to workers. Call with the run's lock held."""
@@ -202,7 +204,20 @@ class Attempts:
     async def end_run(
         self, run_id: str, status: RunStatus, message: str, *, drop: str, lease: LeaseRef | None = None
     ) -> None:
-        """End a run and all attempts in it. Raises `NotReady`: see `Runs.end`."""
+        """End a run and all attempts in it, also if who asks goes away meanwhile: the store may have ended it by then,
+        and all that it took is to be given back. Raises `NotReady`: see `Runs.end`.
+        """
+        ending = asyncio.ensure_future(self._end_run(run_id, status, message, drop, lease))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ended)
+        await asyncio.shield(ending)
+
+    def _ended(self, ending: asyncio.Future[None]) -> None:
+        self._ending.discard(ending)
+        if not ending.cancelled() and (error := ending.exception()) is not None:
+            log.debug("run not ended", reason=str(error))
+
+    async def _end_run(self, run_id: str, status: RunStatus, message: str, drop: str, lease: LeaseRef | None) -> None:
         await self._store.runs.end(run_id, status, message, drop=drop, lease=lease, keep_s=self._keep_ended_s)
         log.info("run ended", run_id=run_id, status=status.name, reason=message)
         await self.run_over(run_id, status)

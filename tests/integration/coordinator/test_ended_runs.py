@@ -1,5 +1,6 @@
 """Runs' ends: who keeps data of runs hears of them, workers are told to forget them, and nothing is left here."""
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -63,6 +64,27 @@ async def test_a_run_that_ends_while_the_answer_is_made_is_told_of_as_it_ended(c
         assert list(first.live) == ["live"]  # else it would pass for one whose record has expired
         assert names(first) == {"over": FINISHED}
         assert names(await call.read()) == {"live": FINISHED}
+
+
+async def test_a_run_is_given_back_though_who_cancelled_it_went_away(cluster: Any, monkeypatch: Any) -> None:
+    await cluster.run("left")
+    runs = cluster.coordinator.store.runs
+    end, ended, gone = runs.end, asyncio.Event(), asyncio.Event()
+
+    async def late(*args: Any, **more: Any) -> None:
+        await end(*args, **more)
+        ended.set()
+        await gone.wait()
+
+    monkeypatch.setattr(runs, "end", late)
+    call = cluster.runs.CancelRun(runs_pb2.CancelRunRequest(run_id="left"))
+    await asyncio.wait_for(ended.wait(), 10)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert "left" in cluster.coordinator.state.runs
+    gone.set()
+    await wait_until(lambda: "left" not in cluster.coordinator.state.runs, what="the end of the run")
 
 
 async def test_a_restarted_coordinator_says_the_same(cluster: Any) -> None:
