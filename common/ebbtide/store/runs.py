@@ -119,8 +119,15 @@ class Runs(Topic):
         await self._durable()
 
     async def sweep(self, run_id: str) -> bool:
-        """Delete a page of an ended run's data; False when all is gone."""
-        return bool(await self._write("sweep_run", run_id, _SWEEP_PAGE))
+        """Delete a page of an ended run's data; False when all is gone, or the run lives: one whose submission a former
+        coordinator began and this one has done.
+        """
+        try:
+            return bool(await self._write("sweep_run", run_id, _SWEEP_PAGE))
+        except Refused as refused:
+            if refused.code != "LIVE":
+                raise
+            return False
 
     async def reserve_version(self, lease: LeaseRef) -> int:
         """A number that no version of the run has or will have: it is durable before it is given out."""

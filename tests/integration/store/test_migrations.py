@@ -171,3 +171,14 @@ def test_each_schema_has_its_step() -> None:
 
 def test_the_number_that_is_stamped_is_the_last_steps() -> None:
     assert STEPS[-1].to == NEWEST_SCHEMA
+
+
+async def test_a_run_that_was_listed_and_is_submitted_then_is_not_swept_and_ends_nobody(
+    link: Connection, redis_url: str
+) -> None:
+    """Who died between the list and the run leaves a name alone: whoever takes over has it for one that ended."""
+    serving = await started(redis_url)
+    await serving.store.runs.submit("r", RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e")))
+    assert not await serving.store.runs.sweep("r")
+    assert not (await serving.store.runs.read("r")).status.ended
+    await serving.close()
