@@ -131,8 +131,12 @@ def _seal(folder: Path, unfinished: Path, tree: Any, state: TrainingState, ranks
 
 def latest(folder: Path) -> Path | None:
     """The newest whole checkpoint in `folder`, or None."""
-    found = sorted(folder.glob(f"{_PREFIX}*"))
+    found = _by_step(folder)
     return found[-1] if found else None
+
+
+def _by_step(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{_PREFIX}*"), key=lambda path: (len(path.name), path.name))
 
 
 def read_state(
@@ -148,7 +152,8 @@ def read_state(
         body = json.loads((inner / "state.json").read_text(encoding="utf-8"))
         _check_format(checkpoint, body["training"]["format"])  # a later one may have fields that are not known here
         state = msgspec.convert(body["training"], TrainingState)
-        learner = _unflatten(body["learner"], _optimizer(inner, int(body.get("ranks", 1)), parameters))
+        tree = msgspec.convert(body["learner"], dict[str, Any])
+        learner = _unflatten(tree, _optimizer(inner, int(body.get("ranks", 1)), parameters))
         random_state = load_file(inner / "random.safetensors")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{str(checkpoint)!r} is damaged ({error}): bring back a whole copy") from error
@@ -169,15 +174,15 @@ def _check_format(checkpoint: Path, found: object) -> None:
 def _optimizer(inner: Path, ranks: int, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Raises `OSError` for a part that is missing, and what reading raises."""
     folder = inner / "optimizer" if ranks > 1 else inner
-    names = [shard_name(rank) for rank in range(ranks)] if ranks > 1 else ["optimizer.safetensors"]
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise FileNotFoundError(f"{len(missing)} of {len(names)} parts are missing, such as {missing[0]}")
+    names = map(shard_name, range(ranks)) if ranks > 1 else ("optimizer.safetensors",)
+    if missing := next((name for name in names if not (folder / name).is_file()), ""):
+        raise FileNotFoundError(f"of {ranks} parts one is missing: {missing}")
     return read_shards(folder, parameters)
 
 
 def keep_newest(folder: Path, count: int) -> None:
     """Remove all but the `count` newest checkpoints."""
-    for old in sorted(folder.glob(f"{_PREFIX}*"))[:-count]:
+    for old in _by_step(folder)[:-count]:
         shutil.rmtree(old)
 
 

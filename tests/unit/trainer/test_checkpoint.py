@@ -94,6 +94,28 @@ def test_what_is_damaged_or_anothers_is_refused_by_name(tiny_model: Path, tmp_pa
             checkpoint.read_state(broken, run_id="run-1")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [("ranks", 10**12, "one is missing: "), ("learner", 5, "object"), ("learner", [], "object")],
+)
+def test_a_state_that_nobody_wrote_is_refused_without_believing_it(
+    tiny_model: Path, tmp_path: Path, key: str, value: Any, said: str
+) -> None:
+    path = write(tmp_path, tiny_model, state())
+    body = json.loads((path / "trainer" / "state.json").read_text())
+    (path / "trainer" / "state.json").write_text(json.dumps(body | {key: value}))
+    with pytest.raises(CheckpointError, match=f"is damaged .*{said}"):
+        checkpoint.read_state(path, run_id="run-1")
+
+
+def test_the_newest_is_that_of_the_last_step_however_many_there_were(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        (tmp_path / f"step-{step:06d}").mkdir()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1000000"
+    checkpoint.keep_newest(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1000000"]
+
+
 def test_a_checkpoint_of_another_format_is_refused_by_its_number_and_not_called_damaged(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ class _Rank:
     async def _read(self) -> None:
         """Its log becomes ours."""
         stream = self.process.stderr
-        while stream is not None and (line := await stream.readline()):
+        while stream is not None and (line := await _line(stream)):
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
             self.tail.append(line.decode(errors="replace").rstrip()[-1000:])
@@ -53,6 +53,16 @@ class _Rank:
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """The next line, or of one that is longer than the stream's limit a piece; nothing at the end."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as end:
+        return end.partial
+    except asyncio.LimitOverrunError as long:
+        return await stream.readexactly(long.consumed)
 
 
 async def launch(settings: TrainerSettings, argv: Sequence[str], shutdown: Shutdown) -> None:
@@ -123,7 +133,6 @@ async def _start(number: int, size: int, meeting: socket.socket, argv: Sequence[
         *command,
         env=environment,
         stderr=asyncio.subprocess.PIPE,
-        limit=1 << 22,
         start_new_session=True,
         pass_fds=given,
     )

@@ -77,6 +77,14 @@ async def test_a_rank_that_fails_is_named_with_its_last_words_and_ends_the_other
     assert all_gone()
 
 
+async def test_a_rank_that_says_much_without_a_line_end_is_read_to_its_end(scripts: dict[int, str]) -> None:
+    told = "import sys; sys.stderr.write('.' * (1 << 21) + ' no memory left'); sys.stderr.flush(); sys.exit(3)"
+    scripts |= {0: PATIENT, 1: told, 2: PATIENT}
+    with pytest.raises(RankLost, match=r"(?s)rank 1 of 3 ended with status 3.*no memory left"):
+        await launch(SETTINGS, [], Shutdown("trainer", SETTINGS))
+    assert all_gone()
+
+
 async def test_a_rank_that_is_killed_is_named_with_the_signal(scripts: dict[int, str]) -> None:
     scripts |= {0: PATIENT, 1: PATIENT, 2: "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"}
     with pytest.raises(RankLost, match="rank 2 of 3 was killed by SIGKILL"):
