@@ -214,6 +214,7 @@ class RunService:
             raise InvalidRequest(f"the run trains {run.spec.policy}, not {version.policy}", field="version.policy")
         if len(version.root) not in {0, DIGEST_BYTES}:
             raise InvalidRequest(f"must be {DIGEST_BYTES} bytes", field="version.root")
+        await self._recovery.refresh(run)  # else its event is numbered as one that a store that came back forgot
         async with run.changing():
             await self._store.runs.announce(lease, version)
             run.versions[version.version] = version
@@ -226,5 +227,7 @@ class RunService:
         check_batch(events, field="events")
         for index, event in enumerate(events):
             check_id(event.kind, field=f"events[{index}].kind")
+        if run := self._state.runs.get(lease.run_id):
+            await self._recovery.refresh(run)  # as `announce`
         await self._store.events.report(lease, events)
         self._bells.ring("events", lease.run_id)
