@@ -87,8 +87,6 @@ async def play(podman: Podman, folder: Path, ports: list[int], steps: int) -> No
         with step("the run"):
             run = await scene.run_and_break(podman, client, steps, lambda text: say(f"  {text}"))
         say(f"  {scene.check_books(run)}")
-        weights = await client.describe_weights(run.run_id)
-        say(f"  the relay holds {len(weights.versions)} versions, as seen from outside")
 
 
 def end(podman: Podman) -> None:

@@ -12,6 +12,8 @@ from tests.chaos.load import RUN, SPEC, Load
 from tests.chaos.trainer import all_requests
 from tests.upgrade.previous import Previous
 
+#: Rollouts behind the last replacement: enough for all three workers.
+_LAST = 64
 PROGRAMS = ("coordinator", "relay", "w1", "w2", "w3", "trainer")
 
 
@@ -54,11 +56,11 @@ async def test_a_fleet_is_replaced_program_by_program_under_a_live_run(
     assert trainer.returncode == 0
     load = await Load.claim(cluster, client, all_requests())
     try:
-        await load.submit(16)
+        await load.submit(_LAST)
         run = await load.settle()
     finally:
         await load.close()
-    assert run.counters["submitted"] == len(all_requests()) + 16
+    assert run.counters["submitted"] == len(all_requests()) + _LAST
     assert all(cluster.ledger(name) for name in ("w1", "w2", "w3"))
     load.check_losses()
 

@@ -44,6 +44,7 @@ class Sharing:
         self._due: dict[str, Due] = {}
         self._starved: dict[str, float] = {}  # run -> since when it has work and no worker
         self._next = 0.0
+        self._settled = time.monotonic()
 
     def decide(self, now: float) -> None:
         """Settle who is owed what, and say which run each worker is to serve."""
@@ -86,7 +87,9 @@ class Sharing:
             if run.made:
                 made[run.run_id], run.made = run.made, 0
         resting = sum(one.run_id == REST for one in sessions)
-        working = sum(bool(one.attempts) and one.run_id != REST for one in sessions)
+        # Rollouts may be shorter than the time between two looks.
+        worked = (one for one in sessions if one.attempts or one.progressed >= self._settled)
+        working, self._settled = sum(one.run_id != REST for one in worked), now
         turn = turn_s(self._slice_s, self._state.changes.typical())
         self._accounts.tick(made, self._due, workers=working + resting, resting=resting, turn_s=turn, now=now)
         self._state.changes.keep({one.worker_id for one in self._state.sessions.values()})
