@@ -89,8 +89,9 @@ class Leading:
                 metrics.leads.set(certain)
                 log.warning("the lease is renewed again" if certain else "the lease could not be renewed in time")
                 await serving(certain)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RENEW_S):
+            rest_s = tenure.rest_s(time.monotonic())
+            with suppress(TimeoutError):  # of a lease that is nearly over the end is said in time
+                async with asyncio.timeout(rest_s if 0.0 < rest_s < RENEW_S else RENEW_S):
                     await superseded.wait()
         raise TermSuperseded
 

@@ -234,7 +234,7 @@ async def test_one_that_is_cut_off_from_the_store_is_left_by_its_clients(start: 
         way.hold()
         await second.leads()
         assert [run.run_id for run in await client.runs()] == ["r"]
-        assert "the lease could not be renewed in time" in first.log
+        await wait_until(lambda: "the lease could not be renewed in time" in first.log)
         await client.submit(SPEC, "s")
         way.release()
         assert await asyncio.wait_for(first.process.wait(), 30) == 1
