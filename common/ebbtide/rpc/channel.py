@@ -90,7 +90,34 @@ class _Call:
         return call
 
 
-class Channel(grpc.aio.Channel):
+class Outer(grpc.aio.Channel):
+    """A channel whose calls are made on other channels, as `_call` says for a method of each kind."""
+
+    def _call(self, kind: str, method: str, args: tuple[Any, ...], options: Any) -> Any:
+        raise NotImplementedError
+
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._call("unary_unary", method, args, options)
+
+    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._call("unary_stream", method, args, options)
+
+    def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._call("stream_unary", method, args, options)
+
+    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._call("stream_stream", method, args, options)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Channel(Outer):
     """gRPC channels, one after another, whose every call bears `metadata()` and, if unary, a deadline.
 
     Invariant: new calls are made on `_inner`, which has the `_credentials` of the moment. `_former` has those before it
@@ -138,28 +165,9 @@ class Channel(grpc.aio.Channel):
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    def _call(self, kind: str, method: str, args: tuple[Any, ...], options: Any, timeout: float | None = None) -> Any:
+    def _call(self, kind: str, method: str, args: tuple[Any, ...], options: Any) -> Any:
+        timeout = DEFAULT_TIMEOUT_S if kind == "unary_unary" else None
         return _Call(self, lambda inner: getattr(inner, kind)(method, *args, **options), timeout)
-
-    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._call("unary_unary", method, args, options, DEFAULT_TIMEOUT_S)
-
-    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._call("unary_stream", method, args, options)
-
-    def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._call("stream_unary", method, args, options)
-
-    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._call("stream_stream", method, args, options)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self, grace: float | None = None) -> None:
         last = self._credentials

@@ -12,14 +12,13 @@ import logging
 import random
 import time
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import grpc
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.rpc.channel import Channel, check_address, open_channel
+from ebbtide.rpc.channel import Channel, Outer, check_address, open_channel
 from ebbtide.rpc.retry import pauses
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.rpc.status import translated
@@ -60,7 +59,7 @@ class _Head:
         self.calls: dict[Any, None] = {}  # in the order of their beginnings
 
 
-class Heads(grpc.aio.Channel):
+class Heads(Outer):
     """`target` is the address that calls go to now."""
 
     def __init__(self, text: str, security: ClientSecurity, *, field: str = "coordinator") -> None:
@@ -109,7 +108,7 @@ class Heads(grpc.aio.Channel):
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def _multi(self, kind: str, method: str, args: tuple[Any, ...], options: Any) -> Any:
+    def _call(self, kind: str, method: str, args: tuple[Any, ...], options: Any) -> Any:
         made = {head: getattr(head.channel, kind)(method, *args, **options) for head in self._heads}
         if len(self._heads) == 1:
             return made[self._head]
@@ -123,18 +122,6 @@ class Heads(grpc.aio.Channel):
             return call
 
         return begin
-
-    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._multi("unary_unary", method, args, options)
-
-    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._multi("unary_stream", method, args, options)
-
-    def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._multi("stream_unary", method, args, options)
-
-    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._multi("stream_stream", method, args, options)
 
     # -- who leads -----------------------------------------------------------------------------------------------
 
@@ -200,14 +187,6 @@ class Heads(grpc.aio.Channel):
         self._news = asyncio.Event()
 
     # -- the channel's own ---------------------------------------------------------------------------------------
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self, grace: float | None = None) -> None:
         for watcher in self._watchers:

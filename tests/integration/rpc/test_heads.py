@@ -159,6 +159,7 @@ async def test_one_that_wakes_and_still_says_that_it_leads_is_not_followed(
     """Its stream had broken, so that what it says is not known to be news."""
     assert await ask_on(heads) == "a"
     await two[1].leads()
+    await two[0].stands_by()  # else it would be followed where the other was not heard before
     await wait_until(lambda: heads.target == two[1].server.address)
     address = two[0].server.address
     await two[0].server.stop(0.0)
