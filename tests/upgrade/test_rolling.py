@@ -12,8 +12,10 @@ from tests.chaos.load import RUN, SPEC, Load
 from tests.chaos.trainer import all_requests
 from tests.upgrade.previous import Previous
 
-#: Rollouts behind the last replacement: enough for all three workers.
-_LAST = 64
+#: Of each worker: so few that none can take all the rollouts of a step before another has its weights.
+_SLOTS = 6
+#: Rollouts behind the last replacement.
+_LAST = 48
 PROGRAMS = ("coordinator", "relay", "w1", "w2", "w3", "trainer")
 
 
@@ -30,6 +32,7 @@ async def test_a_fleet_is_replaced_program_by_program_under_a_live_run(
 ) -> None:
     old, new = (previous.environment, {}) if direction == "upgrade" else ({}, previous.environment)
     cluster.environment |= dict.fromkeys(PROGRAMS, old)
+    cluster.script |= {"slots": _SLOTS}
     client = await cluster.boot(workers=2)
     await client.submit(SPEC, RUN)
     coordinator, relay = (cluster.process[name].address for name in ("coordinator", "relay"))
@@ -46,6 +49,7 @@ async def test_a_fleet_is_replaced_program_by_program_under_a_live_run(
     await _replaced(cluster, "coordinator")
     await cluster.coordinator()  # the trainer, the relay and both workers are still the others
     await stored(1000)
+    await wait_until(lambda: cluster.ledger("w2"), timeout=60, interval=0.05, what="work of w2")
     joining = asyncio.create_task(cluster.worker("w3"))
     await _replaced(cluster, "w2")
     await joining
