@@ -98,6 +98,18 @@ def read(folder: Path, name: str) -> Issued:
     return Issued(name, tuple(sorted(roles_of(_uris(found)))), _hosts(found), found.not_valid_after_utc, lifetime)
 
 
+def read_all(folder: Path) -> tuple[list[Issued], list[InvalidRequest]]:
+    """All certificates of the folder, the authority first, and why others cannot be read. Raises `InvalidRequest`."""
+    found: list[Issued] = []
+    faults: list[InvalidRequest] = []
+    for name in names(folder):
+        try:
+            found.append(read(folder, name))
+        except InvalidRequest as error:
+            faults.append(error)
+    return found, faults
+
+
 def _issue(folder: Path, name: str, roles: Sequence[Role], hosts: Sequence[x509.GeneralName], days: int) -> Path:
     authority, signer = _certificate(folder, CA), _key(folder, CA)
     uris = [x509.UniformResourceIdentifier(f"{ROLE_URI}{role}") for role in roles]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.roles import Role
 
 _PANEL = "Security"
@@ -60,12 +61,14 @@ def renew(
     from ebbtide.cli import certificates
 
     now = dt.datetime.now(dt.UTC)
-    found = [certificates.read(folder, one) for one in certificates.names(folder) if one != certificates.CA]
-    due = [one.name for one in found if one.left(now) <= dt.timedelta(days=within)]
+    found, faults = ([], []) if name else certificates.read_all(folder)
+    ends = now + dt.timedelta(days=within)
+    due = [one.name for one in found if one.name != certificates.CA and one.expires <= ends]
     for one in name or due:
         typer.echo(certificates.renew(folder, one, days))
     if not (name or due):
         typer.echo(f"none ends within {within} days", err=True)
+    _tell(faults)
 
 
 @certs.command()
@@ -78,10 +81,19 @@ def show(folder: Folder) -> None:
 
     now = dt.datetime.now(dt.UTC)
     table = Table("name", "roles", "hosts", "ends", "in", box=None, header_style="bold")
-    for name in certificates.names(folder):
-        one = certificates.read(folder, name)
+    found, faults = certificates.read_all(folder)
+    for one in found:
         left = one.left(now)
         cells = (", ".join(one.roles) or "-", ", ".join(one.hosts) or "-", f"{one.expires:%Y-%m-%d %H:%M} UTC")
         told = f"{left.days} days" if left.days > 0 else "less than a day" if left > dt.timedelta() else "ENDED"
-        table.add_row(name, *cells, told, style="" if left.days > 0 else "red")
+        table.add_row(one.name, *cells, told, style="" if left.days > 0 else "red")
     print_table(table)
+    _tell(faults)
+
+
+def _tell(faults: list[InvalidRequest]) -> None:
+    """What is at fault, once all else is done."""
+    for fault in faults:
+        typer.echo(f"ebbtide: {fault}", err=True)
+    if faults:
+        raise typer.Exit(2)

@@ -68,6 +68,18 @@ def test_those_that_end_soon_are_renewed_and_the_list_says_when_they_do(ask: Ask
     assert "299 days" in next(line for line in listed.splitlines() if line.split()[0] == "later")
 
 
+def test_one_that_cannot_be_read_holds_up_none_of_the_others(ask: Ask) -> None:
+    ask("certs", "init", "--dir", "ca")
+    for name in ("a", "b", "c"):
+        ask("certs", "issue", "--dir", "ca", "--role", "worker", "--name", name, "--days", "3")
+    Path("ca/b.pem").write_text("torn")
+    why = "ebbtide: ca/b.pem: is no certificate in PEM\n"
+    status, listed, complaint = ask("certs", "show", "--dir", "ca")
+    assert (status, complaint) == (2, why)
+    assert [line.split()[0] for line in listed.splitlines()] == ["name", "ca", "a", "c"]
+    assert ask("certs", "renew", "--dir", "ca") == (2, "ca/a.pem\nca/c.pem\n", why)
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
