@@ -13,12 +13,15 @@ import ctypes
 import json
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
 
 import uvloop
 from msgspec import Meta, Struct
@@ -27,6 +30,7 @@ from ebbtide import telemetry
 from ebbtide.errors import EbbtideError
 
 log = telemetry.get_logger(__name__)
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG: Final = 1
 #: After a crash, how long the main function may take to end by itself.
@@ -197,6 +201,39 @@ def _innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+class Aside:
+    """Does one thing after another in one thread, which lives as long as the process and, unlike an executor's, does
+    not hold up its end. What is started from it is not tied to the life of a shorter one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """The result of `work`, or what it raised. Who stops waiting does not stop it."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            settle: Callable[[], None]
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+                settle = partial(done.set_exception, error)
+            else:
+                settle = partial(done.set_result, result)
+            with contextlib.suppress(RuntimeError):  # the loop may be gone
+                loop.call_soon_threadsafe(lambda: None if done.done() else settle())
+
+        self._work.put(run)
+        return await done
 
 
 def notify(state: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.runtime import race, write_atomically
+from ebbtide.runtime import Aside, race, write_atomically
 from ebbtide.testing import wait_until
 
 PREAMBLE = """
@@ -210,6 +211,37 @@ async def test_a_race_ends_the_losers_and_raises_the_innermost_error() -> None:
         await race(loser(), group())
     assert ended == ["loser"]
     assert await race(loser(), asyncio.sleep(0)) == 1
+
+
+async def test_what_is_done_aside_is_done_in_turn_in_one_thread_though_nobody_waits() -> None:
+    aside, go, done = Aside("aside"), threading.Event(), list[str]()
+
+    def first() -> None:
+        go.wait()
+        done.append(threading.current_thread().name)
+
+    waiting = asyncio.ensure_future(aside.do(first))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(StoreUnavailable, match="second"):
+        await asyncio.gather(aside.do(lambda: _fail("second")), asyncio.to_thread(go.set))
+    assert await aside.do(lambda: [*done, threading.current_thread().name]) == ["aside", "aside"]
+
+
+def _fail(text: str) -> None:
+    raise StoreUnavailable(text)
+
+
+def test_what_is_still_done_aside_holds_up_no_end(start: Start) -> None:
+    body = (
+        "from ebbtide.runtime import Aside\n"
+        "import threading\n"
+        "async def main(shutdown):\n"
+        "    asyncio.ensure_future(Aside('aside').do(threading.Event().wait))\n"
+        "    await asyncio.sleep(0)\n"
+        "    shutdown.ready('')\n"
+    )
+    assert start(body, name="main").wait(30) == 0
 
 
 def test_a_service_manager_that_waits_for_word_is_told_when_it_is_ready_and_when_it_ends(

@@ -15,17 +15,18 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint, cpu, plugin
-from ebbtide.rollout_worker.engine.aside import lasting
 from ebbtide.rollout_worker.engine.borrowed import Borrowed
 from ebbtide.rollout_worker.engine.boxes import Boxes
 from ebbtide.rollout_worker.engine.conversions import logprobs, sampling_params
 from ebbtide.rollout_worker.engine.updates import Updates
 from ebbtide.rollout_worker.settings import VllmSettings
+from ebbtide.runtime import Aside
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
 
@@ -67,7 +68,7 @@ class VllmEngine:
 
     async def start(self, *, aside: bool = False) -> EngineInfo:
         self._shapes = checkpoint.tensor_shapes(self._root)
-        info, self._llm = await lasting().do(lambda: self._boot(again=True)) if aside else self._boot()
+        info, self._llm = await _starts().do(lambda: self._boot(again=True)) if aside else self._boot()
         self._updates = Updates(self._llm, self._shapes, checkpoint.tensor_dtypes(self._root))
         await self._updates.learn()
         with self._borrowed.warming_up() if self._borrowed else nullcontext():
@@ -288,6 +289,12 @@ class VllmEngine:
                 versions[index] = 0 if label == _UNLABELLED else int(label)
             newest = min(newest, first)
         return versions
+
+
+@cache
+def _starts() -> Aside:
+    """Engines die with the thread that started them, so one that lives as long as the process starts them."""
+    return Aside("engine starts")
 
 
 def _load_tokenizer(root: Path) -> Any:

@@ -4,18 +4,14 @@ Invariant: torch computes in one thread, which lives as long as the process. Whe
 """
 
 import asyncio
-import queue
-import threading
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from ebbtide.client import Client
 from ebbtide.client.distributed import TorchExchange
 from ebbtide.client.publishing import Publisher
 from ebbtide.errors import EbbtideError, Unavailable
-from ebbtide.runtime import Shutdown, race
+from ebbtide.runtime import Aside, Shutdown, race
 from ebbtide.telemetry import bind, get_logger
 from ebbtide.trainer.failure import RankLost
 from ebbtide.trainer.learning import Learning
@@ -26,43 +22,9 @@ from ebbtide.trainer.ranks.world import World, first_line, is_lost
 from ebbtide.trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
-T = TypeVar("T")
 
 #: From being asked to end until it is done anyway: rank 0 is asked too, and tells when all has its end.
 _LEAVE_S: Final = 15.0
-
-
-class _Thread:
-    """Does one thing after another; unlike an executor's threads, it holds up no end of the process."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="rank", daemon=True).start()
-
-    async def do(self, work: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: T | None, error: BaseException | None) -> None:
-            if not done.done():
-                done.set_exception(error) if error else done.set_result(result)  # type: ignore[arg-type]
-
-        def job() -> None:
-            result: T | None = None
-            failure: BaseException | None = None
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
-                failure = error
-            with suppress(RuntimeError):  # the loop may be gone
-                loop.call_soon_threadsafe(settle, result, failure)
-
-        self._jobs.put(job)
-        return await done
-
-    def _run(self) -> None:
-        while True:
-            self._jobs.get()()
 
 
 async def follow(world: World, settings: TrainerSettings, shutdown: Shutdown) -> None:
@@ -81,7 +43,7 @@ async def _asked_to_end(shutdown: Shutdown) -> None:
 
 class Follower:
     def __init__(self, world: World, client: Client) -> None:
-        self._world, self._client, self._thread = world, client, _Thread()
+        self._world, self._client, self._thread = world, client, Aside("rank")
         self._orders = TorchExchange(timeout_s=ORDERS_S)
         self._exchange: TorchExchange | None = None
         self._learning: Learning | None = None
