@@ -3,9 +3,10 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,7 @@ import redis
 
 from ebbtide.client import Client, Lease
 from ebbtide.errors import EbbtideError
-from ebbtide.store.keys import RUN_KEYS, run_prefix
+from ebbtide.store.keys import FLEET_KEYS, PUBLISHERS, RUN_KEYS
 from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 from tests.chaos.cluster import Cluster
@@ -26,8 +27,8 @@ RECORD: Final = {RUN_KEYS[name] for name in ("RUN", "COUNT", "EVENTS", "CHATTER"
 RUNS, AT_ONCE = 50, 5
 #: Three tiles, one of them small.
 ELEMENTS: Final = (2 << 20) // 4 + 16
-#: The promise; and what a machine that is busy with other things may make of it now and then.
-PROMISED_S, BUSY_S, LATE = 1.0, 10.0, 2
+#: Of several times the middle one keeps the promise; a machine that is busy with other things may be late now and then.
+PROMISED_S, BUSY_S = 1.0, 10.0
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -45,11 +46,11 @@ class House:
         cluster.script |= {"mirror_dir": self.mirrors, "scripted_step_s": 0.02, "scripted_mean_length": 0}
 
     async def boot(self, **settings: Any) -> Client:
-        client = await self.cluster.boot(workers=2, **settings)
+        self._client = client = await self.cluster.boot(workers=2, **settings)
         first = await begin(client, "first")
         await served(client, "first")
         await client.cancel("first")
-        await self.given_back(["first"])
+        await self.given_back()
         await first.release()
         self._before = self._there()
         return client
@@ -59,11 +60,11 @@ class House:
         files = {path for path in below(self.cluster.directory) if "redis" not in path.parts[-2:]}
         return files, {child.pid for child in psutil.Process().children(recursive=True)}
 
-    def left_in_store(self, run_ids: Iterable[str]) -> list[str]:
-        """Keys of these runs that are not of their expiring records."""
-        prefixes = [run_prefix(run_id) for run_id in run_ids]
+    def left_in_store(self) -> list[str]:
+        """Keys that are neither the fleet's own nor of a run's expiring record."""
+        own = {*FLEET_KEYS.values(), PUBLISHERS}
         with redis.Redis(unix_socket_path=str(self.cluster.redis.socket), decode_responses=True) as store:
-            keys = [key for prefix in prefixes for key in store.scan_iter(f"{prefix}*", count=10_000)]
+            keys = [key for key in store.scan_iter(count=10_000) if key not in own]
             return [key for key in keys if key.rpartition("}:")[2] not in RECORD or store.ttl(key) <= 0]
 
     def left_on_disk(self) -> list[Path]:
@@ -72,21 +73,33 @@ class House:
         kept = [path for name in ("tiles", "versions", "arriving", "keys", "staging") for path in below(relay / name)]
         return kept + [path for path in below(self.mirrors) if size_of(path)]
 
-    async def given_back(self, run_ids: list[str]) -> float:
-        """Seconds until nothing was left of these runs."""
+    async def left(self) -> list[Any]:
+        """What is still taken; all runs have ended."""
+        busy = [worker.worker_id for worker in await self._client.workers() if worker.running]
+        return [*busy, *self.left_in_store(), *self.left_on_disk()]
+
+    async def given_back(self) -> float:
+        """Seconds until nothing was left of any run."""
         began = time.monotonic()
-        left: Callable[[], list[Any]] = lambda: [*self.left_in_store(run_ids), *self.left_on_disk()]  # noqa: E731
+
+        async def nothing() -> bool:
+            return not await self.left()
+
         with suppress(TimeoutError):
-            await wait_until(lambda: not left(), BUSY_S, interval=0.05)
-        assert not left()
+            await wait_until(nothing, BUSY_S, interval=0.05)
+        assert not await self.left()
         return time.monotonic() - began
 
-    async def nothing_more_than_before(self, client: Client) -> None:
+    async def nothing_more_than_before(self) -> None:
         files, processes = self._before
         now_files, now_processes = self._there()
         assert now_files <= files
         assert now_processes <= processes
-        assert all(not worker.running for worker in await client.workers())
+        assert not await self.left()
+
+
+def in_time(took: Sequence[float]) -> bool:
+    return median(took) <= PROMISED_S
 
 
 def below(folder: Path) -> list[Path]:
@@ -128,39 +141,42 @@ async def test_fifty_cancelled_runs_leave_nothing_but_records_that_expire(cluste
         run_ids = [f"run-{number}" for number in range(first, first + AT_ONCE)]
         leases = await asyncio.gather(*(begin(client, run_id) for run_id in run_ids))
         await served(client, *run_ids)
-        assert house.left_in_store(run_ids)
+        assert house.left_in_store()
         assert house.left_on_disk()
         await asyncio.gather(*(client.cancel(run_id) for run_id in run_ids))
-        took.append(await house.given_back(run_ids))
+        took.append(await house.given_back())
         for lease in leases:
             await lease.release()
-    assert sum(one > PROMISED_S for one in took) <= LATE
-    assert not house.left_in_store(["first", *(f"run-{number}" for number in range(RUNS))])
-    await house.nothing_more_than_before(client)
+    assert in_time(took), took
+    await house.nothing_more_than_before()
 
 
-async def test_a_finished_run_leaves_nothing_but_its_record(cluster: Cluster) -> None:
+async def test_finished_runs_leave_nothing_but_their_records(cluster: Cluster) -> None:
     house = House(cluster)
     client = await house.boot()
-    lease = await begin(client, "run-1")
-    finished = []
-    async with aclosing(lease.finished()) as rollouts:
-        async for rollout in rollouts:
-            finished.append(rollout.rollout_id)
-            if len(finished) == 4:
-                break
-    await lease.cancel_rollouts(finished)
-    await lease.finish()
-    assert (await client.run("run-1")).status is RunStatus.FINISHED
-    assert await house.given_back(["run-1"]) < BUSY_S
-    await lease.release()
-    await house.nothing_more_than_before(client)
+    took = []
+    for run_id in ("run-1", "run-2", "run-3"):
+        lease = await begin(client, run_id)
+        finished = []
+        async with aclosing(lease.finished()) as rollouts:
+            async for rollout in rollouts:
+                finished.append(rollout.rollout_id)
+                if len(finished) == 4:
+                    break
+        await lease.cancel_rollouts(finished)
+        await lease.finish()
+        assert (await client.run(run_id)).status is RunStatus.FINISHED
+        took.append(await house.given_back())
+        await lease.release()
+    assert in_time(took), took
+    await house.nothing_more_than_before()
 
 
-async def test_a_run_that_is_cancelled_while_it_publishes_and_workers_pull_leaves_nothing(cluster: Cluster) -> None:
+async def test_runs_that_are_cancelled_while_they_publish_and_workers_pull_leave_nothing(cluster: Cluster) -> None:
     house = House(cluster)
     cluster.script["scripted_install_s"] = 0.3
     client = await house.boot()
+    took = []
     for number in range(5):
         run_id = f"run-{number}"
         lease = await begin(client, run_id)
@@ -170,6 +186,7 @@ async def test_a_run_that_is_cancelled_while_it_publishes_and_workers_pull_leave
         await client.cancel(run_id)
         with suppress(EbbtideError):
             await publishing
-        assert await house.given_back([run_id]) < BUSY_S
+        took.append(await house.given_back())
         await lease.release()
-    await house.nothing_more_than_before(client)
+    assert in_time(took), took
+    await house.nothing_more_than_before()
