@@ -9,6 +9,8 @@ weights   three runs with weights 1:1:2
 floor     a run with a floor, the least weight and the lowest priority, beside five that overload the fleet
 ceiling   a run with a ceiling alone on the fleet
 
+In none may a group be overtaken by more later ones of its run than run at once.
+
 Prints what each run got and writes a JSON file with `figures` and the `conditions` that they hold under. Ends with 1 if
 a scene missed its promise, or a token came out lost or twice.
 """
@@ -46,6 +48,8 @@ LENGTHS: Final = (128, 512)
 OPEN: Final = 64
 #: How far from what it was promised a share may be.
 TOLERANCE: Final = 0.05
+#: By how many later groups a group may be overtaken: as many as run at once.
+OVERTAKEN: Final = WORKERS * SLOTS // GROUP
 _WARM_S: Final = 8.0
 _QUICK_S: Final = 20.0
 
@@ -180,7 +184,7 @@ async def play(scene: Scene, seconds: float) -> dict[str, Any]:
         "shares": {name: round(share, 4) for name, share in shares.items()},
         "promised": dict(scene.promised),
         "off": {name: round(one, 4) for name, one in off.items()},
-        "kept": kept and all(tokens.values()),
+        "kept": kept and all(tokens.values()) and all(overtaken(one) <= OVERTAKEN for one in groups.values()),
         "used": round(sum(tokens.values()) / capacity, 4),
         "groups_ended": {name: len(one) for name, one in groups.items()},
         "overtaken_by": {name: overtaken(one) for name, one in groups.items()},

@@ -1,10 +1,12 @@
 """The coordinator that leads is killed or frozen again and again: the other takes over, and workers keep their work."""
 
 import asyncio
+from pathlib import Path
 from random import Random
 
 import pytest
 
+from benchmarks.takeover import PROMISED_S, measure
 from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Load
@@ -28,6 +30,14 @@ async def test_live_attempts_go_on_at_the_coordinator_that_takes_over(cluster: C
     finally:
         await stopped(feeding)
         await load.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+async def test_twenty_kills_and_twenty_freezes_are_over_within_the_time_promised(tmp_path: Path) -> None:
+    told = await measure(tmp_path, 20)
+    assert told["all"]["took_p99_s"] <= PROMISED_S
+    assert (told["tokens_lost"], told["tokens_generated_twice"], told["attempts_owned_twice"]) == (0, 0, 0)
 
 
 async def killed(cluster: Cluster, leader: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.sharing import WORKERS, Stage
+from benchmarks.sharing import OVERTAKEN, SCENES, WORKERS, Stage, overtaken, play
 from ebbtide.coordinator import sharing
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
 from ebbtide.rpc.convert import from_proto
@@ -43,7 +43,16 @@ async def test_three_runs_get_token_shares_by_their_weights_and_no_group_is_left
         assert told.due == pytest.approx(0.5)
         assert told.lately == pytest.approx(0.5, abs=0.2)
         assert sum(state.share.workers for state in cluster.coordinator.state.runs.values()) == WORKERS
+        assert all(overtaken(one.groups) <= OVERTAKEN for one in stage.drivers.values())
         stage.check()  # each response came whole: no token lost, none twice
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("scene", SCENES)
+async def test_over_a_minute_each_run_gets_what_it_was_promised_within_a_twentieth(scene: str) -> None:
+    found = await play(SCENES[scene], 60.0)
+    assert found["kept"], found
 
 
 @pytest.mark.timeout(180)
