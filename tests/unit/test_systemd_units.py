@@ -65,6 +65,13 @@ def assignments(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+def of_unit(name: str) -> dict[str, str]:
+    """What the program's unit itself sets, and systemd fills nothing in."""
+    (unit,) = (path for path in SERVICES if program(path) == name)
+    found = assignments("\n".join(read(unit)["Environment"]))
+    return {key: value for key, value in found.items() if "%" not in value}
+
+
 def seconds(span: str) -> float:
     number, unit = (span[:-3], 60.0) if span.endswith("min") else (span, 1.0)
     return float(number) * unit
@@ -118,7 +125,7 @@ def test_an_example_names_settings_that_exist_and_are_valid(example: Path) -> No
     readers = [name] if name in PROGRAMS else [key for key in PROGRAMS if key != "serving-guard"]
     assert given.keys() <= set().union(*map(variables, readers))
     for reader in readers:
-        settings.read(kind(reader), prog=f"ebbtide {reader}", argv=[], environ=given)
+        settings.read(kind(reader), prog=f"ebbtide {reader}", argv=[], environ=of_unit(reader) | given)
 
 
 def test_every_program_that_is_told_of_a_coordinator_is_given_a_token_that_the_page_issues() -> None:
