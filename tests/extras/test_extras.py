@@ -1,5 +1,5 @@
 """Each service installs with its own extra and nothing else, and starts. (Those of trainer and worker are gigabytes:
-`make test-bare` installs them.)"""
+`make test-bare` installs the trainer's, and on the worker vLLM's CPU build from its pins instead.)"""
 
 import os
 import signal

@@ -1,6 +1,8 @@
 """Every RPC of every service against every wrong token, and every right one, in the clear and over mTLS.
 
-The servicers are those of the real services; what reaches them is noted, so that who is let in is known to be.
+The servicers are those of the real services; what reaches them is noted, so that who is let in is known to be. The
+guard's is tried on an address too, though a guard serves it on a socket in a folder that lets nobody else in
+(`tests/unit/grants/test_folder.py`).
 """
 
 import asyncio
