@@ -32,6 +32,11 @@ from ebbtide.errors import EbbtideError
 log = telemetry.get_logger(__name__)
 T = TypeVar("T")
 
+_expires = telemetry.gauge(
+    "credentials_expire_timestamp_seconds",
+    "when the first of its kind that this program uses ends, in Unix time",
+    ("kind",),
+)
 _PR_SET_PDEATHSIG: Final = 1
 #: After a crash, how long the main function may take to end by itself.
 _CRASH_GRACE_S: Final = 10.0
@@ -88,6 +93,7 @@ class Shutdown:
 
     def start_metrics(self) -> None:
         if self._settings.metrics_port >= 0:
+            _tell_expiries(self._settings)
             self._metrics = telemetry.MetricsServer(self._settings.metrics_port, host=self._settings.metrics_host)
 
     async def close(self) -> None:
@@ -138,6 +144,19 @@ async def _supervise(main: Callable[[Shutdown], Awaitable[None]], name: str, set
         await shutdown.close()
     log.info("ended", failed=shutdown.failure is not None)
     return 1 if shutdown.failure else 0
+
+
+def _tell_expiries(settings: ProcessSettings) -> None:
+    """Whoever asks for the metrics is told of the files as they are then; of one that went, what was true last."""
+    from ebbtide.rpc.expiry import expiries
+
+    def ask(kind: str) -> float:
+        known.update(expiries(settings))
+        return known[kind]
+
+    known = expiries(settings)
+    for kind in known:
+        _expires.labels(kind).set_function(partial(ask, kind))
 
 
 async def _overdue(shutdown: Shutdown) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ebbtide.cli import certificates
 from ebbtide.errors import StoreUnavailable
+from ebbtide.rpc.roles import Role
 from ebbtide.runtime import Aside, race, write_atomically
 from ebbtide.testing import wait_until
 
@@ -102,6 +105,28 @@ def test_metrics_are_bound_where_the_settings_say(start: Start) -> None:
         assert b"process_resident_memory_bytes" in answer.read()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20)
+
+
+def test_metrics_say_when_certificates_end_and_follow_their_files(start: Start, tmp_path: Path) -> None:
+    certificates.init(tmp_path, 30)
+    certificates.issue(tmp_path, "c", [Role.RELAY], [], 3)
+    pair = f"tls_cert={str(tmp_path / 'c.pem')!r}, tls_key={str(tmp_path / 'c.key')!r}"
+    body = "from ebbtide.rpc.security import ServerSettings\nfrom ebbtide.weight_relay.settings import RelaySettings"
+    process = start(body, settings=f"RelaySettings(data_dir='d', metrics_port=0, server=ServerSettings({pair}))")
+    port = first_line(process).split()[-1]
+
+    def days() -> list[int]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line.split() for line in lines if line.startswith("ebbtide_credentials_expire")]
+        assert all(name.endswith('{kind="certificate"}') for name, _ in found)
+        return [round((float(value) - time.time()) / 86400) for _, value in found]
+
+    assert days() == [3]
+    certificates.renew(tmp_path, "c", 9)
+    assert days() == [9]
+    (tmp_path / "c.pem").unlink()
+    assert days() == [9]
 
 
 def test_a_crashed_background_task_ends_the_process_and_says_why(start: Start) -> None:
