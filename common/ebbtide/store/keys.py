@@ -23,7 +23,7 @@ LIFE: Final = FLEET + "life"
 #: string: 32 bytes that the publishers' keys of all runs are derived from. Made by the first coordinator; never changes
 #: and never ends.
 PUBLISHERS: Final = FLEET + "publishers"
-#: zset run id -> order of submission. Added to before the run is made, taken from when the run's record has expired.
+#: zset run id -> order of submission. A run comes with its record, and goes when that has expired.
 INDEX: Final = FLEET + "runs"
 
 #: name -> suffix behind the run's prefix.

@@ -52,9 +52,8 @@ class Runs(Topic):
 
     async def submit(self, run_id: str, spec: RunSpec) -> bool:
         """Make the run; False if the same one is there. Raises `AlreadyExists` for another spec under this id."""
-        await self._link.run(script("enlist"), FLEET, self._term, run_id)
         try:
-            made = bool(await self._write("submit_run", run_id, json_record(spec)))
+            made = bool(await self._write("submit_run", run_id, run_id, json_record(spec)))
         except Refused:
             made = False
             if (await self.read(run_id)).spec != spec:  # an older release wrote it without what has its default here
@@ -66,11 +65,15 @@ class Runs(Topic):
         """See that this program can read the spec of every live run. Raises `StoreUnavailable`."""
         for run_id in await self.ids():
             spec = await self._link.call("HGET", run_key(run_id, "RUN"), "spec")
-            if spec and await self._link.call("EXISTS", run_key(run_id, "FENCE")):
+            if spec and await self.lives(run_id):
                 try:
                     _spec(run_id, spec)
                 except NotReady as error:
                     raise StoreUnavailable(str(error)) from None
+
+    async def lives(self, run_id: str) -> bool:
+        """Whether the run is there, and has not ended."""
+        return bool(await self._link.call("EXISTS", run_key(run_id, "FENCE")))
 
     async def read(self, run_id: str) -> Run:
         """Raises `NotFound`; `NotReady` if another release wrote the record, and this one cannot read it."""
@@ -99,7 +102,7 @@ class Runs(Topic):
 
     async def forget(self, run_id: str) -> None:
         """Take a run whose record has expired off the list."""
-        await self._link.run(script("delist"), FLEET, self._term, run_id)
+        await self._write("delist", run_id, run_id)
 
     async def end(
         self, run_id: str, status: RunStatus, message: str, *, drop: str, lease: LeaseRef | None, keep_s: float

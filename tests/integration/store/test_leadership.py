@@ -19,7 +19,7 @@ from ebbtide.types.run import EnvironmentSpec, RunSpec
 SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
 #: They read; and `lead` has tests of its own.
 UNFENCED = {"read_run", "read_open", "read_tokens", "finished_page", "events_page", "trajectory_page", "lead"}
-OF_THE_FLEET = {"enlist", "delist", "keep_life"}
+OF_THE_FLEET = {"keep_life"}
 WRITERS = sorted(
     name
     for path in (resources.files("ebbtide.store") / "lua").iterdir()
@@ -128,13 +128,11 @@ async def test_it_cannot_take_a_run_back_from_who_is_only_about_to_claim_it(old:
 
 
 async def test_it_cannot_make_a_run_that_the_other_would_not_know_of(old: Store, new: Store, redis_url: str) -> None:
-    """It was frozen between two steps of a submission: each is refused by itself."""
     await new.leadership.seize("new:1", 30.0)
     assert await new.runs.take_over() == ["r"]
     before = await all_of_it(redis_url)
-    for name, prefix in (("enlist", FLEET), ("submit_run", run_prefix("late"))):
-        with pytest.raises(TermSuperseded):
-            await old.link.run(script(name), prefix, "old", "late")
+    with pytest.raises(TermSuperseded):
+        await old.runs.submit("late", SPEC)
     assert await all_of_it(redis_url) == before
 
 

@@ -1,12 +1,15 @@
--- ARGV: term, spec. Returns 1 if made, 0 if the same run is there already.
+-- ARGV: term, run, spec. Makes a run, and puts it behind all others on the fleet's list. Returns 1 if made, 0 if the same run is there
+-- already.
 local bad = deposed(ARGV[1])
 if bad then return bad end
+local last = redis.call('ZRANGE', INDEX, -1, -1, 'WITHSCORES')
+redis.call('ZADD', INDEX, 'NX', tonumber(last[2] or 0) + 1, ARGV[2])
 local spec = redis.call('HGET', RUN, 'spec')
 if spec then
-  if spec ~= ARGV[2] then return refuse('TAKEN') end
+  if spec ~= ARGV[3] then return refuse('TAKEN') end
   return 0
 end
-redis.call('HSET', RUN, 'spec', ARGV[2], 'status', 'PENDING', 'message', 'waits for a trainer', 'version', 0, 'seq', 0,
+redis.call('HSET', RUN, 'spec', ARGV[3], 'status', 'PENDING', 'message', 'waits for a trainer', 'version', 0, 'seq', 0,
   'created', string.format('%.0f', now_ms()))
 redis.call('HSET', FENCE, 'term', ARGV[1])
 emit('status', 'PENDING', 'submitted; waits for a trainer', '{}', '{"status":"PENDING"}')
