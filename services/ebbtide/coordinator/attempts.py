@@ -7,8 +7,8 @@ of, the next one reads from the store what had been done.
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import msgspec
@@ -18,7 +18,7 @@ from ebbtide.coordinator import metrics
 from ebbtide.coordinator.bells import Bells
 from ebbtide.coordinator.lives import widowed
 from ebbtide.coordinator.state import Attempt, Orphaned, RunState, Session, State
-from ebbtide.errors import NotFound, StoreUnavailable
+from ebbtide.errors import LeaseSuperseded, NotFound, StoreUnavailable
 from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.endings import EndedRun
 from ebbtide.scheduling.attempts import dead_letter
@@ -116,8 +116,9 @@ class Attempts:
                     due[attempt.orphaned].append(attempt)
                 else:
                     next_due = min(next_due or attempt.orphaned.due, attempt.orphaned.due)
-            for orphaned, attempts in due.items():
-                await self._requeue(run, attempts, orphaned.why)
+            async with self.while_it_lives(run):
+                for orphaned, attempts in due.items():
+                    await self._requeue(run, attempts, orphaned.why)
         return next_due
 
     async def _requeue(self, run: RunState, attempts: Sequence[Attempt], why: Why) -> None:
@@ -218,9 +219,26 @@ class Attempts:
             log.debug("run not ended", reason=str(error))
 
     async def _end_run(self, run_id: str, status: RunStatus, message: str, drop: str, lease: LeaseRef | None) -> None:
-        await self._store.runs.end(run_id, status, message, drop=drop, lease=lease, keep_s=self._keep_ended_s)
+        try:
+            await self._store.runs.end(run_id, status, message, drop=drop, lease=lease, keep_s=self._keep_ended_s)
+        except StoreUnavailable:
+            if (run := self._state.runs.get(run_id)) is not None:  # it may have ended all the same: look
+                run.stale = True
+                self._state.wake.set()
+            raise
         log.info("run ended", run_id=run_id, status=status.name, reason=message)
         await self.run_over(run_id, status)
+
+    @asynccontextmanager
+    async def while_it_lives(self, run: RunState) -> AsyncIterator[None]:
+        """What is done to one run holds up no other: one that the store has ended (the answer was lost, or waits to be
+        durable) or lost leaves the mirror then.
+        """
+        try:
+            yield
+        except (LeaseSuperseded, NotFound) as error:
+            log.warning("run is over", run_id=run.run_id, reason=str(error))
+            await self.run_over(run.run_id)
 
     async def run_over(self, run_id: str, status: RunStatus | None = None) -> None:
         """The store ended the whole run; without a `status`, or lost it. Nothing happens the second time."""
@@ -254,8 +272,9 @@ class Attempts:
             metrics.resume_seconds.observe(seconds)
             by_run[run_id].append(("resume", seconds))
         for run_id, observations in by_run.items():
-            if run_id in self._state.runs:
-                await self._store.rollouts.tally(run_id, observations)
+            if (run := self._state.runs.get(run_id)) is not None:
+                async with self.while_it_lives(run):
+                    await self._store.rollouts.tally(run_id, observations)
 
     async def sweep_ended(self) -> None:
         """Delete what ended runs have left."""

@@ -23,7 +23,7 @@ from ebbtide.coordinator.publishers import Publishers
 from ebbtide.coordinator.recovery import Recovery
 from ebbtide.coordinator.sharing import Sharing
 from ebbtide.coordinator.state import Changing, RunState, Session, State
-from ebbtide.errors import LeaseSuperseded, StoreUnavailable
+from ebbtide.errors import StoreUnavailable
 from ebbtide.rpc.convert import to_proto
 from ebbtide.scheduling.hosts import Host
 from ebbtide.scheduling.placement import outsized, place
@@ -116,8 +116,6 @@ class Dispatcher:
                 next_due = await self._attempts.requeue_due(now)
                 await self._attempts.tally()
                 await self._attempts.sweep_ended()
-            except LeaseSuperseded:  # the run ended meanwhile
-                continue
             except StoreUnavailable as error:
                 log.warning("store away", reason=str(error))
                 next_due = now + _STORE_PAUSE_S
@@ -129,7 +127,8 @@ class Dispatcher:
     async def decide(self) -> None:
         """One round: refresh stale mirrors, share out workers, send versions, fill free slots, move what is to move."""
         for run in list(self._state.runs.values()):
-            await self._recovery.refresh(run)
+            async with self._attempts.while_it_lives(run):
+                await self._recovery.refresh(run)
         now = time.monotonic()
         arrange = self._arranged + _ARRANGE_S <= now
         self._unarranged = not arrange
@@ -141,7 +140,7 @@ class Dispatcher:
             self._borrowers.judge(now)
             self._sharing.hand_over(now)
         for run in list(self._state.runs.values()):
-            with suppress(LeaseSuperseded):  # the run ended meanwhile
+            async with self._attempts.while_it_lives(run):
                 await self._fill(run)
                 if balance and not run.stale:  # who is in line still fits nowhere, or waits until others have started
                     hosts = self._hosts(run)
@@ -155,7 +154,7 @@ class Dispatcher:
         self._measured = now if measure else self._measured
         for run in list(self._state.runs.values()):
             self._send_versions(run, [s for s in self._state.sessions.values() if s.run_id == run.run_id])
-            with suppress(LeaseSuperseded):  # the run ended meanwhile
+            async with self._attempts.while_it_lives(run):
                 await self._fail_misfit(run)
                 await self._bury_unservable(run)
                 if measure:

@@ -82,7 +82,7 @@ class Recovery:
         async with run.lock:
             live = run.ended or await self._refresh(run)
         if not live:
-            log.error("run gone from the store", run_id=run.run_id)
+            log.warning("run over or gone in the store", run_id=run.run_id)
             await self._over(run.run_id)
             return
         await self._lives.settled()
@@ -94,7 +94,8 @@ class Recovery:
         run.stale = False
         run.ended_lately = ended
         try:
-            if not run.settled.is_set() and not await self._lives.settle(run):
+            settled = run.settled.is_set()
+            if not await (self._store.runs.lives(run.run_id) if settled else self._lives.settle(run)):
                 return False
             await self._lives.remarry(run)
             await self._read(run, ended)

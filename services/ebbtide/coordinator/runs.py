@@ -172,14 +172,23 @@ class RunService:
         check_id(holder, field="holder")
         if run_id:
             await self._recovery.live(check_id(run_id, field="run_id"))
+            lease = await self._store.leases.claim(run_id, role, holder, self._settings.lease_ttl_s)
         else:
-            anybodys = [name for name, run in self._state.runs.items() if not run.spec.external]
-            claimable = await asyncio.gather(*(self._claimable(name, role) for name in anybodys))
-            run_id = choose(claimable, role=role, holder=holder, waited_s=waited_s)
-        lease = await self._store.leases.claim(run_id, role, holder, self._settings.lease_ttl_s)
+            lease = await self._claim_any(role, holder, waited_s)
+            run_id = lease.run_id
         log.info("claimed", run_id=run_id, role=role, holder=holder)
         self._bells.ring("events", run_id)
         return lease, await self.get(run_id)
+
+    async def _claim_any(self, role: str, holder: str, waited_s: float) -> LeaseRef:
+        while True:
+            anybodys = [name for name, run in self._state.runs.items() if not run.spec.external]
+            claimable = await asyncio.gather(*(self._claimable(name, role) for name in anybodys))
+            run_id = choose(claimable, role=role, holder=holder, waited_s=waited_s)
+            try:
+                return await self._store.leases.claim(run_id, role, holder, self._settings.lease_ttl_s)
+            except (LeaseSuperseded, NotFound):  # over in the store, and here not yet
+                await self._attempts.run_over(run_id)
 
     async def _claimable(self, run_id: str, role: str) -> Claimable:
         held = await self._store.leases.held(run_id)

@@ -11,10 +11,11 @@ import pytest
 from prometheus_client import REGISTRY
 
 from ebbtide.coordinator.state import RunState
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, StoreUnavailable
 from ebbtide.rpc.endings import MAX_HELD
 from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
+from ebbtide.types.run import RunStatus
 from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
 
 CANCELLED, FINISHED = types_pb2.RUN_STATUS_CANCELLED, types_pb2.RUN_STATUS_FINISHED
@@ -86,6 +87,53 @@ async def test_a_run_is_given_back_though_who_cancelled_it_went_away(cluster: An
     assert "left" in cluster.coordinator.state.runs
     gone.set()
     await wait_until(lambda: "left" not in cluster.coordinator.state.runs, what="the end of the run")
+
+
+async def end_in_the_store(cluster: Any, run_id: str) -> None:
+    """As a call does whose answer was lost."""
+    await cluster.coordinator.store.runs.end(run_id, RunStatus.CANCELLED, "", drop="cancelled", lease=None, keep_s=60)
+
+
+async def test_a_run_that_ended_in_the_store_alone_holds_up_no_other(cluster: Any) -> None:
+    over, live = await cluster.run("over"), await cluster.run("live")
+    await over.submit("a")
+    await live.submit("b")
+    workers = [await cluster.worker("w1"), await cluster.worker("w2")]
+    await wait_until(lambda: sorted(one for worker in workers for one in worker.assigned) == ["a", "b"])
+    await end_in_the_store(cluster, "over")
+    for worker in workers:
+        await worker.break_streams()
+    await (await cluster.worker("w3")).has("b")
+    await wait_until(lambda: list(cluster.coordinator.state.runs) == ["live"])
+
+
+async def test_who_claims_any_run_is_given_none_that_ended_in_the_store_alone(cluster: Any) -> None:
+    await cluster.run("over")
+    live = await cluster.run("live")
+    await cluster.call(cluster.runs.ReleaseLease, live.lease)  # else it would be chosen for its other half
+    await end_in_the_store(cluster, "over")
+    request = runs_pb2.ClaimRunRequest(run_id="", role="driver", holder="any")
+    assert (await cluster.call(cluster.runs.ClaimRun, request)).ref.run_id == "live"
+    assert list(cluster.coordinator.state.runs) == ["live"]
+
+
+async def test_a_run_whose_end_was_not_answered_is_given_back(cluster: Any, monkeypatch: Any) -> None:
+    worker = await cluster.worker("w1")
+    run = await cluster.run()
+    await run.submit("a")
+    await worker.has("a")
+    runs = cluster.coordinator.store.runs
+    end = runs.end
+
+    async def unanswered(*args: Any, **more: Any) -> None:
+        await end(*args, **more)
+        raise StoreUnavailable("no answer")
+
+    monkeypatch.setattr(runs, "end", unanswered)
+    with pytest.raises(StoreUnavailable):
+        await cancel(cluster, "r")
+    await wait_until(lambda: worker.forgotten == ["r"])  # nobody calls again
+    assert not cluster.coordinator.state.runs
 
 
 async def test_a_restarted_coordinator_says_the_same(cluster: Any) -> None:
