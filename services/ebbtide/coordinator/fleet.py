@@ -241,7 +241,8 @@ class Fleet:
 
     def _installed(self, session: Session, message: Installed) -> None:
         if message.run_id not in self._state.runs:
-            return  # it has been told meanwhile that the run is over
+            session.say_over(message.run_id)  # it pulled while it was not attached, perhaps, and was never told
+            return
         session.installed = (message.run_id, message.version)
         session.unfit.pop(message.run_id, None)
         if (changing := session.changing) is not None and changing.run_id == message.run_id:
@@ -285,6 +286,7 @@ class Fleet:
         version = message.version.version
         log.warning("install failed", worker_id=session.worker_id, run_id=message.run_id, reason=message.message)
         if (run := self._state.runs.get(message.run_id)) is None:
+            session.say_over(message.run_id)  # what it has pulled so far is kept for the next try
             return
         now = time.monotonic()
         if message.architecture:

@@ -364,7 +364,9 @@ class Session:
             attempt.part()
         self.unfit.pop(run_id, None)
         self.changing = None if self.changing and self.changing.run_id == run_id else self.changing
-        kept = {self.run_id, self.installed[0] if self.installed else "", self.target[0] if self.target else ""}
+        # What it came with lies there until something else is installed, whatever it serves or is told meanwhile.
+        has = self.installed[0] if self.installed else self.hello.run_id
+        kept = {self.run_id, has, self.target[0] if self.target else ""}
         if run_id not in kept and not mine:
             return
         self.run_id = "" if self.run_id == run_id else self.run_id
@@ -373,6 +375,8 @@ class Session:
         self.say_over(run_id)
 
     def say_over(self, run_id: str) -> None:
+        """Tell of a run that is not among the live ones. These were all read before any worker could attach, so it has
+        ended, or the store lost it; told twice, a worker finds nothing left to give back."""
         if not self.gone:
             self.outbox.put_nowait(fleet_pb2.CoordinatorMessage(forget=fleet_pb2.Forget(run_id=run_id)))
 

@@ -10,6 +10,7 @@ from ebbtide.types.weights import Manifest, Patch, PolicyVersion, VersionInfo
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.codecs import Codecs
 from ebbtide.weight_relay.disk import disk_errors
+from ebbtide.weight_relay.ended import Ended
 from ebbtide.weight_relay.keys import Keys
 from ebbtide.weight_relay.records import Edge, Holding, Stage, Units, dense_bytes, make_stage, on_disk
 from ebbtide.weight_relay.retiring import Retiring
@@ -27,10 +28,11 @@ _SILENT_S: Final = 60.0
 
 
 class Publishing:
-    def __init__(self, shelf: Shelf, retiring: Retiring, keys: Keys, codecs: Codecs) -> None:
-        self._shelf, self._retiring, self._keys, self._codecs = shelf, retiring, keys, codecs
+    def __init__(self, shelf: Shelf, retiring: Retiring, keys: Keys, codecs: Codecs, ended: Ended) -> None:
+        self._shelf, self._retiring, self._keys, self._codecs, self._ended = shelf, retiring, keys, codecs, ended
 
     async def begin(self, manifest: Manifest, patch: Patch | None, *, arriving: bool) -> list[bytes]:
+        self._ended.refuse(manifest.run_id)
         self._keys.check(manifest, patch, arriving=arriving)
         self._codecs.warm()
         now = self._shelf.clock()
@@ -40,6 +42,9 @@ class Publishing:
     async def _begin(self, stage: Stage) -> list[bytes]:
         index = self._shelf.index
         async with self._shelf.lock:
+            # Its run may have ended, and been let go, since this was asked for; an end from here on waits for the lock,
+            # and finds all that is staged and pinned below.
+            self._ended.refuse(stage.manifest.run_id)
             if index.check_same(stage.manifest.run_id, stage.manifest.version):
                 return []
             self._check_base(stage, arriving=stage.arriving)

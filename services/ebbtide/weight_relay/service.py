@@ -40,7 +40,7 @@ class Relay:
         self._shelf.pins = lambda: self._keys.pins
         self.ended = Ended(clock)
         self._retiring = Retiring(self._shelf)
-        self._publishing = Publishing(self._shelf, self._retiring, self._keys, self._codecs)
+        self._publishing = Publishing(self._shelf, self._retiring, self._keys, self._codecs, self.ended)
         self._reading = Reading(self._shelf, self._retiring)
         self._anchors = Anchors(self._shelf, self._retiring, self._codecs)
         self._composing = Composing(self._shelf, self._retiring, self._codecs)
@@ -97,7 +97,6 @@ class Relay:
         run's publisher has not signed, `LeaseSuperseded` if the run has ended, `AlreadyExists` if the number has
         another root, `NotReady` if the patch's base is not here, `NoCapacity` if it does not fit beside what must stay.
         """
-        self.ended.refuse(manifest.run_id)
         return await self._publishing.begin(manifest, patch, arriving=arriving)
 
     async def put(self, digest: bytes, data: bytes) -> None:

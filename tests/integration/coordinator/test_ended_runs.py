@@ -169,6 +169,59 @@ async def test_a_worker_that_comes_back_with_an_ended_runs_version_is_told_so(cl
     await wait_until(lambda: worker.forgotten == ["r"])
 
 
+@pytest.mark.parametrize("kind", ["installed", "install_failed"])
+async def test_a_worker_whose_install_outlasted_its_run_is_told_so(cluster: Any, kind: str) -> None:
+    worker = await cluster.worker("w1", installs=False)
+    run = await cluster.run()
+    await run.submit("a")
+    await wait_until(lambda: worker.installed == [1])
+    await worker.break_streams()
+    await wait_until(lambda: not cluster.coordinator.state.sessions)
+    await cancel(cluster, "r")
+    again = await cluster.worker("w1")  # what it is pulling it does not name
+    said = fleet_pb2.Installed if kind == "installed" else fleet_pb2.InstallFailed
+    await again.say(**{kind: said(version=types_pb2.PolicyVersion(policy="policy", version=1), run_id="r")})
+    await wait_until(lambda: again.forgotten == ["r"])
+
+
+async def test_a_worker_whose_install_outlasted_its_coordinator_serves_on(cluster: Any) -> None:
+    run = await cluster.run()
+    await cluster.restart()
+    worker = await cluster.worker("w1")
+    version = types_pb2.PolicyVersion(policy="policy", version=1)
+    await worker.say(installed=fleet_pb2.Installed(version=version, run_id="r"))
+    await run.submit("a")
+    await worker.has("a")
+    assert not worker.forgotten
+
+
+async def test_a_worker_that_came_with_a_runs_version_is_told_of_its_end_while_it_turns_to_another(
+    cluster: Any,
+) -> None:
+    await cluster.run()
+    other = await cluster.run("other")
+    await other.submit("a")
+    version = types_pb2.PolicyVersion(policy="policy", version=1)
+    worker = await cluster.worker("w1", installs=False, run_id="r", installed=[version])
+    (session,) = cluster.coordinator.state.sessions.values()
+    await wait_until(lambda: session.target == ("other", 1))
+    await cancel(cluster, "r")
+    await wait_until(lambda: worker.forgotten == ["r"])
+
+
+async def test_what_a_worker_came_with_is_no_news_once_another_runs_version_took_its_place(cluster: Any) -> None:
+    await cluster.run()
+    other = await cluster.run("other")
+    await other.submit("a")
+    version = types_pb2.PolicyVersion(policy="policy", version=1)
+    worker = await cluster.worker("w1", run_id="r", installed=[version])
+    await worker.has("a")
+    await cancel(cluster, "r")
+    await cancel(cluster, "other")
+    await wait_until(lambda: worker.forgotten)
+    assert worker.forgotten == ["other"]
+
+
 async def test_ended_runs_leave_nothing_in_the_coordinators_memory(cluster: Any) -> None:
     worker = await cluster.worker("w1")
     await wait_until(lambda: "ebbtide_coordinator_workers" in dict(series()), what="the first look at the gauges")

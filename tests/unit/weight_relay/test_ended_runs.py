@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from ebbtide.errors import LeaseSuperseded, Unavailable
+from ebbtide.errors import LeaseSuperseded, NotReady, Unavailable
 from ebbtide.rpc.endings import EndedRun, RunsEnded
 from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
+from ebbtide.weight_relay import publishing
 from ebbtide.weight_relay.fanout import Fanout
 from ebbtide.weight_relay.following_ends import FollowingEnds
+from ebbtide.weight_relay.records import Stage, make_stage
 from ebbtide.weight_relay.service import Relay
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, Clock, held, publish, put, relay_at
@@ -95,6 +98,50 @@ async def test_what_is_kept_of_a_run_goes_with_its_end(tmp_path: Path, line: Lin
         assert not held(house.relay)
         with pytest.raises(LeaseSuperseded, match="has ended"):
             await house.relay.begin(line[3].manifest, line[3].patch)
+
+
+@pytest.mark.parametrize("arriving", [False, True])
+async def test_a_version_whose_run_ends_while_it_is_checked_is_not_taken(
+    tmp_path: Path, line: Line, monkeypatch: pytest.MonkeyPatch, *, arriving: bool
+) -> None:
+    checking, checked = threading.Event(), threading.Event()
+
+    def slowly(*args: Any, **more: Any) -> Stage:
+        checking.set()
+        assert checked.wait(10)
+        return make_stage(*args, **more)
+
+    monkeypatch.setattr(publishing, "make_stage", slowly)
+    async with house_at(tmp_path) as house:
+        beginning = asyncio.create_task(house.relay.begin(line[1].manifest, arriving=arriving))
+        await wait_until(checking.is_set)
+        house.relay.ended.add(EndedRun("run", CANCELLED))
+        await house.relay.forget("run")
+        checked.set()
+        with pytest.raises(LeaseSuperseded, match="has ended"):
+            await beginning
+        assert not house.relay.held()
+        assert not house.files()
+
+
+async def test_what_was_staged_of_a_finished_run_is_committed_while_its_versions_are_kept(
+    tmp_path: Path, line: Line
+) -> None:
+    async with house_at(tmp_path, keep_ended_s=60.0) as house:
+        await put(house.relay, line[1], arriving=True)
+        house.source.ends("run", status=FINISHED)
+        await wait_until(lambda: "run" in house.relay.ended)
+        await house.relay.commit("run", line[1].manifest.version)
+        assert held(house.relay) == [1]
+
+
+async def test_what_was_staged_of_a_run_that_was_let_go_is_not_committed(tmp_path: Path, line: Line) -> None:
+    async with house_at(tmp_path) as house:
+        await put(house.relay, line[1])
+        house.source.ends("run")
+        await wait_until(lambda: not house.files())
+        with pytest.raises(NotReady, match="not staged"):
+            await house.relay.commit("run", line[1].manifest.version)
 
 
 async def test_other_runs_keep_what_they_share_with_it(tmp_path: Path, line: Line) -> None:
