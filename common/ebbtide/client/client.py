@@ -69,7 +69,7 @@ class Client:
         self._runs = RunsStub(self._coordinator.channel)
         self._rollouts = RolloutsStub(self._coordinator.channel)
         self._peers = [self._coordinator]
-        self._publishers: list[Publisher] = []
+        self._publishers: set[Publisher] = set()  # those that are not closed
 
     def _peer(self, service: str, target: str) -> Peer:
         return Peer(service, target, self._security, self._patience_s)
@@ -93,7 +93,7 @@ class Client:
 
     async def close(self) -> None:
         """Versions that are on their way are waited for some seconds, then given up."""
-        for publisher in self._publishers:
+        for publisher in list(self._publishers):
             await publisher.aclose(LEAVE_S)
         for peer in self._peers:
             await peer.close()
@@ -206,9 +206,14 @@ class Client:
         return await self._weights().fetch(run_id, policy, version, boxes, publisher)
 
     def publisher(self, run_id: str, exchange: "Exchange", policy: str = "policy") -> "Publisher":
-        """What publishes a rank's own shards, on each rank but 0, whose is `Lease.publisher`. All publish together."""
-        publisher = self._weights().publisher(run_id, policy, authority=None, exchange=exchange)
-        self._publishers.append(publisher)
+        """What publishes a rank's own shards, on each rank but 0, whose is `Lease.publisher`. All publish together.
+
+        It has up to two copies of them until its `aclose`, or this client's end.
+        """
+        publisher = self._weights().publisher(
+            run_id, policy, authority=None, exchange=exchange, forget=self._publishers.discard
+        )
+        self._publishers.add(publisher)
         return publisher
 
     # -- leases --------------------------------------------------------------------------------------------------

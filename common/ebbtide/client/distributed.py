@@ -10,11 +10,15 @@ Bytes travel as CPU tensors between rank 0 and each other rank, point to point, 
 from hearing of it.
 """
 
+import contextlib
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest, Unavailable
+
+#: gloo's own; and torch's, of a group that was closed meanwhile.
+_ERRORS: Final = (RuntimeError, ValueError)
 
 
 class TorchExchange:
@@ -33,6 +37,15 @@ class TorchExchange:
         self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.rank: int = distributed.get_rank()
         self.size: int = distributed.get_world_size()
+
+    def close(self) -> None:
+        """Free the group, on this rank alone; each does so, when it likes.
+
+        A call under way keeps what it needs, and raises `Unavailable` once the other rank has closed its own, or its
+        time is up; a later one does so at once.
+        """
+        with contextlib.suppress(ValueError):  # closed before, or ended with torch's default group
+            self._distributed.destroy_process_group(self._group)
 
     def gather(self, data: bytes) -> list[bytes]:
         """On rank 0: what each rank gave; elsewhere nothing. Raises `Unavailable` naming a rank that is gone."""
@@ -62,7 +75,7 @@ class TorchExchange:
             if data:
                 payload = self._torch.frombuffer(bytearray(data), dtype=self._torch.uint8)
                 self._distributed.send(payload, to, group=self._group)
-        except RuntimeError as error:
+        except _ERRORS as error:
             raise _gone(to, error) from None
 
     def _receive(self, source: int) -> bytes:
@@ -72,11 +85,11 @@ class TorchExchange:
             payload = self._torch.empty(int(size), dtype=self._torch.uint8)
             if len(payload):
                 self._distributed.recv(payload, source, group=self._group)
-        except RuntimeError as error:
+        except _ERRORS as error:
             raise _gone(source, error) from None
         return bytes(payload.numpy())
 
 
-def _gone(rank: int, error: RuntimeError) -> Unavailable:
+def _gone(rank: int, error: Exception) -> Unavailable:
     cause = str(error).partition(". ")[0]
     return Unavailable(f"rank {rank} of the trainer is gone or silent ({cause}); start the trainer again")

@@ -96,8 +96,8 @@ class Publisher:
 
     Invariant: `_base` is the last version that the relay confirmed, and `_shadow` holds its bits; `_spare` is the
     memory for the next one, and belongs to nobody else. A version that fails leaves `_base` as it was. Each `publish`
-    makes its exchanges with the other ranks to their end, also when who called it has gone: `_last` does. When the
-    process dies, the next publisher has no base, and begins with an anchor.
+    makes its exchanges with the other ranks to their end, also when who called it has gone: `_last` does. Once closed,
+    this holds no weights. When the process dies, the next publisher has no base, and begins with an anchor.
     """
 
     def __init__(
@@ -109,14 +109,17 @@ class Publisher:
         authority: Authority | None,
         exchange: Exchange | None = None,
         threads: int = 0,
+        forget: "Callable[[Publisher], None] | None" = None,
     ) -> None:
-        """`authority` is rank 0's. `threads` encode; 0: half of the processors, eight at most."""
+        """`authority` is rank 0's. `threads` encode; 0: half of the processors, eight at most. `forget` is called with
+        this once it is closed."""
         #: The model's config.json, which travels with each version, so that workers can start an engine for it. Rank
         #: 0's; empty: only workers whose model has just these tensors can serve the run.
         self.config = b""
         self._staging = Staging(peer, run_id)
         self._run_id, self._policy = run_id, policy
         self._authority, self.exchange = authority, exchange or Alone()
+        self._forget = forget
         self._threads = threads or max(1, min(8, (os.cpu_count() or 2) // 2))
         self._base: Base | None = None
         self._shadow, self._spare = Snapshot(), Snapshot()
@@ -146,14 +149,24 @@ class Publisher:
             raise
 
     async def aclose(self, within_s: float = 0.0) -> None:
-        """Wait for the version that is on its way; give it up after so many seconds. No other comes after it."""
+        """Wait for the version that is on its way; give it up after so many seconds. No other comes after it, and
+        the copies of weights are let go.
+        """
         self._closed = True
-        if self._last is not None and self._way is not None and not self._last.done():
-            await asyncio.wait({self._last}, timeout=within_s)
-            self._way.cancel()
-            await asyncio.wait({self._last}, timeout=_TELL_S)
-            self._last.cancel()
-            await asyncio.wait({self._last})
+        last, way = self._last, self._way
+        if last is not None and way is not None and not last.done():
+            await asyncio.wait({last}, timeout=within_s)
+            way.cancel()
+            await asyncio.wait({last}, timeout=_TELL_S)
+            last.cancel()
+            await asyncio.wait({last})
+        self._let_go()
+        if self._forget is not None:
+            self._forget(self)
+
+    def _let_go(self) -> None:
+        self._base, self._shadow, self._spare = None, Snapshot(), Snapshot()
+        self._last = self._way = None  # the error of one that failed has its snapshot
 
     async def _begin(self, tensors: Tensors, step: int, parent: int) -> Publishing:
         async with self._order:
@@ -187,12 +200,17 @@ class Publisher:
     ) -> Publishing:
         number = start.version.version if start.version else 0
         last = asyncio.create_task(self._publish(making, start, snapshot, head, pause_s), name="publishing")
-        last.add_done_callback(lambda last: _log(last, number))
+        last.add_done_callback(lambda last: self._ended(last, number))
         self._last = self._way = last
         if self.exchange.size > 1:
             self._way = asyncio.shield(last)
             self._way.add_done_callback(lambda way: making.give_up() if way.cancelled() else way.exception())
         return Publishing(self._way, number, pause_s)
+
+    def _ended(self, last: asyncio.Task[PublishReport], number: int) -> None:
+        _log(last, number)
+        if self._closed:  # while this one's copy was taken
+            self._let_go()
 
     async def _reserve(self, step: int, parent: int) -> tuple[PolicyVersion, bytes] | None:
         """The new version and the key's seed, on rank 0."""

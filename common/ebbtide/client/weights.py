@@ -3,6 +3,8 @@
 numpy is imported with this module, which the client imports when weights are first touched.
 """
 
+from collections.abc import Callable
+
 from ebbtide.client.exchange import Exchange
 from ebbtide.client.fetching import Fetcher
 from ebbtide.client.publishing import Authority, Publisher, Tensors
@@ -24,9 +26,15 @@ class Relay:
         self.fetch, self.versions = fetcher.fetch, fetcher.versions
 
     def publisher(
-        self, run_id: str, policy: str, *, authority: Authority | None, exchange: Exchange | None = None
+        self,
+        run_id: str,
+        policy: str,
+        *,
+        authority: Authority | None,
+        exchange: Exchange | None = None,
+        forget: Callable[[Publisher], None] | None = None,
     ) -> Publisher:
-        return Publisher(self._peer, run_id, policy, authority=authority, exchange=exchange)
+        return Publisher(self._peer, run_id, policy, authority=authority, exchange=exchange, forget=forget)
 
     async def publish(self, run_id: str, version: PolicyVersion, tensors: Tensors) -> PolicyVersion:
         """Make `tensors` a committed version under a number that is given, announced to nobody. Raises as

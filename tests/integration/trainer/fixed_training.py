@@ -2,10 +2,12 @@
 
     RANK=... WORLD_SIZE=... MASTER_ADDR=... MASTER_PORT=... python fixed_training.py JOBS
 
-JOBS: a JSON file with a list of jobs, done one after another by all ranks. The rank that leads writes RESULTS.
+JOBS: a JSON file with a list of jobs, done one after another by all ranks. Files beside it: the rank that leads
+writes what it was told (.told), and each what it holds in the end (.held and its number).
 """
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -19,9 +21,11 @@ from msgspec import Struct
 from safetensors.torch import load_file
 
 from ebbtide.client import Client
-from ebbtide.client.publishing import Authority
+from ebbtide.client.publishing import Authority, Publisher
 from ebbtide.client.retry import Peer
+from ebbtide.client.snapshots import Snapshot
 from ebbtide.client.weights import Relay
+from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.security import ClientSecurity
 from ebbtide.trainer.checkpoint import TrainingState
 from ebbtide.trainer.learning import Learning
@@ -41,7 +45,7 @@ SEED = bytes(range(32))
 
 class Job(Struct, frozen=True, kw_only=True):
     """Train `steps` (from, to), from the model or from a `checkpoint`; write one into `folder` after each of `saves`.
-    With a `relay`, publish the weights of the end there, as the next version of `run`."""
+    With a `relay`, publish the weights of the end there, as the next version of `run`. `fails`: it cannot be loaded."""
 
     spec: RunSpec
     folder: str
@@ -51,6 +55,15 @@ class Job(Struct, frozen=True, kw_only=True):
     relay: str = ""
     run: str = RUN
     device: str = "cpu"
+    fails: bool = False
+
+
+class Held(Struct, frozen=True, kw_only=True):
+    """What a rank has: process groups of torch, publishers, and snapshots with weights in them."""
+
+    groups: int
+    publishers: int
+    snapshots: int
 
 
 def make_spec(model: Path, **trainer: Any) -> RunSpec:
@@ -137,12 +150,27 @@ async def lead(world: World, jobs: list[Job]) -> list[list[dict[str, float]]]:
     told = []
     for job in jobs:
         source = Path(job.checkpoint or job.spec.model)
-        learning = await asyncio.to_thread(Led, crew, job.spec, run_id=job.run, source=source)
+        try:
+            learning = await asyncio.to_thread(Led, crew, job.spec, run_id=job.run, source=source)
+        except InvalidRequest:
+            if not job.fails:
+                raise
+            continue
         told.append(await asyncio.to_thread(train, learning, job))
         if job.relay:
             await publish(learning, job)
     await asyncio.to_thread(crew.over)
     return told
+
+
+def held() -> Held:
+    gc.collect()
+    objects = gc.get_objects()
+    return Held(
+        groups=len(torch.distributed.distributed_c10d._world.pg_map),
+        publishers=sum(type(one) is Publisher for one in objects),
+        snapshots=sum(type(one) is Snapshot and bool(one.room) for one in objects),
+    )
 
 
 async def main(file: Path) -> None:
@@ -153,9 +181,12 @@ async def main(file: Path) -> None:
     world = await asyncio.to_thread(World, place, jobs[0].device)
     if place.rank == 0:
         file.with_suffix(".told").write_text(json.dumps(await lead(world, jobs)))
+        file.with_suffix(".held0").write_bytes(msgspec.json.encode(held()))
         return
     async with Client(relay=jobs[-1].relay or None, security=ClientSecurity(token=TOKEN)) as client:
-        await Follower(world, client).run()
+        follower = Follower(world, client)  # named, as what it has is counted
+        await follower.run()
+        file.with_suffix(f".held{place.rank}").write_bytes(msgspec.json.encode(held()))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import Signer
 from tests.integration.client.reader import Reader
 from tests.integration.trainer.conftest import TOKEN, Program
-from tests.integration.trainer.fixed_training import RUN, SEED, Job, alone, make_spec, weights
+from tests.integration.trainer.fixed_training import RUN, SEED, Held, Job, alone, make_spec, weights
 
 #: Of the sums of rounding errors in float32, over ten steps.
 TOLERANCE = 1e-4
@@ -180,6 +180,27 @@ async def test_two_ranks_publish_the_file_that_one_process_publishes(trained: Tr
         reader.close()
     await peer.close()
     assert files[0] == files[1]
+
+
+@pytest.mark.timeout(240)
+async def test_ranks_hold_no_weights_and_no_group_of_the_runs_before_whether_published_or_failed(
+    relay: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The last run's are there: rank 0 alone is told when it is over."""
+    spec, bad = make_spec(tiny_model), make_spec(tmp_path / "no-such-directory")
+    runs = [
+        Job(spec=spec, folder="", steps=(0, 0), saves=(), relay=relay, run=f"begun-{number}") for number in range(3)
+    ]
+    failing = Job(spec=bad, folder="", steps=(0, 0), saves=(), fails=True)
+    assert await asyncio.to_thread(together, [*runs[:2], failing, failing, runs[2]], tmp_path) == [[], [], []]
+    peer = Peer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=5.0)
+    for run in runs:
+        state = await Relay(peer).describe(run.run)
+        assert [one.info.version.version for one in state.versions] == [1]
+    await peer.close()
+    first, second = (msgspec.json.decode((tmp_path / f"jobs.held{rank}").read_bytes(), type=Held) for rank in range(2))
+    assert first == Held(groups=3, publishers=0, snapshots=0)  # torch's own, the orders', the run's
+    assert second == Held(groups=3, publishers=1, snapshots=2)
 
 
 @pytest.mark.timeout(240)

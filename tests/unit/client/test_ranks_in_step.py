@@ -3,15 +3,18 @@
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import pytest
 
+from ebbtide.client import Client
 from ebbtide.client.exchange import Put, Share, Start, Wanted, pack, unpack
 from ebbtide.client.publishing import Publisher
 from ebbtide.client.snapshots import Snapshot
 from ebbtide.errors import Internal, InvalidRequest, NotReady, Unavailable
+from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import NamedTensor
@@ -127,6 +130,49 @@ async def test_a_publisher_that_is_closed_tells_the_others_and_publishes_no_more
         with pytest.raises(NotReady, match="closed"):
             await publisher.publish(whole())
     assert not relay.committed
+
+
+async def test_a_publisher_that_is_closed_has_no_weights_and_its_client_has_forgotten_it(relay: MemoryRelay) -> None:
+    pipes = Pipes()
+    client = Client(relay="127.0.0.1:1", security=ClientSecurity(token="any"))
+    for number in (1, 2):
+        second = client.publisher("run", PipedExchange(pipes, 1))
+        first = relay.publisher(PipedExchange(pipes, 0))
+        for value in (1, 2):
+            ways = await asyncio.gather(first.publish(whole(value)), second.publish(piece(value)))
+            await asyncio.gather(*ways)
+        snapshots = [weakref.ref(one) for one in (first._shadow, first._spare, second._shadow, second._spare)]
+        assert client._publishers == {second}
+        await asyncio.gather(first.aclose(), second.aclose())
+        await second.aclose()
+        gc.collect()
+        assert not any(one() for one in snapshots), number
+        gone = weakref.ref(second)
+        del second
+        gc.collect()
+        assert gone() is None
+    await client.close()
+
+
+async def test_a_version_that_a_closed_publisher_could_not_call_back_leaves_it_no_weights(
+    relay: MemoryRelay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taking, go, take = threading.Event(), threading.Event(), Snapshot.take
+
+    def slowly(self: Snapshot, tensors: Any, *, first: bool = True) -> None:
+        taking.set()
+        go.wait(10.0)
+        take(self, tensors, first=first)
+
+    monkeypatch.setattr(Snapshot, "take", slowly)
+    publisher = relay.publisher()
+    beginning = asyncio.create_task(publisher.publish(whole()[:1]))
+    await wait_until(taking.is_set)
+    await publisher.aclose()
+    go.set()
+    assert await outcome(await beginning) == 1
+    assert [publisher._shadow.room, publisher._spare.room] == [[], []]
+    assert publisher._base is None
 
 
 def test_a_message_of_another_publish_or_kind_is_refused() -> None:

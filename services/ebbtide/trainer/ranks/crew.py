@@ -42,6 +42,7 @@ class Crew:
         self.world = world
         self._exchange = TorchExchange(timeout_s=ORDERS_S)
         self._lock = threading.Lock()
+        self._publishing: TorchExchange | None = None
 
     @contextmanager
     def order(self, order: orders.Order) -> Iterator[None]:
@@ -69,6 +70,11 @@ class Crew:
             if failures:
                 raise failures[0]
 
+    def renew(self) -> TorchExchange:
+        """What the run that is begun publishes over. Held here: of a run that fails to load, nobody holds it."""
+        self._publishing = renewed(self._publishing)
+        return self._publishing
+
     def over(self) -> None:
         """Have the other ranks end, if they can still be told."""
         if not self._lock.acquire(timeout=_OVER_S):
@@ -95,6 +101,16 @@ class Crew:
         return [failure for one in answers if (failure := read_answer(one)) is not None]
 
 
+def renewed(former: TorchExchange | None) -> TorchExchange:
+    """What all ranks publish a run over, made as they begin it; the former run's is closed.
+
+    Not that one again: a call of a version that was given up may wait in it yet, and would take the new run's messages.
+    """
+    if former is not None:
+        former.close()
+    return TorchExchange()
+
+
 def answer(failure: EbbtideError | None) -> bytes:
     """How a rank fared with an order."""
     data: bytes = msgspec.msgpack.encode(Failure.of(failure) if failure else None)
@@ -117,7 +133,7 @@ class Led(Learning):
         begin = orders.Begin(run_id=run_id, spec=spec, source=str(source.absolute()), keep_published=keep_published)
         world = crew.world
         with crew.order(begin):
-            self._exchange = TorchExchange()
+            self._exchange = crew.renew()
             super().__init__(spec, source=source, device=world.device, keep_published=keep_published, world=world)
 
     def resume(self, path: Path, *, run_id: str) -> TrainingState:

@@ -16,7 +16,7 @@ from ebbtide.telemetry import bind, get_logger
 from ebbtide.trainer.failure import RankLost
 from ebbtide.trainer.learning import Learning
 from ebbtide.trainer.ranks import orders
-from ebbtide.trainer.ranks.crew import ORDERS_S, answer
+from ebbtide.trainer.ranks.crew import ORDERS_S, answer, renewed
 from ebbtide.trainer.ranks.orders import Begin, Order, Over, Publish, Resume, Save, Train
 from ebbtide.trainer.ranks.world import World, first_line, is_lost
 from ebbtide.trainer.settings import TrainerSettings
@@ -56,6 +56,7 @@ class Follower:
             failure: EbbtideError | None = None
             if isinstance(order, Begin) and self._publisher is not None:
                 await self._publisher.aclose()
+                self._publisher = None
             try:
                 await self._thread.do(lambda order=order: self._obey(order))  # type: ignore[misc]
             except RankLost:
@@ -103,7 +104,7 @@ class Follower:
 
     def _begin(self, order: Begin) -> None:
         self._learning = None  # its memory is for the next one
-        self._exchange = TorchExchange()
+        self._exchange = renewed(self._exchange)
         self._learning = Learning(
             order.spec,
             source=Path(order.source),
