@@ -237,7 +237,7 @@ class Attempts:
         try:
             yield
         except (LeaseSuperseded, NotFound) as error:
-            log.warning("run is over", run_id=run.run_id, reason=str(error))
+            log.info("run is over", run_id=run.run_id, reason=str(error))
             await self.run_over(run.run_id)
 
     async def run_over(self, run_id: str, status: RunStatus | None = None) -> None:
