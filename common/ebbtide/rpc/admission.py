@@ -26,10 +26,12 @@ _SCHEME: Final = "Bearer "
 
 
 class Admission:
-    """`shared`: the check of the cluster's secret; `keys`: of signed tokens; `certificates`: clients show some."""
+    """`shared`: the check of the cluster's secret, or None while there is none; `keys`: of signed tokens;
+    `certificates`: clients show some.
+    """
 
     def __init__(
-        self, shared: Fresh[TokenCheck] | None, keys: Fresh[Keys] | None = None, *, certificates: bool = False
+        self, shared: Fresh[TokenCheck | None] | None, keys: Fresh[Keys] | None = None, *, certificates: bool = False
     ) -> None:
         self._shared, self._keys, self._certificates = shared, keys, certificates
         self._known: dict[str, Claims] = {}
@@ -63,7 +65,8 @@ class Admission:
     def _claims(self, metadata: Metadata) -> Claims | None:
         """What a caller's signed token says; None for the shared secret. Raises `Unauthenticated`."""
         value = next((value for key, value in metadata or () if key == AUTHORIZATION), "")
-        if self._shared is not None and self._shared.get()(value):
+        secret = self._shared.get() if self._shared else None
+        if secret is not None and secret(value):
             return None
         text = value if isinstance(value, str) else value.decode(errors="replace")
         token = text.removeprefix(_SCHEME)

@@ -93,19 +93,25 @@ class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
     def admission(self) -> "Admission":
         """What decides who may call. Raises `InvalidRequest` for settings by which nobody could, or the wrong ones."""
         from ebbtide.rpc.admission import Admission
-        from ebbtide.rpc.tokens import is_signed
 
         if not self.token_keys and not self._token():
             raise InvalidRequest("is required: set EBBTIDE_TOKEN_FILE, or EBBTIDE_TOKEN_KEYS", field="token")
-        signed = is_signed(self._token())
-        if signed and not self.token_keys:
-            text = "is a signed one, which a server verifies by public keys: set EBBTIDE_TOKEN_KEYS to their file"
-            raise InvalidRequest(text, field="token")
-        shared = None
-        if not signed and self._token():
-            shared = Fresh((self.token_file,), lambda: TokenCheck(self.bearer()))
+        shared = Fresh((self.token_file,), self._secret) if self._token() else None
         keys = Fresh((self.token_keys,), self._keys) if self.token_keys else None
         return Admission(shared, keys, certificates=bool(self.tls_ca))
+
+    def _secret(self) -> "TokenCheck | None":
+        """What the shared secret is compared with. None while the token is a signed one: the program shows that one to
+        others, and none of them may come with it as with a secret.
+        """
+        from ebbtide.rpc.tokens import is_signed
+
+        if not is_signed(self._token()):
+            return TokenCheck(self.bearer())
+        if not self.token_keys:
+            text = "is a signed one, which a server verifies by public keys: set EBBTIDE_TOKEN_KEYS to their file"
+            raise InvalidRequest(text, field="token")
+        return None
 
     def _keys(self) -> "Keys":
         from ebbtide.rpc.tokens import public_keys

@@ -113,6 +113,20 @@ def test_a_programs_own_signed_token_is_no_secret_for_others(keys: str) -> None:
     assert ClientSecurity(token=own).bearer() == f"Bearer {own}"
 
 
+def test_a_signed_token_that_takes_the_secrets_place_in_its_file_is_no_secret(keys: str, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret")
+    admission = ServerSettings(token_keys=keys, token_file=str(file)).admission()
+    admission.admit(CLAIM, bearing("secret"))
+    own = mint(KEY, Role.RELAY, ttl_s=60)
+    file.write_text(own)
+    for token in (own, "secret"):
+        with pytest.raises((PermissionDenied, Unauthenticated)):
+            admission.admit(CLAIM, bearing(token))
+    file.write_text("another secret")
+    admission.admit(CLAIM, bearing("another secret"))
+
+
 def test_a_server_that_could_tell_nobody_from_anybody_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="EBBTIDE_TOKEN_FILE, or EBBTIDE_TOKEN_KEYS"):
         ServerSettings().admission()
