@@ -9,7 +9,7 @@ from typing import Final
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.appends import Ack, Delta
-from ebbtide.types.fleet import AppendStatus, AttemptRef
+from ebbtide.types.fleet import AppendStatus, AttemptRef, check_attempt
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -66,8 +66,9 @@ class Receiver:
         for index, one in enumerate(request.opened):
             if one.number >= MAX_DELTAS:
                 raise InvalidRequest(f"must be below {MAX_DELTAS}", field=f"opened[{index}].number")
-            ref = one.attempt
-            self._attempts[one.number] = AttemptRef(ref.run_id, ref.rollout_id, ref.attempt_id)
+            ref = AttemptRef(one.attempt.run_id, one.attempt.rollout_id, one.attempt.attempt_id)
+            check_attempt(ref, field=f"opened[{index}].attempt")
+            self._attempts[one.number] = ref
         numbers = request.numbers
         if len(numbers) > MAX_DELTAS:
             raise InvalidRequest(f"at most {MAX_DELTAS} deltas in one message", field="numbers")

@@ -5,6 +5,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
+from ebbtide.types.ids import check_id
 from ebbtide.types.weights import PolicyVersion
 
 #: Raised when the streams' meaning changes; peers that do not speak the same one refuse each other at attach.
@@ -37,6 +38,12 @@ class AttemptRef(Struct, frozen=True):
     run_id: str
     rollout_id: str
     attempt_id: str
+
+
+def check_attempt(ref: AttemptRef, *, field: str) -> None:
+    """Raises `InvalidRequest` naming what is no id: the store writes them beside marks of its own."""
+    for name in ref.__struct_fields__:
+        check_id(getattr(ref, name), field=f"{field}.{name}")
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):

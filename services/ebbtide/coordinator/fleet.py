@@ -35,7 +35,7 @@ from ebbtide.scheduling.attempts import MOVED, blames
 from ebbtide.scheduling.flapping import Flapping
 from ebbtide.store.store import Store
 from ebbtide.types.bounds import shortened
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker, WorkerState
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker, WorkerState, check_attempt
 from ebbtide.types.ids import check_id, new_fence
 from ebbtide.types.run import RunEvent
 from ebbtide.v1 import fleet_pb2
@@ -66,6 +66,8 @@ class Fleet:
     def attach(self, hello: Attach) -> tuple[Session, list[AttemptRef], list[AttemptRef]]:
         """Open a session. Returns it, the held attempts that go on, and those that are over."""
         check_id(hello.worker_id, field="attach.worker_id")
+        for index, held in enumerate(hello.held):
+            check_attempt(held.attempt, field=f"attach.held[{index}].attempt")
         if hello.protocol_version != PROTOCOL_VERSION:
             raise NotReady(
                 f"the worker speaks protocol {hello.protocol_version}, this coordinator {PROTOCOL_VERSION}; "

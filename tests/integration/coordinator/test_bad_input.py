@@ -12,7 +12,7 @@ from ebbtide.rpc.channel import write
 from ebbtide.rpc.convert import to_proto
 from ebbtide.rpc.status import translated
 from ebbtide.testing import wait_until
-from ebbtide.types.fleet import PROTOCOL_VERSION
+from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus
 from ebbtide.types.run import EnvironmentSpec, RunEvent, RunSpec, Sampling
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
@@ -52,6 +52,14 @@ async def test_an_event_too_large_to_be_held_for_slow_watchers_is_refused_by_fie
     ("said", "field"),
     [
         ({"site": "s" * 1000}, "attach.site"),
+        (
+            {
+                "held": [
+                    fleet_pb2.HeldAttempt(attempt=fleet_pb2.AttemptRef(run_id="r", rollout_id="a", attempt_id="x:7"))
+                ]
+            },
+            r"attach.held\[0\].attempt.attempt_id",
+        ),
         ({"installed": [types_pb2.PolicyVersion(policy="p" * 1000)]}, r"attach.installed\[0\].policy"),
         ({"installed": [types_pb2.PolicyVersion(policy="p", root=bytes(1000))]}, r"attach.installed\[0\].root"),
     ],
@@ -94,6 +102,23 @@ async def test_a_heartbeat_that_cannot_be_ends_its_workers_stream_and_nobody_els
     run = await cluster.run()
     await run.submit("a")
     await other.has("a")
+
+
+async def test_an_attempt_that_is_no_id_ends_its_workers_stream_and_spoils_nobody_elses_tokens(cluster: Any) -> None:
+    run, workers = await cluster.run(), [await cluster.worker(name, slots=1) for name in ("liar", "other")]
+    await run.submit("a", "b")
+    await wait_until(lambda: all(worker.assigned for worker in workers))
+    liar, other = workers
+    lies, held = (next(iter(worker.assigned)) for worker in workers)
+    message = liar.message(liar.delta(lies, 0, 3))
+    message.opened[0].attempt.attempt_id += ":7"
+    refused = asyncio.ensure_future(liar.exchange(message))
+    ack = await other.add(held, 0, 3)
+    with pytest.raises(InvalidRequest, match=r"opened\[0\].attempt.attempt_id"):
+        await refused
+    assert (ack.status, ack.stored) == (AppendStatus.STORED, 3)
+    assert (await other.add(held, 3, 2)).stored == 5
+    assert await run.count("tokens_stored") == 5
 
 
 async def test_a_worker_may_leave_with_a_long_reason_which_is_cut(cluster: Any) -> None:

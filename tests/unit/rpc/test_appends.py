@@ -57,6 +57,10 @@ def test_an_answer_tells_what_differs_and_nothing_else() -> None:
     assert acks(sent, response) == came
 
 
+def named(run_id: str, rollout_id: str, attempt_id: str) -> fleet_pb2.AttemptRef:
+    return fleet_pb2.AttemptRef(run_id=run_id, rollout_id=rollout_id, attempt_id=attempt_id)
+
+
 @pytest.mark.parametrize(
     ("spoilt", "field"),
     [
@@ -66,6 +70,9 @@ def test_an_answer_tells_what_differs_and_nothing_else() -> None:
         ({"numbers": [9]}, r"deltas\[0\].number"),
         ({"numbers": range(MAX_DELTAS + 1)}, "numbers"),
         ({"opened": [fleet_pb2.Opened(number=MAX_DELTAS)]}, r"opened\[0\].number"),
+        ({"opened": [fleet_pb2.Opened(attempt=named("r", "a", "x:7"))]}, r"opened\[0\].attempt.attempt_id"),
+        ({"opened": [fleet_pb2.Opened(attempt=named("r", "", "x"))]}, r"opened\[0\].attempt.rollout_id"),
+        ({"opened": [fleet_pb2.Opened(attempt=named("}:", "a", "x"))]}, r"opened\[0\].attempt.run_id"),
     ],
 )
 def test_a_message_that_does_not_add_up_is_refused_by_its_column(spoilt: dict[str, object], field: str) -> None:
