@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from ebbtide.errors import PermissionDenied, Unauthenticated
+from ebbtide.rpc.callers import note_roles
 from ebbtide.rpc.files import Fresh
 from ebbtide.rpc.roles import Role, is_open, permitted, told
 from ebbtide.rpc.scope import OfOneRun, can_name_run, check_run, no_run_named
@@ -51,10 +52,12 @@ class Admission:
         """The request, or its iterator, of an admitted call. Raises `PermissionDenied` where the client's certificate
         is for another role, or the request (any message of it) about another run than the token is."""
         if self._keys is None and not self._certificates:
+            note_roles(None)
             return request
         claims = self._claims(context.invocation_metadata())
-        if self._certificates:
-            _check_certificate(method, claims, roles_of_peer(context.auth_context()))
+        roles = roles_of_peer(context.auth_context()) if self._certificates else None
+        _check_certificate(method, claims, roles)
+        note_roles(roles if claims is None else frozenset({claims.role}))
         if claims is None or not claims.run_id or is_open(method):
             return request
         if hasattr(request, "__aiter__"):
@@ -111,4 +114,5 @@ class Anyone:
     def admit(self, method: str, metadata: Metadata) -> None: ...
 
     def checked(self, _method: str, request: Any, _context: Any) -> Any:
+        note_roles(None)
         return request

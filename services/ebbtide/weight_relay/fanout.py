@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from msgspec import Struct
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.scheduling.sources import Origin
 from ebbtide.transfer.sources import check_peer
 from ebbtide.types.weights import NAME_CHARS, SITE_CHARS, BlobSource, FoundWay, Holder, WeightsState
@@ -62,20 +62,27 @@ class Fanout:
             await self._subscription.forget(run_id)
         self.holders.forget(run_id)
 
-    async def find(self, asked: WayRequest) -> FoundWays:
-        """Ways and sources for a holder, which is known from now on. Raises as `ask` and `Relay.ways`, and
-        `InvalidRequest` for a holder whose address is none that others may be sent to."""
+    async def find(self, asked: WayRequest, *, peer: bool = True) -> FoundWays:
+        """Ways and sources for a holder, which is known from now on. `peer`: others may be sent to who asks; else an
+        address is refused, since whoever is sent there shows a token, and what failed who asks is told to nobody.
+
+        Raises as `ask` and `Relay.ways`, `InvalidRequest` for a holder whose address is none that others may be sent
+        to, and `PermissionDenied` for one that is of no peer.
+        """
         if asked.holder is not None and asked.holder.address:
+            if not peer:
+                raise PermissionDenied("holder.address: readers are sent to workers and relays alone; leave it empty")
             check_peer(asked.holder.address, field="holder.address")
         if asked.done:
             if not asked.version:
                 raise InvalidRequest("must be named when it is held", field="version")
             if not self._relay.index.knows(asked.stream):
                 return FoundWays((), ())
-            return FoundWays((), tuple(self.holders.told(asked, asked.version)))
+            return FoundWays((), tuple(self.holders.told(asked, asked.version, peer=peer)))
         version = await self.ask(*asked.stream, asked.version)
         number = self._relay.manifest(*asked.stream, version).version.version
-        sources = self.holders.told(asked, number)  # before anything is waited for: the version is being read from now
+        # Before anything is waited for: the version is being read from now.
+        sources = self.holders.told(asked, number, peer=peer)
         ways = await self._relay.ways(
             *asked.stream, number, asked.have, scratch=asked.scratch, bytes_per_s=asked.bytes_per_s
         )

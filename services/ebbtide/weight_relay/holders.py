@@ -69,10 +69,12 @@ class Holders:
         self._order = 0
         self._looked_at = -LOST_S
 
-    def told(self, request: WayRequest, version: int) -> list[BlobSource]:
+    def told(self, request: WayRequest, version: int, *, peer: bool = True) -> list[BlobSource]:
         """Note what a holder says of `version`, which it wants or has, and name sources for it, best first.
 
-        This relay is the source without an address. Raises `NoCapacity` beyond `MAX_COPIES`.
+        This relay is the source without an address. What failed one that is no `peer` counts for this answer alone:
+        names are the caller's to choose, and several would keep all runs' readers from any address.
+        Raises `NoCapacity` beyond `MAX_COPIES`.
         """
         now = self._clock()
         if request.holder is None:
@@ -80,12 +82,13 @@ class Holders:
         name = request.holder.name
         self._forget_lost(now)
         copy = self._copy(request, request.holder, (request.stream, version), now)
-        self._complaints.add(name, request.failed, now)
+        if peer:
+            self._complaints.add(name, request.failed, now)
         self._have[request.stream, name] = tuple(sorted(request.have)[-MAX_HAVE:]), now
         if copy.done:
             return []
         copies = {one.holder.name: one for one in self._live((request.stream, version))}
-        shunned = self._complaints.shunned(name, now)
+        shunned = self._complaints.shunned(name, now).union(request.failed)
         names = choose_sources(copy, copies.values(), self._origin, shunned)
         if len(names) > 1 and names[-1] == ORIGIN:
             names.pop()  # the last resort needs no name: the requester knows whom it asks

@@ -13,6 +13,7 @@ from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, VersionUnava
 from ebbtide.scheduling.ways import Step, whole_versions
 from ebbtide.types.weights import FoundWay, Manifest, Patch, PolicyVersion
 from ebbtide.weight_relay.records import (
+    Claim,
     Edge,
     Ends,
     Holding,
@@ -20,7 +21,6 @@ from ebbtide.weight_relay.records import (
     Node,
     Stage,
     Stream,
-    Units,
     dense_bytes,
     on_disk,
     step_of,
@@ -166,9 +166,7 @@ class Index:
 
     def stage(self, stage: Stage) -> None:
         """Put a checked stage where its blobs may come; a stage of the same version gives way."""
-        for digest, size in stage.blobs.items():
-            if (found := self.on_disk.get(digest, size)) != size:
-                raise InvalidRequest(f"tile {digest.hex()} has {found} bytes, not {size}", field="tensors.digests")
+        self._check_sizes(stage)
         self.unstage(stage)
         self._stages[(stage.stream, stage.number)] = stage
 
@@ -186,32 +184,47 @@ class Index:
         return found if found is not None and (found.arriving or not arriving) else None
 
     def staged(self, run_id: str, version: PolicyVersion) -> Stage:
-        """The stage to commit. Raises `NotReady` if there is none, or while it lacks tiles."""
+        """The stage to commit. Raises `NotReady` if there is none, or while it lacks tiles, and `InvalidRequest` if one
+        is not what it says: another stage, which said otherwise, got it."""
         found = self.stage_of((run_id, version.policy), version.version)
         if found is None or found.manifest.version != version:
             raise NotReady(f"version {version.version} of {version.policy} is not staged here; begin its publish again")
         if lacking := sum(1 for _ in self.missing(found)):
             raise NotReady(f"version {version.version} of {version.policy} still lacks {lacking} tiles; put them first")
+        self._check_sizes(found)
+        if found.misfits:
+            raise InvalidRequest(f"tile {min(found.misfits).hex()} is no patch of its tile", field="patch.digests")
         return found
+
+    def _check_sizes(self, stage: Stage) -> None:
+        for digest, size in stage.blobs.items():
+            if (found := self.on_disk.get(digest, size)) != size:
+                raise InvalidRequest(f"tile {digest.hex()} has {found} bytes, not {size}", field="tensors.digests")
 
     def missing(self, stage: Stage) -> Iterator[bytes]:
         return (digest for digest in stage.blobs if digest not in self.on_disk)
 
-    def wanted(self, digest: bytes, now: float) -> tuple[int, Units | None]:
-        """Bytes of a blob that stages want, which it keeps alive, and its units if it is a tile patch.
+    def wanted(self, digest: bytes, now: float) -> set[Claim]:
+        """What stages that want a blob, which keeps them alive, say of it.
 
         Raises `InvalidRequest` for one that none wants.
         """
-        found: tuple[int, Units | None] | None = None
+        found: set[Claim] = set()
         for stage in self._stages.values():
             if digest in stage.blobs:
                 stage.used_at = now
-                found = found if found and found[1] else (stage.blobs[digest], stage.units.get(digest))
-        if found is None:
+                found.add(stage.claim(digest))
+        if not found:
             raise InvalidRequest(
                 f"tile {digest[:32].hex()} belongs to no staged version; begin the publish again", field="digest"
             )
         return found
+
+    def refute(self, digest: bytes, claims: set[Claim]) -> None:
+        """A blob came, and is not what stages with these claims say."""
+        for stage in self._stages.values():
+            if digest in stage.blobs and stage.claim(digest) in claims:
+                stage.misfits.add(digest)
 
     def arriving(self, digest: bytes) -> Stage | None:
         """A stage from upstream that takes the blob."""

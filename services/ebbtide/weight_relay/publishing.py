@@ -4,7 +4,7 @@ import asyncio
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.errors import EbbtideError, NoCapacity, NotReady
+from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, NotReady
 from ebbtide.scheduling.retention import RetentionPlan
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion, VersionInfo
 from ebbtide.weight_relay import metrics
@@ -12,7 +12,7 @@ from ebbtide.weight_relay.codecs import Codecs
 from ebbtide.weight_relay.disk import disk_errors
 from ebbtide.weight_relay.ended import Ended
 from ebbtide.weight_relay.keys import Keys
-from ebbtide.weight_relay.records import Edge, Holding, Stage, Units, dense_bytes, make_stage, on_disk
+from ebbtide.weight_relay.records import Claim, Edge, Holding, Stage, dense_bytes, make_stage, on_disk
 from ebbtide.weight_relay.retiring import Retiring
 from ebbtide.weight_relay.shelf import Shelf, named
 from ebbtide.weights import check_tile, same_geometry
@@ -123,19 +123,37 @@ class Publishing:
             )
 
     async def put(self, digest: bytes, data: bytes) -> None:
-        size, units = self._shelf.index.wanted(digest, self._shelf.clock())
-        if digest in self._shelf.index.on_disk:
+        index = self._shelf.index
+        claims = index.wanted(digest, self._shelf.clock())
+        if digest in index.on_disk:
             return
         with disk_errors():
-            await asyncio.to_thread(self._verify_and_write, digest, data, size, units)
-        self._shelf.stored(digest, size)
-        metrics.BYTES_IN.inc(size)
+            wrong = await asyncio.to_thread(self._verify_and_write, digest, data, claims)
+        self._shelf.stored(digest, len(data))
+        index.refute(digest, wrong)
+        metrics.BYTES_IN.inc(len(data))
 
-    def _verify_and_write(self, digest: bytes, data: bytes, size: int, units: Units | None) -> None:
-        check_tile(digest, data, size)
+    def _verify_and_write(self, digest: bytes, data: bytes, claims: set[Claim]) -> set[Claim]:
+        """The claims that are wrong. Those of one run are not to keep another's blob away, so it is taken if any is
+        right; else the fault of one is raised."""
+        check_tile(digest, data)
+        wrong: dict[Claim, InvalidRequest] = {}
+        for claim in claims:
+            try:
+                self._check_claim(digest, data, claim)
+            except InvalidRequest as error:
+                wrong[claim] = error
+        if len(wrong) == len(claims):
+            raise wrong.popitem()[1]
+        self._shelf.disk.put_tile(digest, data)
+        return set(wrong)
+
+    def _check_claim(self, digest: bytes, data: bytes, claim: Claim) -> None:
+        size, units = claim
+        if len(data) != size:
+            raise InvalidRequest(f"tile {digest.hex()} has {len(data)} bytes, not {size}", field="tensors.digests")
         if units is not None:
             self._codecs.of(units[0]).check(data, units[1])
-        self._shelf.disk.put_tile(digest, data)
 
     async def commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
         return await self._shelf.finish(self._commit(run_id, version))

@@ -14,6 +14,7 @@ from ebbtide.weights.patch.layout import unit_width
 
 __all__ = [
     "BLOCK",
+    "Claim",
     "Edge",
     "Ends",
     "Holding",
@@ -39,6 +40,8 @@ encode: Final = msgspec.msgpack.Encoder().encode
 Ends: TypeAlias = tuple[int, int]
 #: What a tile patch is for: bytes of a unit, and units of its tile.
 Units: TypeAlias = tuple[int, int]
+#: What a stage says of a blob: its bytes, and its units if it is a tile patch.
+Claim: TypeAlias = tuple[int, Units | None]
 
 
 def stream_of(manifest: Manifest) -> Stream:
@@ -124,7 +127,8 @@ def step_of(patch: Patch) -> Step:
 class Stage(Struct, kw_only=True):
     """A version on its way: by its `patch`, or dense. `blobs` are those that it takes, in order, by bytes; `units`
     tells of those that are tile patches. `arriving`: from upstream, readable already; else from a publisher. `record`:
-    the files that the version and the patch will have, by bytes."""
+    the files that the version and the patch will have, by bytes. `misfits`: blobs that came for another stage, and are
+    no such tile patches as this one says."""
 
     manifest: Manifest
     patch: Patch | None
@@ -133,6 +137,7 @@ class Stage(Struct, kw_only=True):
     arriving: bool
     used_at: float
     record: dict[bytes, int] = {}
+    misfits: set[bytes] = set()
 
     def __post_init__(self) -> None:
         self.record = _record(self.manifest) | (_record(self.patch) if self.patch else {})
@@ -144,6 +149,9 @@ class Stage(Struct, kw_only=True):
     @property
     def number(self) -> int:
         return self.manifest.version.version
+
+    def claim(self, digest: bytes) -> Claim:
+        return self.blobs[digest], self.units.get(digest)
 
 
 def make_stage(manifest: Manifest, patch: Patch | None, limits: Limits, *, arriving: bool, now: float) -> Stage:

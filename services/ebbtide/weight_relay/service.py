@@ -102,7 +102,8 @@ class Relay:
     async def put(self, digest: bytes, data: bytes) -> None:
         """Verify and store a blob that a stage wants.
 
-        Raises `InvalidRequest` if none does, or for a tile patch that is none; `ChunkCorrupt` if it is damaged.
+        Raises `InvalidRequest` if none does, or if it is of no such size, or no such tile patch, as any of them says;
+        `ChunkCorrupt` if it is damaged.
         """
         await self._publishing.put(digest, data)
 
@@ -111,7 +112,8 @@ class Relay:
         await self._shelf.sync()
 
     async def commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
-        """Make a staged version visible. Raises `NotReady` while blobs or the patch's base are missing. Idempotent."""
+        """Make a staged version visible. Idempotent. Raises `NotReady` while blobs or the patch's base are missing, and
+        `InvalidRequest` if a blob that came for another version is not what this one says."""
         info = await self._publishing.commit(run_id, version)
         self._anchors.consider()
         return info

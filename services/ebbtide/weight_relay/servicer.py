@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.rpc.callers import is_among_peers
 from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
@@ -72,7 +73,7 @@ class Servicer(WeightsServicer):
         asked = from_proto(request, WayRequest)
         check_id(asked.run_id, field="run_id")
         check_id(asked.policy, field="policy")
-        found = await self._fanout.find(asked)
+        found = await self._fanout.find(asked, peer=is_among_peers())
         return to_proto(found, pb.FindWayResponse)
 
     async def FetchTiles(self, request: pb.FetchTilesRequest, context: Context) -> AsyncIterator[pb.Tile]:

@@ -59,9 +59,11 @@ class RunningRelay:
 
 
 @asynccontextmanager
-async def running(folder: Path, listen: str = "127.0.0.1:0", **settings: Any) -> AsyncIterator[RunningRelay]:
+async def running(
+    folder: Path, listen: str = "127.0.0.1:0", *, token_keys: str = "", **settings: Any
+) -> AsyncIterator[RunningRelay]:
     """A relay of this process over `folder`, with a server of its own."""
-    server_settings = ServerSettings(token=TOKEN, listen=listen)
+    server_settings = ServerSettings(token=TOKEN, listen=listen, token_keys=token_keys)
     relay = Relay(RelaySettings(data_dir=str(folder), server=server_settings, upstream_security=SECURITY, **settings))
     fanout = Fanout(relay)
     server = Server(server_settings, [(add_WeightsServicer_to_server, Servicer(relay, fanout), SERVICE)])

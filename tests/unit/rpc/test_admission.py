@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from ebbtide.cli import signing_keys
 from ebbtide.errors import AlreadyExists, InvalidRequest, PermissionDenied, Unauthenticated
 from ebbtide.rpc.admission import Admission
+from ebbtide.rpc.callers import is_among_peers
 from ebbtide.rpc.roles import Role
 from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.tls import roles_of_peer
@@ -168,6 +169,18 @@ def test_a_certificate_of_a_role_narrows_the_shared_secret_and_one_without_does_
     for uri in (b"ebbtide:role:worker", b"ebbtide:role:emperor"):
         with pytest.raises(PermissionDenied, match="ClaimRun is for trainer"):
             admission.checked(CLAIM, "request", context(uri))
+
+
+def test_with_the_shared_secret_the_certificate_tells_whether_workers_may_be_sent_to_the_caller() -> None:
+    admission = Admission(ServerSettings(token="t").admission()._shared, certificates=True)
+    find = "/ebbtide.v1.Weights/FindWay"
+    for names, peer in [([], True), ([b"worker"], True), ([b"relay"], True), ([b"user"], False), ([b"trainer"], False)]:
+        uris = [b"ebbtide:role:" + name for name in names]
+        context = SimpleNamespace(
+            invocation_metadata=lambda: bearing("t"), auth_context=lambda uris=uris: {"peer_uri": uris}
+        )
+        admission.checked(find, "request", context)
+        assert is_among_peers() is peer, names
 
 
 def test_the_roles_of_a_certificate_are_those_that_are_known() -> None:
