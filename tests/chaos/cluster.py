@@ -61,6 +61,7 @@ class Cluster:
         self.ways: dict[tuple[str, str], Way] = {}
         self.environment: dict[str, dict[str, str]] = {}  # of programs, by name, beyond that of all
         self.script = dict(_SCRIPT)  # settings of workers that are started from now on
+        self.patience_s = 60.0  # of clients that are made from now on
         self._coordinator: dict[str, Any] = dict(_COORDINATOR)
         self._clients: list[Client] = []
 
@@ -98,7 +99,7 @@ class Cluster:
         security = ClientSecurity(token=TOKEN)
         heads = ",".join(self.process[name].address for name in coordinators or ("coordinator",))
         addresses = heads, relay or self.process["relay"].address
-        client = Client(*addresses, security=security, patience_s=60.0)
+        client = Client(*addresses, security=security, patience_s=self.patience_s)
         self._clients.append(client)
         return client
 
