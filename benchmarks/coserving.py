@@ -37,7 +37,7 @@ from rich.console import Console  # noqa: E402
 from benchmarks import arguments, proxy  # noqa: E402
 from benchmarks.conditions import conditions  # noqa: E402
 from benchmarks.pair.report import draw, figures, told  # noqa: E402
-from ebbtide.cli.coserving_traffic import COLUMNS, Bursts, made_up, parse_window  # noqa: E402
+from ebbtide.demo.coserving.coserving_traffic import COLUMNS, TrafficBursts, made_up, parse_window  # noqa: E402
 from ebbtide.errors import InvalidRequest  # noqa: E402
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def traces(names: Sequence[str], seed: int) -> list[Path]:
     with made.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        writer.writerows((one.at, one.prompt, one.output) for one in made_up(Bursts(), _MADE_UP_S, seed))
+        writer.writerows((one.at, one.prompt, one.output) for one in made_up(TrafficBursts(), _MADE_UP_S, seed))
     return [made]
 
 

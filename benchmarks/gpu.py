@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
 
 from benchmarks.patches.synthetic import rate_for, step  # noqa: E402 - after the path
-from ebbtide.client.snapshots import Snapshot  # noqa: E402
-from ebbtide.trainer.gpu_changes import KeptTensor, KeptTensors, find_changes  # noqa: E402
+from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot  # noqa: E402
+from ebbtide.trainer.learning.gpu_changes import KeptTensor, KeptTensors, find_changes  # noqa: E402
 from ebbtide.types.weights import TILE_BYTES  # noqa: E402
-from ebbtide.weights.found import Found  # noqa: E402
-from ebbtide.weights.patch.tile import TileCodec  # noqa: E402
+from ebbtide.weights.found_changes import Found  # noqa: E402
+from ebbtide.weights.patch.tile_codec import TileCodec  # noqa: E402
 
 CHECKS = (
     "tests/unit/trainer/learning/test_learner.py",
@@ -104,7 +104,7 @@ def publishing(device: str, base: torch.Tensor, new: torch.Tensor, rounds: int =
     """
     versions, results = [base, new], dict[str, dict[str, float]]()
     for way in ("copied", "kept"):
-        snapshots, taken = [Snapshot(), Snapshot()], list[tuple[float, float, float]]()
+        snapshots, taken = [TensorSnapshot(), TensorSnapshot()], list[tuple[float, float, float]]()
         for number in range(rounds + 2):
             snapshot, before, weights = snapshots[number % 2], snapshots[1 - number % 2], {"w": versions[number % 2]}
             snapshot.follow(before.give_up())

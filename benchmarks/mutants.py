@@ -19,7 +19,6 @@ from msgspec import Struct
 
 from benchmarks.forging import TILE, broken_bytes, broken_parts, forged_manifest, forged_patch
 from ebbtide.errors import EbbtideError
-from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion, TensorPatch
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.weights import (
@@ -41,7 +40,8 @@ from ebbtide.weights import (
     tile_digest,
 )
 from ebbtide.weights.patch.alphabet import Array
-from ebbtide.weights.patch.tile import TileCodec
+from ebbtide.weights.patch.tile_codec import TileCodec
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 _SIGNER: Final = Signer(bytes(range(32)))
 #: Name, shape, and where it lies in which shape, if it is a piece of a sharded tensor.

@@ -119,8 +119,8 @@ async def _serve_stub(step_s: float) -> None:
 
 
 async def _serve_proxy(upstream: str) -> None:
-    from ebbtide.serving_guard.limits import ProxySettings
-    from ebbtide.serving_guard.proxy import Proxy
+    from ebbtide.serving_guard.proxy.proxy import Proxy
+    from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 
     proxy = Proxy(ProxySettings(), upstream, Counting(), "127.0.0.1:0")
     await proxy.start()

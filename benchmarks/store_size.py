@@ -8,9 +8,9 @@ import asyncio
 import json
 from typing import Final
 
-from ebbtide.store.appends import Columns
-from ebbtide.store.connection import Connection
+from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
+from ebbtide.store.topics.append_topic import AppendColumns
 from ebbtide.testing import EmbeddedRedis
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.rollout import Episode, RolloutRequest, Trajectory
@@ -45,7 +45,9 @@ async def generate(store: Store, requests: list[RolloutRequest], length: int) ->
     for offset in range(0, length, FLUSH):
         count = min(FLUSH, length - offset)
         tokens = pack_tokens(range(offset, offset + count), [-0.5] * count, 1) * len(refs)
-        refused = await store.appends.append(RUN, Columns(refs, [offset] * len(refs), [count] * len(refs), tokens, {}))
+        refused = await store.appends.append(
+            RUN, AppendColumns(refs, [offset] * len(refs), [count] * len(refs), tokens, {})
+        )
         if refused:
             raise RuntimeError(f"{len(refused)} of {len(refs)} deltas were not stored")
 
@@ -70,7 +72,7 @@ async def complete(store: Store, lease: LeaseRef, requests: list[RolloutRequest]
 async def measure(length: int) -> dict[str, float]:
     """Bytes per token of the responses, and per rollout where it has none."""
     with EmbeddedRedis() as server:
-        link = Connection(server.url)
+        link = StoreConnection(server.url)
         await link.open()
         store = Store(link, "term")
         await store.runs.take_over()

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
-from ebbtide.store.keys import TERM, run_key
+from ebbtide.store.store_keys import TERM, run_key
 from ebbtide.testing import wait_until
 from ebbtide.types.run import AttemptSpan
 from tests.chaos.cluster import Cluster

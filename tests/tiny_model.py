@@ -8,8 +8,8 @@ def save_tiny_model(directory: Path, *, head: int = 16) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from ebbtide.trainer.characters import character_tokenizer
-    from ebbtide.trainer.network import save_network
+    from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+    from ebbtide.trainer.learning.network import save_network
 
     tokenizer = character_tokenizer()
     torch.manual_seed(0)

@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple, Protocol
 from msgspec import Struct
 
 from benchmarks.control_plane.responses import response
-from ebbtide.rollout_worker.outbox import JITTER
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.rollout_worker.generation.outbox import JITTER
 from ebbtide.rpc.channel import open_channel, write
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.types.fleet import PROTOCOL_VERSION
 from ebbtide.types.tokens import token_count
 from ebbtide.v1 import fleet_pb2, types_pb2

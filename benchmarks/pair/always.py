@@ -2,15 +2,22 @@
 rollouts have the four fifths of it that others give them too."""
 
 from benchmarks.pair.rivals import run_rival
-from ebbtide.scheduling.governor import NOTHING_INSIDE, Decides, Decision, Learnt, Limits, Targets
-from ebbtide.serving_guard.memory import Allowed, Memory
-from ebbtide.types.grants import GRANT_S, Budget, Forecast, Hello, Report, Residency
+from ebbtide.scheduling.coserving.governor import (
+    NOTHING_INSIDE,
+    BudgetDecider,
+    BudgetDecision,
+    LatencyTargets,
+    LearntCosts,
+    StepLimits,
+)
+from ebbtide.serving_guard.loans.memory_budget import AllowedMemory, MemoryBudget
+from ebbtide.types.grants import GRANT_S, BorrowerReport, Budget, Forecast, Hello, Residency
 
 
-class Always(Decides):
-    """Implements `Decides`, and listens to nothing."""
+class Always(BudgetDecider):
+    """Implements `BudgetDecider`, and listens to nothing."""
 
-    def __init__(self, targets: Targets, limits: Limits) -> None:
+    def __init__(self, targets: LatencyTargets, limits: StepLimits) -> None:
         del targets
         self._limits = limits
 
@@ -24,21 +31,21 @@ class Always(Decides):
 
     def stepped(self, now: float, tokens: int, seconds: float) -> None: ...
 
-    def decide(self, now: float) -> Decision:
+    def decide(self, now: float) -> BudgetDecision:
         budget = Budget(self._limits.tokens, self._limits.sequences, now + GRANT_S)
-        return Decision(budget, "idle", NOTHING_INSIDE, now + GRANT_S / 2)
+        return BudgetDecision(budget, "idle", NOTHING_INSIDE, now + GRANT_S / 2)
 
     def hold_s(self, now: float, stepping_since: float | None) -> float:
         return 0.0
 
-    def learnt(self, now: float) -> Learnt:
-        return Learnt(forecast=Forecast(share=1.0, spell_s=3600.0))
+    def learnt(self, now: float) -> LearntCosts:
+        return LearntCosts(forecast=Forecast(share=1.0, spell_s=3600.0))
 
     def pays(self, now: float, wake_s: float) -> bool:
         return True
 
 
-class Fixed(Memory):
+class Fixed(MemoryBudget):
     """A share of the memory that stays as it is."""
 
     def joined(self, worker_id: str, hello: Hello) -> None:
@@ -46,12 +53,12 @@ class Fixed(Memory):
 
     def left(self, worker_id: str) -> None: ...
 
-    def reported(self, now: float, worker_id: str, report: Report) -> None: ...
+    def reported(self, now: float, worker_id: str, report: BorrowerReport) -> None: ...
 
     def tokens_inside(self, now: float, tokens: int) -> None: ...
 
-    def allowed(self, now: float, worker_id: str, *, idle_s: float) -> Allowed:
-        return Allowed(self._kv, "normal", Residency.AWAKE)
+    def allowed(self, now: float, worker_id: str, *, idle_s: float) -> AllowedMemory:
+        return AllowedMemory(self._kv, "normal", Residency.AWAKE)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from ebbtide.cli.coserving_records import Answer, Moment
-from ebbtide.scheduling.decides import Targets
+from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
+from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 
 Values = npt.NDArray[np.float64]
 #: ROSE's own multiples of the percentiles alone (its Qwen3-8B pair).
-TTFT_FACTOR, TPOT_FACTOR = Targets().ttft_factor, Targets().tpot_factor
+TTFT_FACTOR, TPOT_FACTOR = LatencyTargets().ttft_factor, LatencyTargets().tpot_factor
 #: A p99 may be above that alone by so much (and a TTFT's by a rollout step and 10 ms).
 MOST: Final = 1.10
 SPARE_S: Final = 0.010
@@ -40,13 +40,13 @@ class Block(Struct, kw_only=True):
 
     policy: str
     seconds: float
-    answers: list[Answer]
+    answers: list[ServedAnswer]
     harvested: int = 0
     wasted: int = 0
     again: int = 0
     reclaims: tuple[float, float, int] = (0.0, 0.0, 0)
     status: dict[str, Any] = field(default_factory=dict)
-    moments: list[Moment] = field(default_factory=list)
+    moments: list[BudgetMoment] = field(default_factory=list)
 
 
 class Cell(Struct, kw_only=True):
@@ -56,7 +56,7 @@ class Cell(Struct, kw_only=True):
     blocks: list[Block]
 
     @property
-    def whole(self) -> list[Answer]:
+    def whole(self) -> list[ServedAnswer]:
         return [one for block in self.blocks for one in block.answers if not one.failed]
 
     @property
@@ -86,7 +86,7 @@ class Cell(Struct, kw_only=True):
         return sum(inside_s(block.answers) for block in self.blocks) / self.seconds
 
 
-def inside_s(answers: Sequence[Answer]) -> float:
+def inside_s(answers: Sequence[ServedAnswer]) -> float:
     """Seconds with at least one request inside."""
     until = total = 0.0
     for one in sorted((one for one in answers if not one.failed), key=lambda one: one.sent):
@@ -99,7 +99,7 @@ def percentile(values: Values, at: float) -> float:
     return float(np.percentile(values, at)) if len(values) else 0.0
 
 
-def ratio_interval(cell: Cell, alone: Sequence[Cell], pick: Callable[[Answer], float]) -> tuple[float, float]:
+def ratio_interval(cell: Cell, alone: Sequence[Cell], pick: Callable[[ServedAnswer], float]) -> tuple[float, float]:
     """95 % interval of the ratio of the cell's p99 to the mean of those alone, by a moving-block bootstrap: requests
     near one another are not independent, and all cells have the same arrivals, so runs of requests are drawn
     together."""

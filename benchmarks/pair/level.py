@@ -22,9 +22,9 @@ from benchmarks.pair.keeping import Keeping
 from benchmarks.pair.policies import OURS, Guard, Slo, guard
 from benchmarks.pair.stack import MODEL, WORKER, Pair, installed, settle
 from benchmarks.pair.traffic import Speeds
-from ebbtide.cli.coserving_client import Plan, body, send
-from ebbtide.cli.coserving_records import Answer, Moment
-from ebbtide.cli.coserving_traffic import Request
+from ebbtide.demo.coserving.coserving_client import TrafficPlan, body, send
+from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
+from ebbtide.demo.coserving.coserving_traffic import TrafficRequest
 from ebbtide.grants import Page, page_path
 from ebbtide.types.grants import GuardStatus
 
@@ -47,16 +47,16 @@ class Scene(Struct, frozen=True, kw_only=True):
     """`name` says trace and load."""
 
     name: str
-    requests: list[Request]
+    requests: list[TrafficRequest]
 
-    def blocks(self, seconds: float = BLOCK_S) -> list[list[Request]]:
+    def blocks(self, seconds: float = BLOCK_S) -> list[list[TrafficRequest]]:
         """The requests in stretches of about so many seconds, each counted from its own start."""
         end = self.requests[-1].at + 1e-9
         count = max(1, round(end / seconds))
-        found: list[list[Request]] = [[] for _ in range(count)]
+        found: list[list[TrafficRequest]] = [[] for _ in range(count)]
         for one in self.requests:
             number = int(one.at / end * count)
-            found[number].append(Request(one.at - number * end / count, one.prompt, one.output))
+            found[number].append(TrafficRequest(one.at - number * end / count, one.prompt, one.output))
         return [block for block in found if block]
 
 
@@ -106,7 +106,7 @@ class Measuring:
     async def block(
         self,
         scene: Scene,
-        requests: list[Request],
+        requests: list[TrafficRequest],
         policy: str,
         slo: Slo = _ANY,
         extra: dict[str, str] | None = None,
@@ -115,7 +115,7 @@ class Measuring:
         return await self._block(scene, 0, requests, policy, slo, extra or {})
 
     async def _block(
-        self, scene: Scene, number: int, requests: list[Request], policy: str, slo: Slo, extra: dict[str, str]
+        self, scene: Scene, number: int, requests: list[TrafficRequest], policy: str, slo: Slo, extra: dict[str, str]
     ) -> Block:
         arrivals = [(one.at, one.prompt, one.output) for one in requests]
         flags = sorted(extra.items()) if policy.partition(":")[0] in OURS else []
@@ -132,7 +132,7 @@ class Measuring:
         )
         return block
 
-    async def _measure(self, requests: list[Request], policy: str, slo: Slo, extra: dict[str, str]) -> Block:
+    async def _measure(self, requests: list[TrafficRequest], policy: str, slo: Slo, extra: dict[str, str]) -> Block:
         pair, split = self.pair, policy == "split"
         first, *others = sorted(pair.cores)
         upstream = await pair.serve("split", 1, {first}) if split else await pair.serve("serving", 2)
@@ -141,7 +141,7 @@ class Measuring:
             if not policy.startswith("alone"):
                 await pair.lent()
             await settle(_SETTLE_S)
-            moments: list[Moment] = []
+            moments: list[BudgetMoment] = []
             beside = [asyncio.create_task(watch(pair, moments))]
             if policy.startswith("rose"):
                 beside.append(asyncio.create_task(abort(pair, made)))
@@ -156,11 +156,11 @@ class Measuring:
         block.reclaims, block.status, block.moments = _reclaims(status), msgspec.to_builtins(status), moments
         return block
 
-    async def _replayed(self, made: Guard, requests: list[Request], policy: str) -> Block:
+    async def _replayed(self, made: Guard, requests: list[TrafficRequest], policy: str) -> Block:
         """What was answered and harvested, from second 0 of the requests to their last token."""
         pair, aborted = self.pair, set(self.pair.feed.aborted)
         starts = time.monotonic() + _LEAD_S
-        replaying = asyncio.create_task(self._replay(made.url, Plan(starts=starts, requests=requests)))
+        replaying = asyncio.create_task(self._replay(made.url, TrafficPlan(starts=starts, requests=requests)))
         try:
             await asyncio.sleep(starts - time.monotonic())
             before = pair.generated()
@@ -178,10 +178,10 @@ class Measuring:
             again=sum(after.get(name, 0) for name in gone),
         )
 
-    async def _replay(self, url: str, plan: Plan) -> list[Answer]:
+    async def _replay(self, url: str, plan: TrafficPlan) -> list[ServedAnswer]:
         files = self.pair.directory / "plan.json", self.pair.directory / "answers.json"
         files[0].write_bytes(msgspec.json.encode(plan))
-        command = [sys.executable, "-m", "ebbtide.cli.coserving_client", "--url", url, "--model", MODEL]
+        command = [sys.executable, "-m", "ebbtide.demo.coserving.coserving_client", "--url", url, "--model", MODEL]
         command += [
             "--plan",
             str(files[0]),
@@ -198,7 +198,7 @@ class Measuring:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        return msgspec.json.decode(files[1].read_bytes(), type=list[Answer])
+        return msgspec.json.decode(files[1].read_bytes(), type=list[ServedAnswer])
 
 
 async def probe(url: str) -> Speeds:
@@ -207,7 +207,7 @@ async def probe(url: str) -> Speeds:
 
     async def one(session: aiohttp.ClientSession, prompt: int, output: int) -> tuple[float, float]:
         start = time.monotonic()
-        first, last = await send(session, url, body(MODEL, Request(0.0, prompt, output), random))
+        first, last = await send(session, url, body(MODEL, TrafficRequest(0.0, prompt, output), random))
         return first - start, (last - first) / (output - 1)
 
     async with aiohttp.ClientSession() as session:
@@ -231,14 +231,14 @@ def slo_of(alone: Cell) -> Slo:
     return Slo(ttft_s=TTFT_FACTOR * percentile(alone.ttft, 99), tpot_s=TPOT_FACTOR * percentile(alone.tpot, 99))
 
 
-async def watch(pair: Pair, moments: list[Moment]) -> None:
+async def watch(pair: Pair, moments: list[BudgetMoment]) -> None:
     """Note what the rollouts may take and took, until cancelled."""
     page = Page(page_path(pair.grants, WORKER))
     try:
         while True:
             steps, offered = page.steps(), page.budget()
             moments.append(
-                Moment(
+                BudgetMoment(
                     at_s=time.monotonic(),
                     tokens=offered.tokens,
                     sequences=offered.sequences,

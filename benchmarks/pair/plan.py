@@ -8,7 +8,7 @@ from typing import Final
 
 from benchmarks.pair.level import Scene
 from benchmarks.pair.traffic import Speeds, lasting, speed_for
-from ebbtide.cli.coserving_traffic import Lengths, Request, faster, read_trace
+from ebbtide.demo.coserving.coserving_traffic import TraceLengths, TrafficRequest, faster, read_trace
 from ebbtide.errors import InvalidRequest
 
 #: Seconds of a cell, in short and in full; the cells that matter most last for a number of requests.
@@ -19,22 +19,22 @@ MEDIAN_TTFT_S, MEDIAN_OUTPUT = 0.095, 16
 #: The served engine holds 3072 tokens.
 LONGEST_PROMPT: Final = 2560
 _ROUNDS: Final = 4
-_UNSCALED: Final = Lengths(prompts=1, outputs=1, longest_prompt=1 << 20, longest_output=1 << 20)
+_UNSCALED: Final = TraceLengths(prompts=1, outputs=1, longest_prompt=1 << 20, longest_output=1 << 20)
 
 
-def lengths_for(raw: Sequence[Request], speeds: Speeds) -> Lengths:
+def lengths_for(raw: Sequence[TrafficRequest], speeds: Speeds) -> TraceLengths:
     """Factors by which the trace's median prompt and answer become what this engine is to be measured with."""
     prompt = statistics.median(one.prompt for one in raw)
     output = statistics.median(one.output for one in raw)
     tokens = (MEDIAN_TTFT_S - speeds.fixed_s) / speeds.prompt_s
-    return Lengths(
+    return TraceLengths(
         prompts=round(tokens / prompt, 3),
         outputs=round(min(1.0, MEDIAN_OUTPUT / output), 3),
         longest_prompt=LONGEST_PROMPT,
     )
 
 
-def scene_of(options: argparse.Namespace, path: Path, load: int, speeds: Speeds) -> tuple[Scene, Lengths]:
+def scene_of(options: argparse.Namespace, path: Path, load: int, speeds: Speeds) -> tuple[Scene, TraceLengths]:
     """The scene of one trace at one load (percent; 0: at the speed that the options name)."""
     raw = read_trace(path, options.window, _UNSCALED)
     lengths = lengths_for(raw, speeds)
@@ -47,7 +47,9 @@ def scene_of(options: argparse.Namespace, path: Path, load: int, speeds: Speeds)
     return Scene(name=f"{path.stem.removeprefix('serving_azure2023_')}-{load}", requests=requests), lengths
 
 
-def _arriving(options: argparse.Namespace, path: Path, load: int, speeds: Speeds, lengths: Lengths) -> list[Request]:
+def _arriving(
+    options: argparse.Namespace, path: Path, load: int, speeds: Speeds, lengths: TraceLengths
+) -> list[TrafficRequest]:
     requests = read_trace(path, options.window, lengths)
     if options.speed:
         requests = faster(requests, options.speed)

@@ -20,14 +20,14 @@ from msgspec import Struct
 
 from benchmarks.pair.rose import SETTING, TABLES
 from benchmarks.pair.stack import SERVED_TOKEN_BYTES, SERVING_KV_MIB, WORKER, Pair
-from ebbtide.cli.process import Process, Program
 from ebbtide.grants import socket_path
+from ebbtide.local_cluster.program_process import Program, ProgramProcess
 from ebbtide.rpc.channel import open_socket
-from ebbtide.rpc.convert import from_proto
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import GuardStatus
 from ebbtide.v1 import grants_pb2
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
+from ebbtide.wire.record_conversion import from_proto
 
 _ROOT: Final = Path(__file__).parents[2]
 #: Memory for both engines' keys and values: rollouts fill most of the four fifths that ROSE gives them, and bursts of
@@ -56,7 +56,7 @@ class Slo(Struct, frozen=True, kw_only=True):
 class Guard:
     """A started one. `url`: where users' requests go."""
 
-    def __init__(self, url: str, stub: GrantsStub | None, process: Process | None) -> None:
+    def __init__(self, url: str, stub: GrantsStub | None, process: ProgramProcess | None) -> None:
         self.url, self._stub, self.process = url, stub, process
 
     async def status(self) -> GuardStatus:
@@ -77,7 +77,7 @@ async def guard(
     if name.startswith("alone"):
         yield Guard(upstream, None, None)
         return
-    process = Process(_program(pair, name, setting, slo, upstream, extra, tables))
+    process = ProgramProcess(_program(pair, name, setting, slo, upstream, extra, tables))
     try:
         await process.wait_ready()
         pair.guard_pid = process.pid

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Cell, best_rose, kept, percentile, row
-from ebbtide.cli.coserving_records import Replay
+from ebbtide.demo.coserving.coserving_records import ReplayRecord
 
 _COLUMNS = (
     "policy", "n", "load", "TTFT p50", "p95", "p99", "x alone", "TPOT p50", "p95", "p99", "x alone", "SLO", "tok/s",
@@ -39,10 +39,10 @@ def told(
 
 def draw(scene: str, found: dict[str, Cell], path: Path) -> None:
     """The first block of ours, as a timeline."""
-    from ebbtide.cli.coserving_picture import write_coserving_picture
+    from ebbtide.demo.coserving.coserving_picture import write_coserving_picture
 
     block, alone = found["ours"].blocks[0], found["alone"]
-    replay = Replay(
+    replay = ReplayRecord(
         title=f"{scene}: the serving-guard in the traffic, two engines on the cores of one machine",
         answers=tuple(block.answers),
         moments=tuple(block.moments),

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 
 from ebbtide.runtime import Shutdown, run
-from ebbtide.scheduling.governor import Decides, Limits, Targets
-from ebbtide.serving_guard.memory import Memory
+from ebbtide.scheduling.coserving.governor import BudgetDecider, LatencyTargets, StepLimits
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.settings import load
 
 
 def run_rival(
-    decides: Callable[[Targets, Limits], Decides],
-    memory: Callable[..., Memory],
+    decides: Callable[[LatencyTargets, StepLimits], BudgetDecider],
+    memory: Callable[..., MemoryBudget],
     description: str,
     argv: Sequence[str] | None = None,
 ) -> None:

@@ -17,9 +17,16 @@ import os
 from typing import Final
 
 from benchmarks.pair.rivals import run_rival
-from ebbtide.scheduling.governor import NOTHING_INSIDE, Decides, Decision, Learnt, Limits, Targets
-from ebbtide.serving_guard.memory import Allowed, Memory
-from ebbtide.types.grants import GRANT_S, Budget, Forecast, Hello, Report, Residency
+from ebbtide.scheduling.coserving.governor import (
+    NOTHING_INSIDE,
+    BudgetDecider,
+    BudgetDecision,
+    LatencyTargets,
+    LearntCosts,
+    StepLimits,
+)
+from ebbtide.serving_guard.loans.memory_budget import AllowedMemory, MemoryBudget
+from ebbtide.types.grants import GRANT_S, BorrowerReport, Budget, Forecast, Hello, Residency
 
 #: That_prf (of a prompt, and of each of its tokens) and That_dec (of one request, and of each further one) of the
 #: served model, as probed before the benchmark: seconds.
@@ -35,10 +42,10 @@ class _Request:
         self.last = 0.0
 
 
-class Rose(Decides):
+class Rose(BudgetDecider):
     """The admission. Its tick is every event of the traffic, and the moment at which the least slack is used up."""
 
-    def __init__(self, targets: Targets, limits: Limits) -> None:
+    def __init__(self, targets: LatencyTargets, limits: StepLimits) -> None:
         held, self._limits = float(os.environ[SETTING].split(",")[3]), limits
         self._ttft, self._tpot = held * targets.ttft_s, held * targets.tpot_s
         self._fixed, self._token, self._decode, self._more = map(float, os.environ[TABLES].split(","))
@@ -58,24 +65,24 @@ class Rose(Decides):
 
     def stepped(self, now: float, tokens: int, seconds: float) -> None: ...
 
-    def decide(self, now: float) -> Decision:
+    def decide(self, now: float) -> BudgetDecision:
         limits = self._limits
         if not self._inside:
             budget = Budget(limits.tokens, limits.sequences, now + GRANT_S)
-            return Decision(budget, "idle", NOTHING_INSIDE, now + GRANT_S / 2)
+            return BudgetDecision(budget, "idle", NOTHING_INSIDE, now + GRANT_S / 2)
         decoding = sum(one.last > 0 for one in self._inside.values())
         decode = self._decode + self._more * max(0, decoding - 1)
         until = min(self._slack_ends(one, decode) for one in self._inside.values())
         if until <= now:
-            return Decision(Budget(), "reclaimed", 0.0, now + GRANT_S / 2)
+            return BudgetDecision(Budget(), "reclaimed", 0.0, now + GRANT_S / 2)
         budget = Budget(limits.tokens, limits.sequences, min(until, now + GRANT_S))
-        return Decision(budget, "shared", until - now, min(until, now + GRANT_S / 2))
+        return BudgetDecision(budget, "shared", until - now, min(until, now + GRANT_S / 2))
 
     def hold_s(self, now: float, stepping_since: float | None) -> float:
         return 0.0
 
-    def learnt(self, now: float) -> Learnt:
-        return Learnt(forecast=Forecast(share=1.0, spell_s=3600.0))
+    def learnt(self, now: float) -> LearntCosts:
+        return LearntCosts(forecast=Forecast(share=1.0, spell_s=3600.0))
 
     def pays(self, now: float, wake_s: float) -> bool:
         return True
@@ -86,8 +93,8 @@ class Rose(Decides):
         return one.last + self._tpot - decode
 
 
-class RoseMemory(Memory):
-    """The KV policy; the methods of `ebbtide.serving_guard.memory.Memory`."""
+class RoseMemory(MemoryBudget):
+    """The KV policy; the methods of `ebbtide.serving_guard.loans.memory_budget.MemoryBudget`."""
 
     def __init__(self, *, limit_mib: int = 0, serving_kv_mib: int = 0, bytes_per_token: int = 0) -> None:
         super().__init__(limit_mib=limit_mib, serving_kv_mib=serving_kv_mib, bytes_per_token=bytes_per_token)
@@ -112,14 +119,14 @@ class RoseMemory(Memory):
     def left(self, worker_id: str) -> None:
         self._kv.pop(worker_id, None)
 
-    def reported(self, now: float, worker_id: str, report: Report) -> None: ...
+    def reported(self, now: float, worker_id: str, report: BorrowerReport) -> None: ...
 
-    def allowed(self, now: float, worker_id: str, *, idle_s: float) -> Allowed:
+    def allowed(self, now: float, worker_id: str, *, idle_s: float) -> AllowedMemory:
         del idle_s
         self.tokens_inside(now, self.serving_bytes // max(1, self._token_bytes))
         budget = min(self._kv.get(worker_id, 0), int((1 - self._headroom) * self.limit))
         phase = "cut" if self._cut else "normal"
-        return Allowed(budget // 2 if self._cut else budget, phase, Residency.AWAKE)
+        return AllowedMemory(budget // 2 if self._cut else budget, phase, Residency.AWAKE)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,15 @@ from benchmarks.pair.always import Always
 from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR
 from benchmarks.pair.rose import SETTING, TABLES, Rose
 from benchmarks.pair.simulated_pair import Engines, Pair
-from ebbtide.cli.coserving_traffic import Bursts, Lengths, Request, faster, made_up, read_trace
-from ebbtide.scheduling.governor import Decides, Governor, Limits, Targets
+from ebbtide.demo.coserving.coserving_traffic import (
+    TraceLengths,
+    TrafficBursts,
+    TrafficRequest,
+    faster,
+    made_up,
+    read_trace,
+)
+from ebbtide.scheduling.coserving.governor import BudgetDecider, Governor, LatencyTargets, StepLimits
 
 _SHARES: Final = (0.5, 0.95, 0.99)
 _HALVINGS: Final = 14
@@ -46,16 +53,19 @@ def main() -> None:
     parser.add_argument("--span-s", type=arguments.seconds, default=300.0, help="length of that window")
     parser.add_argument("--scale", type=arguments.factor, default=0.3, help="factor on the trace's lengths")
     parser.add_argument("--load", type=arguments.share, nargs="+", default=[0.2, 0.5, 0.8])
-    parser.add_argument("--aim-tpot", type=arguments.seconds, nargs="+", default=[Targets().aim_tpot])
+    parser.add_argument("--aim-tpot", type=arguments.seconds, nargs="+", default=[LatencyTargets().aim_tpot])
     parser.add_argument(
         "--together", type=arguments.factor, default=1.0, help="what overlapping steps get of the device"
     )
     parser.add_argument("--seeds", type=arguments.count, default=1)
     args = parser.parse_args()
-    lengths = Lengths(prompts=args.scale, outputs=args.scale)
+    lengths = TraceLengths(prompts=args.scale, outputs=args.scale)
     window = (args.start_s, args.start_s + args.span_s)
     cases = {path.stem: read_trace(path, window, lengths) for path in args.trace}
-    cases = cases or {"bursty": made_up(Bursts(), args.span_s, 0), "poisson": made_up(Bursts(size=1), args.span_s, 0)}
+    cases = cases or {
+        "bursty": made_up(TrafficBursts(), args.span_s, 0),
+        "poisson": made_up(TrafficBursts(size=1), args.span_s, 0),
+    }
     engines = Engines(together=args.together)
     print("SIMULATION (virtual time; TTFT and TPOT in ms as p50/p95/p99)")
     for name, requests in cases.items():
@@ -65,18 +75,20 @@ def main() -> None:
                 print(table(compared(requests, load, engines, args.aim_tpot, seed)))
 
 
-def compared(requests: Sequence[Request], load: float, engines: Engines, aims: Sequence[float], seed: int) -> list[Row]:
+def compared(
+    requests: Sequence[TrafficRequest], load: float, engines: Engines, aims: Sequence[float], seed: int
+) -> list[Row]:
     """All policies at one load."""
     arrivals = faster(requests, speed_for(load, engines, requests))
-    nothing, everything = Limits(tokens=0), Limits()
-    alone = played(Always(Targets(), nothing), engines, arrivals, seed)
-    slo = Targets(
+    nothing, everything = StepLimits(tokens=0), StepLimits()
+    alone = played(Always(LatencyTargets(), nothing), engines, arrivals, seed)
+    slo = LatencyTargets(
         ttft_s=TTFT_FACTOR * percentile(ttft(alone), 0.99), tpot_s=TPOT_FACTOR * percentile(tpot(alone), 0.99)
     )
     each_s = engines.decode_each_s
     os.environ[SETTING] = _ROSE
     os.environ[TABLES] = f"{engines.prefill_s},{engines.prefill_token_s},{engines.decode_s + each_s},{each_s}"
-    policies: dict[str, Callable[[], Decides]] = {
+    policies: dict[str, Callable[[], BudgetDecider]] = {
         "alone": partial(Always, slo, nothing),
         "unguarded": partial(Always, slo, everything),
         "rose": partial(Rose, slo, everything),
@@ -89,22 +101,22 @@ def compared(requests: Sequence[Request], load: float, engines: Engines, aims: S
     return [rows[0], row("alone again", again, slo, ideal), *rows[1:]]
 
 
-def _aimed(slo: Targets, aim: float) -> Targets:
-    return Targets(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, aim_tpot=aim)
+def _aimed(slo: LatencyTargets, aim: float) -> LatencyTargets:
+    return LatencyTargets(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, aim_tpot=aim)
 
 
-def played(decides: Decides, engines: Engines, requests: Sequence[Request], seed: int) -> Pair:
+def played(decides: BudgetDecider, engines: Engines, requests: Sequence[TrafficRequest], seed: int) -> Pair:
     pair = Pair(decides, engines, requests, seed)
     pair.run()
     return pair
 
 
-def speed_for(load: float, engines: Engines, requests: Sequence[Request]) -> float:
+def speed_for(load: float, engines: Engines, requests: Sequence[TrafficRequest]) -> float:
     """How many times as fast they must come for serving alone to be busy for that share of the time."""
     slow, fast = 1e-3, 1e3
     for _ in range(_HALVINGS):
         speed = (slow * fast) ** 0.5
-        pair = played(Always(Targets(), Limits(tokens=0)), engines, faster(requests, speed), 0)
+        pair = played(Always(LatencyTargets(), StepLimits(tokens=0)), engines, faster(requests, speed), 0)
         slow, fast = (speed, fast) if pair.busy_s < load * pair.now else (slow, speed)
     return float((slow * fast) ** 0.5)
 
@@ -122,7 +134,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def row(policy: str, pair: Pair, slo: Targets, ideal: float) -> Row:
+def row(policy: str, pair: Pair, slo: LatencyTargets, ideal: float) -> Row:
     first, later = ttft(pair), tpot(pair)
     met = sum(one <= slo.ttft_s for one in first) / len(first), sum(one <= slo.tpot_s for one in later) / len(later)
     return Row(

@@ -12,8 +12,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.cli.coserving_traffic import Request
-from ebbtide.scheduling.governor import Decides
+from ebbtide.demo.coserving.coserving_traffic import TrafficRequest
+from ebbtide.scheduling.coserving.governor import BudgetDecider
 
 #: From a budget's being written to the first step of an engine that waits for one.
 _WAKE_S: Final = 0.0005
@@ -40,7 +40,7 @@ class Engines(Struct, frozen=True, kw_only=True):
 
 
 class Served(Struct):
-    asked: Request
+    asked: TrafficRequest
     left: int  # of the prompt, to be prefilled
     first: float = 0.0
     last: float = 0.0
@@ -51,7 +51,7 @@ class Pair:
     """Both engines and the guard between them. Invariant: `_serving` and `_rolling` are the seconds of device time that
     the steps under way still need; None where none is."""
 
-    def __init__(self, decides: Decides, engines: Engines, asked: Sequence[Request], seed: int) -> None:
+    def __init__(self, decides: BudgetDecider, engines: Engines, asked: Sequence[TrafficRequest], seed: int) -> None:
         self._decides, self._engines = decides, engines
         self._asked = deque(asked)
         self._chance = random.Random(seed)

@@ -10,7 +10,7 @@ from msgspec import Struct
 from benchmarks.pair.figures import Alone, Block, Cell, percentile, row
 from benchmarks.pair.level import Measuring, Scene, slo_of
 from benchmarks.pair.stack import WORKER, Pair
-from ebbtide.cli.coserving_traffic import Request
+from ebbtide.demo.coserving.coserving_traffic import TrafficRequest
 
 _SAMPLE_S: Final = 30.0
 
@@ -31,7 +31,9 @@ async def soak(
     alone = await measuring.block(scene, scene.requests, "alone")
     span = scene.requests[-1].at + 1.0
     laps = max(1, math.ceil(seconds / span))
-    requests = [Request(one.at + lap * span, one.prompt, one.output) for lap in range(laps) for one in scene.requests]
+    requests = [
+        TrafficRequest(one.at + lap * span, one.prompt, one.output) for lap in range(laps) for one in scene.requests
+    ]
     sizes: list[Sizes] = []
     sampling = asyncio.create_task(_sample(measuring.pair, sizes))
     try:

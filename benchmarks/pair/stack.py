@@ -15,21 +15,21 @@ from typing import Any, Final
 from safetensors.torch import load_file
 
 from benchmarks.pair.feeding import Feeding, feeding
-from ebbtide.cli.local import free_address
-from ebbtide.cli.process import Process
-from ebbtide.cli.served_model import Network, served_model
-from ebbtide.cli.serving_engine import serving_engine
 from ebbtide.client import Lease
+from ebbtide.local_cluster.local_cluster import free_address
+from ebbtide.local_cluster.program_process import ProgramProcess
+from ebbtide.local_cluster.served_model import ServedNetwork, served_model
+from ebbtide.local_cluster.serving_engine import serving_engine
 from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
 
 RUN: Final = "pair"
 CACHE: Final = Path(__file__).parents[2] / "runs" / "bench-coserving"
 #: 25 M parameters. Of keys and values, 8 layers, 2 heads, 64 dimensions and 2 bytes: 4 KiB a token.
-_SERVED: Final = Network(kv_heads=2)
+_SERVED: Final = ServedNetwork(kv_heads=2)
 SERVED_TOKEN_BYTES: Final = 8 * 2 * 2 * 64 * 2
 #: 4 M parameters, whose decode steps take much the same time for few as for many rollouts, as on a GPU; 4 KiB a token.
-_ROLLOUTS: Final = Network(hidden=256, layers=4, heads=4, kv_heads=4, feed_forward=768)
+_ROLLOUTS: Final = ServedNetwork(hidden=256, layers=4, heads=4, kv_heads=4, feed_forward=768)
 MODEL: Final = "served"
 WORKER: Final = "borrowed"
 #: Rollouts in the engine at once, and open in all: about as many whole contexts as ROSE's machines have memory for (an
@@ -65,7 +65,7 @@ class Pair:
         self.cores = os.sched_getaffinity(0)
         self.guard_pid = 0
         self.feed: Feeding
-        self.serving: dict[str, Process] = {}
+        self.serving: dict[str, ProgramProcess] = {}
 
     async def serve(self, name: str, threads: int, cores: set[int] | None = None) -> str:
         """Boot a serving engine, or find it booted. Its address as a URL."""
@@ -75,7 +75,7 @@ class Pair:
             program = serving_engine(
                 served_model(CACHE, _SERVED), MODEL, address, log, threads=threads, kv_mib=SERVING_KV_MIB, name=name
             )
-            process = self.serving[name] = Process(program)
+            process = self.serving[name] = ProgramProcess(program)
             if cores is not None:
                 os.sched_setaffinity(process.pid, cores)
             await process.wait_ready()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from ebbtide.cli.coserving_traffic import Request, faster
+from ebbtide.demo.coserving.coserving_traffic import TrafficRequest, faster
 
 #: The speed at which a load is met is looked for between these, by halving.
 _SLOWEST, _FASTEST, _HALVINGS = 1e-3, 1e3, 40
@@ -24,7 +24,7 @@ class Speeds(Struct, frozen=True, kw_only=True):
         return self.fixed_s + self.prompt_s * tokens
 
 
-def busy_s(requests: Sequence[Request], speeds: Speeds) -> float:
+def busy_s(requests: Sequence[TrafficRequest], speeds: Speeds) -> float:
     """Seconds with a request inside: prompts are read one after the other, tokens are made for all at once."""
     free = until = total = 0.0
     for one in requests:
@@ -35,7 +35,7 @@ def busy_s(requests: Sequence[Request], speeds: Speeds) -> float:
     return total
 
 
-def speed_for(requests: Sequence[Request], load: float, speeds: Speeds) -> float:
+def speed_for(requests: Sequence[TrafficRequest], load: float, speeds: Speeds) -> float:
     """How many times as fast `requests` must come for the engine to be busy for `load` of the time."""
     slow, fast = _SLOWEST, _FASTEST
     for _ in range(_HALVINGS):
@@ -47,7 +47,7 @@ def speed_for(requests: Sequence[Request], load: float, speeds: Speeds) -> float
     return math.sqrt(slow * fast)
 
 
-def lasting(requests: Sequence[Request], load: float, speeds: Speeds, seconds: float) -> list[Request]:
+def lasting(requests: Sequence[TrafficRequest], load: float, speeds: Speeds, seconds: float) -> list[TrafficRequest]:
     """The first of `requests`, as many as at that load last for `seconds`, at the speed at which they do."""
     few, many = 2, len(requests)
     while few < many:

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.patches.plans import RECORD, version_file
 from benchmarks.patches.training import DEMO, ROOT, keep
-from ebbtide.trainer.threads import limit_threads
+from ebbtide.trainer.learning.torch_threads import limit_threads
 
 #: Each of four updates, as the demo has four minibatches a step.
 STEPS = 3
@@ -36,7 +36,7 @@ class Rollouts:
         """A step's samples, with the logprobs that the network gives them now, and their mean reward."""
         import torch
 
-        from ebbtide.trainer.grpo import group_advantages
+        from ebbtide.trainer.learning.grpo import group_advantages
 
         groups, size = self._spec["batch"]["groups_per_step"], self._spec["batch"]["group_size"]
         environments = [self._source.make("train", step * groups + group) for group in range(groups)]
@@ -77,25 +77,25 @@ class Rollouts:
     def _sample(self, learner: Any, prompt: list[int], response: list[int], advantage: float) -> Any:
         import torch
 
-        from ebbtide.trainer.batches import Sample, collate
+        from ebbtide.trainer.learning.training_batches import TrainingSample, collate
 
         count = len(response)
         mask, versions = np.ones(count, np.bool_), np.full(count, learner.version, np.int64)
         ids = np.array([*prompt, *response], np.int64)
-        bare = Sample(ids, mask, np.zeros(count, np.float32), versions, advantage)
+        bare = TrainingSample(ids, mask, np.zeros(count, np.float32), versions, advantage)
         with torch.no_grad():
             logprobs, _ = learner.logprobs(learner.network, collate([bare]))
-        return Sample(ids, mask, logprobs.numpy(), versions, advantage)
+        return TrainingSample(ids, mask, logprobs.numpy(), versions, advantage)
 
 
 def make(directory: Path) -> None:
     """Take the steps; write each version, and last of all the record of how they came about."""
     import torch
 
-    from ebbtide.trainer.base_model import make_base_model
-    from ebbtide.trainer.environments import load_source
-    from ebbtide.trainer.learner import Learner, LearnerSettings
-    from ebbtide.trainer.network import load_network, load_tokenizer
+    from ebbtide.environments import load_source
+    from ebbtide.trainer.base_model.base_model import make_base_model
+    from ebbtide.trainer.learning.learner import Learner, LearnerSettings
+    from ebbtide.trainer.learning.network import load_network, load_tokenizer
 
     spec = tomllib.loads(DEMO.read_text())
     source: Any = load_source(spec["environment"]["name"], spec["environment"]["params"], spec["seed"])

@@ -9,8 +9,8 @@ from benchmarks.patches.pairs import Pair, Piece
 from ebbtide.types.weights import TILE_BYTES
 from ebbtide.weights.dtypes import carrier
 from ebbtide.weights.patch.alphabet import Array
-from ebbtide.weights.patch.layout import Kind, unit_width
-from ebbtide.weights.patch.tile import TileCodec
+from ebbtide.weights.patch.tile_codec import TileCodec
+from ebbtide.weights.patch.tile_format import Kind, unit_width
 
 #: The formats that a patch is compared with.
 OTHERS: Final = ("dense", "coo", "astraflow", "xor_zstd_1", "xor_zstd_3")

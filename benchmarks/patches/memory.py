@@ -21,7 +21,7 @@ from benchmarks.patches.speeds import SPREAD
 from benchmarks.patches.synthetic import rate_for, step
 from ebbtide.types.weights import TILE_BYTES
 from ebbtide.weights.patch.alphabet import Array
-from ebbtide.weights.patch.tile import TileCodec, warm_up
+from ebbtide.weights.patch.tile_codec import TileCodec, warm_up
 
 ROOT = Path(__file__).parents[2]
 

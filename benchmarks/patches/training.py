@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.patches.plans import PLANS, RECORD, Plan, version_file
-from ebbtide.trainer.threads import limit_threads
+from ebbtide.trainer.learning.torch_threads import limit_threads
 
 ROOT = Path(__file__).parents[2]
 _SHAPE = ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "feed_forward_size")
-DEMO = ROOT / "services" / "ebbtide" / "cli" / "demo.toml"
+DEMO = ROOT / "services" / "ebbtide" / "demo" / "demo.toml"
 
 
 class Supervision:
@@ -33,10 +33,10 @@ class Supervision:
     def __init__(self, plan: Plan) -> None:
         import torch
 
-        from ebbtide.trainer.base_model import new_network
-        from ebbtide.trainer.base_model_plan import BaseModelPlan
-        from ebbtide.trainer.characters import character_tokenizer
-        from ebbtide.trainer.environments import load_source
+        from ebbtide.environments import load_source
+        from ebbtide.trainer.base_model.base_model import new_network
+        from ebbtide.trainer.base_model.base_model_plan import BaseModelPlan
+        from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 
         torch.manual_seed(0)
         environment = tomllib.loads(DEMO.read_text())["environment"]
@@ -65,7 +65,7 @@ class Supervision:
     def _loss(self) -> Any:
         import torch
 
-        from ebbtide.trainer.batches import collate
+        from ebbtide.trainer.learning.training_batches import collate
 
         first = self._taken
         self._taken += self._plan.batch
@@ -76,7 +76,7 @@ class Supervision:
         return torch.nn.functional.cross_entropy(logits.float(), batch.targets)
 
     def _sample(self, index: int) -> Any:
-        from ebbtide.trainer.batches import Sample
+        from ebbtide.trainer.learning.training_batches import TrainingSample
 
         messages, answer = self._source.example("train", index)
         prompt = self._tokenizer.apply_chat_template(
@@ -85,7 +85,7 @@ class Supervision:
         ids = [*self._tokenizer.encode(prompt + answer, add_special_tokens=False), self._tokenizer.eos_token_id]
         count = len(ids) - 1  # all but the first: these networks learn what words look like, too
         zeros = np.zeros(count, np.int64)
-        return Sample(np.array(ids), np.ones(count, np.bool_), zeros.astype(np.float32), zeros, 0.0)
+        return TrainingSample(np.array(ids), np.ones(count, np.bool_), zeros.astype(np.float32), zeros, 0.0)
 
 
 def keep(network: Any, path: Path, *, masters: bool = False) -> None:

@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.replay.traces import CAP_TOKENS
-from ebbtide.scheduling.costs import COSTS, Costs
+from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
 
 
 class Setting(Struct, frozen=True, kw_only=True):
@@ -66,11 +66,11 @@ class Policy(Struct, frozen=True, kw_only=True):
     unstarted: bool = True
     learnt: bool = True
     weighted: bool = True
-    costs: Costs = COSTS
+    costs: MoveCosts = COSTS
 
 
-_NO_SURPLUS: Final = Costs(advantage=inf)
-_FREE_MOVES: Final = Costs(prefill_tokens_per_s=inf, handover_s=0.0, margin=0.0, advantage=1.0, settled_s=0.0)
+_NO_SURPLUS: Final = MoveCosts(advantage=inf)
+_FREE_MOVES: Final = MoveCosts(prefill_tokens_per_s=inf, handover_s=0.0, margin=0.0, advantage=1.0, settled_s=0.0)
 #: Also free, but made only where they change something: to and fro between equals is nothing but work for us.
 _USEFUL_MOVES: Final = replace(_FREE_MOVES, advantage=1.001)
 

@@ -17,15 +17,15 @@ from benchmarks.replay.engine import Engine, Rollout
 from benchmarks.replay.result import Result
 from benchmarks.replay.setting import Policy, Setting, costless
 from benchmarks.replay.traces import FleetEvent
-from ebbtide.scheduling import balance
-from ebbtide.scheduling.hosts import Host
-from ebbtide.scheduling.lengths import Lengths
-from ebbtide.scheduling.line import Line, Waiting
-from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.placement import pending_limit, place
-from ebbtide.scheduling.throughput import Speed
+from ebbtide.scheduling.dispatch import rebalancing
+from ebbtide.scheduling.dispatch.host_view import HostView
+from ebbtide.scheduling.dispatch.placement import pending_limit, place
+from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
-_BOUNDS: Final = Bounds(1, 1)
+_BOUNDS: Final = VersionBounds(1, 1)
 _CONTEXT: Final = 1 << 20
 #: Spans shorter than this teach nothing, in the live coordinator either.
 _SPAN_S: Final = 0.25
@@ -35,11 +35,11 @@ _ENDED_TICK_S: Final = 5.0
 _IDLE_TICK_S: Final = 10.0
 
 
-def _slots(host: Host) -> int:
+def _slots(host: HostView) -> int:
     return host.slots
 
 
-class Unlearnt(Speed):
+class Unlearnt(WorkerThroughput):
     """Knows of no plateau: as if every engine made as much with one rollout as with many."""
 
     def rate(self, running: float, context: float) -> float:  # noqa: ARG002
@@ -49,7 +49,7 @@ class Unlearnt(Speed):
         return 0
 
 
-class Foretold(Lengths):
+class Foretold(ResponseLengths):
     """Of one who knows: a rollout's budget is what it has left."""
 
     def rest(self, made: int, budget: int | None = None) -> float:
@@ -59,7 +59,7 @@ class Foretold(Lengths):
 class Worker:
     """`lost`: its machine is gone, which the coordinator does not know yet. `promised`: on their way to it."""
 
-    def __init__(self, name: str, engine: Engine, speed: Speed) -> None:
+    def __init__(self, name: str, engine: Engine, speed: WorkerThroughput) -> None:
         self.name, self.engine, self.speed = name, engine, speed
         self.lost = False
         self.promised = 0
@@ -76,10 +76,10 @@ class World:
         self._numbers = count()
         self._booting: set[str] = set()
         self._workers: dict[str, Worker] = {}
-        self._line = Line()
+        self._line = RolloutQueue()
         self._rollouts: dict[str, Rollout] = {}
         self._travelling: dict[str, Worker | None] = {}
-        self._lengths = Foretold() if policy.knows else Lengths()
+        self._lengths = Foretold() if policy.knows else ResponseLengths()
         self._tick_at = inf
         self._draw = Random(setting.seed)
         self.result = Result(policy=policy.name)
@@ -120,7 +120,7 @@ class World:
             if node in self._booting:
                 self._booting.discard(node)
                 factor = 1.0 + self._setting.spread * Random(f"{self._setting.seed} {node}").uniform(-1.0, 1.0)
-                speed = Speed(weigh_context=self._policy.weighted) if self._policy.learnt else Unlearnt()
+                speed = WorkerThroughput(weigh_context=self._policy.weighted) if self._policy.learnt else Unlearnt()
                 self._workers[node] = Worker(node, Engine(self._setting, self._now, factor), speed)
                 self._wake()
 
@@ -160,7 +160,7 @@ class World:
 
     def _queue(self, rollout: Rollout, prefer: str = "") -> None:
         self._line.add(
-            Waiting(
+            QueuedRollout(
                 rollout_id=str(rollout.number),
                 episode_id=str(rollout.number),
                 bounds=_BOUNDS,
@@ -207,8 +207,8 @@ class World:
             for ready in {self._now, *(self._workers[name].engine.ready for _, name in placements)}:
                 self._at(max(self._now, ready) + self._setting.start_s, lambda: None)
 
-    def _host(self, worker: Worker, slots: int, *, promised: int = 0) -> Host:
-        return Host(
+    def _host(self, worker: Worker, slots: int, *, promised: int = 0) -> HostView:
+        return HostView(
             worker_id=worker.name,
             name=worker.name,
             slots=slots,
@@ -219,7 +219,7 @@ class World:
             max_model_len=_CONTEXT,
         )
 
-    def _rated(self, worker: Worker, slots: int) -> Host:
+    def _rated(self, worker: Worker, slots: int) -> HostView:
         if not self._policy.delays:  # the shortest queue alone decides
             return self._host(worker, slots)
         running, context = len(worker.engine), worker.engine.context()
@@ -273,7 +273,7 @@ class World:
         slots = self._setting.slots if self._policy.delays else self._setting.rollouts
         engines = [self._engine(worker, slots) for worker in self._workers.values()]
         costs, unstarted = self._policy.costs, self._policy.unstarted
-        moves = balance.rebalance(engines, self._lengths, now=self._now, costs=costs, unstarted=unstarted)
+        moves = rebalancing.rebalance(engines, self._lengths, now=self._now, costs=costs, unstarted=unstarted)
         for move in moves:
             self._move(move.attempt_id, self._workers[move.source], self._workers[move.target])
         for name in {move.source for move in moves}:
@@ -281,15 +281,15 @@ class World:
         if moves:
             self._wake()
 
-    def _engine(self, worker: Worker, slots: int) -> balance.Engine:
-        return balance.Engine(
+    def _engine(self, worker: Worker, slots: int) -> rebalancing.EngineLoad:
+        return rebalancing.EngineLoad(
             host=self._host(worker, slots, promised=worker.promised),
             speed=worker.speed,
             context=worker.engine.context(),
             rollouts=lambda: self._generating(worker),
         )
 
-    def _generating(self, worker: Worker) -> list[balance.Generating]:
+    def _generating(self, worker: Worker) -> list[rebalancing.RunningRollout]:
         self._advance(worker)
         self._expect(worker)
         engine = worker.engine
@@ -298,9 +298,9 @@ class World:
             made = int(engine.made(rollout))
             length = self._setting.prompt_tokens + made
             found.append(
-                balance.Generating(
+                rebalancing.RunningRollout(
                     attempt_id=str(rollout.number),
-                    waiting=Waiting(
+                    waiting=QueuedRollout(
                         rollout_id=str(rollout.number),
                         episode_id=str(rollout.number),
                         bounds=_BOUNDS,

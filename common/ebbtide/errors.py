@@ -1,4 +1,4 @@
-"""The exceptions that callers may meet. None of them knows gRPC; `ebbtide.rpc.status` maps them to statuses.
+"""The exceptions that callers may meet. None of them knows gRPC; `ebbtide.rpc.status_table` maps them to statuses.
 
 EbbtideError
 ├── InvalidRequest        fix the call; names the field

@@ -148,7 +148,7 @@ async def _supervise(main: Callable[[Shutdown], Awaitable[None]], name: str, set
 
 def _tell_expiries(settings: ProcessSettings) -> None:
     """Whoever asks for the metrics is told of the files as they are then; of one that went, what was true last."""
-    from ebbtide.rpc.expiry import expiries
+    from ebbtide.auth.credential_expiry import expiries
 
     def ask(kind: str) -> float:
         known.update(expiries(settings))

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
-from ebbtide.cli.process import Process, Program
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.ledger import AttemptRecord, read_ledger
+from ebbtide.local_cluster.program_process import Program, ProgramProcess
 from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.rpc.security import ClientSecurity
-from ebbtide.store.keys import LEADER
+from ebbtide.store.store_keys import LEADER
 from ebbtide.testing import EmbeddedRedis, wait_until
 from tests.chaos.way import Way
 
@@ -55,7 +55,7 @@ class Cluster:
     def __init__(self, directory: Path, *, routed: bool = False) -> None:
         self.directory = directory
         self.redis = EmbeddedRedis(directory / "redis")
-        self.process: dict[str, Process] = {}
+        self.process: dict[str, ProgramProcess] = {}
         self.heads = ["coordinator"]  # the coordinators that workers and clients know
         self.routed = routed
         self.ways: dict[tuple[str, str], Way] = {}
@@ -103,19 +103,19 @@ class Cluster:
         self._clients.append(client)
         return client
 
-    async def coordinator(self, name: str = "coordinator", **settings: Any) -> Process:
+    async def coordinator(self, name: str = "coordinator", **settings: Any) -> ProgramProcess:
         listen, store = self._address(name), await self.route(name, "redis")
         flags = {"server_listen": listen, "store_url": store, **self._coordinator, **settings}
         return await self.start(name, "coordinator", **flags)
 
-    async def relay(self, **settings: Any) -> Process:
+    async def relay(self, **settings: Any) -> ProgramProcess:
         data = self.directory / "relay"
         flags: dict[str, Any] = {"server_listen": self._address("relay"), "data_dir": data}
         if "coordinator" in self.process:
             flags["coordinator"] = self.process["coordinator"].address
         return await self.start("relay", "weight_relay", **flags, **settings)
 
-    async def worker(self, name: str, *coordinators: str, **settings: Any) -> Process:
+    async def worker(self, name: str, *coordinators: str, **settings: Any) -> ProgramProcess:
         flags: dict[str, Any] = {
             "coordinator": ",".join([await self.route(name, head) for head in coordinators or self.heads]),
             "relay": await self.route(name, "relay"),
@@ -124,7 +124,7 @@ class Cluster:
         }
         return await self.start(name, "rollout_worker", **{**flags, **_WORKER, **self.script, **settings})
 
-    async def start(self, name: str, module: str, /, *, boot_s: float = 60.0, **settings: Any) -> Process:
+    async def start(self, name: str, module: str, /, *, boot_s: float = 60.0, **settings: Any) -> ProgramProcess:
         """Start a service and wait until it is ready."""
         flags = {"die_with_parent": os.getpid(), "ready_file": self.directory / f"{name}.json", **settings}
         command = [sys.executable, "-m", module if module.startswith("tests.") else f"ebbtide.{module}"]
@@ -139,7 +139,7 @@ class Cluster:
             boot_s=boot_s,
             stop_s=30.0,
         )
-        process = self.process[name] = Process(program)
+        process = self.process[name] = ProgramProcess(program)
         await process.wait_ready()
         return process
 

@@ -12,7 +12,7 @@ import numpy as np
 from ebbtide.client import Client, Lease
 from ebbtide.errors import EbbtideError
 from ebbtide.ledger import AttemptRecord
-from ebbtide.rollout_worker.engine.scripted import END, follow
+from ebbtide.rollout_worker.engine.scripted_engine import END, follow
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishedRollout, FinishReason, RolloutRequest, SubmitOutcome, TokenChunk
 from ebbtide.types.run import AttemptSpan, Run, RunStatus, Sampling

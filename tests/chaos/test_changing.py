@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from ebbtide.client import Client, Lease
-from ebbtide.rollout_worker.engine.checkpoint import header
+from ebbtide.rollout_worker.engine.checkpoint_facts import header
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import Worker
 from ebbtide.types.run import RunStatus
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weights import Layout, build_manifest, named_tensor
+from ebbtide.weights import FileLayout, build_manifest, named_tensor
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import SPEC, make_requests
 
@@ -27,7 +27,7 @@ def checkpoint(folder: Path, elements: int) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": elements}))
     tensor = named_tensor("w", np.zeros(elements, np.float32))
-    layout = Layout(build_manifest("r", PolicyVersion(policy="policy", version=1), [tensor]))
+    layout = FileLayout(build_manifest("r", PolicyVersion(policy="policy", version=1), [tensor]))
     (folder / "model.safetensors").write_bytes(layout.header.ljust(layout.size, b"\0"))
     assert header(folder / "model.safetensors")["w"]["shape"] == [elements]
     return folder

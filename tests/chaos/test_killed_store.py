@@ -12,7 +12,7 @@ import uvloop
 
 from ebbtide.client import Client
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.connection import Connection
+from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.rollout import Episode, RolloutRequest, Trajectory, TrajectoryOutcome
 from ebbtide.types.run import RunEvent, RunStatus
@@ -152,7 +152,7 @@ def test_the_connection_comes_back_however_often_the_store_dies_under_it(tmp_pat
 async def kill_under_writes(directory: Path) -> None:
     """Every acknowledged write, and at most one more of each writer, is there in the end."""
     with EmbeddedRedis(directory) as redis:
-        link, acknowledged = Connection(redis.url, patience_s=20.0), [0] * 40
+        link, acknowledged = StoreConnection(redis.url, patience_s=20.0), [0] * 40
 
         async def write(number: int) -> None:
             while True:

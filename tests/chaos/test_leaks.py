@@ -16,7 +16,7 @@ import redis
 
 from ebbtide.client import Client, Lease
 from ebbtide.errors import EbbtideError
-from ebbtide.store.keys import FLEET_KEYS, PUBLISHERS, RUN_KEYS
+from ebbtide.store.store_keys import FLEET_KEYS, PUBLISHERS, RUN_KEYS
 from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 from tests.chaos.cluster import Cluster

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from ebbtide.client import Client, Lease
-from ebbtide.rollout_worker.engine.scripted import END, follow
+from ebbtide.rollout_worker.engine.scripted_engine import END, follow
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishedRollout, RolloutRequest
 from ebbtide.types.tokens import unpack_ids, unpack_tokens

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weights import Layout, build_manifest, named_tensor
+from ebbtide.weights import FileLayout, build_manifest, named_tensor
 
 TILES: Final = 24
 TILE: Final = 1 << 20
@@ -36,7 +36,7 @@ class Weights:
     def digest(self) -> str:
         """What a scripted engine makes of the whole file."""
         tensors = [named_tensor(name, array) for name, array in self.tensors().items()]
-        layout = Layout(build_manifest("r", PolicyVersion(policy="policy", version=1), tensors))
+        layout = FileLayout(build_manifest("r", PolicyVersion(policy="policy", version=1), tensors))
         file = hashlib.blake2b(layout.header)
         for tensor in tensors:
             file.update(tensor.data)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from ebbtide.cli.progress import Progress, follow
+from ebbtide.cli.views.run_progress import RunProgress, follow
 from ebbtide.client import Client
 from ebbtide.testing.wait import wait_until
 from ebbtide.types.fleet import WorkerState
@@ -60,7 +60,7 @@ async def run_and_break(podman: Podman, client: Client, steps: int, tell: Callab
     spec["trainer"]["steps"] = steps
     run = await client.submit(spec)
     tell(f"submitted {run.run_id}, {steps} steps")
-    progress = Progress(run.run_id, run=run)
+    progress = RunProgress(run.run_id, run=run)
     following = asyncio.create_task(follow(client, progress))
     try:
         async with asyncio.timeout(_RUN_S):
@@ -73,7 +73,9 @@ async def run_and_break(podman: Podman, client: Client, steps: int, tell: Callab
         await asyncio.wait({following})
 
 
-async def _break(podman: Podman, progress: Progress, following: asyncio.Task[Run], tell: Callable[[str], None]) -> None:
+async def _break(
+    podman: Podman, progress: RunProgress, following: asyncio.Task[Run], tell: Callable[[str], None]
+) -> None:
     def stored() -> int:
         return progress.run.counters.get("tokens_stored", 0) if progress.run else 0
 

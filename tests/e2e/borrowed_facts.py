@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import EngineRequest
-from ebbtide.rollout_worker.engine.borrowed import Borrowed
-from ebbtide.rollout_worker.engine.vllm import VllmEngine
+from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
+from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget
 from tests.e2e.engine_facts import PROMPTS, SETTINGS, Asker, Facts
@@ -146,7 +146,7 @@ def processor_s(pid: int) -> float:
 
 
 async def borrowed(checkpoint: str, other: str, path: str) -> Facts:
-    page = Borrowed(Path(path), STEP_TOKENS)
+    page = BorrowedEngine(Path(path), STEP_TOKENS)
     engine = VllmEngine(checkpoint, SLOTS, SETTINGS, page)
     try:
         await engine.start()

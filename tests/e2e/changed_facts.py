@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from ebbtide.rollout_worker.engine.changing import ChangingEngine, NotChanged
-from ebbtide.rollout_worker.engine.vllm import VllmEngine
+from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine, EngineNotChanged
+from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.weights import read_config
 from tests.e2e.engine_facts import PROMPTS, SETTINGS, Asker, Facts
@@ -73,7 +73,7 @@ async def changed(first: Path, second: Path) -> Facts:
     pulse = Pulse()
     try:
         await engine.change("broken", config.replace(b"Qwen3ForCausalLM", b"NoSuchModel"), weights)
-    except NotChanged as error:
+    except EngineNotChanged as error:
         facts["stood_still_again_s"] = pulse.stop()
         facts |= {"refusal": str(error), "back": vars_of(error.info), "again": await asked(engine)}
     await engine.stop()

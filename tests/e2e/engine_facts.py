@@ -16,7 +16,7 @@ import psutil
 
 from ebbtide.errors import EbbtideError
 from ebbtide.rollout_worker.engine import EngineRequest
-from ebbtide.rollout_worker.engine.vllm import VllmEngine
+from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.testing import wait_until
 

@@ -11,8 +11,8 @@ from contextlib import aclosing
 from random import Random
 from typing import Any, Final
 
-from ebbtide.rollout_worker.engine.vllm import VllmEngine
-from ebbtide.rollout_worker.generation import Assignment, Generation
+from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
+from ebbtide.rollout_worker.generation.generation import Assignment, Generation
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.run import Sampling

@@ -8,7 +8,7 @@ import asyncio
 import json
 import sys
 
-from ebbtide.rollout_worker.engine.vllm import VllmEngine
+from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from tests.e2e.engine_facts import SETTINGS, Asker
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 
 from ebbtide.rollout_worker.engine import EngineRequest
-from ebbtide.rollout_worker.engine.borrowed import Borrowed
-from ebbtide.rollout_worker.engine.residency import Sleeping
-from ebbtide.rollout_worker.engine.vllm import VllmEngine
+from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
+from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
+from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget, Residency
@@ -57,7 +57,7 @@ class Asker:
 class Keeper:
     """Stands in for guard and worker: budget and lease for as long as it lives."""
 
-    def __init__(self, borrowed: Borrowed) -> None:
+    def __init__(self, borrowed: BorrowedEngine) -> None:
         self.page = borrowed.page
 
     def grant(self, *, tokens: int = 256) -> None:
@@ -117,7 +117,7 @@ class Mirror:
 
 async def move_weights(engine: VllmEngine, keeper: Keeper, asker: Asker, checkpoint: Path) -> Facts:
     """Cache and weights away and back, with requests under way and then without any."""
-    sleeping = Sleeping(engine, Mirror(engine, checkpoint / "model.safetensors"))
+    sleeping = WeightSleep(engine, Mirror(engine, checkpoint / "model.safetensors"))
     running = asyncio.create_task(asker.ask_all())
     await wait_until(lambda: keeper.page.steps().running > 8)
     seen = [resident(keeper.page)]
@@ -151,7 +151,7 @@ def resident(page: Any) -> int:
 
 
 async def main(checkpoint: str, path: str) -> None:
-    borrowed = Borrowed(Path(path), 256)
+    borrowed = BorrowedEngine(Path(path), 256)
     engine = VllmEngine(checkpoint, 16, SETTINGS, borrowed)
     facts: Facts = {}
     try:

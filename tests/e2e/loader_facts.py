@@ -25,10 +25,11 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from benchmarks.real_kills.checkpoint import make_checkpoint
-from ebbtide.rollout_worker.engine import in_place, plugin
-from ebbtide.rollout_worker.engine.boxes import together
-from ebbtide.rollout_worker.engine.loader_map import LoaderMap, observe
-from ebbtide.rollout_worker.engine.transfer import entries
+from ebbtide.rollout_worker.engine.vllm import vllm_plugin
+from ebbtide.rollout_worker.engine.vllm.weights import in_place_update
+from ebbtide.rollout_worker.engine.vllm.weights.loader_map import LoaderMap, observe
+from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import together
+from ebbtide.rollout_worker.engine.vllm.weights.tile_transfer import entries
 from tests.e2e.exact_changes import write_changes
 
 Facts = dict[str, Any]
@@ -92,8 +93,8 @@ def boot(path: Path, **changes: Any) -> LLM:
         "kv_cache_memory_bytes": 32 << 20,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
-        "weight_transfer_config": {"backend": plugin.BACKEND},
-        "worker_extension_cls": plugin.EXTENSION,
+        "weight_transfer_config": {"backend": vllm_plugin.BACKEND},
+        "worker_extension_cls": vllm_plugin.EXTENSION,
     }
     llm = LLM(str(path), **(arguments | changes))
     llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
@@ -168,9 +169,9 @@ def sharded(llm: LLM, first: Path, second: Path, kind: str, size: int = 2) -> Fa
         model, wanted = (load(llm, path, kind, rank, size) for path in (first, second))
         seen.append(observe(model, entries(first)))
         facts["boxes"].append(seen[-1].boxes)
-        facts["moved"].append(in_place.moved(model, seen[-1], first))
+        facts["moved"].append(in_place_update.moved(model, seen[-1], first))
         facts["differed"].append(not equal(weights_of(model), weights_of(wanted)))
-        assert not in_place.apply(model, changes, entries(first), frozenset())
+        assert not in_place_update.apply(model, changes, entries(first), frozenset())
         facts["equal"].append(equal(weights_of(model), weights_of(wanted)))
     facts["union"] = together([one.boxes for one in seen])
     return facts
@@ -187,7 +188,7 @@ def faults(llm: LLM, first: Path, second: Path) -> Facts:
     changes = load_file(write_changes(first, second, first / "changes"))
     name = "model.layers.1.mlp.up_proj.weight"
     save_file(changes | {f"{name}.values": changes[f"{name}.values"] * float("nan")}, first / "nan")
-    facts["refused"] = in_place.apply(model, first / "nan", entries(first), frozenset())
+    facts["refused"] = in_place_update.apply(model, first / "nan", entries(first), frozenset())
     facts["refused_touched_nothing"] = equal(weights_of(model), before)
     install(llm, second / "model.safetensors", first / "nan")
     facts["instead"] = ask(llm)
@@ -195,18 +196,18 @@ def faults(llm: LLM, first: Path, second: Path) -> Facts:
     save_file(unknown, first / "unknown")
     odd = entries(first) | {"model.nothing": (torch.float32, torch.Size([4]))}
     try:
-        in_place.apply(model, first / "unknown", odd, frozenset())
-    except in_place.Torn as error:
+        in_place_update.apply(model, first / "unknown", odd, frozenset())
+    except in_place_update.TornUpdate as error:
         facts["torn"] = str(error)
     fused = model.model.layers[0].mlp.gate_up_proj.weight
     fused.data = fused.data.roll(len(fused) // 2, 0)
-    facts["swapped"] = in_place.moved(model, seen, first)
+    facts["swapped"] = in_place_update.moved(model, seen, first)
     return facts
 
 
 def main(directory: str) -> None:
     root = Path(directory)
-    plugin.register()
+    vllm_plugin.register()
     dense = make_checkpoint(root / "dense1", 1), make_checkpoint(root / "dense2", 2)
     tied = make_checkpoint(root / "tied1", 1, tied=True), make_checkpoint(root / "tied2", 2, tied=True)
     experts = make_experts(root / "experts1", 1), make_experts(root / "experts2", 2)

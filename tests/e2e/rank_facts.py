@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.errors import EbbtideError
-from ebbtide.rollout_worker.engine import EngineRequest, cpu
-from ebbtide.rollout_worker.engine.vllm import VllmEngine
+from ebbtide.rollout_worker.engine import EngineRequest
+from ebbtide.rollout_worker.engine.vllm import cpu_build
+from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.settings import VllmSettings
 
 Facts = dict[str, Any]
@@ -66,7 +67,7 @@ async def main(first: str, second: str, changes: str, ranks: str) -> None:
         facts["back"] = await ask(engine, 2)
         await engine.install(3, other)
         facts["reloaded"] = await ask(engine, 3)
-        if cpu.is_cpu_build():
+        if cpu_build.is_cpu_build():
             facts["forced"] = await forced(engine, Path(first) / "model.safetensors", Path(changes))
         print(json.dumps(facts))  # noqa: T201 - the test reads it
     finally:

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ebbtide.client import Client, Lease
-from ebbtide.rollout_worker.engine import cpu
+from ebbtide.rollout_worker.engine.vllm import cpu_build
 from ebbtide.types.rollout import FinishedRollout
 from ebbtide.types.tokens import unpack_tokens
 from tests.chaos.cluster import Cluster
@@ -27,7 +27,7 @@ def checkpoints(make_checkpoint: Callable[..., Path]) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def changed(checkpoints: tuple[Path, Path]) -> Facts:
-    if not cpu.is_cpu_build():
+    if not cpu_build.is_cpu_build():
         pytest.skip("these are a CPU build's facts")
     return facts_of("changed_facts.py", *checkpoints, within_s=600)
 

@@ -201,7 +201,7 @@ def test_the_end_of_sequence_token_is_known(fresh: Facts) -> None:
 
 
 def test_the_tokenizer_is_loaded_before_the_first_stop_string_wants_it(fresh: Facts) -> None:
-    from ebbtide.trainer.characters import character_tokenizer
+    from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 
     assert fresh["text"] == character_tokenizer().decode([50, 51])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.rollout_worker.engine import cpu
+from ebbtide.rollout_worker.engine.vllm import cpu_build
 from tests.e2e.exact_changes import write_changes
 
 Facts = dict[str, Any]
@@ -39,7 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def seen(checkpoints: Path) -> Facts:
-    if not cpu.is_cpu_build():
+    if not cpu_build.is_cpu_build():
         pytest.skip("these are a CPU build's facts")
     return facts_of("loader_facts.py", checkpoints)
 
@@ -161,7 +161,7 @@ def test_two_ranks_are_updated_as_one_and_fail_as_one(seen: Facts, checkpoints: 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_changes_in_place_on_a_gpu_make_what_a_reload_makes(make_checkpoint: Callable[..., Path], tied: bool) -> None:
-    if cpu.is_cpu_build():
+    if cpu_build.is_cpu_build():
         pytest.skip("needs a GPU: CPU builds pack their layers")
     facts = installed_with_changes(make_checkpoint(1, tied=tied), make_checkpoint(2, tied=tied), 1)
     assert facts["reports"][0][1] == ""

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from ebbtide.cli.process import Process, Program
 from ebbtide.ledger import AttemptRecord, read_ledger
+from ebbtide.local_cluster.program_process import Program, ProgramProcess
 from ebbtide.testing import EmbeddedRedis
 from tests.hosts.identities import Identities
 from tests.hosts.network import Network
@@ -59,7 +59,7 @@ class Cluster:
 
     def __init__(self, directory: Path, network: Network) -> None:
         self.directory, self.network = directory, network
-        self.process: dict[str, Process] = {}
+        self.process: dict[str, ProgramProcess] = {}
         for host in HOSTS:
             network.host(host, **({"latency_s": LATENCY_S, "loss": LOSS} if host == "b" else {}))
         network.limit("relay", _RELAY_BITS_PER_S)
@@ -99,7 +99,7 @@ class Cluster:
         await self.start("trainer", "trainer", "ebbtide.trainer", **settings)
 
     async def driver(self) -> None:
-        await self.start("driver", "trainer", "ebbtide.trainer.driver", holder="driver")
+        await self.start("driver", "trainer", "ebbtide.driver", holder="driver")
 
     async def worker(self, host: str, **settings: Any) -> None:
         # Without a mirror in shared memory, which hosts do not share.
@@ -118,7 +118,7 @@ class Cluster:
             boot_s=180.0,
             stop_s=40.0,
         )
-        process = self.process[name] = Process(program)
+        process = self.process[name] = ProgramProcess(program)
         await process.wait_ready()
 
     def environment(self, name: str) -> dict[str, str]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ebbtide.cli import certificates, signing_keys
-from ebbtide.rpc.roles import Role
+from ebbtide.auth.roles import Role
+from ebbtide.cli.credentials import certificates, signing_keys
 
 #: program -> what it is, and the host whose address its certificate names.
 _ROLES: Final = {

@@ -10,8 +10,8 @@ from typing import Any, Final
 import grpc
 import msgspec
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.rpc.channel import open_channel
-from ebbtide.rpc.security import ClientSecurity
 
 _TIMEOUT_S: Final = 10.0
 

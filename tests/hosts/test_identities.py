@@ -5,7 +5,7 @@ from typing import Final
 
 import pytest
 
-from ebbtide.rpc.roles import TABLE, Role
+from ebbtide.auth.roles import TABLE, Role
 from tests.hosts.cluster import Cluster
 
 #: What only a trainer may, at the coordinator and at the relay.

@@ -11,16 +11,16 @@ from typing import Any, Final
 
 import msgspec
 
-from ebbtide.coordinator.attempts import Attempts as Handed
-from ebbtide.coordinator.recovery import Recovery
+from ebbtide.coordinator.failover.run_recovery import RunRecovery
+from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions as Handed
 from ebbtide.errors import StoreUnavailable
-from ebbtide.rollout_worker.attempts import Attempts
-from ebbtide.rollout_worker.generation import Assignment, Ending, Generation
-from ebbtide.rollout_worker.outbox import Outbox
-from ebbtide.scheduling import hosts
-from ebbtide.scheduling.liveness import Liveness
-from ebbtide.store import scripts
-from ebbtide.store.appends import Appends
+from ebbtide.rollout_worker.generation.generation import Assignment, Generation, ResponseEnding
+from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
+from ebbtide.rollout_worker.generation.outbox import Outbox
+from ebbtide.scheduling.dispatch import host_view
+from ebbtide.scheduling.health.liveness import Liveness
+from ebbtide.store import lua_scripts
+from ebbtide.store.topics.append_topic import AppendTopic
 from ebbtide.types.tokens import TOKEN_BYTES
 
 Bug = Callable[[], Any]
@@ -36,7 +36,7 @@ def lua(*edits: tuple[str, str]) -> Bug:
 
     @contextmanager
     def planted() -> Iterator[None]:
-        kept = {name: scripts.script(name) for name in _NAMES}
+        kept = {name: lua_scripts.script(name) for name in _NAMES}
         before = {name: (one.text, one.sha) for name, one in kept.items()}
         try:
             for old, new in edits:
@@ -44,7 +44,7 @@ def lua(*edits: tuple[str, str]) -> Bug:
                 if not hit:
                     raise ValueError(f"no script says {old!r} any more; plant this bug anew")
                 for name in hit:
-                    made = scripts.Script(name, kept[name].text.decode().replace(old, new))
+                    made = lua_scripts.LuaScript(name, kept[name].text.decode().replace(old, new))
                     vars(kept[name]).update(text=made.text, sha=made.sha)
             yield
         finally:
@@ -72,7 +72,7 @@ def python(*edits: tuple[Any, str, Any]) -> Bug:
 
 
 def _without_pressure(settle: Any) -> Any:
-    def wrong(self: Attempts, *args: Any, **options: Any) -> None:
+    def wrong(self: LocalAttempts, *args: Any, **options: Any) -> None:
         pressure, self.pressure = self.pressure, asyncio.Event()
         settle(self, *args, **options)
         self.pressure = pressure
@@ -81,7 +81,7 @@ def _without_pressure(settle: Any) -> Any:
 
 
 def _ahead_of_the_store(append: Any) -> Any:
-    async def wrong(self: Appends, *args: Any) -> Any:
+    async def wrong(self: AppendTopic, *args: Any) -> Any:
         try:
             return await append(self, *args)
         except StoreUnavailable:
@@ -91,7 +91,7 @@ def _ahead_of_the_store(append: Any) -> Any:
 
 
 def _stays_stale(refresh: Any) -> Any:
-    async def wrong(self: Recovery, run: Any) -> None:
+    async def wrong(self: RunRecovery, run: Any) -> None:
         if not run.running and not run.line:
             await refresh(self, run)
         run.stale = False
@@ -102,7 +102,7 @@ def _stays_stale(refresh: Any) -> Any:
 def _room_forgets_partial(init: Any) -> Any:
     """Its limits count from where this attempt began."""
 
-    def wrong(self: Ending, *args: Any, **options: Any) -> None:
+    def wrong(self: ResponseEnding, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         whole, self._seen = self.at, 0  # type: ignore[attr-defined]
 
@@ -189,20 +189,20 @@ BUGS: Final[dict[str, Bug]] = {
         )
     ),
     "a submit that begins anew": lua(("if known then out", "if known and have[2] == 'queued' then out")),
-    "a wake-up that is lost": python((Attempts, "settle", _without_pressure)),
+    "a wake-up that is lost": python((LocalAttempts, "settle", _without_pressure)),
     "a stream that goes on behind what was on its way": python((Outbox, "rewind", _forgets_what_flew)),
-    "an acknowledgement before the store": python((Appends, "append", _ahead_of_the_store)),
+    "an acknowledgement before the store": python((AppendTopic, "append", _ahead_of_the_store)),
     "a limit that forgets the partial": python(
-        (Ending, "__init__", _room_forgets_partial), (Generation, "request", _asks_for_all)
+        (ResponseEnding, "__init__", _room_forgets_partial), (Generation, "request", _asks_for_all)
     ),
     "an attempt handed back before it is stored": python(
         (Outbox, "stored_whole", lambda _: lambda self, attempt_id: True)
     ),
-    "a stale mirror that stays stale": python((Recovery, "refresh", _stays_stale)),
+    "a stale mirror that stays stale": python((RunRecovery, "refresh", _stays_stale)),
     "a silence that is never judged": python((Liveness, "silent", lambda _: lambda self, now: [])),
     "version bounds that bind nobody": python(
         (Assignment, "admits", lambda _: lambda self, version: True),
-        (hosts, "admits", lambda _: lambda bounds, version: version > 0),
+        (host_view, "admits", lambda _: lambda bounds, version: version > 0),
     ),
     "an attempt that lives on though superseded": python(
         (Outbox, "settle", _keeps_superseded), (Handed, "adopt", _adopts_anything)

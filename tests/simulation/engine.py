@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
-from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 from tests.simulation.loop import Proc, current
 
 TAG_MASK: Final = 0xFFF

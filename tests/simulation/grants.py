@@ -11,10 +11,10 @@ from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, Final
 
-from ebbtide.rollout_worker.attempts import Attempts
-from ebbtide.rollout_worker.settings import Settings
+from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.runtime import Shutdown
-from ebbtide.types.fleet import Borrowed, WorkerKind
+from ebbtide.types.fleet import BorrowedState, WorkerKind
 from tests.simulation.loop import SimLoop
 
 _RECLAIM: Final = "grant"
@@ -29,7 +29,7 @@ _GRANTS_S: Final = (0.2, 1.0, 5.0)
 class Host:
     """Stands for the worker's side of the grants."""
 
-    def __init__(self, attempts: Attempts, draw: random.Random, taken: Callable[[float], None]) -> None:
+    def __init__(self, attempts: LocalAttempts, draw: random.Random, taken: Callable[[float], None]) -> None:
         self.sleeping = None
         self._attempts, self._engine, self._draw, self._taken = attempts, attempts._engine, draw, taken
         self._granted, self._wanted = asyncio.Event(), asyncio.Event()
@@ -37,8 +37,8 @@ class Host:
         self._spell_s = self._share = self._disturbance = 0.0
 
     @property
-    def state(self) -> Borrowed:
-        return Borrowed(
+    def state(self) -> BorrowedState:
+        return BorrowedState(
             granted=_RECLAIM not in self._attempts.holds,
             share=self._share,
             spell_s=self._spell_s,
@@ -87,7 +87,7 @@ class Host:
         await self._wanted.wait()
 
 
-def page(settings: Settings, _worker_id: str) -> Any:
+def page(settings: WorkerSettings, _worker_id: str) -> Any:
     """In place of the page of a borrowed worker's engine."""
     return SimpleNamespace(page=None) if settings.kind is WorkerKind.BORROWED else None
 
@@ -96,7 +96,12 @@ def borrower(loop: SimLoop, seed: int, taken: Callable[[float], None]) -> Any:
     """In place of what begins to borrow from a guard. `taken`: told of each reclaim, and for how long it is."""
 
     async def borrow(
-        _stack: AsyncExitStack, shutdown: Shutdown, _settings: Settings, _page: Any, attempts: Attempts, worker_id: str
+        _stack: AsyncExitStack,
+        shutdown: Shutdown,
+        _settings: WorkerSettings,
+        _page: Any,
+        attempts: LocalAttempts,
+        worker_id: str,
     ) -> Host:
         host = Host(attempts, random.Random(f"{seed} {worker_id} {loop.now}"), taken)
         shutdown.spawn(host.run(), "host")

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ebbtide.store.keys import run_key
-from ebbtide.store.scripts import script
+from ebbtide.store.lua_scripts import script
+from ebbtide.store.store_keys import run_key
 from ebbtide.types.tokens import TOKEN, TOKEN_BYTES
 from tests.simulation.engine import TAG_MASK, tag_of
 from tests.simulation.loop import Proc, SimLoop

@@ -15,13 +15,13 @@ from typing import Any, Final
 import grpc
 import structlog
 
-import ebbtide.rollout_worker.mirrors
+import ebbtide.rollout_worker.installs.host_mirrors
 import ebbtide.rollout_worker.service
 import ebbtide.rpc.server
 import ebbtide.runtime
 import ebbtide.telemetry
-import ebbtide.weight_relay.disk
-from ebbtide.rollout_worker.engine import scripted
+import ebbtide.weight_relay.library.relay_disk
+from ebbtide.rollout_worker.engine import scripted_engine
 from ebbtide.transfer import Mirror, Puller
 from tests.simulation.engine import Told, engine_class
 from tests.simulation.grants import page
@@ -109,7 +109,7 @@ def patched(
 ) -> Iterator[None]:
     """The world as the code under test sees it, for one run. `borrow`: see `grants.borrower`. Not reentrant."""
     chance, events = loop.random, itertools.count(1)
-    disk: Any = ebbtide.weight_relay.disk
+    disk: Any = ebbtide.weight_relay.library.relay_disk
     mirrors: list[Mirror] = []  # those of processes that are killed are closed by nobody else
     reflection = SimpleNamespace(enable_server_reflection=lambda *_: None, SERVICE_NAME="reflection")
     logger: Any = _logger_class(log)
@@ -136,8 +136,8 @@ def patched(
         (disk, "ThreadPoolExecutor", Inline),
         (disk, "fcntl", SimpleNamespace(flock=lambda *_: None, LOCK_EX=0, LOCK_NB=0)),
         (Puller, "warm_up", lambda _self: None),
-        (ebbtide.rollout_worker.mirrors, "Mirror", lambda *args: _kept(Mirror(*args), mirrors)),
-        (scripted, "ScriptedEngine", engine_class(scripted.ScriptedEngine, told)),
+        (ebbtide.rollout_worker.installs.host_mirrors, "Mirror", lambda *args: _kept(Mirror(*args), mirrors)),
+        (scripted_engine, "ScriptedEngine", engine_class(scripted_engine.ScriptedEngine, told)),
         (ebbtide.rollout_worker.service, "_borrowed", page),
         (ebbtide.rollout_worker.service, "_borrow", borrow),
         (ebbtide.rollout_worker.service, "_sleeping", lambda *_: None),

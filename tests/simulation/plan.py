@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 from msgspec import Struct
 
-from ebbtide.rollout_worker.engine.scripted import END, follow
+from ebbtide.rollout_worker.engine.scripted_engine import END, follow
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.rollout import FinishReason, RolloutRequest
 from ebbtide.types.run import Sampling

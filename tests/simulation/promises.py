@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from ebbtide.scheduling.liveness import JUDGE_EVERY_S, TIMEOUT_S
+from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, TIMEOUT_S
 from tests.simulation.loop import Proc, SimLoop
 from tests.simulation.monitor import Monitor
 from tests.simulation.network import Network, Wire

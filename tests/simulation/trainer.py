@@ -12,9 +12,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client, Lease
 from ebbtide.errors import EbbtideError, LeaseSuperseded, NotReady
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.runtime import race
 from ebbtide.types.rollout import (
     Episode,

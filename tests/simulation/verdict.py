@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from ebbtide.store.keys import run_prefix
+from ebbtide.store.store_keys import run_prefix
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import RunStatus
 from ebbtide.types.tokens import TOKEN_BYTES, TokenArray, unpack_tokens

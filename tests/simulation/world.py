@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import ebbtide.runtime
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.coordinator.__main__ import serve as serve_coordinator
-from ebbtide.coordinator.settings import Settings as CoordinatorSettings
+from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.rollout_worker.service import serve as serve_worker
-from ebbtide.rollout_worker.settings import Settings as WorkerSettings
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.runtime import ProcessSettings, Shutdown
-from ebbtide.store.keys import LEADER
+from ebbtide.store.store_keys import LEADER
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.weight_relay.__main__ import serve as serve_relay
 from ebbtide.weight_relay.settings import RelaySettings

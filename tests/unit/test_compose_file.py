@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import yaml
 
-from ebbtide.cli.service_commands import SERVICES as COMMANDS
+from ebbtide.cli.commands.service_commands import SERVICES as COMMANDS
 from ebbtide.client.client import read_spec
-from ebbtide.coordinator.settings import Settings as CoordinatorSettings
-from ebbtide.rollout_worker.settings import Settings as WorkerSettings
+from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.driver.settings import DriverSettings
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.settings import read
-from ebbtide.trainer.driver.settings import DriverSettings
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.run import check_spec
 from ebbtide.weight_relay.settings import RelaySettings
@@ -26,7 +26,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "ebbtide.coordinator": CoordinatorSettings,
     "ebbtide.rollout_worker": WorkerSettings,
     "ebbtide.trainer": TrainerSettings,
-    "ebbtide.trainer.driver": DriverSettings,
+    "ebbtide.driver": DriverSettings,
     "ebbtide.weight_relay": RelaySettings,
 }
 #: How long Redis and a one-shot job may take is not ours to say.

@@ -13,8 +13,8 @@ from benchmarks.pair.level import Scene
 from benchmarks.pair.report import figures, told
 from benchmarks.pair.soak import lapped
 from benchmarks.pair.traffic import Speeds, busy_s, lasting, speed_for
-from ebbtide.cli.coserving_records import Answer
-from ebbtide.cli.coserving_traffic import Bursts, Request, faster, made_up
+from ebbtide.demo.coserving.coserving_records import ServedAnswer
+from ebbtide.demo.coserving.coserving_traffic import TrafficBursts, TrafficRequest, faster, made_up
 
 ALONE = Alone(tokens_per_s=1000.0, step_s=0.008)
 BOOKS = {"lost": 0, "twice": 0, "short": 0, "unfinished": 0}
@@ -35,7 +35,7 @@ ASKED = (
 
 def cell(policy: str, *, ttft_s: float = 0.1, token_s: float = 0.01, tokens: int = 0, count: int = 100) -> Cell:
     answers = [
-        Answer(due=float(at), sent=at, first=at + ttft_s, last=at + ttft_s + 10 * token_s, prompt=100, output=11)
+        ServedAnswer(due=float(at), sent=at, first=at + ttft_s, last=at + ttft_s + 10 * token_s, prompt=100, output=11)
         for at in range(count)
     ]
     return Cell(policy=policy, blocks=[Block(policy=policy, seconds=float(count), answers=answers, harvested=tokens)])
@@ -100,7 +100,7 @@ def test_requests_that_queue_alone_are_left_out_of_what_is_said_of_the_others() 
         for at in range(100):
             first = 0.5 if at % 2 else 0.2 if slow else 0.1  # every other one comes while its predecessor is inside
             sent = at - 0.6 * (at % 2)
-            made.append(Answer(due=sent, sent=sent, first=sent + first, last=sent + 0.5, prompt=100, output=11))
+            made.append(ServedAnswer(due=sent, sent=sent, first=sent + first, last=sent + 0.5, prompt=100, output=11))
         policy = "ours" if slow else "alone"
         return Cell(policy=policy, blocks=[Block(policy=policy, seconds=100.0, answers=made)])
 
@@ -156,7 +156,7 @@ def test_speeds_once_probed_stay_so_that_arrivals_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("load", [0.2, 0.5, 0.8])
 def test_a_trace_is_replayed_at_the_speed_that_loads_the_engine_as_wanted(load: float) -> None:
-    requests = made_up(Bursts(), 600.0, 0)
+    requests = made_up(TrafficBursts(), 600.0, 0)
     at = faster(requests, speed_for(requests, load, SPEEDS))
 
     assert busy_s(at, SPEEDS) / at[-1].at == pytest.approx(load, rel=0.02)
@@ -164,7 +164,7 @@ def test_a_trace_is_replayed_at_the_speed_that_loads_the_engine_as_wanted(load: 
 
 
 def test_blocks_hold_each_request_once() -> None:
-    requests = [Request(float(at), 10, 4) for at in range(300)]
+    requests = [TrafficRequest(float(at), 10, 4) for at in range(300)]
     blocks = Scene(name="s", requests=requests).blocks(100.0)
 
     assert [len(block) for block in blocks] == [100, 100, 100]

@@ -14,10 +14,30 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("common", "services")
 #: One violation for each contract: the module that is added, and its import.
 PLANTED = {
-    "Layers": ("common/ebbtide/types/planted.py", "import ebbtide.rpc.status"),
-    "The SDK stands on": ("common/ebbtide/client/planted.py", "import ebbtide.telemetry"),
+    "Layers": ("common/ebbtide/types/planted.py", "import ebbtide.rpc.status_table"),
+    "Inside the coordinator": (
+        "services/ebbtide/coordinator/state/planted.py",
+        "import ebbtide.coordinator.dispatcher.dispatcher",
+    ),
+    "Inside the worker": (
+        "services/ebbtide/rollout_worker/engine/planted.py",
+        "import ebbtide.rollout_worker.generation.outbox",
+    ),
+    "Inside the guard": ("services/ebbtide/serving_guard/loans/planted.py", "import ebbtide.serving_guard.proxy.proxy"),
+    "Inside the trainer": ("services/ebbtide/trainer/ranks/planted.py", "import ebbtide.trainer.training"),
+    "Decisions of one kind": (
+        "common/ebbtide/scheduling/health/planted.py",
+        "import ebbtide.scheduling.steps.run_claims",
+    ),
+    "Each service decides": ("services/ebbtide/coordinator/planted_decision.py", "import ebbtide.scheduling.coserving"),
+    "Workers and relays decide": (
+        "services/ebbtide/weight_relay/planted_decision.py",
+        "import ebbtide.scheduling.dispatch",
+    ),
+    "The views show": ("services/ebbtide/cli/views/planted.py", "import ebbtide.demo"),
+    "The SDK installs light": ("common/ebbtide/client/planted.py", "import ebbtide.telemetry"),
     "Only the coordinator has a store": ("services/ebbtide/trainer/planted.py", "import ebbtide.store"),
-    "Only trainers and the command line": ("services/ebbtide/weight_relay/planted.py", "import ebbtide.client"),
+    "Only trainers, drivers and the": ("services/ebbtide/weight_relay/planted.py", "import ebbtide.client"),
     "Services do not run on": ("services/ebbtide/cli/planted_too.py", "import ebbtide.testing"),
     "Decisions and weights are pure": ("common/ebbtide/scheduling/planted.py", "import time"),
     "redis belongs": ("services/ebbtide/coordinator/planted.py", "import redis.asyncio"),

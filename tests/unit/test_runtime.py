@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ebbtide.cli import certificates
+from ebbtide.auth.roles import Role
+from ebbtide.cli.credentials import certificates
 from ebbtide.errors import StoreUnavailable
-from ebbtide.rpc.roles import Role
 from ebbtide.runtime import Aside, race, write_atomically
 from ebbtide.testing import wait_until
 
@@ -111,7 +111,7 @@ def test_metrics_say_when_certificates_end_and_follow_their_files(start: Start, 
     certificates.init(tmp_path, 30)
     certificates.issue(tmp_path, "c", [Role.RELAY], [], 3)
     pair = f"tls_cert={str(tmp_path / 'c.pem')!r}, tls_key={str(tmp_path / 'c.key')!r}"
-    body = "from ebbtide.rpc.security import ServerSettings\nfrom ebbtide.weight_relay.settings import RelaySettings"
+    body = "from ebbtide.auth.security import ServerSettings\nfrom ebbtide.weight_relay.settings import RelaySettings"
     process = start(body, settings=f"RelaySettings(data_dir='d', metrics_port=0, server=ServerSettings({pair}))")
     port = first_line(process).split()[-1]
 

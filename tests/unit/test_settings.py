@@ -8,8 +8,8 @@ import pytest
 from msgspec import Meta, Struct
 
 from ebbtide import settings
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.errors import InvalidRequest
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
 
 
 class Kind(IntEnum):

@@ -13,17 +13,17 @@ from typing import Any, Final
 import pytest
 
 from ebbtide import settings
-from ebbtide.rollout_worker.settings import Settings as WorkerSettings
+from ebbtide.rollout_worker.settings import WorkerSettings
 
 UNITS: Final = Path(__file__).parents[2] / "deploy" / "systemd"
 SERVICES: Final = sorted(UNITS.glob("*.service"))
 #: unit -> program as `python -m` knows it, and its settings.
 PROGRAMS: Final = {
-    "coordinator": ("ebbtide.coordinator", "ebbtide.coordinator.settings:Settings"),
+    "coordinator": ("ebbtide.coordinator", "ebbtide.coordinator.settings:CoordinatorSettings"),
     "weight-relay": ("ebbtide.weight_relay", "ebbtide.weight_relay.settings:RelaySettings"),
-    "rollout-worker": ("ebbtide.rollout_worker", "ebbtide.rollout_worker.settings:Settings"),
+    "rollout-worker": ("ebbtide.rollout_worker", "ebbtide.rollout_worker.settings:WorkerSettings"),
     "trainer": ("ebbtide.trainer", "ebbtide.trainer.settings:TrainerSettings"),
-    "driver": ("ebbtide.trainer.driver", "ebbtide.trainer.driver.settings:DriverSettings"),
+    "driver": ("ebbtide.driver", "ebbtide.driver.settings:DriverSettings"),
     "serving-guard": ("ebbtide.serving_guard", "ebbtide.serving_guard.settings:GuardSettings"),
 }
 _SYSTEMD: Final = Path("/usr/lib/systemd/system")

@@ -10,6 +10,6 @@ A trainer claims a run and works under its lease: see `Lease`. `SyncClient` is t
 
 from ebbtide.client.client import Client
 from ebbtide.client.lease import Lease
-from ebbtide.client.sync import SyncClient, SyncLease
+from ebbtide.client.sync_client import SyncClient, SyncLease
 
 __all__ = ["Client", "Lease", "SyncClient", "SyncLease"]

@@ -11,14 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from ebbtide.client.hold import LEAVE_S
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.client.held_lease import LEAVE_S
 from ebbtide.client.lease import Lease
-from ebbtide.client.retry import Peer
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest, NoCapacity, NotFound, NotReady
+from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.channel import check_address
-from ebbtide.rpc.convert import from_proto, to_proto
-from ebbtide.rpc.retry import pauses
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.types.fleet import Worker
 from ebbtide.types.ids import new_run_id
 from ebbtide.types.parse import parse
@@ -29,11 +28,12 @@ from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.v1.runs_pb2_grpc import RunsStub
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 if TYPE_CHECKING:
-    from ebbtide.client.exchange import Exchange
-    from ebbtide.client.publishing import Publisher
-    from ebbtide.client.weights import Relay
+    from ebbtide.client.publisher.publisher import Publisher
+    from ebbtide.client.publisher.rank_exchange import RankExchange
+    from ebbtide.client.relay_client import RelayClient
     from ebbtide.weights import NamedTensor
 
 Role = Literal["trainer", "driver"]
@@ -65,22 +65,22 @@ class Client:
         self._patience_s = patience_s
         self._coordinator = self._peer("coordinator", coordinator or os.environ.get("EBBTIDE_COORDINATOR", COORDINATOR))
         self._relay_address = relay or os.environ.get("EBBTIDE_RELAY", RELAY)
-        self._relay: Relay | None = None
+        self._relay: RelayClient | None = None
         self._runs = RunsStub(self._coordinator.channel)
         self._rollouts = RolloutsStub(self._coordinator.channel)
         self._peers = [self._coordinator]
         self._publishers: set[Publisher] = set()  # those that are not closed
 
-    def _peer(self, service: str, target: str) -> Peer:
-        return Peer(service, target, self._security, self._patience_s)
+    def _peer(self, service: str, target: str) -> ServicePeer:
+        return ServicePeer(service, target, self._security, self._patience_s)
 
-    def _weights(self) -> "Relay":
+    def _weights(self) -> "RelayClient":
         if self._relay is None:
-            from ebbtide.client.weights import Relay
+            from ebbtide.client.relay_client import RelayClient
 
             peer = self._peer("weight-relay", check_address(self._relay_address, field="relay"))
             self._peers.append(peer)
-            self._relay = Relay(peer)
+            self._relay = RelayClient(peer)
         return self._relay
 
     async def __aenter__(self) -> Self:
@@ -205,7 +205,7 @@ class Client:
         """
         return await self._weights().fetch(run_id, policy, version, boxes, publisher)
 
-    def publisher(self, run_id: str, exchange: "Exchange", policy: str = "policy") -> "Publisher":
+    def publisher(self, run_id: str, exchange: "RankExchange", policy: str = "policy") -> "Publisher":
         """What publishes a rank's own shards, on each rank but 0, whose is `Lease.publisher`. All publish together.
 
         It has up to two copies of them until its `aclose`, or this client's end.

@@ -5,11 +5,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbtide.client.batches import batches
-from ebbtide.client.hold import LEAVE_S, Hold
-from ebbtide.client.retry import Peer
+from ebbtide.client.held_lease import LEAVE_S, HeldLease
+from ebbtide.client.message_batches import batches
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity
-from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import (
     Episode,
@@ -24,16 +23,17 @@ from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.v1.runs_pb2_grpc import RunsStub
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 if TYPE_CHECKING:
-    from ebbtide.client.exchange import Exchange
-    from ebbtide.client.publishing import Publisher, Publishing, Tensors
-    from ebbtide.client.weights import Relay
+    from ebbtide.client.publisher.publisher import Publisher, Publishing, Tensors
+    from ebbtide.client.publisher.rank_exchange import RankExchange
+    from ebbtide.client.relay_client import RelayClient
 
 log = logging.getLogger(__name__)
 
 
-class Lease(Hold):
+class Lease(HeldLease):
     """Made by `Client.claim`; renews itself until left.
 
     Once another holder has claimed the run, or the run has ended, `lost` is set and every call raises
@@ -41,7 +41,7 @@ class Lease(Hold):
     once the client's patience is used up they raise `Unavailable`.
     """
 
-    def __init__(self, peer: Peer, claimed: runs_pb2.Lease, relay: "Callable[[], Relay]") -> None:
+    def __init__(self, peer: ServicePeer, claimed: runs_pb2.Lease, relay: "Callable[[], RelayClient]") -> None:
         super().__init__(peer, claimed)
         self._runs = RunsStub(peer.channel)
         self._rollouts = RolloutsStub(peer.channel)
@@ -136,13 +136,13 @@ class Lease(Hold):
         """
         return await self.publisher().publish(tensors, step=step, parent=parent)
 
-    def publisher(self, exchange: "Exchange | None" = None) -> "Publisher":
+    def publisher(self, exchange: "RankExchange | None" = None) -> "Publisher":
         """What publishes under this lease, made by the first call. With an `exchange`, it is rank 0's among several
         that publish together; the others have theirs of `Client.publisher`. Raises `InvalidRequest` if it was made
         with another exchange, or none.
         """
         if self._publisher is None:
-            from ebbtide.client.publishing import Authority
+            from ebbtide.client.publisher.publisher import Authority
 
             authority = Authority(self._reserve_version, self._announce_version)
             self._publisher = self._relay().publisher(

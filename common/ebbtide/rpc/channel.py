@@ -14,10 +14,10 @@ from weakref import WeakSet
 
 import grpc
 
+from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.security import AUTHORIZATION, ClientSecurity
 from ebbtide.errors import InvalidRequest
-from ebbtide.rpc.files import Fresh
-from ebbtide.rpc.options import KEEPALIVE_S, client_options
-from ebbtide.rpc.security import AUTHORIZATION, ClientSecurity
+from ebbtide.rpc.channel_options import KEEPALIVE_S, client_options
 
 #: Deadline of unary calls that name none.
 DEFAULT_TIMEOUT_S: Final = 30.0
@@ -45,7 +45,7 @@ def open_socket(path: Path, *, keepalive_s: float = KEEPALIVE_S) -> "Channel":
     def connect(_credentials: None) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(f"unix:{path.absolute()}", options=client_options(keepalive_s))
 
-    return Channel(connect, Fresh((), lambda: None), lambda: ())
+    return Channel(connect, ReloadedFiles((), lambda: None), lambda: ())
 
 
 def check_address(address: str, *, field: str) -> str:
@@ -127,7 +127,7 @@ class Channel(Outer):
     def __init__(
         self,
         connect: Callable[[Any], grpc.aio.Channel],
-        credentials: Fresh[Any],
+        credentials: ReloadedFiles[Any],
         metadata: Callable[[], tuple[tuple[str, str], ...]],
     ) -> None:
         self._connect, self._fresh, self.metadata = connect, credentials, metadata
@@ -171,7 +171,7 @@ class Channel(Outer):
 
     async def close(self, grace: float | None = None) -> None:
         last = self._credentials
-        self._fresh = Fresh((), lambda: last)  # no further channel from here on
+        self._fresh = ReloadedFiles((), lambda: last)  # no further channel from here on
         for inner in (self._inner, *(inner for inner, _ in self._former)):
             await inner.close(grace)
         await asyncio.gather(*self._closing)

@@ -11,12 +11,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from ebbtide.auth.admission import Anyone
+from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import EbbtideError, InvalidRequest
-from ebbtide.rpc.admission import Anyone
 from ebbtide.rpc.channel import check_address
-from ebbtide.rpc.interceptors import Gate, Observer
-from ebbtide.rpc.options import KEEPALIVE_S, server_options
-from ebbtide.rpc.security import ServerSettings
+from ebbtide.rpc.channel_options import KEEPALIVE_S, server_options
+from ebbtide.rpc.gate import Gate, Observer
 
 #: What registers a servicer (generated), the servicer, and the service's full name.
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]

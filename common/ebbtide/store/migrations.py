@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.connection import Connection
-from ebbtide.store.keys import INDEX, SCHEMA, TERM, run_key
-from ebbtide.store.scripts import Script
+from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.store.lua_scripts import LuaScript
+from ebbtide.store.store_keys import INDEX, SCHEMA, TERM, run_key
 
 #: Under the term alone: a coordinator that was superseded amid its steps stamps nothing. Both keys lie in one slot.
-_STAMP: Final = Script(
+_STAMP: Final = LuaScript(
     "stamp",
     "if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('TERM ') end\n"
     "redis.call('SET', ARGV[2], ARGV[3])\n"
@@ -32,18 +32,18 @@ _DIGITS: Final = 9
 _RECORD: Final = ("spec", "status", "created", "seq")
 
 
-class Step(NamedTuple):
+class MigrationStep(NamedTuple):
     """From schema `to` - 1 to `to`. `check`, which only reads, comes before the term is taken; `change` behind it, with
     the term that scripts are to check. `change` may be repeated.
     """
 
     to: int
     what: str
-    check: Callable[[Connection], Awaitable[None]] | None = None
-    change: Callable[[Connection, str], Awaitable[None]] | None = None
+    check: Callable[[StoreConnection], Awaitable[None]] | None = None
+    change: Callable[[StoreConnection, str], Awaitable[None]] | None = None
 
 
-async def _whole_records(link: Connection) -> None:
+async def _whole_records(link: StoreConnection) -> None:
     """A store without a stamp is 0.1.0's, or has something else that passes for it. Raises `StoreUnavailable`."""
     for run_id in await _runs(link):
         found = await link.call("HMGET", run_key(run_id, "RUN"), *_RECORD)
@@ -56,7 +56,7 @@ async def _whole_records(link: Connection) -> None:
 
 
 #: In order, one for each schema from 1 on.
-STEPS: Final[Sequence[Step]] = (Step(1, "stamp what 0.1.0 wrote", check=_whole_records),)
+STEPS: Final[Sequence[MigrationStep]] = (MigrationStep(1, "stamp what 0.1.0 wrote", check=_whole_records),)
 
 
 class Schema:
@@ -64,7 +64,7 @@ class Schema:
     `StoreUnavailable`, `migrate` also `TermSuperseded`.
     """
 
-    def __init__(self, link: Connection, term: str, steps: Sequence[Step] = STEPS) -> None:
+    def __init__(self, link: StoreConnection, term: str, steps: Sequence[MigrationStep] = STEPS) -> None:
         self._link, self._term, self._steps = link, term, steps
         self.newest = steps[-1].to
 
@@ -102,5 +102,5 @@ class Schema:
         return found
 
 
-async def _runs(link: Connection) -> list[str]:
+async def _runs(link: StoreConnection) -> list[str]:
     return [member.decode() for member in await link.call("ZRANGE", INDEX, 0, -1)]

@@ -5,17 +5,17 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.appends import Appends
-from ebbtide.store.connection import Connection
-from ebbtide.store.events import Events
-from ebbtide.store.greeting import info
-from ebbtide.store.leadership import Leadership
-from ebbtide.store.leases import Leases
+from ebbtide.store.link.greeting import info
+from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.migrations import Schema
-from ebbtide.store.rollouts import Rollouts
-from ebbtide.store.runs import Runs
-from ebbtide.store.spans import Spans
-from ebbtide.store.trajectories import Trajectories
+from ebbtide.store.topics.append_topic import AppendTopic
+from ebbtide.store.topics.event_topic import EventTopic
+from ebbtide.store.topics.leadership_topic import LeadershipTopic
+from ebbtide.store.topics.lease_topic import LeaseTopic
+from ebbtide.store.topics.rollout_topic import RolloutTopic
+from ebbtide.store.topics.run_topic import RunTopic
+from ebbtide.store.topics.span_topic import SpanTopic
+from ebbtide.store.topics.trajectory_topic import TrajectoryTopic
 
 #: The first whose XRANGE takes the exclusive bounds by which the scripts read on behind a cursor.
 OLDEST_REDIS: Final = (6, 2)
@@ -54,18 +54,18 @@ class Room(Struct, frozen=True):
 class Store:
     """Open it once per coordinator. `term` is this coordinator's fence."""
 
-    def __init__(self, link: Connection, term: str) -> None:
+    def __init__(self, link: StoreConnection, term: str) -> None:
         self.link = link
         self.term = term
         self.schema = Schema(link, term)
-        self.leadership = Leadership(link, term)
-        self.runs = Runs(link, term)
-        self.leases = Leases(link, term)
-        self.rollouts = Rollouts(link, term)
-        self.appends = Appends(link, term)
-        self.trajectories = Trajectories(link, term)
-        self.events = Events(link, term)
-        self.spans = Spans(link, term)
+        self.leadership = LeadershipTopic(link, term)
+        self.runs = RunTopic(link, term)
+        self.leases = LeaseTopic(link, term)
+        self.rollouts = RolloutTopic(link, term)
+        self.appends = AppendTopic(link, term)
+        self.trajectories = TrajectoryTopic(link, term)
+        self.events = EventTopic(link, term)
+        self.spans = SpanTopic(link, term)
 
     async def check(self) -> None:
         """See, without changing anything, that this program can read all that lies here. Raises `StoreUnavailable`."""

@@ -3,22 +3,22 @@
 For workers and the SDK alike: numpy and grpc, nothing heavier; aiohttp only where a static copy is read.
 """
 
-from ebbtide.transfer.cache import BlobCache
-from ebbtide.transfer.changes import Changes
-from ebbtide.transfer.mirror import Mirror
+from ebbtide.transfer.mirror.element_changes import ElementChanges
+from ebbtide.transfer.mirror.mirror import Mirror
+from ebbtide.transfer.mirror.shared_folder import check_folder
 from ebbtide.transfer.puller import Pulled, Puller
-from ebbtide.transfer.shared import check_folder
-from ebbtide.transfer.sources import GrpcSource, Opener, Source, check_peer, opener
+from ebbtide.transfer.sources.blob_cache import BlobCache
+from ebbtide.transfer.sources.tile_source import GrpcSource, Opener, TileSource, check_peer, opener
 
 __all__ = [
     "BlobCache",
-    "Changes",
+    "ElementChanges",
     "GrpcSource",
     "Mirror",
     "Opener",
     "Pulled",
     "Puller",
-    "Source",
+    "TileSource",
     "check_folder",
     "check_peer",
     "opener",

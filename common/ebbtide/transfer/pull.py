@@ -16,11 +16,11 @@ from ebbtide.errors import (
     PermissionDenied,
     VersionUnavailable,
 )
-from ebbtide.transfer.batches import Work
-from ebbtide.transfer.fetch import Fetch, Means, Order, Tally
-from ebbtide.transfer.finding import Finder, Found, Question, is_usable
-from ebbtide.transfer.pool import OpenSource, Pool
-from ebbtide.transfer.sources import Opener
+from ebbtide.transfer.blob_fetch import BlobFetch, FetchMeans, FetchOrder, FetchTally
+from ebbtide.transfer.fetch_batches import FetchWork
+from ebbtide.transfer.sources.source_pool import OpenSource, SourcePool
+from ebbtide.transfer.sources.tile_source import Opener
+from ebbtide.transfer.version_finder import FoundVersion, VersionFinder, VersionQuestion, is_usable
 from ebbtide.types.weights import FoundWay, Holder
 from ebbtide.weights import Place, Way, places
 
@@ -31,20 +31,20 @@ _AGAIN_S: Final = 1.0
 class Pull:
     def __init__(
         self,
-        order: Order,
-        finder: Finder,
+        order: FetchOrder,
+        finder: VersionFinder,
         relay: OpenSource,
         open_source: Opener,
         reader: Holder,
-        means: Means,
+        means: FetchMeans,
         bytes_per_s: float,
     ) -> None:
         """`bytes_per_s`: at which the reader has lately fetched; 0 if that is not known."""
-        self.tally = Tally()
+        self.tally = FetchTally()
         self.ways: list[FoundWay] = []
         self._order, self._finder, self._means, self._bytes_per_s = order, finder, means, bytes_per_s
         self._threads = means.threads
-        self._pool = Pool(relay, open_source, reader, means.rates)
+        self._pool = SourcePool(relay, open_source, reader, means.rates)
         self._lists: dict[FoundWay, Way] = {}
         self._refused: set[FoundWay] = set()
         self._scratch = False
@@ -71,8 +71,8 @@ class Pull:
             with suppress(EbbtideError):  # it hears of it when this holder tells it that it serves, or installs
                 await self._finder.find(self._question([version.version], done=True))
 
-    async def _fetch(self, work: Work, again_s: float) -> None:
-        fetch = Fetch(work, self._order, self._pool, self._means, self.tally)
+    async def _fetch(self, work: FetchWork, again_s: float) -> None:
+        fetch = BlobFetch(work, self._order, self._pool, self._means, self.tally)
         renewal = asyncio.create_task(self._renew(again_s, fetch.hurry))
         try:
             await fetch.run()
@@ -100,9 +100,9 @@ class Pull:
     def _have(self) -> list[int]:
         return self._order.mirror.versions(self._order.target.run_id, self._order.target.version.policy)
 
-    def _question(self, have: list[int], *, done: bool = False) -> Question:
+    def _question(self, have: list[int], *, done: bool = False) -> VersionQuestion:
         target = self._order.target
-        return Question(
+        return VersionQuestion(
             run_id=target.run_id,
             policy=target.version.policy,
             version=target.version.version,
@@ -113,18 +113,18 @@ class Pull:
             scratch=self._scratch and not done,
         )
 
-    async def _ask(self, have: list[int]) -> Found:
+    async def _ask(self, have: list[int]) -> FoundVersion:
         question, dropped = self._question(have), self._pool.dropped
         found = await self._finder.find(question)
         self._pool.renew(found.sources, dropped)
         return found
 
-    async def _plan(self, found: Found, have: list[int], held: dict[Place, bytes]) -> Work:
+    async def _plan(self, found: FoundVersion, have: list[int], held: dict[Place, bytes]) -> FetchWork:
         """The work along the first ways that lead everywhere. Raises `VersionUnavailable` if none do."""
         order = self._order
         wanted = list(places(order.target)) if order.wanted is None else list(order.wanted)
         ways: list[Way] = []
-        work = await self._threads.run(lambda: Work(order.target, ways, wanted, held))
+        work = await self._threads.run(lambda: FetchWork(order.target, ways, wanted, held))
         kind = ChunkCorrupt if self._refused else VersionUnavailable
         failure: EbbtideError = kind(f"{len(work.lost)} tiles cannot be had: no way is known that leads to them")
         while work.lost:
@@ -136,7 +136,7 @@ class Pull:
                 except (InvalidRequest, ChunkCorrupt, PermissionDenied, NotReady) as error:
                     failure = error
                     continue
-                work = await self._threads.run(lambda: Work(order.target, ways, wanted, held))
+                work = await self._threads.run(lambda: FetchWork(order.target, ways, wanted, held))
                 if not work.lost:
                     return work
             if self._scratch:

@@ -13,19 +13,19 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, Unavailable
-from ebbtide.rpc.retry import pauses, retrying
-from ebbtide.transfer.cache import BlobCache
-from ebbtide.transfer.changes import Changes
-from ebbtide.transfer.fetch import Means, Order
-from ebbtide.transfer.finding import Finder, Question
-from ebbtide.transfer.mirror import Mirror
-from ebbtide.transfer.pool import UNLISTED, OpenSource
+from ebbtide.rpc.backoff import pauses, retrying
+from ebbtide.transfer.blob_fetch import FetchMeans, FetchOrder
+from ebbtide.transfer.mirror.digest_threads import DigestThreads
+from ebbtide.transfer.mirror.element_changes import ElementChanges
+from ebbtide.transfer.mirror.mirror import Mirror
 from ebbtide.transfer.pull import Pull
-from ebbtide.transfer.sources import GrpcSource, Opener
-from ebbtide.transfer.threads import Threads
+from ebbtide.transfer.sources.blob_cache import BlobCache
+from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource
+from ebbtide.transfer.sources.tile_source import GrpcSource, Opener
+from ebbtide.transfer.version_finder import VersionFinder, VersionQuestion
 from ebbtide.types.weights import FoundWay, Holder, Manifest, PolicyVersion
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
-from ebbtide.weights import Limits, Place, same_geometry
+from ebbtide.weights import ManifestLimits, Place, same_geometry
 
 T = TypeVar("T")
 #: What patience waits out: the relay is away or full, or somebody sent what is wrong.
@@ -62,7 +62,7 @@ class Puller:
         cache: BlobCache | None = None,
         streams: int = 3,
         silence_s: float = 5.0,
-        threads: Threads | None = None,
+        threads: DigestThreads | None = None,
     ) -> None:
         """`target`: the relay's address, for errors. `holder`: who asks, as it stands now. `patience_s`: for how long a
         pull goes on without any progress. `open_source`: see `sources.opener`. `cache` gets the verified blobs.
@@ -70,10 +70,12 @@ class Puller:
         digests and patches, end with this."""
         self._relay, self._target, self._holder = relay, target, holder
         self._patience_s, self._open_source = patience_s, open_source
-        self._finder = Finder(relay, target, holder)
+        self._finder = VersionFinder(relay, target, holder)
         self._rate = 0.0
-        self._threads = threads or Threads()
-        self._means = Means(threads=self._threads, cache=cache or BlobCache(0), streams=streams, silence_s=silence_s)
+        self._threads = threads or DigestThreads()
+        self._means = FetchMeans(
+            threads=self._threads, cache=cache or BlobCache(0), streams=streams, silence_s=silence_s
+        )
 
     async def manifest(
         self,
@@ -83,7 +85,7 @@ class Puller:
         *,
         publisher: bytes = b"",
         root: bytes = b"",
-        limits: Limits = Limits(),  # noqa: B008
+        limits: ManifestLimits = ManifestLimits(),  # noqa: B008
     ) -> Manifest:
         """A version's manifest (0: the newest's), checked; signed by `publisher`, and of `root`, where these are given.
 
@@ -103,7 +105,7 @@ class Puller:
         *,
         publisher: bytes = b"",
         wanted: Iterable[Place] | None = None,
-        changes: Changes | None = None,
+        changes: ElementChanges | None = None,
     ) -> Pulled:
         """Bring `mirror`, which the caller holds, to `version`; or some places of it, if these are `wanted`.
 
@@ -118,7 +120,7 @@ class Puller:
         start = time.monotonic()
         source = GrpcSource(self._relay, self._target, self._holder(), run_id=run_id)
         relay = OpenSource(source, "weight-relay", self._target, UNLISTED)
-        order = Order(manifest, mirror, publisher, None if wanted is None else tuple(wanted), changes)
+        order = FetchOrder(manifest, mirror, publisher, None if wanted is None else tuple(wanted), changes)
         pull = Pull(order, self._finder, relay, self._open_source, self._holder(), self._means, self._rate)
         try:
             await self._persist(pull)
@@ -158,7 +160,7 @@ class Puller:
 
         `kept`: it still has all of it, and serves it on; without, it is told as one whom nobody reaches.
         """
-        question = Question(
+        question = VersionQuestion(
             run_id=run_id,
             policy=version.policy,
             version=version.version,
@@ -180,7 +182,7 @@ class Puller:
         """Make ready for patches in the background, which takes seconds in a process that has not seen one."""
 
         def work() -> None:
-            from ebbtide.weights.patch.tile import warm_up
+            from ebbtide.weights.patch.tile_codec import warm_up
 
             warm_up()
 

@@ -56,7 +56,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     architecture: Annotated[str, Meta(max_length=128)] = ""
 
 
-class Borrowed(Struct, frozen=True, kw_only=True):
+class BorrowedState(Struct, frozen=True, kw_only=True):
     """What a borrowed worker knows of its host. `share`: of the next minute in which it may generate; `spell_s`: how
     long what holds now will probably still last; `disturbance`: share of the SLO's error budget used lately."""
 
@@ -85,5 +85,5 @@ class Worker(Struct, frozen=True, kw_only=True):
     plateau: int = 0
     shunned_s: float = 0.0
     reason: str = ""
-    borrowed: Borrowed | None = None
+    borrowed: BorrowedState | None = None
     given_up: bool = False

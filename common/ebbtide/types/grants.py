@@ -52,7 +52,7 @@ class Hello(Struct, frozen=True, kw_only=True):
     device: Annotated[str, Meta(max_length=256)] = ""
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class BorrowerReport(Struct, frozen=True, kw_only=True):
     running: int = 0
     tokens_generated: int = 0
     kv_bytes_used: int = 0

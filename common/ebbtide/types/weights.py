@@ -88,7 +88,7 @@ class TensorPatch(Struct, frozen=True, kw_only=True):
     """What changes in one `TensorEntry`, tile by tile: `sizes` in bytes, and `digests` of the non-empty ones in order.
 
     A size of 0: the tile is the base's. The size of the tile itself: the dense tile of the new version, by its own
-    digest. Less: a tile patch (`ebbtide.weights.patch.layout`).
+    digest. Less: a tile patch (`ebbtide.weights.patch.tile_format`).
     """
 
     sizes: tuple[int, ...]

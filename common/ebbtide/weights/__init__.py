@@ -3,21 +3,41 @@
 Pure functions over numpy arrays and bytes: nothing here waits, reads a clock or touches a file.
 """
 
-from ebbtide.weights.config import check_config, read_config
-from ebbtide.weights.layout import Layout
-from ebbtide.weights.manifest import Limits, build_manifest, check_manifest, root_digest, seal_manifest
-from ebbtide.weights.parts import ManifestJoiner, ManifestPart, PatchJoiner, PatchPart, split_manifest, split_patch
-from ebbtide.weights.patches import blob_sizes, check_patch, patch_root, patched_tiles, same_geometry, seal_patch
-from ebbtide.weights.plan import Place, Planner, TileTask, Way, places
+from ebbtide.weights.fetch_plan import Place, Planner, TileTask, Way, places
+from ebbtide.weights.geometry.file_layout import FileLayout
+from ebbtide.weights.geometry.slices import places_of
+from ebbtide.weights.manifest.manifest import (
+    ManifestLimits,
+    build_manifest,
+    check_manifest,
+    root_digest,
+    seal_manifest,
+)
+from ebbtide.weights.manifest.manifest_parts import (
+    ManifestJoiner,
+    ManifestPart,
+    PatchJoiner,
+    PatchPart,
+    split_manifest,
+    split_patch,
+)
+from ebbtide.weights.manifest.patch_manifest import (
+    blob_sizes,
+    check_patch,
+    patch_root,
+    patched_tiles,
+    same_geometry,
+    seal_patch,
+)
+from ebbtide.weights.model_config import check_config, read_config
 from ebbtide.weights.signing import Signer, check_patch_signature, check_signature
-from ebbtide.weights.slices import places_of
 from ebbtide.weights.tensors import NamedTensor, as_array, named_tensor
 from ebbtide.weights.tiles import check_tile, describe, slice_tiles, tile_digest, tile_size, tile_sizes
 
 __all__ = [
-    "Layout",
-    "Limits",
+    "FileLayout",
     "ManifestJoiner",
+    "ManifestLimits",
     "ManifestPart",
     "NamedTensor",
     "PatchJoiner",

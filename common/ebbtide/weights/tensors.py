@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.weights.dtypes import carrier, dtype_name
-from ebbtide.weights.sharded import Part, is_sharded, own_part
+from ebbtide.weights.geometry.sharded_tensors import Part, is_sharded, own_part
 
 
 class NamedTensor(Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ def named_tensor(name: str, value: Any, *, dtype: str | None = None) -> NamedTen
     """View a numpy array, an object with `__array__`, or a torch tensor of any device as a `NamedTensor`.
 
     `dtype` gives the bits another name of the same width (a uint16 array as `BF16`). Contiguous host memory is not
-    copied. A DTensor becomes the piece that this process publishes of it (`ebbtide.weights.sharded`).
+    copied. A DTensor becomes the piece that this process publishes of it (`ebbtide.weights.geometry.sharded_tensors`).
     Raises `InvalidRequest` naming the tensor for what weights cannot be, and for DTensors of which this process
     publishes nothing.
     """

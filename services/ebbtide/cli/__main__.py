@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import typer
 
-from ebbtide.cli import (
+from ebbtide.cli.commands import (
     certs_commands,
     fleet_commands,
     guard_commands,

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from ebbtide.coordinator.settings import Settings
+from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.runtime import Shutdown, race, run
 from ebbtide.settings import load
 
@@ -20,11 +20,11 @@ _GRACE_S: Final = 5.0
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Keep runs and rollouts, and say which worker generates what, until told to end."""
-    settings = load(Settings, prog="ebbtide coordinator", argv=argv, description=main.__doc__ or "")
+    settings = load(CoordinatorSettings, prog="ebbtide coordinator", argv=argv, description=main.__doc__ or "")
     run(lambda shutdown: serve(settings, shutdown), "coordinator", settings)
 
 
-async def serve(settings: Settings, shutdown: Shutdown) -> None:
+async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
     from ebbtide.coordinator.service import Coordinator
     from ebbtide.errors import StandingBy
     from ebbtide.rpc.server import Server
@@ -51,7 +51,9 @@ async def serve(settings: Settings, shutdown: Shutdown) -> None:
         await coordinator.close()
 
 
-async def _lead(settings: Settings, shutdown: Shutdown, coordinator: "Coordinator", server: "Server") -> None:
+async def _lead(
+    settings: CoordinatorSettings, shutdown: Shutdown, coordinator: "Coordinator", server: "Server"
+) -> None:
     """Serve, until asked to end or superseded."""
     loops = [shutdown.spawn(loop, name) for name, loop in coordinator.loops(server.set_serving).items()]
     server.closed = None

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.coordinator.state import RunState
-from ebbtide.store.rows import Why
-from ebbtide.types.fleet import Borrowed, Worker, WorkerState
+from ebbtide.coordinator.state.coordinator_state import RunState
+from ebbtide.store.rollout_rows import EndReason
+from ebbtide.types.fleet import BorrowedState, Worker, WorkerState
 
 #: Of more live runs than these, the youngest have no gauges.
 _RUNS_SHOWN: Final = 200
@@ -65,7 +65,7 @@ quota_used = telemetry.gauge("coordinator_quota_used", "the largest share that a
 trajectories = telemetry.gauge("coordinator_trajectories_waiting", "trajectories that no trainer has committed yet")
 
 
-def count_requeued(why: Why, attempts: int, lost: int) -> None:
+def count_requeued(why: EndReason, attempts: int, lost: int) -> None:
     """So many attempts ended in one go, and with them at most so many tokens."""
     requeued.inc(attempts)
     tokens_lost.inc(lost)
@@ -109,7 +109,7 @@ def _observe_shares(shown: Sequence[RunState]) -> None:
         run_workers.labels(run.run_id).set(run.share.workers)
 
 
-def _lent(worker: Worker, said: Borrowed) -> str:
+def _lent(worker: Worker, said: BorrowedState) -> str:
     if worker.given_up:
         return "given_up"
     return "asleep" if said.asleep else "granted" if said.granted else "reclaimed"

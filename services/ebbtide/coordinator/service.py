@@ -4,28 +4,28 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from ebbtide import telemetry
-from ebbtide.coordinator.appending import Appending
-from ebbtide.coordinator.attempts import Attempts
-from ebbtide.coordinator.bells import Bells
-from ebbtide.coordinator.dispatcher import Dispatcher
-from ebbtide.coordinator.fleet import Fleet
-from ebbtide.coordinator.leading import Leading
-from ebbtide.coordinator.lives import Lives
-from ebbtide.coordinator.measuring import measure_for_ever
-from ebbtide.coordinator.parts import Parts
-from ebbtide.coordinator.publishers import Publishers
-from ebbtide.coordinator.recovery import Recovery
-from ebbtide.coordinator.rollouts import RolloutService
-from ebbtide.coordinator.runs import RunService
-from ebbtide.coordinator.servicers import fleet as fleet_wire
-from ebbtide.coordinator.servicers import rollouts as rollouts_wire
-from ebbtide.coordinator.servicers import runs as runs_wire
-from ebbtide.coordinator.settings import Settings
-from ebbtide.coordinator.state import State
+from ebbtide.coordinator.api.rollout_service import RolloutService
+from ebbtide.coordinator.api.run_service import RunService
+from ebbtide.coordinator.appends.append_streams import AppendStreams
+from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
+from ebbtide.coordinator.failover.election import Election
+from ebbtide.coordinator.failover.run_recovery import RunRecovery
+from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
+from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.publisher_keys import PublisherKeys
+from ebbtide.coordinator.servicers import fleet_servicer as fleet_wire
+from ebbtide.coordinator.servicers import rollouts_servicer as rollouts_wire
+from ebbtide.coordinator.servicers import runs_servicer as runs_wire
+from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.coordinator.store_measurements import measure_for_ever
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rpc.server import Service
 from ebbtide.runtime import race
-from ebbtide.store.connection import Connection
+from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Condition, Store
 from ebbtide.types.ids import new_fence
 from ebbtide.v1.fleet_pb2_grpc import add_FleetServicer_to_server
@@ -42,27 +42,27 @@ async def _nobody(_serving: bool) -> None:
 class Coordinator:
     """`open`, serve `services`, run `loops`, `leave`, `close`. A restart is another coordinator."""
 
-    def __init__(self, settings: Settings, link: Connection | None = None) -> None:
+    def __init__(self, settings: CoordinatorSettings, link: StoreConnection | None = None) -> None:
         """`link`: the way to the store, unless it is the one of the settings."""
         self._settings = settings
-        self.link = link or Connection(
+        self.link = link or StoreConnection(
             settings.store_url, patience_s=settings.store_patience_s, replicas=settings.store_replicas
         )
         self.store = Store(self.link, new_fence())
-        self.state = State()
-        self._bells = Bells()
-        self._attempts = Attempts(
+        self.state = CoordinatorState()
+        self._bells = Notifier()
+        self._attempts = AttemptTransitions(
             self.state,
             self.store,
             self._bells,
             barren_limit=settings.barren_attempts,
             keep_ended_s=settings.keep_ended_s,
         )
-        self.fleet = Fleet(settings, self.state, self.store, self._attempts, self._bells)
+        self.fleet = WorkerRegistry(settings, self.state, self.store, self._attempts, self._bells)
 
-        lives = Lives(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
-        self._lives, self._publishers = lives, Publishers(self.store)
-        self._recovery = Recovery(
+        lives = StoreIncarnations(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
+        self._lives, self._publishers = lives, PublisherKeys(self.store)
+        self._recovery = RunRecovery(
             self.state, self.store, lives, self._attempts.run_over, grace_s=settings.recover_grace_s
         )
         self.dispatcher = Dispatcher(
@@ -74,13 +74,13 @@ class Coordinator:
             slice_s=settings.slice_s,
             balance=settings.rebalance,
         )
-        self.leading = Leading(self.store)
+        self.leading = Election(self.store)
         self.services = self._services()
 
     def _services(self) -> list[Service]:
         """What it offers once it is open."""
         settings = self._settings
-        parts = Parts(
+        parts = CoordinatorParts(
             settings,
             self.state,
             self.store,
@@ -91,7 +91,7 @@ class Coordinator:
             self._publishers,
         )
         runs, rollouts = RunService(parts), RolloutService(parts)
-        appending = Appending(self.state, self.store, self.fleet, self._bells)
+        appending = AppendStreams(self.state, self.store, self.fleet, self._bells)
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, heartbeat_s=settings.heartbeat_s)
         return [
@@ -142,7 +142,7 @@ class Coordinator:
         await self.link.close()
 
 
-def _judge(condition: Condition, link: Connection) -> None:
+def _judge(condition: Condition, link: StoreConnection) -> None:
     """Say what the store does not promise. Raises `StoreUnavailable` for one that would take its replicas with it."""
     log.info("store", version=condition.version, fsync=condition.fsync, durable_after_s=condition.durable_after_s)
     if condition.wipes:

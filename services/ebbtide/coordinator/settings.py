@@ -4,12 +4,12 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ebbtide.rpc.security import ServerSettings
+from ebbtide.auth.security import ServerSettings
 from ebbtide.runtime import ProcessSettings
-from ebbtide.scheduling.liveness import TIMEOUT_S
+from ebbtide.scheduling.health.liveness import TIMEOUT_S
 
 
-class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Durations are seconds."""
 
     server: ServerSettings = ServerSettings.at("127.0.0.1:7600")

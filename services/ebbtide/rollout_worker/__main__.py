@@ -1,6 +1,6 @@
 """`ebbtide rollout-worker`, also as `python -m ebbtide.rollout_worker`."""
 
-from ebbtide.rollout_worker.settings import Settings
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.runtime import Shutdown, run
 from ebbtide.settings import load
 
@@ -8,7 +8,7 @@ from ebbtide.settings import load
 def main(argv: list[str] | None = None) -> None:
     """Run a worker until a signal ends it."""
     settings = load(
-        Settings,
+        WorkerSettings,
         prog="ebbtide rollout-worker",
         argv=argv,
         description="Generates rollouts on one engine for a coordinator.",

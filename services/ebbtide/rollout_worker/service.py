@@ -15,22 +15,22 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.grants import check_folder, page_path, socket_path
 from ebbtide.ledger import Ledger
-from ebbtide.rollout_worker.attempts import Attempts
-from ebbtide.rollout_worker.borrowing import Borrowing
 from ebbtide.rollout_worker.engine import Engine
-from ebbtide.rollout_worker.engine.borrowed import Borrowed
-from ebbtide.rollout_worker.engine.changing import ChangingEngine
-from ebbtide.rollout_worker.engine.cpu import is_cpu_build
-from ebbtide.rollout_worker.engine.residency import Sleeping
-from ebbtide.rollout_worker.installer import Installer
-from ebbtide.rollout_worker.outbox import JITTER, Outbox
-from ebbtide.rollout_worker.peers import check_reachable, serving
-from ebbtide.rollout_worker.session import Session
-from ebbtide.rollout_worker.settings import Settings
-from ebbtide.rollout_worker.supply import Supply
-from ebbtide.rollout_worker.worker import Outgoing, Worker, throttle
+from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
+from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
+from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
+from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
+from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
+from ebbtide.rollout_worker.generation.outbox import JITTER, Outbox
+from ebbtide.rollout_worker.guard_link import GuardLink
+from ebbtide.rollout_worker.installs.installer import Installer
+from ebbtide.rollout_worker.installs.peer_blobs import check_reachable, serving
+from ebbtide.rollout_worker.installs.weight_supply import WeightSupply
+from ebbtide.rollout_worker.settings import WorkerSettings
+from ebbtide.rollout_worker.streams.control_handler import ControlHandler, ControlOutbox, throttle
+from ebbtide.rollout_worker.streams.control_session import ControlSession
 from ebbtide.rpc.channel import check_address, open_channel, open_socket
-from ebbtide.rpc.heads import Heads, addresses
+from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.runtime import Shutdown
 from ebbtide.transfer import check_folder as check_mirrors
 from ebbtide.types.fleet import EngineInfo, WorkerKind
@@ -48,26 +48,26 @@ _LAST_S: Final = 0.5
 _FAILED_S: Final = 8.0
 
 
-def make_engine(settings: Settings, borrowed: Borrowed | None = None) -> Engine:
+def make_engine(settings: WorkerSettings, borrowed: BorrowedEngine | None = None) -> Engine:
     """The engine that the settings name. Raises `InvalidRequest` for a model it cannot boot from."""
     if borrowed is None and settings.change_architecture:
         return ChangingEngine(lambda model: _engine(settings, model), settings.change_max_mib << 20)
     return _engine(settings, None, borrowed)
 
 
-def _engine(settings: Settings, model: Path | None, borrowed: Borrowed | None = None) -> Engine:
+def _engine(settings: WorkerSettings, model: Path | None, borrowed: BorrowedEngine | None = None) -> Engine:
     """One of the checkpoint directory `model`, or of the worker's own."""
     if settings.engine == "scripted":
-        from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+        from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 
         scripted = settings.scripted if model is None else replace(settings.scripted, model=str(model))
         return ScriptedEngine(scripted, borrowed.page if borrowed else None)
-    from ebbtide.rollout_worker.engine.vllm import VllmEngine
+    from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 
     return VllmEngine(str(model or settings.model), settings.slots, settings.vllm, borrowed)
 
 
-def _borrowed(settings: Settings, worker_id: str) -> Borrowed | None:
+def _borrowed(settings: WorkerSettings, worker_id: str) -> BorrowedEngine | None:
     """The page of a borrowed worker's engine. Raises `InvalidRequest` for a kind and a folder that do not match."""
     if settings.kind is not WorkerKind.BORROWED:
         if settings.grant_dir:
@@ -77,10 +77,10 @@ def _borrowed(settings: Settings, worker_id: str) -> Borrowed | None:
         text = "a borrowed worker needs one: name the folder that the serving-guard of its host was given"
         raise InvalidRequest(text, field="grant_dir")
     check_folder(folder := Path(settings.grant_dir).absolute())
-    return Borrowed(page_path(folder, worker_id), settings.step_tokens)
+    return BorrowedEngine(page_path(folder, worker_id), settings.step_tokens)
 
 
-async def serve(shutdown: Shutdown, settings: Settings) -> None:
+async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
     """Run one worker until it has left. Raises what keeps it from working."""
     worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
     telemetry.bind(worker_id=worker_id)
@@ -96,12 +96,12 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
         # First of all: the engine's processes may be forked, which nothing but this thread should live through.
         info = await engine.start()
         log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
-        coordinator = await stack.enter_async_context(Heads(settings.coordinator, settings.client))
+        coordinator = await stack.enter_async_context(LeaderChannel(settings.coordinator, settings.client))
         worker, supply = await _assemble(stack, shutdown, settings, worker_id, engine, info, borrowed)
         presence = shutdown.spawn(supply.presence.run(), "presence")
         stack.push_async_callback(_end, presence)  # it may not outlive the channel that it tells by
         await stack.enter_async_context(serving(settings, supply.shelf, worker.leaving, supply.presence.again))
-        session = Session(worker, coordinator, attached=_once(shutdown, worker_id))
+        session = ControlSession(worker, coordinator, attached=_once(shutdown, worker_id))
         installing = shutdown.spawn(worker.installer.run(), "installer")
         stack.push_async_callback(_end, installing)  # an install may not outlive the engine that it is for
         supply.puller.warm_up()
@@ -120,24 +120,24 @@ async def serve(shutdown: Shutdown, settings: Settings) -> None:
 async def _assemble(
     stack: AsyncExitStack,
     shutdown: Shutdown,
-    settings: Settings,
+    settings: WorkerSettings,
     worker_id: str,
     engine: Engine,
     info: EngineInfo,
-    borrowed: Borrowed | None,
-) -> tuple[Worker, Supply]:
+    borrowed: BorrowedEngine | None,
+) -> tuple[ControlHandler, WeightSupply]:
     """The parts around an engine that has booted; of tasks only those to the guard of the host have begun."""
-    outgoing, outbox = Outgoing(), _outbox(settings)
+    outgoing, outbox = ControlOutbox(), _outbox(settings)
     ledger = stack.enter_context(Ledger(Path(settings.counter_file))) if settings.counter_file else None
-    attempts = Attempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
+    attempts = LocalAttempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
     stack.push_async_callback(attempts.close)
     relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
-    supply = Supply(settings, worker_id, engine, WeightsStub(relay))
+    supply = WeightSupply(settings, worker_id, engine, WeightsStub(relay))
     stack.callback(supply.close)
     borrowing = await _borrow(stack, shutdown, settings, borrowed, attempts, worker_id) if borrowed else None
     changing = engine if isinstance(engine, ChangingEngine) else None
     installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put, borrowing, changing)
-    worker = Worker(settings, worker_id, info, outbox, attempts, installer, outgoing)
+    worker = ControlHandler(settings, worker_id, info, outbox, attempts, installer, outgoing)
     if borrowing is not None:
         worker.borrowing, borrowing.sleeping = borrowing, _sleeping(engine, installer)
     return worker, supply
@@ -146,30 +146,30 @@ async def _assemble(
 async def _borrow(
     stack: AsyncExitStack,
     shutdown: Shutdown,
-    settings: Settings,
-    borrowed: Borrowed,
-    attempts: Attempts,
+    settings: WorkerSettings,
+    borrowed: BorrowedEngine,
+    attempts: LocalAttempts,
     worker_id: str,
-) -> Borrowing:
+) -> GuardLink:
     """Begin to borrow from the guard of the host, be it there yet or not."""
     found_at = socket_path(borrowed.path.parent)
     channel = await stack.enter_async_context(open_socket(found_at))
     stack.callback(borrowed.close)
     stub = GrantsStub(channel)
-    borrowing = Borrowing(stub, str(found_at), borrowed, attempts, worker_id=worker_id, slots=settings.slots)
+    borrowing = GuardLink(stub, str(found_at), borrowed, attempts, worker_id=worker_id, slots=settings.slots)
     for work in (borrowing.run(), borrowing.watch(), borrowing.move()):
         stack.push_async_callback(_end, shutdown.spawn(work, "grants"))
     return borrowing
 
 
-def _sleeping(engine: Engine, installer: Installer) -> Sleeping | None:
+def _sleeping(engine: Engine, installer: Installer) -> WeightSleep | None:
     """What moves the weights of an engine whose weights can be moved."""
-    from ebbtide.rollout_worker.engine.vllm import VllmEngine
+    from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 
-    return Sleeping(engine, installer) if isinstance(engine, VllmEngine) and is_cpu_build() else None
+    return WeightSleep(engine, installer) if isinstance(engine, VllmEngine) and is_cpu_build() else None
 
 
-async def _on_signal(shutdown: Shutdown, worker: Worker) -> None:
+async def _on_signal(shutdown: Shutdown, worker: ControlHandler) -> None:
     """A signal, or a failure, of which the process ends by itself some seconds later."""
     await shutdown.requested.wait()
     failure = shutdown.failure
@@ -177,7 +177,7 @@ async def _on_signal(shutdown: Shutdown, worker: Worker) -> None:
     worker.leave(min(patience_s, _FAILED_S) if failure else patience_s, "failed" if failure else "signal")
 
 
-def _outbox(settings: Settings) -> Outbox:
+def _outbox(settings: WorkerSettings) -> Outbox:
     return Outbox(
         flush_tokens=settings.flush_tokens,
         flush_interval_s=settings.flush_interval_ms / 1000,
@@ -198,7 +198,7 @@ def _once(shutdown: Shutdown, address: str) -> Callable[[], None]:
     return say
 
 
-async def _leave(worker: Worker, session: Session, streams: asyncio.Task[None]) -> None:
+async def _leave(worker: ControlHandler, session: ControlSession, streams: asyncio.Task[None]) -> None:
     drain = asyncio.create_task(worker.drain())
     try:
         await asyncio.wait({drain, streams}, return_when=asyncio.FIRST_COMPLETED)

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-from ebbtide.rollout_worker.host import shared_folder
-from ebbtide.rpc.security import ClientSecurity
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.rollout_worker.shared_host import shared_folder
 from ebbtide.runtime import ProcessSettings
 from ebbtide.types.fleet import WorkerKind
 
@@ -49,7 +49,7 @@ class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     refuse_version: Annotated[int, Meta(ge=0, description="a version that it refuses to install; 0: none")] = 0
 
 
-class Settings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the worker.
 
     Two engines on the same cores: OpenMP threads that spin while they wait (the default) destroy both, so the served

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ebbtide import telemetry
+from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import check_folder, socket_path
-from ebbtide.rpc.security import ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
-from ebbtide.scheduling.governor import Governor
-from ebbtide.serving_guard.books import Books
-from ebbtide.serving_guard.borrowers import Borrowers
-from ebbtide.serving_guard.deciding import Makes, Panel
-from ebbtide.serving_guard.enforcer import Enforcer
-from ebbtide.serving_guard.keeper import Keeper
-from ebbtide.serving_guard.memory import Memory
-from ebbtide.serving_guard.servicer import SERVICE, Servicer
+from ebbtide.scheduling.coserving.governor import Governor
+from ebbtide.serving_guard.guard_status import StatusReporter
+from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
+from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
+from ebbtide.serving_guard.loans.enforcer import Enforcer
+from ebbtide.serving_guard.loans.governor_panel import GovernorPanel, Makes
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.servicer import SERVICE, GrantServicer
 from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.serving_guard.status import Status
+from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.telemetry import rpc_observer
 from ebbtide.v1.grants_pb2_grpc import add_GrantsServicer_to_server
 
@@ -40,7 +40,7 @@ async def serve(
     shutdown: Shutdown,
     settings: GuardSettings,
     decides: Makes = Governor,
-    memory: Callable[..., Memory] = Memory,
+    memory: Callable[..., MemoryBudget] = MemoryBudget,
 ) -> None:
     """Guard one serving engine until told to end.
 
@@ -69,7 +69,7 @@ class Front(Protocol):
 class Guard:
     """Made and started once."""
 
-    def __init__(self, settings: GuardSettings, decides: Makes, memory: Callable[..., Memory]) -> None:
+    def __init__(self, settings: GuardSettings, decides: Makes, memory: Callable[..., MemoryBudget]) -> None:
         folder = Path(settings.grant_dir)
         check_folder(folder, field="grant_dir")
         self._settings = settings
@@ -79,13 +79,13 @@ class Guard:
             bytes_per_token=settings.serving_kv_bytes_per_token,
         )
         targets = settings.targets()
-        self.books = Books(time.monotonic(), targets)
-        self.borrowers = Borrowers(folder, self.memory)
-        panel = Panel(decides, targets, settings.limits())
-        self.keeper = Keeper(panel, self.borrowers, self.books, model=settings.model)
+        self.books = RequestBooks(time.monotonic(), targets)
+        self.borrowers = BorrowerTable(folder, self.memory)
+        panel = GovernorPanel(decides, targets, settings.limits())
+        self.keeper = BudgetKeeper(panel, self.borrowers, self.books, model=settings.model)
         self.borrowers.idle_s = self.keeper.idle_s
         self.borrowers.forecast = lambda: self.keeper.learnt().forecast
-        self.status = Status(
+        self.status = StatusReporter(
             settings.mode,
             settings.model,
             keeper=self.keeper,
@@ -94,7 +94,7 @@ class Guard:
             memory=self.memory,
             clock=time.monotonic,
         )
-        services = [(add_GrantsServicer_to_server, Servicer(self.borrowers, self.status), SERVICE)]
+        services = [(add_GrantsServicer_to_server, GrantServicer(self.borrowers, self.status), SERVICE)]
         listen = ServerSettings.at(f"unix:{socket_path(folder).absolute()}")
         self._server = Server(listen, services, observe=rpc_observer(), private=True)
         self._enforcer = self._enforcing()
@@ -143,15 +143,15 @@ class Guard:
             log.exception("lends nothing any more, until it is started again; users' requests go on", task=name)
 
     def _proxy(self) -> Front:
-        from ebbtide.serving_guard.proxy import Proxy
+        from ebbtide.serving_guard.proxy.proxy import Proxy
 
         return Proxy(self._settings.proxy, self._settings.upstream, self.keeper, self._settings.listen)
 
     def _observer(self) -> Front:
-        from ebbtide.serving_guard.observe import Observer
+        from ebbtide.serving_guard.metrics_observer import MetricsObserver
 
         url = self._settings.metrics_url or f"{self._settings.upstream.rstrip('/')}/metrics"
-        return Observer(
+        return MetricsObserver(
             url,
             self.keeper,
             self.books,

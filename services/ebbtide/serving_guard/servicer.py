@@ -11,13 +11,13 @@ from typing import Any, Final, TypeAlias
 import grpc
 
 from ebbtide.errors import InvalidRequest, Superseded
-from ebbtide.rpc.convert import from_proto, to_proto
-from ebbtide.serving_guard.borrowers import Borrowers
-from ebbtide.serving_guard.loan import Loan
-from ebbtide.serving_guard.status import Status
-from ebbtide.types.grants import Hello, Report
+from ebbtide.serving_guard.guard_status import StatusReporter
+from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
+from ebbtide.serving_guard.loans.loan import Loan
+from ebbtide.types.grants import BorrowerReport, Hello
 from ebbtide.v1 import grants_pb2 as pb
 from ebbtide.v1.grants_pb2_grpc import GrantsServicer
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -30,8 +30,8 @@ _REPORT_S: Final = 0.25
 _RENEW_S: Final = 0.06
 
 
-class Servicer(GrantsServicer):
-    def __init__(self, borrowers: Borrowers, status: Status) -> None:
+class GrantServicer(GrantsServicer):
+    def __init__(self, borrowers: BorrowerTable, status: StatusReporter) -> None:
         self._borrowers, self._status = borrowers, status
 
     async def Borrow(
@@ -73,7 +73,7 @@ class Servicer(GrantsServicer):
         async for message in requests:
             if message.WhichOneof("kind") != "report":
                 raise InvalidRequest("only the first message may be, and must be, hello", field="kind")
-            self._borrowers.heard(loan, from_proto(message.report, Report, field="report"))
+            self._borrowers.heard(loan, from_proto(message.report, BorrowerReport, field="report"))
 
     async def _pause(self, reader: asyncio.Task[None]) -> None:
         """Until the next grant is due, or there is news, or the worker has no more to say."""

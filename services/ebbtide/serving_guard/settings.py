@@ -8,9 +8,9 @@ from msgspec import Meta
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import ProcessSettings
-from ebbtide.scheduling.governor import Limits, Targets
-from ebbtide.serving_guard.limits import ProxySettings
-from ebbtide.serving_guard.slo import (
+from ebbtide.scheduling.coserving.governor import LatencyTargets, StepLimits
+from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
+from ebbtide.serving_guard.traffic.slo import (
     AimGap,
     AimSlowed,
     AimTpot,
@@ -92,14 +92,14 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         """Of any model that the file does not name."""
         return Slo(**{name: getattr(self, name) for name in Slo.__struct_fields__})
 
-    def targets(self) -> dict[str, Targets]:
+    def targets(self) -> dict[str, LatencyTargets]:
         """By model; "" for any other. Raises `InvalidRequest` naming the field."""
         default = self.slo()
         named = read_slos(Path(self.slo_file), default) if self.slo_file else {}
         return {"": default.targets(), **{model: slo.targets() for model, slo in named.items()}}
 
-    def limits(self) -> Limits:
-        return Limits(tokens=self.step_tokens, sequences=self.sequences, hold_s=self.hold_ms / 1000)
+    def limits(self) -> StepLimits:
+        return StepLimits(tokens=self.step_tokens, sequences=self.sequences, hold_s=self.hold_ms / 1000)
 
     def checked(self) -> None:
         """Raise `InvalidRequest` naming the first field that cannot work, before anything is started."""

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ebbtide.claimed_runs.run_failure import RankLost
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import Shutdown, run
 from ebbtide.settings import load
-from ebbtide.trainer.failure import RankLost
-from ebbtide.trainer.ranks.place import Place, place_of
+from ebbtide.trainer.ranks.rank_place import RankPlace, place_of
 from ebbtide.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from ebbtide.trainer.ranks.crew import Crew
+    from ebbtide.trainer.ranks.rank_group import RankGroup
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,19 +29,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"ebbtide trainer: {error}") from None
     quiet = msgspec.structs.replace(settings, metrics_port=-1, ready_file="")  # rank 0 speaks for all
     if place is None and settings.ranks > 1 and "WORLD_SIZE" not in os.environ:
-        from ebbtide.trainer.ranks.launch import launch
+        from ebbtide.trainer.ranks.rank_launcher import launch
 
         run(lambda shutdown: launch(settings, argv, shutdown), "trainer", quiet)
     run(lambda shutdown: serve(settings, shutdown, place), "trainer", quiet if place and place.rank else settings)
 
 
-async def serve(settings: TrainerSettings, shutdown: Shutdown, place: Place | None = None) -> None:
+async def serve(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace | None = None) -> None:
     """Train as the only rank, or as the one at `place`."""
-    from ebbtide.trainer.threads import limit_threads
+    from ebbtide.trainer.learning.torch_threads import limit_threads
 
     limit_threads(settings.threads)  # before anything imports torch
 
-    from ebbtide.trainer.learning import choose_device
+    from ebbtide.trainer.learning.local_learning import choose_device
 
     device = choose_device(settings.device)
     if place is None:
@@ -50,23 +50,23 @@ async def serve(settings: TrainerSettings, shutdown: Shutdown, place: Place | No
         await _together(settings, shutdown, place, device)
 
 
-async def _together(settings: TrainerSettings, shutdown: Shutdown, place: Place, device: str) -> None:
-    from ebbtide.trainer.ranks.crew import Crew
-    from ebbtide.trainer.ranks.follower import follow
-    from ebbtide.trainer.ranks.pulse import Pulse
-    from ebbtide.trainer.ranks.world import World
+async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace, device: str) -> None:
+    from ebbtide.trainer.ranks.rank_follower import follow
+    from ebbtide.trainer.ranks.rank_group import RankGroup
+    from ebbtide.trainer.ranks.rank_pulse import RankPulse
+    from ebbtide.trainer.ranks.rank_world import RankWorld
 
-    world = await asyncio.to_thread(World, place, device)
+    world = await asyncio.to_thread(RankWorld, place, device)
     loop = asyncio.get_running_loop()
 
     def lost(error: RankLost) -> None:
         loop.call_soon_threadsafe(shutdown.fail, error)
 
-    pulse = Pulse(place.rank, place.size, timeout_s=settings.rank_timeout_s, lost=lost)
+    pulse = RankPulse(place.rank, place.size, timeout_s=settings.rank_timeout_s, lost=lost)
     if place.rank:
         await follow(world, settings, shutdown)
     else:
-        crew = await asyncio.to_thread(Crew, world)
+        crew = await asyncio.to_thread(RankGroup, world)
         try:
             await _work(settings, shutdown, crew)
         finally:
@@ -75,11 +75,11 @@ async def _together(settings: TrainerSettings, shutdown: Shutdown, place: Place,
     pulse.stop()
 
 
-async def _work(settings: TrainerSettings, shutdown: Shutdown, crew: "Crew | None") -> None:
-    from ebbtide.trainer import work
+async def _work(settings: TrainerSettings, shutdown: Shutdown, crew: "RankGroup | None") -> None:
+    from ebbtide.claimed_runs import run_loop
     from ebbtide.trainer.service import train
 
-    await work.serve(settings, shutdown, "trainer", lambda client, lease: train(client, lease, settings, crew))
+    await run_loop.serve(settings, shutdown, "trainer", lambda client, lease: train(client, lease, settings, crew))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from ebbtide.trainer.ranks.crew import Crew
+    from ebbtide.trainer.ranks.rank_group import RankGroup
 
 GRPO = "grpo"
 
 
-async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "Crew | None" = None) -> None:
+async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "RankGroup | None" = None) -> None:
     """Train the lease's run, on `crew`'s ranks if there is one.
 
     Raises `InvalidRequest` or `RunFailed` where the run is at fault.

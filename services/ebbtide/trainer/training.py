@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
+from ebbtide.claimed_runs.run_follower import CHECKPOINT, RunFollower
 from ebbtide.client import Client, Lease
-from ebbtide.client.publishing import Publishing, PublishReport
+from ebbtide.client.publisher.publisher import Publishing, PublishReport
 from ebbtide.errors import AlreadyExists
 from ebbtide.runtime import race
 from ebbtide.telemetry import counter, gauge, get_logger
-from ebbtide.trainer import checkpoint
-from ebbtide.trainer.checkpoint import CheckpointError, TrainingState
-from ebbtide.trainer.collector import Collector
-from ebbtide.trainer.following import CHECKPOINT, Following
-from ebbtide.trainer.learning import Learning, choose_device
-from ebbtide.trainer.ranks.crew import Crew, Led
+from ebbtide.trainer import training_checkpoint
+from ebbtide.trainer.learning.local_learning import LocalLearning, choose_device
+from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
 from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
+from ebbtide.trainer.trajectory_collector import TrajectoryCollector
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
 
@@ -79,7 +79,7 @@ class _Trained:
 class Training:
     """Trains one run under one lease."""
 
-    def __init__(self, client: Client, lease: Lease, settings: TrainerSettings, crew: Crew | None = None) -> None:
+    def __init__(self, client: Client, lease: Lease, settings: TrainerSettings, crew: RankGroup | None = None) -> None:
         """`crew`: the ranks to train on; without one, this process."""
         self._client = client
         self._lease = lease
@@ -87,7 +87,7 @@ class Training:
         self._crew = crew
         self._spec = lease.run.spec
         self._folder = Path(self._spec.output) / lease.run_id / "checkpoints"
-        self._following = Following(client, lease.run_id)
+        self._following = RunFollower(client, lease.run_id)
         self._lineage = new_fence()
         self._trained: _Trained | None = None
 
@@ -112,27 +112,29 @@ class Training:
                 await self._following.until(lambda: bool(self._collector.uncommitted))
                 await self._commit([])
 
-    async def _begin(self) -> tuple[Learning, Collector, list[RunEvent]]:
+    async def _begin(self) -> tuple[LocalLearning, TrajectoryCollector, list[RunEvent]]:
         """Load the run's model, or its newest checkpoint, and what then is to be said."""
         learning, state = await self._load()
         await self._following.catch_up(self._lease)
         self._check_lineage(state)
         staleness = self._spec.batch.max_staleness
         if state is None:
-            return learning, Collector(step=0, max_staleness=staleness), []
+            return learning, TrajectoryCollector(step=0, max_staleness=staleness), []
         log.info("resumed", step=state.step, version=state.version)
         message = f"training resumed from the checkpoint of step {state.step}"
         resumed = RunEvent(kind="resumed", key=self._lineage, message=message, values={"step": float(state.step)})
-        collector = Collector(step=state.step, max_staleness=staleness, consumed=state.consumed, cursor=state.cursor)
+        collector = TrajectoryCollector(
+            step=state.step, max_staleness=staleness, consumed=state.consumed, cursor=state.cursor
+        )
         # The checkpoint's writer may have died before it could report and commit what is in it.
         return learning, collector, [*state.reports, resumed]
 
-    async def _load(self) -> tuple[Learning, TrainingState | None]:
+    async def _load(self) -> tuple[LocalLearning, TrainingState | None]:
         """The run's model, or its newest checkpoint with the state of training; again if a superseded trainer, not yet
         aware of it, wrote a newer one meanwhile and removed this one.
         """
         while True:
-            found = await asyncio.to_thread(checkpoint.prepare, self._folder)
+            found = await asyncio.to_thread(training_checkpoint.prepare, self._folder)
             source = found or Path(self._spec.model)
             try:
                 learning = await asyncio.to_thread(self._learn, source)
@@ -140,17 +142,17 @@ class Training:
                     return learning, None
                 state = await asyncio.to_thread(learning.resume, found, run_id=self._lease.run_id)
             except Exception:
-                if found is None or checkpoint.latest(self._folder) == found:
+                if found is None or training_checkpoint.latest(self._folder) == found:
                     raise
             else:
                 return learning, state
 
-    def _learn(self, source: Path) -> Learning:
+    def _learn(self, source: Path) -> LocalLearning:
         keep = self._settings.keep_published
         if self._crew is None:
             device = choose_device(self._settings.device)
-            return Learning(self._spec, source=source, device=device, keep_published=keep)
-        return Led(self._crew, self._spec, run_id=self._lease.run_id, source=source, keep_published=keep)
+            return LocalLearning(self._spec, source=source, device=device, keep_published=keep)
+        return RankZeroLearning(self._crew, self._spec, run_id=self._lease.run_id, source=source, keep_published=keep)
 
     def _check_lineage(self, state: TrainingState | None) -> None:
         """Raises `CheckpointError` if what was found is not the run's, or not the newest that it had."""

@@ -18,15 +18,15 @@ async def serve(settings: RelaySettings, shutdown: Shutdown) -> None:
     from ebbtide.rpc.server import Server
     from ebbtide.telemetry import rpc_observer
     from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
-    from ebbtide.weight_relay.fanout import Fanout
-    from ebbtide.weight_relay.following_ends import FollowingEnds, source_of
-    from ebbtide.weight_relay.service import Relay
-    from ebbtide.weight_relay.servicer import SERVICE, Servicer
+    from ebbtide.weight_relay.library.run_end_follower import RunEndFollower, source_of
+    from ebbtide.weight_relay.outlets.fan_out import FanOut
+    from ebbtide.weight_relay.service import WeightRelay
+    from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
 
-    relay = Relay(settings)
-    fanout = Fanout(relay)
-    ends = FollowingEnds(relay, fanout, source_of(settings), keep_ended_s=settings.keep_ended_s)
-    services = [(add_WeightsServicer_to_server, Servicer(relay, fanout, ends), SERVICE)]
+    relay = WeightRelay(settings)
+    fanout = FanOut(relay)
+    ends = RunEndFollower(relay, fanout, source_of(settings), keep_ended_s=settings.keep_ended_s)
+    services = [(add_WeightsServicer_to_server, RelayServicer(relay, fanout, ends), SERVICE)]
     server = Server(settings.server, services, observe=rpc_observer())
     await relay.open()
     following = shutdown.spawn(fanout.run(), "upstream")

@@ -10,43 +10,43 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, VersionUnavailable
-from ebbtide.scheduling.ways import find_ways
+from ebbtide.scheduling.distribution.version_paths import find_ways
 from ebbtide.types.weights import FoundWay, Manifest, Patch, PolicyVersion, VersionInfo
-from ebbtide.weight_relay.anchors import Anchors
-from ebbtide.weight_relay.codecs import Codecs
-from ebbtide.weight_relay.compose import Composing
-from ebbtide.weight_relay.ended import Ended
-from ebbtide.weight_relay.index import Index
-from ebbtide.weight_relay.keys import Keys, known_keys
-from ebbtide.weight_relay.publishing import Publishing
-from ebbtide.weight_relay.reading import Reading
-from ebbtide.weight_relay.records import Node, Stream
-from ebbtide.weight_relay.retiring import Retiring
+from ebbtide.weight_relay.intake.anchor_builder import AnchorBuilder
+from ebbtide.weight_relay.intake.patch_composer import PatchComposer
+from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
+from ebbtide.weight_relay.intake.version_intake import VersionIntake
+from ebbtide.weight_relay.library.ended_runs import EndedRuns
+from ebbtide.weight_relay.library.publisher_trust import PublisherTrust, known_keys
+from ebbtide.weight_relay.library.version_index import VersionIndex
+from ebbtide.weight_relay.library.version_library import VersionLibrary
+from ebbtide.weight_relay.library.version_records import Node, Stream
+from ebbtide.weight_relay.library.version_retirement import VersionRetirement
+from ebbtide.weight_relay.outlets.version_reader import VersionReader
 from ebbtide.weight_relay.settings import RelaySettings
-from ebbtide.weight_relay.shelf import Shelf
 
 log = telemetry.get_logger(__name__)
 
 
-class Relay:
+class WeightRelay:
     def __init__(self, settings: RelaySettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
         keys = known_keys(settings.publisher_keys)
-        self._shelf = Shelf(settings, clock)
+        self._shelf = VersionLibrary(settings, clock)
         self.limits = self._shelf.limits
         # Half of the cores: fetches and commits have the others.
-        self._codecs = Codecs(settings.codec_threads or max(1, (os.cpu_count() or 1) // 2))
-        self._keys = Keys(self._shelf.disk, keys, allow_unsigned=settings.allow_unsigned)
+        self._codecs = TileCodecs(settings.codec_threads or max(1, (os.cpu_count() or 1) // 2))
+        self._keys = PublisherTrust(self._shelf.disk, keys, allow_unsigned=settings.allow_unsigned)
         self._shelf.pins = lambda: self._keys.pins
-        self.ended = Ended(clock)
-        self._retiring = Retiring(self._shelf)
-        self._publishing = Publishing(self._shelf, self._retiring, self._keys, self._codecs, self.ended)
-        self._reading = Reading(self._shelf, self._retiring)
-        self._anchors = Anchors(self._shelf, self._retiring, self._codecs)
-        self._composing = Composing(self._shelf, self._retiring, self._codecs)
+        self.ended = EndedRuns(clock)
+        self._retiring = VersionRetirement(self._shelf)
+        self._publishing = VersionIntake(self._shelf, self._retiring, self._keys, self._codecs, self.ended)
+        self._reading = VersionReader(self._shelf, self._retiring)
+        self._anchors = AnchorBuilder(self._shelf, self._retiring, self._codecs)
+        self._composing = PatchComposer(self._shelf, self._retiring, self._codecs)
 
     @property
-    def index(self) -> Index:
+    def index(self) -> VersionIndex:
         return self._shelf.index
 
     @property

@@ -6,21 +6,21 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from ebbtide.auth.caller_roles import is_among_peers
 from ebbtide.errors import InvalidRequest
-from ebbtide.rpc.callers import is_among_peers
-from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.types_pb2 import RunsEnded, WatchEndedRequest
 from ebbtide.v1.weights_pb2_grpc import WeightsServicer
-from ebbtide.weight_relay.fanout import Fanout
-from ebbtide.weight_relay.following_ends import FollowingEnds
-from ebbtide.weight_relay.holders import WayRequest
-from ebbtide.weight_relay.joining import Joining
-from ebbtide.weight_relay.refusals import refusals
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.intake.publish_joiner import JoinedPublish
+from ebbtide.weight_relay.intake.publish_refusals import refusals
+from ebbtide.weight_relay.library.run_end_follower import RunEndFollower
+from ebbtide.weight_relay.outlets.fan_out import FanOut
+from ebbtide.weight_relay.outlets.holder_table import WayRequest
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import ManifestPart, split_manifest, split_patch
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,12 +29,12 @@ SERVICE = "ebbtide.v1.Weights"
 MAX_DIGESTS = 100_000
 
 
-class Servicer(WeightsServicer):
-    def __init__(self, relay: Relay, fanout: Fanout | None = None, ends: FollowingEnds | None = None) -> None:
+class RelayServicer(WeightsServicer):
+    def __init__(self, relay: WeightRelay, fanout: FanOut | None = None, ends: RunEndFollower | None = None) -> None:
         self._relay = relay
-        self._joining = Joining(relay.limits)
-        self._fanout = Fanout(relay) if fanout is None else fanout
-        self._ends = FollowingEnds(relay, self._fanout, None) if ends is None else ends
+        self._joining = JoinedPublish(relay.limits)
+        self._fanout = FanOut(relay) if fanout is None else fanout
+        self._ends = RunEndFollower(relay, self._fanout, None) if ends is None else ends
 
     async def BeginPublish(self, request: AsyncIterator[pb.ManifestPart], context: Context) -> pb.BeginPublishResponse:
         with refusals("publish", context.peer()):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.runtime import ProcessSettings
 
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from ebbtide.cli.coserving_client import Plan, replay
-from ebbtide.cli.coserving_records import Answer
-from ebbtide.cli.coserving_traffic import Request
+from ebbtide.demo.coserving.coserving_client import TrafficPlan, replay
+from ebbtide.demo.coserving.coserving_records import ServedAnswer
+from ebbtide.demo.coserving.coserving_traffic import TrafficRequest
 from ebbtide.testing import wait_until
 
 
@@ -54,7 +54,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 async def test_requests_are_sent_when_they_are_due_whoever_still_waits(server: Server) -> None:
-    plan = Plan(requests=[Request(0.0, 8, 4), Request(0.05, 20, 2), Request(0.05, 30, 2)])
+    plan = TrafficPlan(requests=[TrafficRequest(0.0, 8, 4), TrafficRequest(0.05, 20, 2), TrafficRequest(0.05, 30, 2)])
     task = asyncio.create_task(replay(server.url, "m", plan))
     await wait_until(lambda: len(server.bodies) == 3, what="all requests, none of which was answered")
     server.go.set()
@@ -70,7 +70,9 @@ async def test_requests_are_sent_when_they_are_due_whoever_still_waits(server: S
 
 async def test_an_answer_that_is_refused_or_ends_early_has_failed_and_says_why(server: Server) -> None:
     server.go.set()
-    refused, cut = await replay(server.url, "m", Plan(requests=[Request(0.0, 13, 2), Request(0.0, 14, 2)]))
+    refused, cut = await replay(
+        server.url, "m", TrafficPlan(requests=[TrafficRequest(0.0, 13, 2), TrafficRequest(0.0, 14, 2)])
+    )
     assert "503" in refused.failed
     assert cut.failed == "EOFError: the stream ended early"
 
@@ -78,15 +80,17 @@ async def test_an_answer_that_is_refused_or_ends_early_has_failed_and_says_why(s
 async def test_asked_to_end_it_sends_no_more_waits_for_what_is_under_way_and_writes_it(
     server: Server, tmp_path: Path
 ) -> None:
-    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(Plan(requests=[Request(0.0, 8, 3), Request(900.0, 8, 3)])))
+    (tmp_path / "plan.json").write_bytes(
+        msgspec.json.encode(TrafficPlan(requests=[TrafficRequest(0.0, 8, 3), TrafficRequest(900.0, 8, 3)]))
+    )
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "ebbtide.cli.coserving_client", "--url", server.url, "--model", "m",
+        sys.executable, "-m", "ebbtide.demo.coserving.coserving_client", "--url", server.url, "--model", "m",
         "--plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "out.json"),
     )  # fmt: skip
     await wait_until(lambda: len(server.bodies) == 1, timeout=30, what="the first request")
     process.send_signal(signal.SIGTERM)
     server.go.set()
     assert await process.wait() == 0
-    (only,) = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=list[Answer])
+    (only,) = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=list[ServedAnswer])
     assert (only.output, only.failed) == (3, "")
     assert json.loads((tmp_path / "out.json").read_text())[0]["prompt"] == 8

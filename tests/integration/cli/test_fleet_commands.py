@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import SyncClient
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.chaos.load import RUN, Load

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from ebbtide.auth.security import ServerSettings
 from ebbtide.grants import socket_path
-from ebbtide.rpc.security import ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.v1 import grants_pb2 as pb
 from ebbtide.v1.grants_pb2_grpc import GrantsServicer, add_GrantsServicer_to_server

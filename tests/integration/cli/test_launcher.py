@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ebbtide.cli.launcher import Launcher, launcher
-from ebbtide.cli.process import LaunchFailed
+from ebbtide.local_cluster.launcher import Launcher, launcher
+from ebbtide.local_cluster.program_process import LaunchFailed
 from ebbtide.testing import wait_until
 from tests.integration.cli.stand_ins import alive, below, program
 
@@ -47,7 +47,7 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 async def test_a_program_that_is_ready_after_all_may_hand_over_though_nobody_waits_for_it_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.cli.process._NOT_READY_S", 0.0)
+    monkeypatch.setattr("ebbtide.local_cluster.program_process._NOT_READY_S", 0.0)
     os.mkfifo(go := tmp_path / "worker.ready.go")
     async with launcher(print) as made:
         starting = asyncio.create_task(made.start(program(tmp_path, "worker", mode="late")))
@@ -73,8 +73,8 @@ async def test_a_program_that_dies_is_started_again_and_its_children_die_with_it
 
 
 async def test_a_program_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.cli.launcher._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("ebbtide.cli.launcher._MAX_PAUSE_S", 0.01)
+    monkeypatch.setattr("ebbtide.local_cluster.launcher._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("ebbtide.local_cluster.launcher._MAX_PAUSE_S", 0.01)
 
     async def kill_for_ever(made: Launcher) -> None:
         while True:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from ebbtide.cli.others import Cores, cores, share_of_others
+from ebbtide.demo.foreign_load import CoreUse, cores, share_of_others
 
 BUSY = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
 #: The system counts in ticks of a hundredth, and rounds each of the times that are added.
@@ -23,7 +23,7 @@ def test_what_programs_below_this_one_took_is_its_own_while_they_run_and_behind_
 
 
 def test_others_take_what_is_not_ours_of_all_cores() -> None:
-    begin = Cores(0.0, 100.0, 50.0)
-    assert share_of_others(begin, Cores(1e-9, 101.0, 50.0)) == 1.0
-    assert share_of_others(begin, Cores(1.0, 100.4, 51.0)) == 0.0
+    begin = CoreUse(0.0, 100.0, 50.0)
+    assert share_of_others(begin, CoreUse(1e-9, 101.0, 50.0)) == 1.0
+    assert share_of_others(begin, CoreUse(1.0, 100.4, 51.0)) == 0.0
     assert share_of_others(begin, begin) == 0.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ebbtide.cli.pausing import pausing
+from ebbtide.demo.coserving.guarded_pausing import pausing
 from ebbtide.grants import Page
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.client import SyncClient
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.v1 import types_pb2
 from ebbtide.v1 import weights_pb2 as pb

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.client import Client
 from ebbtide.errors import Draining, LeaseSuperseded, NotReady
-from ebbtide.rpc.convert import to_proto
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.v1 import fleet_pb2_grpc, rollouts_pb2, rollouts_pb2_grpc, runs_pb2, runs_pb2_grpc, types_pb2
 from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
-from ebbtide.weight_relay.service import Relay
-from ebbtide.weight_relay.servicer import SERVICE, Servicer
+from ebbtide.weight_relay.service import WeightRelay
+from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
 from ebbtide.weight_relay.settings import RelaySettings
+from ebbtide.wire.record_conversion import to_proto
 
 TOKEN = "a-token-of-tests"
 SPEC = RunSpec(name="spell", model="model", environment=EnvironmentSpec(name="spell_backward"))
@@ -192,14 +192,14 @@ class RelayServer:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.address = "127.0.0.1:0"
-        self.service: Relay | None = None
+        self.service: WeightRelay | None = None
         self._server: Server | None = None
 
     async def start(self) -> None:
-        self.service = Relay(RelaySettings(data_dir=str(self.directory)))
+        self.service = WeightRelay(RelaySettings(data_dir=str(self.directory)))
         await self.service.open()
         settings = ServerSettings(listen=self.address, token=TOKEN)
-        self._server = Server(settings, [(add_WeightsServicer_to_server, Servicer(self.service), SERVICE)])
+        self._server = Server(settings, [(add_WeightsServicer_to_server, RelayServicer(self.service), SERVICE)])
         await self._server.start()
         self.address = self._server.address
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from ebbtide.trainer.gpu_changes import KeptTensors
+from ebbtide.trainer.learning.gpu_changes import KeptTensors
 from ebbtide.weights import named_tensor
 
 Model: TypeAlias = dict[str, torch.Tensor]

@@ -22,13 +22,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ebbtide.client.distributed import TorchExchange
-from ebbtide.client.making import Making
-from ebbtide.client.publishing import Authority
-from ebbtide.client.retry import Peer
-from ebbtide.client.weights import Relay
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.client.publisher.publisher import Authority
+from ebbtide.client.publisher.torch_exchange import TorchExchange
+from ebbtide.client.publisher.version_upload import VersionUpload
+from ebbtide.client.relay_client import RelayClient
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import EbbtideError
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.types.weights import PolicyVersion
 
 SIZE = 4
@@ -105,7 +105,7 @@ def tell(line: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-async def publish(kind: str, exchange: TorchExchange, peer: Peer, folder: str, *, die: bool) -> None:
+async def publish(kind: str, exchange: TorchExchange, peer: ServicePeer, folder: str, *, die: bool) -> None:
     """Versions 1, 2 (after a step) and 3 (nothing changed)."""
     numbers = iter((1, 2, 3))
 
@@ -116,14 +116,14 @@ async def publish(kind: str, exchange: TorchExchange, peer: Peer, folder: str, *
         """Nobody waits for it."""
 
     authority = Authority(reserve, announce) if exchange.rank == 0 else None
-    publisher = Relay(peer).publisher(kind, "policy", authority=authority, exchange=exchange)
+    publisher = RelayClient(peer).publisher(kind, "policy", authority=authority, exchange=exchange)
     tensors = state(make(kind), init_device_mesh("cpu", (SIZE,)))
     for number in (1, 2, 3):
         if number == 2:
             step(tensors)
         full = gathered(tensors)
         if die and number == 2 and exchange.rank == SIZE - 1:
-            Making._put = _end  # type: ignore[method-assign, assignment]
+            VersionUpload._put = _end  # type: ignore[method-assign, assignment]
         publishing = await publisher.publish(tensors, step=number, parent=number - 1)
         await publishing
         report = publishing.report
@@ -141,7 +141,7 @@ async def main(kinds: str, rank: int, port: int, folder: str, address: str, die:
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
     exchange = TorchExchange(timeout_s=60.0)
-    peer = Peer("weight-relay", address, ClientSecurity(token=os.environ["EBBTIDE_TOKEN"]), patience_s=10.0)
+    peer = ServicePeer("weight-relay", address, ClientSecurity(token=os.environ["EBBTIDE_TOKEN"]), patience_s=10.0)
     try:
         for kind in kinds.split(","):
             await publish(kind, exchange, peer, folder, die=die)

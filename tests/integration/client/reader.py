@@ -3,8 +3,8 @@
 import torch
 from safetensors.torch import load_file
 
-from ebbtide.client.retry import Peer
-from ebbtide.rpc.security import ClientSecurity
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.transfer import Mirror, Pulled, Puller, opener
 from ebbtide.types.weights import Holder, Manifest
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
@@ -18,7 +18,7 @@ class Reader:
     pulled: Pulled
     manifest: Manifest
 
-    def __init__(self, peer: Peer, run: str, publisher: bytes = b"") -> None:
+    def __init__(self, peer: ServicePeer, run: str, publisher: bytes = b"") -> None:
         holder = Holder(name=f"reader-of-{run}")
         self._puller = Puller(
             WeightsStub(peer.channel),

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.errors import InvalidRequest, Unauthenticated, Unavailable
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 

@@ -7,22 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbtide.client.retry import Peer
-from ebbtide.client.weights import Relay as Weights
+from ebbtide.auth.security import ClientSecurity, ServerSettings
+from ebbtide.client.relay_client import RelayClient as Weights
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest, PermissionDenied, VersionUnavailable
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
-from ebbtide.weight_relay.service import Relay
-from ebbtide.weight_relay.servicer import SERVICE, Servicer
+from ebbtide.weight_relay.service import WeightRelay
+from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import as_array
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
 
 
-class Counting(Servicer):
+class Counting(RelayServicer):
     """Counts the blobs that it sends."""
 
     sent = 0
@@ -35,7 +35,7 @@ class Counting(Servicer):
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[tuple[Counting, str]]:
-    service = Relay(RelaySettings(data_dir=str(tmp_path / "relay")))
+    service = WeightRelay(RelaySettings(data_dir=str(tmp_path / "relay")))
     await service.open()
     counting = Counting(service)
     server = Server(ServerSettings(token=SECURITY.token), [(add_WeightsServicer_to_server, counting, SERVICE)])
@@ -47,7 +47,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[Counting, str]]:
 
 @pytest.fixture
 async def weights(served: tuple[Counting, str]) -> AsyncIterator[Weights]:
-    peer = Peer("weight-relay", served[1], SECURITY, patience_s=10.0)
+    peer = ServicePeer("weight-relay", served[1], SECURITY, patience_s=10.0)
     yield Weights(peer)
     await peer.close()
 

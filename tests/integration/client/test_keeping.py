@@ -5,18 +5,18 @@ from typing import Any
 import pytest
 import torch
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
-from ebbtide.client.retry import Peer
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest
-from ebbtide.rpc.security import ClientSecurity
-from ebbtide.trainer.gpu_changes import KeptTensor
+from ebbtide.trainer.learning.gpu_changes import KeptTensor
 from tests.integration.client.models import Model, keeper, model, same, step
 from tests.integration.client.reader import TOKEN, Reader
 
 
 async def read(relay: str, version: int) -> Model:
     """What one reads who comes then."""
-    reader = Reader(Peer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=5.0), "run")
+    reader = Reader(ServicePeer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=5.0), "run")
     found = await reader.read(version)
     reader.close()
     return found

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client, SyncClient
-from ebbtide.client.exchange import Alone
-from ebbtide.client.retry import Peer
+from ebbtide.client.publisher.rank_exchange import SingleRank
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotReady, Unavailable
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import NamedTensor, Signer, named_tensor
 from tests.integration.client.models import GIVEN, Given, model, noise, same, step
 from tests.integration.client.reader import Reader
@@ -26,7 +26,7 @@ SEED = bytes(range(32))
 
 @pytest.fixture
 async def reader(relay: str) -> AsyncIterator[Reader]:
-    peer = Peer("weight-relay", relay, SECURITY, patience_s=5.0)
+    peer = ServicePeer("weight-relay", relay, SECURITY, patience_s=5.0)
     reader = Reader(peer, "run")
     yield reader
     reader.close()
@@ -61,7 +61,7 @@ async def test_what_changed_is_sent_and_read_bit_for_bit_by_who_follows_and_by_w
                 assert 0 < report.bytes_sent < dense / 15
                 assert 0.02 < report.density < 0.04
                 assert reader.pulled.bytes == report.bytes_sent
-    late = Reader(Peer("weight-relay", relay, SECURITY, patience_s=5.0), "run")
+    late = Reader(ServicePeer("weight-relay", relay, SECURITY, patience_s=5.0), "run")
     assert same(await late.read(0), versions[-1])
     late.close()
 
@@ -168,14 +168,14 @@ async def test_a_relay_that_lost_the_base_is_given_all_of_the_version(
 async def test_a_relay_that_starts_again_in_between_gets_the_rest(
     patched: bool, both: Client, server: Any, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, put = list[bytes](), Relay.put
+    seen, put = list[bytes](), WeightRelay.put
     restarting: list[asyncio.Task[None]] = []
 
     async def restart() -> None:
         await server.stop()
         await server.start()
 
-    async def spy(self: Relay, digest: bytes, data: bytes) -> None:
+    async def spy(self: WeightRelay, digest: bytes, data: bytes) -> None:
         seen.append(digest)
         if len(seen) == 2:
             restarting.append(asyncio.create_task(restart()))
@@ -185,7 +185,7 @@ async def test_a_relay_that_starts_again_in_between_gets_the_rest(
     async with both.claim("run") as lease:
         if patched:
             await lease.publish(first, step=0)
-        monkeypatch.setattr(Relay, "put", spy)
+        monkeypatch.setattr(WeightRelay, "put", spy)
         publishing = await lease.publishing(second, step=1)
         version = await publishing
         assert publishing.report.kind == ("patch" if patched else "anchor")
@@ -282,13 +282,13 @@ async def test_a_lease_has_one_publisher_and_refuses_another_exchange_for_it(bot
     async with both.claim("run") as lease:
         await lease.publish(model(), step=0)
         with pytest.raises(InvalidRequest, match="exchange"):
-            lease.publisher(Alone())
+            lease.publisher(SingleRank())
         assert lease.publisher() is lease.publisher()
     async with both.claim("run") as lease:
-        exchange = Alone()
+        exchange = SingleRank()
         assert lease.publisher(exchange) is lease.publisher(exchange)
         with pytest.raises(InvalidRequest, match="exchange"):
-            lease.publisher(Alone())
+            lease.publisher(SingleRank())
         assert (await lease.publish(model(), step=1)).step == 1
 
 

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import RunEvent, RunStatus, Sampling

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbtide.cli import certificates, signing_keys
-from ebbtide.cli.certificates import write_file
+from ebbtide.auth.roles import Role
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.cli.credentials import certificates, signing_keys
+from ebbtide.cli.credentials.certificates import write_file
 from ebbtide.client import Client, Lease
 from ebbtide.errors import PermissionDenied
-from ebbtide.rpc.roles import Role
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.types.run import RunStatus
 from tests.integration.client.test_real_services import SPEC, Cluster, rollouts
 

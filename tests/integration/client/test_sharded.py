@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ebbtide.client.retry import Peer
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import VersionUnavailable
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.weights import Signer
 from tests.integration.client.reader import Reader
 
@@ -56,7 +56,7 @@ async def test_shards_of_every_kind_make_up_the_gathered_model_bit_for_bit(relay
     ranks = await train(tmp_path, relay, ",".join(kinds))
     assert [status for status, _ in ranks] == [0] * RANKS
     told = {(line["run"], line["version"]): line for line in ranks[0][1]}
-    peer = Peer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=5.0)
+    peer = ServicePeer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=5.0)
     for kind in kinds:
         reader = Reader(peer, kind, KEY)
         for version in (1, 2, 3):
@@ -86,7 +86,7 @@ async def test_a_rank_that_dies_leaves_no_version_and_the_others_know_whose_deat
         assert status == 1
         assert lines[-1]["error"] == "Unavailable"
         assert "rank 3 of the trainer is gone" in lines[-1]["text"]
-    peer = Peer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=1.0)
+    peer = ServicePeer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=1.0)
     reader = Reader(peer, "fsdp", KEY)
     with pytest.raises(VersionUnavailable):
         await reader.read(2)

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbtide.cli import signing_keys
+from ebbtide.auth.roles import Role
+from ebbtide.auth.security import ClientSecurity, ServerSettings
+from ebbtide.cli.credentials import signing_keys
 from ebbtide.client import Client
-from ebbtide.client.publishing import Authority
-from ebbtide.client.retry import Peer
-from ebbtide.client.weights import Relay as Sdk
+from ebbtide.client.publisher.publisher import Authority
+from ebbtide.client.relay_client import RelayClient as Sdk
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import PermissionDenied
-from ebbtide.rpc.roles import Role
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
-from ebbtide.weight_relay.service import Relay
-from ebbtide.weight_relay.servicer import SERVICE, Servicer
+from ebbtide.weight_relay.service import WeightRelay
+from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import as_array
 
@@ -41,7 +41,7 @@ class House:
 
         async def announce(_version: PolicyVersion) -> None: ...
 
-        peer = Peer("weight-relay", self.address, security, patience_s=5.0)
+        peer = ServicePeer("weight-relay", self.address, security, patience_s=5.0)
         try:
             publisher = Sdk(peer).publisher(run_id, "policy", authority=Authority(reserve, announce))
             return await (await publisher.publish(TENSORS, step=0))
@@ -57,9 +57,9 @@ class House:
 @pytest.fixture
 async def house(tmp_path: Path) -> AsyncIterator[House]:
     keys = signing_keys.make(tmp_path / "keys")
-    relay = Relay(RelaySettings(data_dir=str(tmp_path / "relay")))
+    relay = WeightRelay(RelaySettings(data_dir=str(tmp_path / "relay")))
     await relay.open()
-    services = [(add_WeightsServicer_to_server, Servicer(relay), SERVICE)]
+    services = [(add_WeightsServicer_to_server, RelayServicer(relay), SERVICE)]
     server = Server(ServerSettings(token_keys=str(keys)), services)
     await server.start()
     yield House(tmp_path / "keys", server.address)

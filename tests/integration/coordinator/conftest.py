@@ -8,23 +8,23 @@ from typing import Any
 import grpc
 import pytest
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.coordinator.service import Coordinator
-from ebbtide.coordinator.settings import Settings
+from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import NotReady
-from ebbtide.rpc.appends import Sender, acks
 from ebbtide.rpc.channel import open_channel, write
-from ebbtide.rpc.convert import from_proto, to_proto
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
-from ebbtide.rpc.status import translated
-from ebbtide.store.faults import TermSuperseded
+from ebbtide.rpc.status_table import translated
+from ebbtide.store.link.store_faults import TermSuperseded
 from ebbtide.testing import wait_until
-from ebbtide.types.appends import Ack, Delta
+from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
 from ebbtide.types.rollout import FinishReason, RolloutKind, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids, pack_tokens
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, rollouts_pb2, rollouts_pb2_grpc, runs_pb2, runs_pb2_grpc, types_pb2
+from ebbtide.wire.append_columns import AppendSender, acks
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 TOKEN = "a token"
 QUICK = {"recover_grace_s": 0.3, "lease_ttl_s": 1.5, "heartbeat_timeout_s": 30.0, "store_patience_s": 2.0}
@@ -53,7 +53,7 @@ class ScriptedWorker:
         self.attached = fleet_pb2.Attached()
         self.ended: Exception | None = None
         self._sequence = 0
-        self._sender = Sender()
+        self._sender = AppendSender()
         self.durable = False  # whether the last answer was
         self._reader: asyncio.Task[None] | None = None
         self._append: Any = None
@@ -77,7 +77,7 @@ class ScriptedWorker:
     async def open_append(self) -> None:
         """A new append stream."""
         self._append = self._fleet.Append()
-        self._sender = Sender()
+        self._sender = AppendSender()
         assert await self.send() == []
 
     async def _read(self) -> None:
@@ -129,12 +129,12 @@ class ScriptedWorker:
     async def say(self, **kind: Any) -> None:
         await write(self._control, fleet_pb2.WorkerMessage(**kind))
 
-    async def send(self, *deltas: Delta, session: str | None = None) -> list[Ack]:
+    async def send(self, *deltas: AppendDelta, session: str | None = None) -> list[AppendAck]:
         """Append, and the acknowledgements."""
         response = await self.exchange(self.message(*deltas, session=session))
         return acks(deltas, response)
 
-    def message(self, *deltas: Delta, session: str | None = None) -> fleet_pb2.AppendRequest:
+    def message(self, *deltas: AppendDelta, session: str | None = None) -> fleet_pb2.AppendRequest:
         self._sequence += 1
         name = self.attached.session if session is None else session
         return self._sender.request(self._sequence, deltas, session=name)
@@ -152,11 +152,11 @@ class ScriptedWorker:
         answer: fleet_pb2.AppendResponse = response
         return answer
 
-    def delta(self, rollout_id: str, offset: int, count: int, finish: int = 0) -> Delta:
+    def delta(self, rollout_id: str, offset: int, count: int, finish: int = 0) -> AppendDelta:
         ref = from_proto(self.assigned[rollout_id].attempt, AttemptRef)
-        return Delta(ref, offset, tokens(offset, count), FinishReason(finish) if finish else None)
+        return AppendDelta(ref, offset, tokens(offset, count), FinishReason(finish) if finish else None)
 
-    async def add(self, rollout_id: str, offset: int, count: int, finish: int = 0) -> Ack:
+    async def add(self, rollout_id: str, offset: int, count: int, finish: int = 0) -> AppendAck:
         (ack,) = await self.send(self.delta(rollout_id, offset, count, finish))
         return ack
 
@@ -185,7 +185,7 @@ class Cluster:
 
     async def start(self, *, serve_after_s: float = 0.0) -> "Cluster":
         server = ServerSettings(listen="127.0.0.1:0", token=TOKEN)
-        settings = Settings(server=server, store_url=self.url, **(QUICK | self._more))
+        settings = CoordinatorSettings(server=server, store_url=self.url, **(QUICK | self._more))
         self.coordinator = Coordinator(settings)
         services = await self.coordinator.open()
         await asyncio.sleep(serve_after_s)

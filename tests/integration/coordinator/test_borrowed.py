@@ -8,9 +8,10 @@ from typing import Any, Final
 
 import pytest
 
-from ebbtide.coordinator import borrowers, health, releases
-from ebbtide.scheduling import reclaims
-from ebbtide.scheduling.attempts import MOVED
+from ebbtide.coordinator.dispatcher import borrowed_hosts
+from ebbtide.coordinator.fleet import release_requests, worker_health
+from ebbtide.scheduling.dispatch import reclaim_risk
+from ebbtide.scheduling.dispatch.attempt_endings import MOVED
 from ebbtide.testing import wait_until
 from ebbtide.types.run import BorrowSpec
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -101,7 +102,7 @@ async def test_a_long_one_moves_everything_once_and_no_token_is_made_twice(clust
 
 
 async def test_what_is_not_handed_back_is_asked_for_again(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "_AGAIN_S", 0.3)
+    monkeypatch.setattr(release_requests, "_AGAIN_S", 0.3)
     _, worker = await busy(cluster)
     await cluster.worker("steady")
     await says(worker, granted=False, spell_s=300.0)
@@ -113,7 +114,7 @@ async def test_what_is_not_handed_back_is_asked_for_again(cluster: Any, monkeypa
 
 
 async def test_who_never_hands_back_is_suspected(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_OBEYS_S", 0.5)
+    monkeypatch.setattr(worker_health, "_OBEYS_S", 0.5)
     _, worker = await busy(cluster)
     steady = await cluster.worker("steady")
     await says(worker, granted=False, spell_s=300.0)
@@ -274,7 +275,7 @@ class Mill:
 async def test_over_hundreds_of_reclaims_no_token_is_lost_and_every_rollout_ends_once(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, steady: int
 ) -> None:
-    for module in (reclaims, borrowers):
+    for module in (reclaim_risk, borrowed_hosts):
         monkeypatch.setattr(module, "SHORT_S", 0.1)
     made, run, length = Counter[str](), await cluster.run(), 24
     mills = [

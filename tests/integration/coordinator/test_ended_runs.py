@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from ebbtide.coordinator.state import RunState
+from ebbtide.coordinator.state.coordinator_state import RunState
 from ebbtide.errors import InvalidRequest, StoreUnavailable
-from ebbtide.rpc.endings import MAX_HELD
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.run_endings import MAX_HELD
+from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2

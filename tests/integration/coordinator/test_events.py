@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ebbtide.store.scripts import Script, script
+from ebbtide.store.lua_scripts import LuaScript, script
 from ebbtide.testing import wait_until
 from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
 
@@ -21,12 +21,12 @@ async def watch(run: Any, cursor: str = "") -> list[Any]:
 async def test_what_drivers_and_trainers_rebuild_themselves_from_is_never_trimmed(
     cluster: Any, monkeypatch: Any
 ) -> None:
-    def frugal(name: str) -> Script:
+    def frugal(name: str) -> LuaScript:
         text = script(name).text.decode()
         assert "CHATTER_KEPT = 100000" in text
-        return Script(name, text.replace("CHATTER_KEPT = 100000", "CHATTER_KEPT = 100"))
+        return LuaScript(name, text.replace("CHATTER_KEPT = 100000", "CHATTER_KEPT = 100"))
 
-    monkeypatch.setattr("ebbtide.store.topic.script", frugal)
+    monkeypatch.setattr("ebbtide.store.topics.topic.script", frugal)
     run = await cluster.run()
     facts = ("step", "evaluation", "checkpoint", "group_dropped")
     await report(run, *facts)
@@ -49,7 +49,7 @@ async def test_facts_and_chatter_come_in_the_order_in_which_they_were_said(clust
 
 
 async def test_a_worker_that_cannot_install_a_version_warns_of_it_once(cluster: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.01)
+    monkeypatch.setattr("ebbtide.coordinator.fleet.worker_registry._INSTALL_PAUSE_S", 0.01)
     run = await cluster.run()
     worker = await cluster.worker("w1", installs=False)
     for tries in range(1, 4):

@@ -16,7 +16,7 @@ from ebbtide.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 from ebbtide.types.run import TrainerSpec
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
@@ -188,7 +188,7 @@ async def test_watchers_of_a_run_that_ends_are_let_go(cluster: Any) -> None:
 async def test_whoever_streams_tokens_of_a_run_that_ends_is_told(cluster: Any, monkeypatch: Any, rung: Any) -> None:
     bells = cluster.coordinator._bells
     if not rung:  # they look again by themselves
-        monkeypatch.setattr("ebbtide.coordinator.bells._LOOK_AGAIN_S", 0.02)
+        monkeypatch.setattr("ebbtide.coordinator.state.notifier._LOOK_AGAIN_S", 0.02)
         monkeypatch.setattr(bells, "ring", lambda *_: None)
     run = await cluster.run()
     await run.submit("a")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ebbtide.coordinator.service import Coordinator
-from ebbtide.coordinator.settings import Settings
+from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import InvalidRequest, StoreUnavailable, Unavailable
-from ebbtide.store.keys import RUN_KEYS, run_key, run_prefix
 from ebbtide.store.store import _FSYNC_S
+from ebbtide.store.store_keys import RUN_KEYS, run_key, run_prefix
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.fleet import AppendStatus
 from ebbtide.v1 import runs_pb2, types_pb2
@@ -182,7 +182,7 @@ async def test_a_forgotten_rollout_goes_on_where_it_is_once_it_is_submitted_agai
 
 
 async def test_a_forgotten_rollout_that_nobody_submits_again_is_ended_after_a_while(rig: Rig, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.lives.DOUBT_S", 0.5)
+    monkeypatch.setattr("ebbtide.coordinator.failover.store_incarnations.DOUBT_S", 0.5)
     run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
     rig.mark()
     await run.submit("lost")
@@ -345,7 +345,7 @@ async def test_a_store_that_would_come_back_empty_and_wipe_its_replica_is_refuse
     primary = EmbeddedRedis(tmp_path / "a", tcp=True, options={"appendonly": "no"})
     with primary, EmbeddedRedis(tmp_path / "b", replica_of=primary) as replica:
         await wait_until(lambda: replica.info("master_link_status") == "up", what="the replica in step")
-        coordinator = Coordinator(Settings(store_url=primary.url))
+        coordinator = Coordinator(CoordinatorSettings(store_url=primary.url))
         try:
             with pytest.raises(StoreUnavailable, match="would be empty and wipe them; turn on appendonly"):
                 await coordinator.open()

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator import moves
-from ebbtide.scheduling.balance import rebalance
-from ebbtide.scheduling.costs import Costs
+from ebbtide.coordinator.dispatcher import rebalancer
+from ebbtide.scheduling.dispatch.move_costs import MoveCosts
+from ebbtide.scheduling.dispatch.rebalancing import rebalance
 from ebbtide.testing import wait_until
 from ebbtide.v1 import fleet_pb2, types_pb2
 
@@ -66,8 +66,8 @@ async def test_what_waits_in_one_worker_goes_to_an_idle_one_but_for_the_first(cl
 async def test_a_running_rollout_goes_where_it_ends_sooner_and_keeps_its_tokens(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costs = Costs(settled_s=0.2, prefill_tokens_per_s=1e6, handover_s=0.01)
-    monkeypatch.setattr(moves, "rebalance", partial(rebalance, costs=costs))
+    costs = MoveCosts(settled_s=0.2, prefill_tokens_per_s=1e6, handover_s=0.01)
+    monkeypatch.setattr(rebalancer, "rebalance", partial(rebalance, costs=costs))
     run, full = await crowded(cluster, running=8)
     fast = await cluster.worker("w2")
     sessions = cluster.coordinator.state.sessions
@@ -147,7 +147,7 @@ async def test_a_worker_that_attaches_again_is_asked_again(cluster: Any) -> None
 
 async def test_a_rollout_that_is_moved_and_moved_is_no_poison(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where its worker hands it back after the move was given up."""
-    monkeypatch.setattr(moves, "_HANDOVER_S", 0.0)
+    monkeypatch.setattr(rebalancer, "_HANDOVER_S", 0.0)
     run, full = await crowded(cluster, running=4, waiting=2)
     idle = await cluster.worker("w2")
     await wait_until(lambda: full.asked, what="it is asked")

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.message import Message
 
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
-from ebbtide.store.keys import PUBLISHERS
+from ebbtide.store.store_keys import PUBLISHERS
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.v1 import runs_pb2, types_pb2
 from ebbtide.weights.signing import Signer

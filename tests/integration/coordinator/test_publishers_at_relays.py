@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.errors import AlreadyExists
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import EmbeddedRedis, wait_until
 from tests.integration.coordinator.conftest import TOKEN
 from tests.integration.weight_relay import fanout

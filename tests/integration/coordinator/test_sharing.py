@@ -7,16 +7,16 @@ import msgspec
 import pytest
 
 from benchmarks.sharing import OVERTAKEN, SCENES, WORKERS, Stage, overtaken, play
-from ebbtide.coordinator import sharing
+from ebbtide.coordinator.dispatcher import fleet_sharing
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
-from ebbtide.rpc.convert import from_proto
-from ebbtide.scheduling.attempts import MOVED
-from ebbtide.store.keys import run_key
+from ebbtide.scheduling.dispatch.attempt_endings import MOVED
+from ebbtide.store.store_keys import run_key
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutKind
 from ebbtide.types.run import EvaluationSpec, Run, ShareSpec
 from ebbtide.types.tokens import token_count
 from ebbtide.v1 import runs_pb2, types_pb2
+from ebbtide.wire.record_conversion import from_proto
 from tests.integration.coordinator.conftest import TOKEN
 
 STOP = types_pb2.FINISH_REASON_STOP
@@ -129,7 +129,7 @@ async def test_what_is_wrong_with_a_share_is_named(cluster: Any) -> None:
 async def test_a_worker_that_goes_over_hands_its_rollouts_on_with_their_tokens(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.scheduling.costs._LEAVE_S", 0.2)
+    monkeypatch.setattr("ebbtide.scheduling.dispatch.move_costs._LEAVE_S", 0.2)
     low = await cluster.run("low")
     worker = await cluster.worker("w1", slots=2)
     await low.submit("l1", "l2", "l3")
@@ -155,7 +155,7 @@ async def test_a_worker_that_goes_over_hands_its_rollouts_on_with_their_tokens(
 
 
 async def test_rollouts_that_are_about_to_end_end_where_they_are(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "finishes_first", lambda **_: True)
+    monkeypatch.setattr(fleet_sharing, "finishes_first", lambda **_: True)
     low = await cluster.run("low")
     worker = await cluster.worker("w1", slots=2)
     await low.submit("l1", "l2")

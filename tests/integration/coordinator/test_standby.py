@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.client import Client
 from ebbtide.coordinator.service import Coordinator
-from ebbtide.coordinator.settings import Settings
+from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import StandingBy, Unavailable
 from ebbtide.rpc.channel import open_channel
-from ebbtide.rpc.heads import Heads
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
-from ebbtide.rpc.status import translated
-from ebbtide.scheduling.leadership import TTL_S
-from ebbtide.store.keys import LEADER, SCHEMA
+from ebbtide.rpc.leader_channel import LeaderChannel
+from ebbtide.rpc.status_table import translated
+from ebbtide.scheduling.health.leader_election import TTL_S
+from ebbtide.store.store_keys import LEADER, SCHEMA
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
@@ -178,7 +178,7 @@ async def test_without_standby_it_takes_over_at_once(pair: tuple[Process, Proces
 
 async def test_the_lease_is_renewed_while_what_is_in_the_store_is_read(redis_url: str) -> None:
     server = ServerSettings(listen="127.0.0.1:0", token=TOKEN)
-    coordinator = Coordinator(Settings(server=server, store_url=redis_url, standby=True))
+    coordinator = Coordinator(CoordinatorSettings(server=server, store_url=redis_url, standby=True))
     left, take_over = list[int](), coordinator._recovery.take_over
 
     async def prolonged() -> bool:
@@ -244,7 +244,7 @@ async def test_one_that_is_cut_off_from_the_store_is_left_by_its_clients(start: 
 
 
 async def test_with_nobody_there_the_error_names_the_service() -> None:
-    async with Heads("127.0.0.1:1,127.0.0.1:2", SECURITY) as heads:
+    async with LeaderChannel("127.0.0.1:1,127.0.0.1:2", SECURITY) as heads:
         with (
             pytest.raises(Unavailable, match=r"coordinator at 127\.0\.0\.1:[12] cannot be reached"),
             heads.translated(),

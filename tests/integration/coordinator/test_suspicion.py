@@ -4,9 +4,9 @@ import asyncio
 import time
 from typing import Any
 
-from ebbtide.coordinator import dispatcher
+from ebbtide.coordinator.dispatcher import dispatcher
 from ebbtide.errors import NotFound
-from ebbtide.scheduling import flapping
+from ebbtide.scheduling.health import flapping
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.tokens import pack_ids

@@ -71,7 +71,7 @@ async def test_what_no_timeline_can_have_is_refused(cluster: Any) -> None:
 
 
 async def run_of(cluster: Any, **request: Any) -> Any:
-    from ebbtide.rpc.status import translated
+    from ebbtide.rpc.status_table import translated
 
     with translated("coordinator"):
         return await cluster.runs.ReadTimeline(runs_pb2.ReadTimelineRequest(**request), timeout=10).read()

@@ -80,7 +80,7 @@ async def test_one_worker_goes_back_for_rollouts_with_a_ceiling(cluster: Any) ->
 
 async def wants_an_older_version(cluster: Any, monkeypatch: Any) -> tuple[Any, Any]:
     """A run whose rollout "old" needs version 1, and its worker, which has version 2 and installs nothing any more."""
-    monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.02)
+    monkeypatch.setattr("ebbtide.coordinator.fleet.worker_registry._INSTALL_PAUSE_S", 0.02)
     run = await cluster.run()
     worker = await cluster.worker("w1")
     await run.announce(step=1)
@@ -163,7 +163,7 @@ def engine(model: str, architecture: str) -> fleet_pb2.EngineInfo:
 
 
 async def test_a_run_that_no_worker_has_the_model_for_fails_and_names_it(cluster: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.01)
+    monkeypatch.setattr("ebbtide.coordinator.fleet.worker_registry._INSTALL_PAUSE_S", 0.01)
     worker = await cluster.worker("w1", installs=False, engine=engine("small", "s"))
     run = await cluster.run(model="big")
     await run.submit("a")
@@ -180,7 +180,7 @@ async def test_a_run_that_no_worker_has_the_model_for_fails_and_names_it(cluster
 
 
 async def test_a_run_that_some_worker_fits_or_fitted_waits_for_it(cluster: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.fleet._INSTALL_PAUSE_S", 0.01)
+    monkeypatch.setattr("ebbtide.coordinator.fleet.worker_registry._INSTALL_PAUSE_S", 0.01)
     run = await cluster.run(model="big")
     fit = await cluster.worker("w1", engine=engine("big", "b"))
     await run.submit("a")

@@ -14,23 +14,23 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.errors import NotFound, StoreUnavailable
 from ebbtide.ledger import read_ledger
-from ebbtide.rollout_worker.engine.scripted import follow
+from ebbtide.rollout_worker.engine.scripted_engine import follow
 from ebbtide.rollout_worker.service import serve
-from ebbtide.rollout_worker.settings import ScriptedSettings, Settings
-from ebbtide.rpc.appends import Receiver, answer
-from ebbtide.rpc.convert import to_proto
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
+from ebbtide.rollout_worker.settings import ScriptedSettings, WorkerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
 from ebbtide.testing import wait_until
-from ebbtide.types.appends import Ack, Delta
+from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_tokens
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2, weights_pb2_grpc
+from ebbtide.wire.append_columns import AppendReceiver, answer
+from ebbtide.wire.record_conversion import to_proto
 from tests.integration.rollout_worker.reading import Reads, watch_reads
 from tests.integration.rollout_worker.relays import POLICY, RUN, TOKEN, LiveRelay, Relay
 
@@ -88,7 +88,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         out.put_nowait(None)
 
     async def Append(self, request_iterator: AsyncIterator[fleet_pb2.AppendRequest], context: Any) -> Any:
-        receiver, name = Receiver(), ""
+        receiver, name = AppendReceiver(), ""
         async for request in request_iterator:
             name = request.session or name
             if name != f"session{len(self.attaches)}":
@@ -108,11 +108,11 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
     def ListWorkers(self, request: fleet_pb2.ListWorkersRequest, context: Any) -> Any:
         raise NotImplementedError
 
-    def _append(self, delta: Delta) -> Ack:
+    def _append(self, delta: AppendDelta) -> AppendAck:
         name, count = delta.ref.rollout_id, len(delta.tokens) // TOKEN_BYTES
         attempt_id, length = delta.ref.attempt_id, self.length(name)
         if self.fences.get(name) != attempt_id:
-            return Ack(attempt_id, AppendStatus.SUPERSEDED, 0, finished=False)
+            return AppendAck(attempt_id, AppendStatus.SUPERSEDED, 0, finished=False)
         gap = delta.offset + count > length and delta.offset != length
         if not gap:
             if delta.offset == length:
@@ -120,7 +120,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
             if delta.finish:
                 self.finished[name] = delta.finish
         status = AppendStatus.GAP if gap else AppendStatus.STORED
-        return Ack(attempt_id, status, self.length(name), name in self.finished)
+        return AppendAck(attempt_id, status, self.length(name), name in self.finished)
 
     def assign(
         self,
@@ -183,7 +183,7 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
 class WorkerTask:
     """A worker in this process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         self.shutdown = Shutdown("rollout-worker", settings)
         self.task = asyncio.create_task(serve(self.shutdown, settings))
@@ -208,9 +208,9 @@ class House:
         self._processes: list[subprocess.Popen[bytes]] = []
         self.counter_file, self.mirrors = tmp_path / f"{name}.ledger", tmp_path / "mirrors"
 
-    def settings(self, **changes: Any) -> Settings:
+    def settings(self, **changes: Any) -> WorkerSettings:
         scripted = ScriptedSettings(**{"step_s": 0.002, **changes.pop("scripted", {})})
-        base = Settings(
+        base = WorkerSettings(
             coordinator=self._addresses[0],
             relay=self._addresses[1],
             client=ClientSecurity(token=TOKEN),

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from ebbtide.auth.security import ServerSettings
 from ebbtide.grants import Page, page_path, socket_path
-from ebbtide.rpc.security import ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANT_S, Budget

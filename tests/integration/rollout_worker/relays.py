@@ -9,11 +9,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ebbtide.cli.process import Process, Program
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import StoreUnavailable, VersionUnavailable
+from ebbtide.local_cluster.program_process import Program, ProgramProcess
 from ebbtide.rpc.channel import open_channel
-from ebbtide.rpc.convert import to_proto
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import types_pb2, weights_pb2, weights_pb2_grpc
 from ebbtide.weights import (
@@ -26,6 +25,7 @@ from ebbtide.weights import (
     split_patch,
     tile_digest,
 )
+from ebbtide.wire.record_conversion import to_proto
 from tests.chaos.way import Way
 from tests.unit.weights.chain import Link
 
@@ -115,7 +115,7 @@ class LiveRelay:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._process: Process | None = None
+        self._process: ProgramProcess | None = None
         self.signer = Signer(b"s" * 32)
 
     async def start(self) -> None:
@@ -132,7 +132,7 @@ class LiveRelay:
             log=self._directory / "log",
             ready_file=ready,
         )
-        self._process = Process(program)
+        self._process = ProgramProcess(program)
         await self._process.wait_ready()
         if first:
             self.way = await Way.open(self._process.address)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ebbtide.rollout_worker.engine import EngineFailed
-from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 from ebbtide.transfer import Puller
 from tests.integration.rollout_worker.reading import tensors
 from tests.integration.rollout_worker.training import Trainer
@@ -40,7 +40,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
         return took
 
     monkeypatch.setattr(ScriptedEngine, "install", change)
-    monkeypatch.setattr("ebbtide.rollout_worker.supply._in_place", lambda _: True)
+    monkeypatch.setattr("ebbtide.rollout_worker.installs.weight_supply._in_place", lambda _: True)
     return found
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.rollout_worker.engine.checkpoint import architecture
-from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+from ebbtide.rollout_worker.engine.checkpoint_facts import architecture
+from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from ebbtide.types.weights import PolicyVersion

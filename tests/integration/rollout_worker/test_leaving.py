@@ -11,7 +11,7 @@ import pytest
 from ebbtide.errors import InvalidRequest, NotReady, Unavailable
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker.engine import EngineFailed
-from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2
@@ -253,7 +253,7 @@ async def test_after_a_sigkill_at_most_one_flush_window_is_missing(house: House)
 
 
 async def test_a_wrong_token_ends_the_worker_with_the_reason(house: House) -> None:
-    from ebbtide.rpc.security import ClientSecurity
+    from ebbtide.auth.security import ClientSecurity
 
     worker = await house.worker(version=0, client=ClientSecurity(token="not-the-token"))
     await wait_until(worker.shutdown.requested.is_set)

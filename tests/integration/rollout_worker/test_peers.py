@@ -9,10 +9,10 @@ import grpc
 import pytest
 from prometheus_client import REGISTRY
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import Internal, InvalidRequest, NoCapacity, Unavailable, VersionUnavailable
 from ebbtide.rpc.channel import Channel, open_channel
-from ebbtide.rpc.security import ClientSecurity
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.v1 import weights_pb2
@@ -181,12 +181,12 @@ class Liar:
 
 
 async def test_a_peer_that_lies_is_not_believed(houses: Houses, tmp_path: Path, reads: Reads) -> None:
-    from ebbtide.rollout_worker.servicer import SERVICE, Servicer, add_to_server
-    from ebbtide.rpc.security import ServerSettings
+    from ebbtide.auth.security import ServerSettings
+    from ebbtide.rollout_worker.installs.peer_servicer import SERVICE, PeerServicer, add_to_server
     from ebbtide.rpc.server import Server
 
     liar: Any = Liar()
-    server = Server(ServerSettings(listen="127.0.0.1:0", token=TOKEN), [(add_to_server, Servicer(liar), SERVICE)])
+    server = Server(ServerSettings(listen="127.0.0.1:0", token=TOKEN), [(add_to_server, PeerServicer(liar), SERVICE)])
     await server.start()
     try:
         _, second, _ = await pair(houses, tmp_path)
@@ -239,7 +239,7 @@ async def test_a_port_that_is_in_use_is_refused_by_the_name_of_its_setting(house
 async def test_a_folder_of_mirrors_that_cannot_serve_is_refused_before_the_engine_boots(
     house: House, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
+    from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 
     booted: list[ScriptedEngine] = []
     monkeypatch.setattr(ScriptedEngine, "start", booted.append)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.rollout_worker.engine.scripted import ScriptedEngine
-from ebbtide.rollout_worker.weights import Weights
+from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
+from ebbtide.rollout_worker.installs.version_store import VersionStore
 from ebbtide.testing import wait_until
 from ebbtide.transfer import Mirror
 from ebbtide.types.fleet import WorkerKind
@@ -177,13 +177,13 @@ async def test_who_finds_the_mirror_filled_meanwhile_asks_nobody(
     pair = [await houses(name) for name in ("w1", "w2")]
     for house in pair:
         await house.worker()
-    relay, looks, holds = pair[0].relay, [0], Weights._holds
+    relay, looks, holds = pair[0].relay, [0], VersionStore._holds
 
-    def look(weights: Weights, mirror: Mirror, manifest: Any) -> bool:
+    def look(weights: VersionStore, mirror: Mirror, manifest: Any) -> bool:
         looks[0] += 1
         return holds(weights, mirror, manifest)
 
-    monkeypatch.setattr(Weights, "_holds", look)
+    monkeypatch.setattr(VersionStore, "_holds", look)
     asked, version = relay.asked, relay.publish(2)
     mirror = await asyncio.to_thread(Mirror, relay.manifests[1], pair[0].mirrors)
     async with mirror.hold(shared=True):  # both may look, and neither may fill it
@@ -219,7 +219,7 @@ async def test_a_worker_whose_mirror_was_moved_on_sends_nobody_to_itself(houses:
 async def test_a_host_without_room_for_a_mirror_keeps_weights_in_a_workers_own_memory(
     house: House, reads: Reads, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    import ebbtide.rollout_worker.mirrors as module
+    import ebbtide.rollout_worker.installs.host_mirrors as module
     from ebbtide.errors import NoCapacity
 
     def make(manifest: Any, folder: Path | None) -> Mirror:

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
+from ebbtide.auth.security import ServerSettings
 from ebbtide.grants import page_path, socket_path
-from ebbtide.rollout_worker.borrowing import Borrowing
-from ebbtide.rollout_worker.engine.borrowed import Borrowed
-from ebbtide.rollout_worker.engine.residency import Sleeping
-from ebbtide.rollout_worker.holds import Holds
+from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
+from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
+from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
+from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rpc.channel import open_socket
-from ebbtide.rpc.security import ServerSettings
 from ebbtide.rpc.server import Server
-from ebbtide.serving_guard.borrowers import Borrowers
-from ebbtide.serving_guard.memory import Memory
-from ebbtide.serving_guard.servicer import SERVICE, Servicer
+from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.servicer import SERVICE, GrantServicer
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import Residency
 from ebbtide.v1.grants_pb2_grpc import GrantsStub, add_GrantsServicer_to_server
@@ -52,14 +52,14 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._ahead_s = 0.0
-        self.memory = Memory(limit_mib=1, bytes_per_token=1024)
-        self.borrowers = Borrowers(folder, self.memory, clock=self.now)
-        self.pairs = Borrowed(page_path(folder, "w1"), 64)
-        attempts: Any = SimpleNamespace(holds=Holds(), running=0, tokens=0, flush=lambda: None)
+        self.memory = MemoryBudget(limit_mib=1, bytes_per_token=1024)
+        self.borrowers = BorrowerTable(folder, self.memory, clock=self.now)
+        self.pairs = BorrowedEngine(page_path(folder, "w1"), 64)
+        attempts: Any = SimpleNamespace(holds=GenerationHolds(), running=0, tokens=0, flush=lambda: None)
         self._attempts = attempts
-        self.borrowing: Borrowing
+        self.borrowing: GuardLink
         self.worker: Worker
-        self.sleeping: Sleeping
+        self.sleeping: WeightSleep
 
     def now(self) -> float:
         return time.monotonic() + self._ahead_s
@@ -73,7 +73,7 @@ class Host:
         self.borrowers.idle_s = lambda _: idle_s
 
     async def start(self, stack: AsyncExitStack) -> None:
-        adding = [(add_GrantsServicer_to_server, Servicer(self.borrowers, status=None), SERVICE)]  # type: ignore[arg-type]
+        adding = [(add_GrantsServicer_to_server, GrantServicer(self.borrowers, status=None), SERVICE)]  # type: ignore[arg-type]
         server = Server(ServerSettings(listen=f"unix:{socket_path(self.folder)}"), adding, private=True)
         await server.start()
         stack.push_async_callback(server.stop, grace=0.0)
@@ -81,9 +81,9 @@ class Host:
         await wait_until(lambda: self.pairs.page.steps().pid)
         found = socket_path(self.folder)
         stub = GrantsStub(await stack.enter_async_context(open_socket(found)))
-        self.borrowing = Borrowing(stub, str(found), self.pairs, self._attempts, worker_id="w1", slots=8)
+        self.borrowing = GuardLink(stub, str(found), self.pairs, self._attempts, worker_id="w1", slots=8)
         self.worker = Worker(self.borrowing)
-        self.borrowing.sleeping = self.sleeping = Sleeping(Sleeper(), self.worker.installer)
+        self.borrowing.sleeping = self.sleeping = WeightSleep(Sleeper(), self.worker.installer)
         for work in (self.borrowing.run(), self.borrowing.watch(), self.borrowing.move(), self.worker.installer.run()):
             stack.push_async_callback(_end, asyncio.create_task(work))
 
@@ -118,10 +118,10 @@ async def host(grant_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     host = Host(grant_dir)
     async with AsyncExitStack() as stack:
         # Nobody writes budgets here: the first install goes on without one.
-        monkeypatch.setattr("ebbtide.rollout_worker.borrowing._PATIENCE_S", 0.05)
+        monkeypatch.setattr("ebbtide.rollout_worker.guard_link._PATIENCE_S", 0.05)
         await host.start(stack)
         await host.fall_asleep()
-        monkeypatch.setattr("ebbtide.rollout_worker.borrowing._PATIENCE_S", 60.0)
+        monkeypatch.setattr("ebbtide.rollout_worker.guard_link._PATIENCE_S", 60.0)
         yield host
 
 

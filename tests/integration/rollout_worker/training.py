@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from ebbtide.client.publishing import Authority
-from ebbtide.client.retry import Peer
-from ebbtide.client.weights import Relay
-from ebbtide.rpc.security import ClientSecurity
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.client.publisher.publisher import Authority
+from ebbtide.client.relay_client import RelayClient
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import Signer
 from tests.integration.rollout_worker.relays import POLICY, RUN, TOKEN
@@ -18,9 +18,9 @@ class Trainer:
 
     def __init__(self, address: str, elements: int = 1 << 18) -> None:
         """`elements`: of two tensors in float16 together."""
-        self._peer = Peer("weight-relay", address, ClientSecurity(token=TOKEN), patience_s=10.0)
+        self._peer = ServicePeer("weight-relay", address, ClientSecurity(token=TOKEN), patience_s=10.0)
         authority = Authority(self._reserve, self._announce)
-        self._publisher = Relay(self._peer).publisher(RUN, POLICY, authority=authority)
+        self._publisher = RelayClient(self._peer).publisher(RUN, POLICY, authority=authority)
         self._random = np.random.default_rng(7)
         self.weights = {
             name: self._random.normal(size=elements // 2).astype(np.float16).reshape(256, -1) for name in ("up", "down")

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.channel import open_channel, write
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, runs_pb2, runs_pb2_grpc, weights_pb2, weights_pb2_grpc
 

@@ -11,29 +11,28 @@ from typing import Any, Self
 
 import grpc
 
+from ebbtide.auth.security import ServerSettings
 from ebbtide.coordinator.service import Coordinator
-from ebbtide.coordinator.settings import Settings
-from ebbtide.rollout_worker.peers import Shelf
-from ebbtide.rollout_worker.servicer import Servicer as PeerServicer
-from ebbtide.rollout_worker.servicer import add_to_server
-from ebbtide.rpc.security import ServerSettings
+from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs
+from ebbtide.rollout_worker.installs.peer_servicer import PeerServicer, add_to_server
 from ebbtide.rpc.server import Server, Service
-from ebbtide.scheduling.governor import Governor
-from ebbtide.serving_guard.books import Books
-from ebbtide.serving_guard.borrowers import Borrowers
-from ebbtide.serving_guard.deciding import Panel
-from ebbtide.serving_guard.keeper import Keeper
-from ebbtide.serving_guard.memory import Memory
+from ebbtide.scheduling.coserving.governor import Governor
+from ebbtide.serving_guard.guard_status import StatusReporter
+from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
+from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
+from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.servicer import SERVICE as GRANTS
-from ebbtide.serving_guard.servicer import Servicer as GrantsServicer
+from ebbtide.serving_guard.servicer import GrantServicer as GrantsServicer
 from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.serving_guard.status import Status
+from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.transfer import BlobCache
 from ebbtide.v1.grants_pb2_grpc import add_GrantsServicer_to_server
 from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.servicer import SERVICE as WEIGHTS
-from ebbtide.weight_relay.servicer import Servicer as RelayServicer
+from ebbtide.weight_relay.servicer import RelayServicer
 from ebbtide.weight_relay.settings import RelaySettings
 
 
@@ -86,12 +85,12 @@ class Services:
         self._loop.close()
 
     async def _open(self) -> None:
-        coordinator = Coordinator(Settings(store_url=self._redis_url))
+        coordinator = Coordinator(CoordinatorSettings(store_url=self._redis_url))
         self._stack.push_async_callback(coordinator.close)
-        relay = Relay(RelaySettings(data_dir=str(self._folder / "relay"), server=ServerSettings(token="unused")))
+        relay = WeightRelay(RelaySettings(data_dir=str(self._folder / "relay"), server=ServerSettings(token="unused")))
         await relay.open()
         self._stack.push_async_callback(relay.close)
-        peer = Shelf(BlobCache(1 << 20), lambda: None, 4)
+        peer = PeerBlobs(BlobCache(1 << 20), lambda: None, 4)
         self._services = [
             *await coordinator.open(),
             (add_WeightsServicer_to_server, RelayServicer(relay), WEIGHTS),
@@ -101,11 +100,16 @@ class Services:
 
     def _grants(self) -> GrantsServicer:
         settings = GuardSettings(grant_dir=str(self._folder / "grants"))
-        memory = Memory(limit_mib=0, serving_kv_mib=0, bytes_per_token=0)
-        books, borrowers = Books(time.monotonic(), settings.targets()), Borrowers(Path(settings.grant_dir), memory)
-        keeper = Keeper(Panel(Governor, settings.targets(), settings.limits()), borrowers, books, model="")
+        memory = MemoryBudget(limit_mib=0, serving_kv_mib=0, bytes_per_token=0)
+        books, borrowers = (
+            RequestBooks(time.monotonic(), settings.targets()),
+            BorrowerTable(Path(settings.grant_dir), memory),
+        )
+        keeper = BudgetKeeper(
+            GovernorPanel(Governor, settings.targets(), settings.limits()), borrowers, books, model=""
+        )
         borrowers.idle_s, borrowers.forecast = keeper.idle_s, lambda: keeper.learnt().forecast
-        status = Status(
+        status = StatusReporter(
             "proxy", "", keeper=keeper, borrowers=borrowers, books=books, memory=memory, clock=time.monotonic
         )
         return GrantsServicer(borrowers, status)

@@ -7,9 +7,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.errors import Unauthenticated
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.status_table import translated
 
 METHODS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 WRONG = ["correct hors", "correct horse ", "Correct horse", "x" * 4000]

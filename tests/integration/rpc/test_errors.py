@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from ebbtide import errors
+from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.rpc.channel import write
-from ebbtide.rpc.security import ServerSettings
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 
 METHODS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")

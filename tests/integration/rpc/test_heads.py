@@ -7,9 +7,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.errors import InvalidRequest, StandingBy, Unavailable
-from ebbtide.rpc.heads import Heads, addresses
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
+from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.rpc.server import Server
 from ebbtide.testing import wait_until
 from ebbtide.v1 import runs_pb2, runs_pb2_grpc
@@ -86,18 +86,18 @@ async def two() -> AsyncIterator[tuple[Coordinator, Coordinator]]:
 
 
 @pytest.fixture
-async def heads(two: tuple[Coordinator, Coordinator]) -> AsyncIterator[Heads]:
-    async with Heads(",".join(one.server.address for one in two), SECURITY) as made:
+async def heads(two: tuple[Coordinator, Coordinator]) -> AsyncIterator[LeaderChannel]:
+    async with LeaderChannel(",".join(one.server.address for one in two), SECURITY) as made:
         yield made
 
 
-async def ask(heads: Heads) -> str:
+async def ask(heads: LeaderChannel) -> str:
     with heads.translated():
         found: runs_pb2.Run = await runs_pb2_grpc.RunsStub(heads).GetRun(runs_pb2.GetRunRequest(), timeout=30)
     return found.run_id
 
 
-async def ask_on(heads: Heads) -> str:
+async def ask_on(heads: LeaderChannel) -> str:
     while True:
         try:
             return await ask(heads)
@@ -105,7 +105,9 @@ async def ask_on(heads: Heads) -> str:
             await heads.pause(0.2)
 
 
-async def test_calls_go_to_the_one_that_begins_to_lead(two: tuple[Coordinator, Coordinator], heads: Heads) -> None:
+async def test_calls_go_to_the_one_that_begins_to_lead(
+    two: tuple[Coordinator, Coordinator], heads: LeaderChannel
+) -> None:
     assert await ask_on(heads) == "a"
     await two[0].stands_by()
     await two[1].leads()
@@ -115,12 +117,12 @@ async def test_calls_go_to_the_one_that_begins_to_lead(two: tuple[Coordinator, C
 
 
 async def test_the_first_that_stands_by_is_passed_over(two: tuple[Coordinator, Coordinator]) -> None:
-    async with Heads(f"{two[1].server.address},{two[0].server.address}", SECURITY) as heads:
+    async with LeaderChannel(f"{two[1].server.address},{two[0].server.address}", SECURITY) as heads:
         assert await asyncio.wait_for(ask_on(heads), 10) == "a"
 
 
 async def test_a_call_that_the_former_leader_never_answers_ends_when_another_leads(
-    two: tuple[Coordinator, Coordinator], heads: Heads
+    two: tuple[Coordinator, Coordinator], heads: LeaderChannel
 ) -> None:
     assert await ask_on(heads) == "a"
     two[0].answers.clear()  # frozen, for all that can be seen: it says nothing any more, and that it leads neither
@@ -133,7 +135,7 @@ async def test_a_call_that_the_former_leader_never_answers_ends_when_another_lea
 
 
 async def test_who_is_cancelled_is_not_told_that_another_leads(
-    two: tuple[Coordinator, Coordinator], heads: Heads
+    two: tuple[Coordinator, Coordinator], heads: LeaderChannel
 ) -> None:
     two[0].answers.clear()
     call = asyncio.create_task(ask(heads))
@@ -143,7 +145,9 @@ async def test_who_is_cancelled_is_not_told_that_another_leads(
         await call
 
 
-async def test_a_pause_ends_when_somebody_begins_to_lead(two: tuple[Coordinator, Coordinator], heads: Heads) -> None:
+async def test_a_pause_ends_when_somebody_begins_to_lead(
+    two: tuple[Coordinator, Coordinator], heads: LeaderChannel
+) -> None:
     await two[0].stands_by()
     with pytest.raises(StandingBy):
         await ask(heads)
@@ -154,7 +158,7 @@ async def test_a_pause_ends_when_somebody_begins_to_lead(two: tuple[Coordinator,
 
 
 async def test_one_that_wakes_and_still_says_that_it_leads_is_not_followed(
-    two: tuple[Coordinator, Coordinator], heads: Heads
+    two: tuple[Coordinator, Coordinator], heads: LeaderChannel
 ) -> None:
     """Its stream had broken, so that what it says is not known to be news."""
     assert await ask_on(heads) == "a"
@@ -183,7 +187,7 @@ async def test_another_service_among_the_addresses_is_named_in_the_log(
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with Heads(f"{two[0].server.address},127.0.0.1:{port}", SECURITY) as heads:
+    async with LeaderChannel(f"{two[0].server.address},127.0.0.1:{port}", SECURITY) as heads:
         assert await ask_on(heads) == "a"
         await wait_until(lambda: f"at 127.0.0.1:{port} is a service that is no coordinator" in caplog.text)
     await server.stop(0.0)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import Unauthenticated, Unavailable
-from ebbtide.rpc.health import check_serving
-from ebbtide.rpc.security import ClientSecurity
+from ebbtide.rpc.health_check import check_serving
 from tests.integration.rpc.conftest import TOKEN
 
 SECURITY = ClientSecurity(token=TOKEN)

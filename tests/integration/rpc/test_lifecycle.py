@@ -8,9 +8,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import Draining, Unavailable
-from ebbtide.rpc.security import ServerSettings
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 from ebbtide.v1 import runs_pb2
 

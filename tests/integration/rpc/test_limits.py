@@ -6,11 +6,11 @@ from typing import Any
 import grpc
 import pytest
 
+from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S
-from ebbtide.rpc.options import MAX_MESSAGE_BYTES
-from ebbtide.rpc.security import ServerSettings
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.channel_options import MAX_MESSAGE_BYTES
+from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 from ebbtide.v1 import runs_pb2
 

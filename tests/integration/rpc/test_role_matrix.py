@@ -18,11 +18,11 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from ebbtide.cli import certificates, signing_keys
-from ebbtide.rpc.roles import TABLE, Role
-from ebbtide.rpc.scope import can_name_run
-from ebbtide.rpc.security import ServerSettings
-from ebbtide.rpc.tokens import mint, signing_key
+from ebbtide.auth.role_tokens import mint, signing_key
+from ebbtide.auth.roles import TABLE, Role
+from ebbtide.auth.run_scope import can_name_run
+from ebbtide.auth.security import ServerSettings
+from ebbtide.cli.credentials import certificates, signing_keys
 from ebbtide.testing import EmbeddedRedis
 from tests.integration.rpc.services import Services
 

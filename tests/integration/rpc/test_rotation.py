@@ -10,14 +10,14 @@ import grpc
 import pytest
 from cryptography import x509
 
-from ebbtide.cli import certificates, signing_keys
-from ebbtide.cli.certificates import write_file
+from ebbtide.auth.role_tokens import mint, signing_key
+from ebbtide.auth.roles import Role
+from ebbtide.auth.security import ClientSecurity, ServerSettings
+from ebbtide.cli.credentials import certificates, signing_keys
+from ebbtide.cli.credentials.certificates import write_file
 from ebbtide.errors import PermissionDenied, Unauthenticated, Unavailable
 from ebbtide.rpc.channel import Channel, write
-from ebbtide.rpc.roles import Role
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
-from ebbtide.rpc.status import translated
-from ebbtide.rpc.tokens import mint, signing_key
+from ebbtide.rpc.status_table import translated
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc
 
 TOKEN = "correct horse"

@@ -11,9 +11,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.errors import Unauthenticated, Unavailable
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.status_table import translated
 
 TOKEN = "correct horse"
 

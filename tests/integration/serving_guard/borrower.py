@@ -21,11 +21,11 @@ import grpc
 
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.rpc.channel import open_socket
-from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.testing import wait_until
-from ebbtide.types.grants import GRANTS_VERSION, Grant, Hello, Report
+from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Grant, Hello
 from ebbtide.v1 import grants_pb2 as pb
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 ROOT = Path(__file__).parents[3]
 TOKENS = 4  # of each step
@@ -107,7 +107,9 @@ async def _stream(stub: GrantsStub, page: Page, worker_id: str, pid: int) -> Non
         )
         yield pb.BorrowerMessage(hello=to_proto(hello, pb.Hello))
         while True:
-            yield pb.BorrowerMessage(report=to_proto(Report(tokens_generated=page.steps().scheduled), pb.Report))
+            yield pb.BorrowerMessage(
+                report=to_proto(BorrowerReport(tokens_generated=page.steps().scheduled), pb.Report)
+            )
             await asyncio.sleep(0.1)
 
     call: Any = stub.Borrow(news())

@@ -9,8 +9,8 @@ import sys
 
 import uvloop
 
-from ebbtide.serving_guard.limits import ProxySettings
-from ebbtide.serving_guard.proxy import Proxy
+from ebbtide.serving_guard.proxy.proxy import Proxy
+from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 from tests.integration.serving_guard.stand import Recorded
 
 

@@ -14,8 +14,8 @@ import uvloop
 from aiohttp import web
 from prometheus_client import REGISTRY
 
-from ebbtide.serving_guard.limits import ProxySettings
-from ebbtide.serving_guard.proxy import Proxy
+from ebbtide.serving_guard.proxy.proxy import Proxy
+from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 from ebbtide.testing import wait_until
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

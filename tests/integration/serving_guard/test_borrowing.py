@@ -12,7 +12,7 @@ import pytest
 from ebbtide.errors import EbbtideError, InvalidRequest, NotReady, Superseded
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.rpc.channel import open_socket
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANT_S, GRANTS_VERSION
 from ebbtide.v1 import grants_pb2 as pb

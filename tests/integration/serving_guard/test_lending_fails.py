@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 
 from ebbtide.runtime import Shutdown
-from ebbtide.serving_guard.memory import Memory
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.service import serve
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.testing import wait_until
@@ -16,7 +16,7 @@ from tests.integration.serving_guard.engine import ServingEngine
 from tests.integration.serving_guard.guards import status
 
 
-class Failing(Memory):
+class Failing(MemoryBudget):
     def tokens_inside(self, now: float, tokens: int) -> None:
         raise OSError("the disk is on fire")
 

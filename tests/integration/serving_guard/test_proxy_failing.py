@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.serving_guard import upstream
-from ebbtide.serving_guard.limits import ProxySettings
-from ebbtide.serving_guard.proxy import Proxy
+from ebbtide.serving_guard.proxy import engine_connections
+from ebbtide.serving_guard.proxy.proxy import Proxy
+from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 from ebbtide.testing import wait_until
 from tests.integration.serving_guard.stand import (
     CHAT,
@@ -194,7 +194,7 @@ async def test_what_an_engine_may_have_worked_on_is_not_sent_again(monkeypatch: 
         await reader.readuntil(b"\r\n\r\n")
         asked += 1  # and breaks in the midst of it, later than a connection that nobody read
 
-    monkeypatch.setattr(upstream, "_UNREAD_S", 0.0)
+    monkeypatch.setattr(engine_connections, "_UNREAD_S", 0.0)
     async with scripted(serve) as url, standing(url) as stand:
         assert (await stand.session.get("/")).status == 200
         status, body = await stand.chat()
@@ -250,7 +250,7 @@ async def test_who_asks_on_a_connection_lost_before_hears_of_it() -> None:
         await reader.read()
 
     async with scripted(serve) as url:
-        pool, asker = upstream.Pool(url, connect_timeout_s=1.0, keep_s=1.0, buffer_bytes=4096), Deaf()
+        pool, asker = engine_connections.EnginePool(url, connect_timeout_s=1.0, keep_s=1.0, buffer_bytes=4096), Deaf()
         connection = await pool.connect()
         connection.transport.abort()
         await pool.empty.wait()
@@ -260,12 +260,12 @@ async def test_who_asks_on_a_connection_lost_before_hears_of_it() -> None:
 
 @on_uvloop
 async def test_a_way_to_the_engine_that_fails_oddly_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def failing(pool: upstream.Pool) -> upstream.Connection:
+    async def failing(pool: engine_connections.EnginePool) -> engine_connections.EngineConnection:
         raise RuntimeError(f"nobody thought of this, on the way to {pool.url}")
 
     async with standing() as stand:
         with monkeypatch.context() as patched:
-            patched.setattr(upstream.Pool, "connect", failing)
+            patched.setattr(engine_connections.EnginePool, "connect", failing)
             status, body = await stand.chat()
         assert (status, json.loads(body)["error"]["type"]) == (502, "upstream_failed")
         assert stand.traffic.outcomes == [False]

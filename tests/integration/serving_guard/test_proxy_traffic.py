@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from ebbtide.serving_guard.limits import ProxySettings
-from ebbtide.serving_guard.proxy import Proxy
+from ebbtide.serving_guard.proxy.proxy import Proxy
+from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 from ebbtide.testing import wait_until
 from tests.integration.serving_guard.stand import CHAT, COMPLETIONS, Engine, begin, event, on_uvloop, standing
 

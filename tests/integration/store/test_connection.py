@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.connection import Connection
-from ebbtide.store.scripts import Script
+from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.store.lua_scripts import LuaScript
 from ebbtide.store.store import Store
 from ebbtide.testing import EmbeddedRedis, wait_until
 
@@ -20,7 +20,7 @@ def server(tmp_path: Any) -> Any:
 
 @pytest.fixture
 async def link(server: Any) -> Any:
-    made = Connection(server.url, patience_s=10)
+    made = StoreConnection(server.url, patience_s=10)
     await made.open()
     yield made
     await made.close()
@@ -89,7 +89,7 @@ async def test_what_is_to_be_durable_is_not_called_so_in_another_life(link: Any,
 
 
 async def test_a_script_is_sent_again_to_a_store_that_has_forgotten_it(link: Any, server: Any) -> None:
-    echo = Script("echo", "return ARGV[1]")
+    echo = LuaScript("echo", "return ARGV[1]")
     came: list[bool] = []
     link.on_link = lambda: came.append(True)
     assert await link.run(echo, "p", "one") == b"one"
@@ -112,7 +112,7 @@ async def test_a_store_that_is_gone_or_silent_is_named_when_patience_ends(link: 
 
 
 async def test_no_password_shows_in_messages(tmp_path: Any) -> None:
-    link = Connection("redis://user:secret@127.0.0.1:1/0", patience_s=0.2)
+    link = StoreConnection("redis://user:secret@127.0.0.1:1/0", patience_s=0.2)
     with pytest.raises(StoreUnavailable) as refused:
         await link.open()
     assert "secret" not in str(refused.value)
@@ -121,7 +121,7 @@ async def test_no_password_shows_in_messages(tmp_path: Any) -> None:
 
 async def test_a_store_that_wants_a_password_says_so(link: Any, server: Any) -> None:
     await link.call("CONFIG", "SET", "requirepass", "x")
-    other = Connection(server.url, patience_s=0.3)
+    other = StoreConnection(server.url, patience_s=0.3)
     with pytest.raises(StoreUnavailable, match="password"):
         await other.open()
 
@@ -140,10 +140,10 @@ async def test_the_condition_of_a_store_is_told(link: Any) -> None:
 async def test_a_connection_that_is_cut_before_its_first_answer_is_given_up(
     server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.store.dial._CONNECT_S", 0.2)
+    monkeypatch.setattr("ebbtide.store.link.dialer._CONNECT_S", 0.2)
     address, silent = tmp_path / "way.sock", []
     listening = await asyncio.start_unix_server(lambda _, writer: silent.append(writer), address)
-    link = Connection(f"unix://{address}", patience_s=10)
+    link = StoreConnection(f"unix://{address}", patience_s=10)
     opening = asyncio.create_task(link.open())
     await wait_until(lambda: silent, what="a connection that gets no answer")
     listening.close()

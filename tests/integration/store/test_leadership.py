@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from ebbtide.store.connection import Connection
-from ebbtide.store.faults import TermSuperseded
-from ebbtide.store.keys import FLEET, LEADER, run_prefix
-from ebbtide.store.scripts import script
+from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.store.link.store_faults import TermSuperseded
+from ebbtide.store.lua_scripts import script
 from ebbtide.store.store import Store
+from ebbtide.store.store_keys import FLEET, LEADER, run_prefix
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
@@ -28,7 +28,7 @@ WRITERS = sorted(
 
 
 async def opened(url: str, term: str) -> Store:
-    store = Store(Connection(url), term)
+    store = Store(StoreConnection(url), term)
     await store.link.open()
     return store
 

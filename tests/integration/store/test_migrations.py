@@ -7,32 +7,32 @@ from typing import Any
 import pytest
 
 from ebbtide.coordinator.service import Coordinator
-from ebbtide.coordinator.settings import Settings
+from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.connection import Connection
-from ebbtide.store.faults import TermSuperseded
-from ebbtide.store.keys import INDEX, NEWEST_SCHEMA, SCHEMA, TERM, run_key
-from ebbtide.store.migrations import STEPS, Schema, Step
+from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.store.link.store_faults import TermSuperseded
+from ebbtide.store.migrations import STEPS, MigrationStep, Schema
+from ebbtide.store.store_keys import INDEX, NEWEST_SCHEMA, SCHEMA, TERM, run_key
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
-Change = Callable[[Connection, str], Awaitable[None]]
+Change = Callable[[StoreConnection, str], Awaitable[None]]
 
 
 @pytest.fixture
-async def link(redis_url: str) -> AsyncIterator[Connection]:
-    made = Connection(redis_url)
+async def link(redis_url: str) -> AsyncIterator[StoreConnection]:
+    made = StoreConnection(redis_url)
     await made.open()
     yield made
     await made.close()
 
 
 async def started(url: str) -> Coordinator:
-    coordinator = Coordinator(Settings(store_url=url))
+    coordinator = Coordinator(CoordinatorSettings(store_url=url))
     await coordinator.open()
     return coordinator
 
 
-async def plant(link: Connection, *run_ids: str) -> None:
+async def plant(link: StoreConnection, *run_ids: str) -> None:
     """Live runs as 0.1.0 left them: no stamp."""
     await link.call("SET", TERM, "former")
     for place, run_id in enumerate(run_ids, start=1):
@@ -44,20 +44,20 @@ async def plant(link: Connection, *run_ids: str) -> None:
 
 
 def counting(names: list[str], name: str) -> Change:
-    async def change(link: Connection, term: str) -> None:
+    async def change(link: StoreConnection, term: str) -> None:
         assert await link.call("GET", TERM) == term.encode()
         names.append(name)
 
     return change
 
 
-async def test_an_empty_store_is_stamped_by_the_first_coordinator(link: Connection, redis_url: str) -> None:
+async def test_an_empty_store_is_stamped_by_the_first_coordinator(link: StoreConnection, redis_url: str) -> None:
     coordinator = await started(redis_url)
     assert await link.call("GET", SCHEMA) == str(NEWEST_SCHEMA).encode()
     await coordinator.close()
 
 
-async def test_a_store_of_0_1_0_is_stamped_and_its_runs_go_on(link: Connection, redis_url: str) -> None:
+async def test_a_store_of_0_1_0_is_stamped_and_its_runs_go_on(link: StoreConnection, redis_url: str) -> None:
     await plant(link, "a", "b")
     coordinator = await started(redis_url)
     assert list(coordinator.state.runs) == ["a", "b"]
@@ -65,7 +65,7 @@ async def test_a_store_of_0_1_0_is_stamped_and_its_runs_go_on(link: Connection, 
     await coordinator.close()
 
 
-async def test_a_newer_store_is_refused_and_its_coordinator_goes_on(link: Connection, redis_url: str) -> None:
+async def test_a_newer_store_is_refused_and_its_coordinator_goes_on(link: StoreConnection, redis_url: str) -> None:
     serving = await started(redis_url)
     await link.call("SET", SCHEMA, NEWEST_SCHEMA + 1)
     term = await link.call("GET", TERM)
@@ -81,7 +81,7 @@ async def test_a_newer_store_is_refused_and_its_coordinator_goes_on(link: Connec
 
 @pytest.mark.parametrize("planted", ["one", "-1", "9" * 5000, "record"])
 async def test_a_store_of_something_else_is_refused_before_it_is_taken(
-    link: Connection, redis_url: str, planted: str
+    link: StoreConnection, redis_url: str, planted: str
 ) -> None:
     await plant(link, "a")
     if planted == "record":
@@ -94,7 +94,7 @@ async def test_a_store_of_something_else_is_refused_before_it_is_taken(
 
 
 async def test_a_live_run_of_a_later_release_is_refused_by_its_key_and_its_coordinator_goes_on(
-    link: Connection, redis_url: str
+    link: StoreConnection, redis_url: str
 ) -> None:
     serving = await started(redis_url)
     await serving.store.runs.submit("r", RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e")))
@@ -108,9 +108,9 @@ async def test_a_live_run_of_a_later_release_is_refused_by_its_key_and_its_coord
     await serving.close()
 
 
-async def test_an_older_store_goes_through_each_step_that_it_lacks_in_order(link: Connection) -> None:
+async def test_an_older_store_goes_through_each_step_that_it_lacks_in_order(link: StoreConnection) -> None:
     done: list[str] = []
-    steps = [Step(number, f"to {number}", change=counting(done, f"to {number}")) for number in (1, 2, 3, 4)]
+    steps = [MigrationStep(number, f"to {number}", change=counting(done, f"to {number}")) for number in (1, 2, 3, 4)]
     await link.call("SET", TERM, "ours")
     await link.call("SET", SCHEMA, 2)
     assert await Schema(link, "ours", steps).migrate() == ["to 3", "to 4"] == done
@@ -119,12 +119,12 @@ async def test_an_older_store_goes_through_each_step_that_it_lacks_in_order(link
     assert done == ["to 3", "to 4"]
 
 
-async def test_a_coordinator_that_dies_amid_the_steps_leaves_the_rest_to_the_next(link: Connection) -> None:
+async def test_a_coordinator_that_dies_amid_the_steps_leaves_the_rest_to_the_next(link: StoreConnection) -> None:
     """A step that moves a key of each run: half of it is done when the first one dies."""
     await plant(link, "a", "b")
     dies = asyncio.Event()
 
-    async def move(link: Connection, _term: str) -> None:
+    async def move(link: StoreConnection, _term: str) -> None:
         for run_id in ("a", "b"):
             status = await link.call("HGET", run_key(run_id, "RUN"), "status")
             if status is not None:  # not moved before
@@ -134,7 +134,7 @@ async def test_a_coordinator_that_dies_amid_the_steps_leaves_the_rest_to_the_nex
                 dies.set()
                 raise StoreUnavailable("killed")
 
-    steps = [*STEPS, Step(NEWEST_SCHEMA + 1, "status becomes state", change=move)]
+    steps = [*STEPS, MigrationStep(NEWEST_SCHEMA + 1, "status becomes state", change=move)]
     await link.call("SET", TERM, "first")
     with pytest.raises(StoreUnavailable, match="killed"):
         await Schema(link, "first", steps).migrate()
@@ -146,17 +146,17 @@ async def test_a_coordinator_that_dies_amid_the_steps_leaves_the_rest_to_the_nex
         assert await link.call("HMGET", run_key(run_id, "RUN"), "state", "status") == [b"PENDING", None]
 
 
-async def test_a_superseded_coordinator_stamps_nothing(link: Connection) -> None:
-    async def overtaken(link: Connection, _term: str) -> None:
+async def test_a_superseded_coordinator_stamps_nothing(link: StoreConnection) -> None:
+    async def overtaken(link: StoreConnection, _term: str) -> None:
         await link.call("SET", TERM, "another")
 
     await link.call("SET", TERM, "ours")
     with pytest.raises(TermSuperseded):
-        await Schema(link, "ours", [Step(1, "long", change=overtaken)]).migrate()
+        await Schema(link, "ours", [MigrationStep(1, "long", change=overtaken)]).migrate()
     assert await link.call("GET", SCHEMA) is None
 
 
-async def test_a_store_that_forgot_everything_is_stamped_again(link: Connection, redis_url: str) -> None:
+async def test_a_store_that_forgot_everything_is_stamped_again(link: StoreConnection, redis_url: str) -> None:
     coordinator = await started(redis_url)
     await link.call("DEL", TERM, SCHEMA)
     await coordinator.store.leadership.renew("", 2.0, patience_s=2.0)
@@ -174,7 +174,7 @@ def test_the_number_that_is_stamped_is_the_last_steps() -> None:
 
 
 async def test_a_run_that_was_listed_and_is_submitted_then_is_not_swept_and_ends_nobody(
-    link: Connection, redis_url: str
+    link: StoreConnection, redis_url: str
 ) -> None:
     """Who died between the list and the run leaves a name alone: whoever takes over has it for one that ended."""
     serving = await started(redis_url)

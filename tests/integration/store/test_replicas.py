@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest, StoreUnavailable
-from ebbtide.store.connection import Connection
+from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
 from ebbtide.testing import EmbeddedRedis, EmbeddedSentinel, wait_until
 
@@ -24,7 +24,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[EmbeddedRedis, EmbeddedRedis]]:
 
 async def test_nothing_is_answered_before_the_replica_has_it(pair: Any) -> None:
     primary, replica = pair
-    link = Connection(primary.url, patience_s=1.0, replicas=1)
+    link = StoreConnection(primary.url, patience_s=1.0, replicas=1)
     await link.open(patience_s=10)
     assert await asyncio.gather(*(link.call("SET", f"k{number}", "1") for number in range(200))) == [b"OK"] * 200
     assert replica.command("DBSIZE") == b":200\r\n"
@@ -43,14 +43,14 @@ async def test_nothing_is_answered_before_the_replica_has_it(pair: Any) -> None:
 
 
 async def test_a_replica_is_not_taken_for_the_store(pair: Any) -> None:
-    link = Connection(pair[1].url, patience_s=0.5)
+    link = StoreConnection(pair[1].url, patience_s=0.5)
     with pytest.raises(StoreUnavailable, match="is a read-only replica; point the coordinator at the primary"):
         await link.open()
 
 
 async def test_a_primary_that_is_made_a_replica_is_left_at_once(pair: Any) -> None:
     primary, replica = pair
-    link = Connection(primary.url, patience_s=5)
+    link = StoreConnection(primary.url, patience_s=5)
     await link.open()
     life = link.life
     replica.command("REPLICAOF", "NO", "ONE")
@@ -68,7 +68,9 @@ async def test_a_primary_that_is_made_a_replica_is_left_at_once(pair: Any) -> No
 async def test_a_failover_is_followed_and_gives_another_life(pair: Any, tmp_path: Path) -> None:
     primary, replica = pair
     with EmbeddedSentinel(tmp_path / "s", primary, down_after_s=0.5) as sentinel:
-        link = Connection(f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/ebbtide", patience_s=30, replicas=1)
+        link = StoreConnection(
+            f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/ebbtide", patience_s=30, replicas=1
+        )
         await link.open()
         assert (await Store(link, "term").condition()).durable_after_s == 0.0
         life = link.life
@@ -93,7 +95,7 @@ async def test_a_failover_is_followed_and_gives_another_life(pair: Any, tmp_path
 
 async def test_a_failover_without_confirmation_may_lose_the_newest_seconds(pair: Any, tmp_path: Path) -> None:
     with EmbeddedSentinel(tmp_path / "s", pair[0]) as sentinel:
-        link = Connection(sentinel.url, patience_s=10)
+        link = StoreConnection(sentinel.url, patience_s=10)
         await link.open()
         assert (await Store(link, "term").condition()).durable_after_s == 5.0
         await link.close()
@@ -101,14 +103,14 @@ async def test_a_failover_without_confirmation_may_lose_the_newest_seconds(pair:
 
 async def test_a_store_that_would_wipe_its_replicas_is_found_out(pair: Any) -> None:
     pair[0].command("CONFIG", "SET", "appendonly", "no")
-    link = Connection(pair[0].url, patience_s=10)
+    link = StoreConnection(pair[0].url, patience_s=10)
     await link.open()
     assert (await Store(link, "term").condition()).wipes
     await link.close()
 
 
 async def test_sentinels_that_are_away_are_named_without_passwords() -> None:
-    link = Connection(
+    link = StoreConnection(
         "redis+sentinel://user:secret@127.0.0.1:1,127.0.0.1:2/name?sentinel_password=other", patience_s=0.3
     )
     with pytest.raises(StoreUnavailable, match="no Sentinel names a primary of name that is up") as refused:
@@ -124,4 +126,4 @@ async def test_sentinels_that_are_away_are_named_without_passwords() -> None:
 )
 async def test_a_bad_sentinel_url_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="store_url"):
-        Connection(url)
+        StoreConnection(url)

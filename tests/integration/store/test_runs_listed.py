@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ebbtide.store.connection import Connection
-from ebbtide.store.keys import run_key
+from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
+from ebbtide.store.store_keys import run_key
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
 SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
@@ -14,7 +14,7 @@ SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
 
 @pytest.fixture
 async def store(redis_url: str) -> AsyncIterator[Store]:
-    store = Store(Connection(redis_url), "term")
+    store = Store(StoreConnection(redis_url), "term")
     await store.link.open()
     await store.leadership.seize("a:1", 30.0)
     yield store

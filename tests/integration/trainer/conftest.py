@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import RunSpec
 

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from ebbtide.trainer.environments import Message, Split, StepResult
+from ebbtide.environments import Message, Split, StepResult
 
 
 class Source:

@@ -20,19 +20,19 @@ import torch
 from msgspec import Struct
 from safetensors.torch import load_file
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
-from ebbtide.client.publishing import Authority, Publisher
-from ebbtide.client.retry import Peer
-from ebbtide.client.snapshots import Snapshot
-from ebbtide.client.weights import Relay
+from ebbtide.client.publisher.publisher import Authority, Publisher
+from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
+from ebbtide.client.relay_client import RelayClient
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest
-from ebbtide.rpc.security import ClientSecurity
-from ebbtide.trainer.checkpoint import TrainingState
-from ebbtide.trainer.learning import Learning
-from ebbtide.trainer.ranks.crew import Crew, Led
-from ebbtide.trainer.ranks.follower import Follower
-from ebbtide.trainer.ranks.place import place_of
-from ebbtide.trainer.ranks.world import World
+from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.ranks.rank_follower import RankFollower
+from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
+from ebbtide.trainer.ranks.rank_place import place_of
+from ebbtide.trainer.ranks.rank_world import RankWorld
+from ebbtide.trainer.training_checkpoint import TrainingState
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec
 from ebbtide.types.tokens import pack_ids, pack_tokens
@@ -103,7 +103,7 @@ def make_trajectories(step: int) -> list[Trajectory]:
     return made
 
 
-def train(learning: Learning, job: Job) -> list[dict[str, float]]:
+def train(learning: LocalLearning, job: Job) -> list[dict[str, float]]:
     """What each step reported."""
     if job.checkpoint:
         learning.resume(Path(job.checkpoint), run_id=RUN)
@@ -119,7 +119,7 @@ def train(learning: Learning, job: Job) -> list[dict[str, float]]:
 
 def alone(job: Job) -> list[dict[str, float]]:
     """The job in this process."""
-    return train(Learning(job.spec, source=Path(job.checkpoint or job.spec.model), device=job.device), job)
+    return train(LocalLearning(job.spec, source=Path(job.checkpoint or job.spec.model), device=job.device), job)
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: one for path in sorted(checkpoint.glob("*.safetensors")) for name, one in load_file(path).items()}
 
 
-async def publish(learning: Learning, job: Job) -> None:
+async def publish(learning: LocalLearning, job: Job) -> None:
     """As rank 0 of a trainer does, without a coordinator."""
     numbers = iter((1,))
 
@@ -137,21 +137,23 @@ async def publish(learning: Learning, job: Job) -> None:
     async def announce(version: PolicyVersion) -> None:
         """Nobody waits for it."""
 
-    peer = Peer("weight-relay", job.relay, ClientSecurity(token=TOKEN), patience_s=10.0)
+    peer = ServicePeer("weight-relay", job.relay, ClientSecurity(token=TOKEN), patience_s=10.0)
     exchange = await asyncio.to_thread(learning.exchange)
-    publisher = Relay(peer).publisher(job.run, "policy", authority=Authority(reserve, announce), exchange=exchange)
+    publisher = RelayClient(peer).publisher(
+        job.run, "policy", authority=Authority(reserve, announce), exchange=exchange
+    )
     await (await publisher.publish(learning.tensors(), step=job.steps[1]))
     await publisher.aclose()
     await peer.close()
 
 
-async def lead(world: World, jobs: list[Job]) -> list[list[dict[str, float]]]:
-    crew = await asyncio.to_thread(Crew, world)
+async def lead(world: RankWorld, jobs: list[Job]) -> list[list[dict[str, float]]]:
+    crew = await asyncio.to_thread(RankGroup, world)
     told = []
     for job in jobs:
         source = Path(job.checkpoint or job.spec.model)
         try:
-            learning = await asyncio.to_thread(Led, crew, job.spec, run_id=job.run, source=source)
+            learning = await asyncio.to_thread(RankZeroLearning, crew, job.spec, run_id=job.run, source=source)
         except InvalidRequest:
             if not job.fails:
                 raise
@@ -169,7 +171,7 @@ def held() -> Held:
     return Held(
         groups=len(torch.distributed.distributed_c10d._world.pg_map),
         publishers=sum(type(one) is Publisher for one in objects),
-        snapshots=sum(type(one) is Snapshot and bool(one.room) for one in objects),
+        snapshots=sum(type(one) is TensorSnapshot and bool(one.room) for one in objects),
     )
 
 
@@ -178,13 +180,13 @@ async def main(file: Path) -> None:
     place = place_of(os.environ, 1)
     assert place is not None
     torch.set_num_threads(1)
-    world = await asyncio.to_thread(World, place, jobs[0].device)
+    world = await asyncio.to_thread(RankWorld, place, jobs[0].device)
     if place.rank == 0:
         file.with_suffix(".told").write_text(json.dumps(await lead(world, jobs)))
         file.with_suffix(".held0").write_bytes(msgspec.json.encode(held()))
         return
     async with Client(relay=jobs[-1].relay or None, security=ClientSecurity(token=TOKEN)) as client:
-        follower = Follower(world, client)  # named, as what it has is counted
+        follower = RankFollower(world, client)  # named, as what it has is counted
         await follower.run()
         file.with_suffix(f".held{place.rank}").write_bytes(msgspec.json.encode(held()))
 

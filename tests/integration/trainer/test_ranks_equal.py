@@ -17,12 +17,12 @@ import msgspec
 import pytest
 import torch
 
-from ebbtide.client.retry import Peer
-from ebbtide.client.weights import Relay
-from ebbtide.rpc.security import ClientSecurity
-from ebbtide.trainer import checkpoint
-from ebbtide.trainer.checkpoint import CheckpointError
-from ebbtide.trainer.network import load_network, load_tokenizer, save_network
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.client.relay_client import RelayClient
+from ebbtide.client.service_peer import ServicePeer
+from ebbtide.trainer import training_checkpoint
+from ebbtide.trainer.learning.network import load_network, load_tokenizer, save_network
+from ebbtide.trainer.training_checkpoint import CheckpointError
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import Signer
 from tests.integration.client.reader import Reader
@@ -165,9 +165,9 @@ def test_so_do_tied_weights_and_bfloat16_within_its_rounding(what: str, toleranc
 @pytest.mark.timeout(240)
 async def test_two_ranks_publish_the_file_that_one_process_publishes(trained: Trained) -> None:
     expected = weights(trained.folder / "two-from-one" / "step-000015")
-    peer = Peer("weight-relay", trained.relay, ClientSecurity(token=TOKEN), patience_s=5.0)
+    peer = ServicePeer("weight-relay", trained.relay, ClientSecurity(token=TOKEN), patience_s=5.0)
     version = PolicyVersion(policy="policy", version=1, step=15)
-    await Relay(peer).publish("process", version, expected)
+    await RelayClient(peer).publish("process", version, expected)
     files = []
     for run, key in (("ranks", Signer(SEED).public), ("process", b"")):
         reader = Reader(peer, run, key)
@@ -193,9 +193,9 @@ async def test_ranks_hold_no_weights_and_no_group_of_the_runs_before_whether_pub
     ]
     failing = Job(spec=bad, folder="", steps=(0, 0), saves=(), fails=True)
     assert await asyncio.to_thread(together, [*runs[:2], failing, failing, runs[2]], tmp_path) == [[], [], []]
-    peer = Peer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=5.0)
+    peer = ServicePeer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=5.0)
     for run in runs:
-        state = await Relay(peer).describe(run.run)
+        state = await RelayClient(peer).describe(run.run)
         assert [one.info.version.version for one in state.versions] == [1]
     await peer.close()
     first, second = (msgspec.json.decode((tmp_path / f"jobs.held{rank}").read_bytes(), type=Held) for rank in range(2))
@@ -235,7 +235,7 @@ def test_a_checkpoint_that_lacks_a_part_or_is_damaged_is_refused_by_name(trained
             case "layout":
                 part.write_bytes(part.read_bytes().replace(b"saved_offsets", b"saved_nothing"))
         with pytest.raises(CheckpointError, match="is damaged"):
-            checkpoint.read_state(broken, run_id=RUN)
+            training_checkpoint.read_state(broken, run_id=RUN)
 
 
 @pytest.mark.timeout(240)

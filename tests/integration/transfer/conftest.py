@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.errors import Unavailable, VersionUnavailable
 from ebbtide.rpc.channel import open_channel
-from ebbtide.rpc.convert import to_proto
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.transfer import BlobCache, Puller, opener
 from ebbtide.types.weights import TILE_BYTES, BlobSource, FoundWay, Holder, Manifest, Patch
@@ -26,6 +25,7 @@ from ebbtide.weights import (
     split_manifest,
     split_patch,
 )
+from ebbtide.wire.record_conversion import to_proto
 from tests.unit.weights.chain import Link, chain, link
 
 SECURITY = ClientSecurity(token="a-token-of-tests")

@@ -10,9 +10,9 @@ from aiohttp import web
 
 from ebbtide.errors import ChunkCorrupt, Unavailable, VersionUnavailable
 from ebbtide.transfer import Mirror
-from ebbtide.transfer.http import HttpSource, Index, Spot, spans
+from ebbtide.transfer.sources.static_source import BlobSpan, StaticIndex, StaticSource, spans
 from ebbtide.types.weights import BlobSource
-from ebbtide.weights.static import HEAD, RECORD
+from ebbtide.weights.manifest.static_index import HEAD, RECORD
 from tests.integration.transfer.conftest import needed
 from tests.integration.transfer.test_puller import NEWEST, pull
 from tests.unit.transfer.filling import assert_right
@@ -64,7 +64,7 @@ async def site(tmp_path: Path) -> AsyncIterator[tuple[str, Path, list[web.Reques
 
 
 async def read(url: str, digests: list[bytes]) -> dict[bytes, bytes]:
-    source = HttpSource(url)
+    source = StaticSource(url)
     try:
         return {digest: data async for digest, data in source.tiles(digests)}
     finally:
@@ -111,7 +111,7 @@ async def test_a_url_that_a_holder_told_is_never_asked(links: list[Link], site: 
 async def test_a_copy_that_has_grown_is_looked_at_again(links: list[Link], site: Any) -> None:
     url, folder, asked, _ = site
     write(folder, links[0].blobs)
-    source = HttpSource(url)
+    source = StaticSource(url)
     assert len([digest async for digest, _ in source.tiles(list(links[0].blobs))]) == len(links[0].blobs)
     write(folder, links[1].blobs)
     assert len([digest async for digest, _ in source.tiles(list(links[1].blobs))]) == len(links[1].blobs)
@@ -189,23 +189,28 @@ def record(digest: bytes, size: int) -> bytes:
 )
 def test_what_is_no_index_is_refused(data: bytes) -> None:
     with pytest.raises(ChunkCorrupt):
-        Index(data)
+        StaticIndex(data)
 
 
 def test_an_index_that_lies_about_order_or_sizes_only_lacks_blobs() -> None:
     a, b = b"a" * 32, b"b" * 32
-    assert Index(HEAD + record(a, 5) + record(b, 6)).spots([b, a]) == [Spot(0, 0, 6, b), Spot(0, 0, 5, a)]
+    assert StaticIndex(HEAD + record(a, 5) + record(b, 6)).spots([b, a]) == [BlobSpan(0, 0, 6, b), BlobSpan(0, 0, 5, a)]
     for data in (HEAD, HEAD + record(a, 1 << 31), HEAD + record(b"a" * 8 + b"x" * 24, 5)):
         with pytest.raises(VersionUnavailable):
-            Index(data).spots([a])
+            StaticIndex(data).spots([a])
     close = b"a" * 8 + b"\0" * 24
-    assert Index(HEAD + record(close, 5) + record(a, 6)).spots([a]) == [Spot(0, 0, 6, a)]
+    assert StaticIndex(HEAD + record(close, 5) + record(a, 6)).spots([a]) == [BlobSpan(0, 0, 6, a)]
 
 
 def test_spans_hold_what_lies_together() -> None:
-    spots = [Spot(0, 0, 10, b"a"), Spot(0, 10, 10, b"b"), Spot(0, 50_000, 10, b"c"), Spot(1, 50_010, 10, b"d")]
+    spots = [
+        BlobSpan(0, 0, 10, b"a"),
+        BlobSpan(0, 10, 10, b"b"),
+        BlobSpan(0, 50_000, 10, b"c"),
+        BlobSpan(1, 50_010, 10, b"d"),
+    ]
     assert [[spot.digest for spot in span] for span in spans(spots[::-1])] == [[b"a", b"b"], [b"c"], [b"d"]]
-    big = [Spot(0, at << 20, 1 << 20, bytes([at])) for at in range(20)]
+    big = [BlobSpan(0, at << 20, 1 << 20, bytes([at])) for at in range(20)]
     assert [len(span) for span in spans(big)] == [8, 8, 4]
-    overlapping = [Spot(0, 0, 10, b"a"), Spot(0, 5, 10, b"b")]
+    overlapping = [BlobSpan(0, 0, 10, b"a"), BlobSpan(0, 5, 10, b"b")]
     assert [len(span) for span in spans(overlapping)] == [1, 1]

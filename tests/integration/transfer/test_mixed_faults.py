@@ -10,7 +10,7 @@ import pytest
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, Unavailable, VersionUnavailable
 from ebbtide.testing import wait_until
-from ebbtide.transfer import BlobCache, Mirror, Opener, Source
+from ebbtide.transfer import BlobCache, Mirror, Opener, TileSource
 from ebbtide.types.weights import BlobSource, FoundWay, Holder
 from ebbtide.weights import places
 from tests.integration.transfer.conftest import Script, digest_at
@@ -116,9 +116,9 @@ class Fickle:
     """Opens sources; the first reading of one ends as gRPC ends a call whose channel is closed."""
 
     def __init__(self, open_source: Opener) -> None:
-        self._open_source, self.sources, self.ended = open_source, list[Source](), False
+        self._open_source, self.sources, self.ended = open_source, list[TileSource](), False
 
-    def __call__(self, source: BlobSource, reader: Holder) -> Source:
+    def __call__(self, source: BlobSource, reader: Holder) -> TileSource:
         self.sources.append(self._open_source(source, reader))
         return self
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from ebbtide.testing.link import ShapedLink
-from ebbtide.transfer import Mirror, pace, pool
-from ebbtide.transfer.fetch import Fetch
+from ebbtide.transfer import Mirror
+from ebbtide.transfer.blob_fetch import BlobFetch
+from ebbtide.transfer.sources import source_pace, source_pool
 from ebbtide.types.weights import BlobSource
 from tests.integration.transfer.test_puller import FIRST, pull
 from tests.unit.weights.chain import Link
@@ -17,8 +18,8 @@ MIB = 1 << 20
 async def test_a_peer_on_a_slow_line_is_left_for_the_relay(
     big: list[Link], serve: Any, pullers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "LONG_S", 0.5)  # and all else as much faster than life
-    monkeypatch.setattr(pool, "_SLOW_BYTES_PER_S", 8 * MIB)
+    monkeypatch.setattr(source_pace, "LONG_S", 0.5)  # and all else as much faster than life
+    monkeypatch.setattr(source_pool, "_SLOW_BYTES_PER_S", 8 * MIB)
     relay, peer = await serve(big), await serve(big)
     relay.script.ways = [FIRST]
     async with ShapedLink(peer.address, 3 * MIB) as link:
@@ -36,14 +37,14 @@ async def test_no_source_is_waited_for_while_what_came_is_used(
     big: list[Link], serve: Any, pullers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[int] = []
-    settle = Fetch._settle
+    settle = BlobFetch._settle
 
-    async def watch(fetch: Fetch, batch: Any, source: Any = None) -> None:
+    async def watch(fetch: BlobFetch, batch: Any, source: Any = None) -> None:
         if source is not None:
             running.append(len(source._clocks))
         await settle(fetch, batch, source)
 
-    monkeypatch.setattr(Fetch, "_settle", watch)
+    monkeypatch.setattr(BlobFetch, "_settle", watch)
     relay = await serve(big)
     relay.script.ways = [FIRST]
     mirror = Mirror(big[0].manifest, None)

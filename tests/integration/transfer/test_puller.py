@@ -10,7 +10,7 @@ import pytest
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, PermissionDenied, VersionUnavailable
 from ebbtide.testing import wait_until
-from ebbtide.transfer import BlobCache, Changes, Mirror
+from ebbtide.transfer import BlobCache, ElementChanges, Mirror
 from ebbtide.types.weights import FoundWay, Patch, TensorPatch
 from ebbtide.weights import Signer, places, places_of, seal_patch
 from tests.integration.transfer.conftest import needed
@@ -181,7 +181,7 @@ async def test_changes_are_collected_on_the_way(
     mirror.remember("run", "policy", [3])
     relay = await serve(links)
     relay.script.ways = [FoundWay(start=3, anchor=False, via=(4, 5))]
-    changes = Changes(links[0].manifest, share=1.0)
+    changes = ElementChanges(links[0].manifest, share=1.0)
     await pull(pullers(relay), mirror, links[4], changes=changes)
     changes.write(tmp_path / "changes")
     assert changed(whole(links[2]), tmp_path / "changes") == whole(links[4])

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbtide.client.publishing import Authority
-from ebbtide.client.retry import Peer
-from ebbtide.client.weights import Relay
-from ebbtide.rpc.security import ClientSecurity
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.client.publisher.publisher import Authority
+from ebbtide.client.relay_client import RelayClient
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import Manifest, PolicyVersion
 from ebbtide.weights import build_manifest, named_tensor, slice_tiles, tile_digest
@@ -67,15 +67,15 @@ def process(tmp_path: Path) -> Iterator[RelayProcess]:
 
 
 @pytest.fixture
-async def peer(process: RelayProcess) -> AsyncIterator[Peer]:
+async def peer(process: RelayProcess) -> AsyncIterator[ServicePeer]:
     """A connection to the relay, which this starts."""
     await process.start()
-    peer = Peer("weight-relay", process.address, ClientSecurity(token=TOKEN), patience_s=10.0)
+    peer = ServicePeer("weight-relay", process.address, ClientSecurity(token=TOKEN), patience_s=10.0)
     yield peer
     await peer.close()
 
 
-class SignedRelay(Relay):
+class SignedRelay(RelayClient):
     """Publishes under the tests' key, so that calls of the contract may follow under it."""
 
     async def publish(self, run_id: str, version: PolicyVersion, tensors: Any) -> PolicyVersion:
@@ -90,12 +90,12 @@ class SignedRelay(Relay):
 
 
 @pytest.fixture
-def relay(peer: Peer) -> Relay:
+def relay(peer: ServicePeer) -> RelayClient:
     return SignedRelay(peer)
 
 
 @pytest.fixture
-def wire(peer: Peer) -> Wire:
+def wire(peer: ServicePeer) -> Wire:
     return Wire(peer)
 
 

@@ -8,24 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from ebbtide.rollout_worker.peers import Shelf
-from ebbtide.rollout_worker.servicer import Servicer as WorkersServicer
-from ebbtide.rollout_worker.servicer import add_to_server
-from ebbtide.rollout_worker.settings import Settings
+from ebbtide.auth.security import ClientSecurity, ServerSettings
+from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs
+from ebbtide.rollout_worker.installs.peer_servicer import PeerServicer as WorkersServicer
+from ebbtide.rollout_worker.installs.peer_servicer import add_to_server
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.rpc.channel import Channel, open_channel
-from ebbtide.rpc.convert import from_proto
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.transfer import BlobCache, Mirror, Puller, opener
 from ebbtide.types.weights import Holder, Manifest, Patch, PolicyVersion, WeightsState
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsStub, add_WeightsServicer_to_server
-from ebbtide.weight_relay.fanout import Fanout
-from ebbtide.weight_relay.service import Relay
-from ebbtide.weight_relay.servicer import SERVICE, Servicer
+from ebbtide.weight_relay.outlets.fan_out import FanOut
+from ebbtide.weight_relay.service import WeightRelay
+from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import NamedTensor, Signer, named_tensor, seal_manifest, seal_patch
-from ebbtide.weights.encode import Described, encode_version
+from ebbtide.weights.version_encoding import Described, encode_version
+from ebbtide.wire.record_conversion import from_proto
 
 TOKEN = "a-token-of-tests"
 SECURITY = ClientSecurity(token=TOKEN)
@@ -37,7 +37,7 @@ SIGNER = Signer(bytes(range(32)))
 
 
 class RunningRelay:
-    def __init__(self, relay: Relay, fanout: Fanout, address: str, stub: WeightsStub) -> None:
+    def __init__(self, relay: WeightRelay, fanout: FanOut, address: str, stub: WeightsStub) -> None:
         self.relay, self.fanout, self.address, self.stub = relay, fanout, address, stub
 
     def versions(self) -> list[int]:
@@ -64,9 +64,11 @@ async def running(
 ) -> AsyncIterator[RunningRelay]:
     """A relay of this process over `folder`, with a server of its own."""
     server_settings = ServerSettings(token=TOKEN, listen=listen, token_keys=token_keys)
-    relay = Relay(RelaySettings(data_dir=str(folder), server=server_settings, upstream_security=SECURITY, **settings))
-    fanout = Fanout(relay)
-    server = Server(server_settings, [(add_WeightsServicer_to_server, Servicer(relay, fanout), SERVICE)])
+    relay = WeightRelay(
+        RelaySettings(data_dir=str(folder), server=server_settings, upstream_security=SECURITY, **settings)
+    )
+    fanout = FanOut(relay)
+    server = Server(server_settings, [(add_WeightsServicer_to_server, RelayServicer(relay, fanout), SERVICE)])
     await relay.open()
     await server.start()
     following = asyncio.create_task(fanout.run())
@@ -116,13 +118,13 @@ class Version:
     def size(self) -> int:
         return sum(entry.size for entry in self.manifest.tensors)
 
-    async def publish(self, relay: Relay) -> None:
+    async def publish(self, relay: WeightRelay) -> None:
         """As a publisher does, without the wire."""
         for digest in await self.begin(relay):
             await relay.put(digest, bytes(self.blob(digest)))
         await relay.commit("run", self.manifest.version)
 
-    async def begin(self, relay: Relay) -> list[bytes]:
+    async def begin(self, relay: WeightRelay) -> list[bytes]:
         return await relay.begin(self.manifest, self.patch)
 
 
@@ -141,7 +143,7 @@ class Reader:
         self._channel: Channel = open_channel(relay, SECURITY)
         self._cache = BlobCache(64 << 20)
         self._mirror: Mirror | None = None
-        self._shelf = Shelf(self._cache, lambda: self._mirror, Settings().peer_readers)
+        self._shelf = PeerBlobs(self._cache, lambda: self._mirror, WorkerSettings().peer_readers)
         self._server: Server | None = None
         self._puller = Puller(
             WeightsStub(self._channel),

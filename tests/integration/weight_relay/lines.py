@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from ebbtide.types.weights import TILE_BYTES, Manifest, Patch, PolicyVersion
 from ebbtide.weights import NamedTensor, Signer, named_tensor, seal_manifest, seal_patch, slice_tiles, tile_digest
-from ebbtide.weights.encode import Described, encode_version
+from ebbtide.weights.version_encoding import Described, encode_version
 
 SEED = b"the seed of the tests' publisher"
 SIGNER = Signer(SEED)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.weight_relay.disk import Disk
-from ebbtide.weight_relay.recovery import Found, recover
+from ebbtide.weight_relay.library.disk_recovery import RecoveredDisk, recover
+from ebbtide.weight_relay.library.relay_disk import RelayDisk
 from ebbtide.weights import blob_sizes, check_tile, tile_sizes
 from tests.integration.weight_relay.crashes import Crash, Crasher
 from tests.integration.weight_relay.lines import Line, Version
@@ -20,7 +20,7 @@ STREAM = "run", "policy"
 LINE = Line(4, sizes={"w": ("U8", "|u1", 1400)}, tile_bytes=500)
 
 
-def put(disk: Disk, version: Version) -> None:
+def put(disk: RelayDisk, version: Version) -> None:
     blobs = version.blobs if version.patch else version.tiles
     for digest, data in blobs.items():
         disk.put_tile(digest, data)
@@ -35,27 +35,27 @@ def dense(version: Version) -> Version:
 
 
 def prepare_anchors(root: Path) -> None:
-    with closing(Disk(root)) as disk:
+    with closing(RelayDisk(root)) as disk:
         put(disk, LINE[1])
 
 
 def publish_dense_and_let_go(root: Path) -> None:
     """What the service does on disk: version 2 comes whole, version 1 goes."""
-    with closing(Disk(root)) as disk:
+    with closing(RelayDisk(root)) as disk:
         put(disk, dense(LINE[2]))
         disk.drop_manifest(*STREAM, 1)
         disk.drop_tiles(LINE[1].tiles.keys() - LINE[2].tiles.keys())
 
 
 def prepare_chain(root: Path) -> None:
-    with closing(Disk(root)) as disk:
+    with closing(RelayDisk(root)) as disk:
         for version in (LINE[1], LINE[2], LINE[3]):
             put(disk, version)
 
 
 def anchor_and_let_go(root: Path) -> None:
     """A patch comes, version 4 becomes an anchor out of it, the chain before goes, its last first as a passage."""
-    with closing(Disk(root)) as disk:
+    with closing(RelayDisk(root)) as disk:
         put(disk, LINE[4])
         for digest, data in LINE[4].tiles.items():
             disk.put_tile(digest, data)
@@ -72,13 +72,13 @@ def anchor_and_let_go(root: Path) -> None:
 
 def arrive(root: Path) -> None:
     """Version 4 comes from upstream, slowly."""
-    with closing(Disk(root)) as disk:
+    with closing(RelayDisk(root)) as disk:
         disk.put_arrival(LINE[4].manifest, LINE[4].patch)
         put(disk, LINE[4])
         disk.drop_arrival(STREAM, 4)
 
 
-def used(found: Found, on_disk: set[str]) -> set[str]:
+def used(found: RecoveredDisk, on_disk: set[str]) -> set[str]:
     """The blobs that must be there, by what was found."""
     tiles = [tile_sizes(item.manifest) for item in found.versions.get(STREAM, {}).values() if item.anchor]
     patches = [blob_sizes(patch) for patch, _ in found.patches.get(STREAM, {}).values()]
@@ -100,7 +100,7 @@ def outcomes_of(tmp_path: Path, prepare: Callable[[Path], None], work: Callable[
                 crashed = False
             except Crash:
                 crashed = True
-        with closing(Disk(root)) as disk:
+        with closing(RelayDisk(root)) as disk:
             found = recover(disk)
         assert not found.refusals
         names = {path.name for path in (root / "tiles").iterdir()}
@@ -108,7 +108,7 @@ def outcomes_of(tmp_path: Path, prepare: Callable[[Path], None], work: Callable[
         for name in names:
             check_tile(bytes.fromhex(name), disk.get_tile(bytes.fromhex(name)))
         outcomes.append(tuple(found.versions[STREAM]))
-        with closing(Disk(root)) as disk:
+        with closing(RelayDisk(root)) as disk:
             assert recover(disk) == found
         if not crashed:
             break
@@ -150,7 +150,7 @@ def test_a_patch_is_durable_before_the_version_that_stands_on_it(tmp_path: Path)
     prepare_chain(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         crasher = Crasher(patch, 1000)
-        with closing(Disk(tmp_path)) as disk:
+        with closing(RelayDisk(tmp_path)) as disk:
             put(disk, LINE[4])
     count = len(LINE[4].blobs)
     record = ["write", "fsync", "rename", "fsync", "fsync", "fsync"]
@@ -167,7 +167,7 @@ def test_a_file_cut_at_any_byte_takes_its_version_with_it(what: str, tmp_path: P
         if length >= len(data):
             break
         path.write_bytes(data[:length])
-        with closing(Disk(root)) as disk:
+        with closing(RelayDisk(root)) as disk:
             found = recover(disk)
         assert not found.versions
         assert len(found.refusals) == 1
@@ -185,7 +185,7 @@ def test_a_patch_or_a_manifest_cut_at_any_byte_takes_what_it_alone_leads_to(suff
         if length >= len(data):
             break
         path.write_bytes(data[:length])
-        with closing(Disk(root)) as disk:
+        with closing(RelayDisk(root)) as disk:
             found = recover(disk)
         assert list(found.versions[STREAM]) == [1]
         assert len(found.refusals) == 1
@@ -196,7 +196,7 @@ def test_a_patch_or_a_manifest_cut_at_any_byte_takes_what_it_alone_leads_to(suff
 def test_what_arrived_damaged_is_wanted_again_after_a_restart(tmp_path: Path) -> None:
     prepare_chain(tmp_path)
     good, bad = list(LINE[4].blobs.items())[:2]
-    with closing(Disk(tmp_path)) as disk:
+    with closing(RelayDisk(tmp_path)) as disk:
         disk.put_arrival(LINE[4].manifest, LINE[4].patch)
         disk.put_tile(*good)
         disk.put_tile(bad[0], bad[1][:-1] + bytes([bad[1][-1] ^ 1]))

@@ -7,14 +7,14 @@ from typing import Protocol
 
 import pytest
 
-from ebbtide.cli import signing_keys
+from ebbtide.auth.role_tokens import mint, signing_key
+from ebbtide.auth.roles import AMONG_PEERS, Role
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.cli.credentials import signing_keys
 from ebbtide.errors import PermissionDenied
 from ebbtide.rpc.channel import open_channel
-from ebbtide.rpc.roles import AMONG_PEERS, Role
-from ebbtide.rpc.security import ClientSecurity
-from ebbtide.rpc.status import translated
-from ebbtide.rpc.tokens import mint, signing_key
-from ebbtide.scheduling.sources import SEVERAL
+from ebbtide.rpc.status_table import translated
+from ebbtide.scheduling.distribution.source_ranking import SEVERAL
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 from tests.integration.weight_relay.fanout import RunningRelay, Version, running

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import VersionUnavailable
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 from ebbtide.testing.link import ShapedLink
 from ebbtide.v1 import weights_pb2 as pb

@@ -11,14 +11,14 @@ import pytest
 from aiohttp import web
 
 from ebbtide.errors import VersionUnavailable
-from ebbtide.rpc.status import translated
+from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 from ebbtide.testing.link import ShapedLink
 from ebbtide.testing.process import free_port
 from ebbtide.types.weights import FoundWay, Holder
-from ebbtide.weight_relay import static_upstream
 from ebbtide.weight_relay.export.__main__ import ExportSettings, export
-from ebbtide.weights import Limits
+from ebbtide.weight_relay.upstream import static_upstream
+from ebbtide.weights import ManifestLimits
 from tests.integration.weight_relay.fanout import (
     KIB,
     SECURITY,
@@ -248,7 +248,7 @@ async def test_a_static_copy_may_begin_with_a_version_that_has_a_parent(web_serv
     assert not (folder / "version-1.msgpack").exists()
     async with running(tmp_path / "away", upstream=url) as away:
         await wait_until(lambda: away.versions() == [2])
-    upstream = static_upstream.StaticUpstream(url, SECURITY, Holder(name="reader"), Limits())
+    upstream = static_upstream.StaticUpstream(url, SECURITY, Holder(name="reader"), ManifestLimits())
     target = await upstream.manifest(STREAM, 2)
     assert len((await upstream.way(FoundWay(start=1, anchor=False, via=(2,)), target)).patches) == 1
     with pytest.raises(VersionUnavailable, match="no patch from version 7 to 2"):

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.testing import wait_until
 from ebbtide.v1 import runs_pb2_grpc, types_pb2
-from ebbtide.weight_relay.fanout import Fanout
-from ebbtide.weight_relay.following_ends import FollowingEnds, source_of
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.library.run_end_follower import RunEndFollower, source_of
+from ebbtide.weight_relay.outlets.fan_out import FanOut
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
 
 
@@ -36,10 +36,10 @@ async def test_a_relay_hears_of_ends_from_the_coordinator_that_takes_over_from_a
     await two[0].server.set_serving(True)
     names = ",".join(one.server.address for one in two)
     settings = RelaySettings(data_dir=str(tmp_path), coordinator=names, coordinator_security=ClientSecurity(token="t"))
-    relay = Relay(settings)
+    relay = WeightRelay(settings)
     await relay.open()
-    fanout = Fanout(relay)
-    following = asyncio.create_task(FollowingEnds(relay, fanout, source_of(settings)).run())
+    fanout = FanOut(relay)
+    following = asyncio.create_task(RunEndFollower(relay, fanout, source_of(settings)).run())
     try:
         await wait_until(lambda: "before" in relay.ended)
         await two[1].server.set_serving(True)

@@ -3,8 +3,7 @@
 from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
-from ebbtide.client.retry import Peer
-from ebbtide.rpc.convert import from_proto, to_proto
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.types.weights import FoundWay, Manifest, Patch
 from ebbtide.v1 import types_pb2, weights_pb2
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
@@ -16,6 +15,7 @@ from ebbtide.weights import (
     split_manifest,
     split_patch,
 )
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Wire:
     """The calls of the contract, one by one, without the SDK's repetitions."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: ServicePeer) -> None:
         self._peer = peer
         self.stub = WeightsStub(peer.channel)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.cli.coserving_options import CoservingOptions
-from ebbtide.cli.demo import DemoOptions, demo_spec
-from ebbtide.cli.local_commands import demo, demo_coserving
-from ebbtide.cli.service_commands import BESIDE, SERVICES
+from ebbtide.cli.commands.local_commands import demo, demo_coserving
+from ebbtide.cli.commands.service_commands import BESIDE, SERVICES
+from ebbtide.demo.coserving.coserving_options import CoservingOptions
+from ebbtide.demo.demo import DemoOptions, demo_spec
 from ebbtide.errors import InvalidRequest
 
 SPEC = """

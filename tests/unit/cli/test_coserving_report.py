@@ -5,27 +5,35 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.cli.coserving_picture import write_coserving_picture
-from ebbtide.cli.coserving_records import Answer, Moment, Replay, Stretch, idle_s, inside, percentile
-from ebbtide.cli.coserving_report import Coserving, Harvest, make_coserving, told
+from ebbtide.demo.coserving.coserving_picture import write_coserving_picture
+from ebbtide.demo.coserving.coserving_records import (
+    BudgetMoment,
+    ReplayRecord,
+    ServedAnswer,
+    TimeStretch,
+    idle_s,
+    inside,
+    percentile,
+)
+from ebbtide.demo.coserving.coserving_report import CoservingReport, HarvestFigures, make_coserving, told
 from ebbtide.types.grants import Borrower, GuardStatus
 
-HARVEST = Harvest(generated=50_000, lost=0, steps_s=30.0, trainer_cpu_s=12.0)
+HARVEST = HarvestFigures(generated=50_000, lost=0, steps_s=30.0, trainer_cpu_s=12.0)
 STATUS = GuardStatus(borrowers=(Borrower(worker_id="w", reclaims=9, reclaim_p50_s=0.004, reclaim_p99_s=0.012),))
 
 
-def answer(sent: float, ttft: float = 0.1, tpot: float = 0.01, *, output: int = 11, failed: str = "") -> Answer:
+def answer(sent: float, ttft: float = 0.1, tpot: float = 0.01, *, output: int = 11, failed: str = "") -> ServedAnswer:
     first = sent + ttft
-    return Answer(
+    return ServedAnswer(
         due=sent - 0.001, sent=sent, first=first, last=first + tpot * (output - 1), prompt=8, output=output,
         failed=failed,
     )  # fmt: skip
 
 
-def judged(beside: list[Answer]) -> Coserving:
+def judged(beside: list[ServedAnswer]) -> CoservingReport:
     alone = [answer(float(second)) for second in range(100)]
-    stretches = (Stretch("alone", 0.0, 100.0), Stretch("beside", 100.0, 200.0))
-    replay = Replay(title="", answers=(*alone, *beside), stretches=stretches, ttft_s=0.16, tpot_s=0.0127)
+    stretches = (TimeStretch("alone", 0.0, 100.0), TimeStretch("beside", 100.0, 200.0))
+    replay = ReplayRecord(title="", answers=(*alone, *beside), stretches=stretches, ttft_s=0.16, tpot_s=0.0127)
     return make_coserving("bursts", replay, HARVEST, STATUS)
 
 
@@ -45,7 +53,7 @@ def test_as_many_within_both_targets_as_asked_for_attain_the_slo() -> None:
     ],
     ids=["two of a hundred are late", "one failed"],
 )
-def test_more_that_are_late_or_any_that_failed_miss_it(bad: list[Answer]) -> None:
+def test_more_that_are_late_or_any_that_failed_miss_it(bad: list[ServedAnswer]) -> None:
     found = judged([answer(100.0 + at) for at in range(99)] + bad)
     assert not found.slo_attained
     name, verdict = next(iter(told(found)))
@@ -87,12 +95,12 @@ def test_a_percentile_is_a_value_that_so_many_do_not_exceed() -> None:
 @pytest.mark.parametrize(
     "answers", [(), (answer(1.0), answer(2.0, output=2), answer(3.0, ttft=0.5), answer(4.0, failed="x"))]
 )
-def test_the_picture_is_drawn_of_whatever_there_is(tmp_path: Path, answers: tuple[Answer, ...]) -> None:
+def test_the_picture_is_drawn_of_whatever_there_is(tmp_path: Path, answers: tuple[ServedAnswer, ...]) -> None:
     moments = tuple(
-        Moment(at_s=at / 10, tokens=at % 3 * 100, generated=40 * at, training=at % 2 == 0) for at in range(50)
+        BudgetMoment(at_s=at / 10, tokens=at % 3 * 100, generated=40 * at, training=at % 2 == 0) for at in range(50)
     )
-    stretches = (Stretch("alone", 0.0, 2.0), Stretch("beside", 2.0, 5.0))
-    drawn = Replay(title="[a $ title]", answers=answers, ttft_s=0.2, tpot_s=0.02)
+    stretches = (TimeStretch("alone", 0.0, 2.0), TimeStretch("beside", 2.0, 5.0))
+    drawn = ReplayRecord(title="[a $ title]", answers=answers, ttft_s=0.2, tpot_s=0.02)
     replay = replace(drawn, moments=moments, stretches=stretches) if answers else drawn
     write_coserving_picture(replay, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -5,11 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.cli.coserving_options import CoservingOptions, traffic
-from ebbtide.cli.coserving_traffic import Bursts, Lengths, Request, faster, laps, made_up, read_trace
+from ebbtide.demo.coserving.coserving_options import CoservingOptions, traffic
+from ebbtide.demo.coserving.coserving_traffic import (
+    TraceLengths,
+    TrafficBursts,
+    TrafficRequest,
+    faster,
+    laps,
+    made_up,
+    read_trace,
+)
 from ebbtide.errors import InvalidRequest
 
-AS_THEY_ARE = Lengths(prompts=1.0, outputs=1.0)
+AS_THEY_ARE = TraceLengths(prompts=1.0, outputs=1.0)
 
 
 @pytest.fixture
@@ -21,14 +29,16 @@ def trace(tmp_path: Path) -> Path:
 
 def test_a_window_counts_from_its_start_and_leaves_its_end_out(trace: Path) -> None:
     assert read_trace(trace, (10.0, 20.0), AS_THEY_ARE) == [
-        Request(0.0, 400, 40),
-        Request(0.0, 800, 2),
-        Request(2.5, 4096, 512),
+        TrafficRequest(0.0, 400, 40),
+        TrafficRequest(0.0, 800, 2),
+        TrafficRequest(2.5, 4096, 512),
     ]
 
 
 def test_lengths_are_scaled_by_the_stated_factors_and_stay_in_their_bounds(trace: Path) -> None:
-    found = read_trace(trace, (0.0, 100.0), Lengths(prompts=0.5, outputs=0.1, longest_prompt=1000, longest_output=100))
+    found = read_trace(
+        trace, (0.0, 100.0), TraceLengths(prompts=0.5, outputs=0.1, longest_prompt=1000, longest_output=100)
+    )
     assert [(one.prompt, one.output) for one in found] == [(50, 2), (200, 4), (400, 2), (1000, 100), (8, 2)]
 
 
@@ -38,7 +48,12 @@ def test_faster_keeps_together_what_came_together(trace: Path) -> None:
 
 
 def test_laps_follow_one_another_by_the_windows_length() -> None:
-    assert [one.at for one in laps([Request(0.5, 8, 2), Request(4.0, 8, 2)], 5.0, 2)] == [0.5, 4.0, 5.5, 9.0]
+    assert [one.at for one in laps([TrafficRequest(0.5, 8, 2), TrafficRequest(4.0, 8, 2)], 5.0, 2)] == [
+        0.5,
+        4.0,
+        5.5,
+        9.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +74,7 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path, text: str, said: str) 
 
 
 def test_made_up_traffic_is_the_same_for_the_same_seed_and_comes_in_bursts() -> None:
-    bursts = Bursts(size=6.0, apart_s=0.1, quiet_s=10.0, prompt=300, output=16)
+    bursts = TrafficBursts(size=6.0, apart_s=0.1, quiet_s=10.0, prompt=300, output=16)
     found = made_up(bursts, 3_000.0, 7)
     assert found == made_up(bursts, 3_000.0, 7) != made_up(bursts, 3_000.0, 8)
     gaps = [later.at - one.at for one, later in pairwise(found)]

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from ebbtide.cli import drain
-from ebbtide.cli.drain import drain_worker
+from ebbtide.cli.commands import drain_command
+from ebbtide.cli.commands.drain_command import drain_worker
 from ebbtide.errors import EbbtideError, NotFound
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
 
@@ -42,7 +42,7 @@ def at(state: WorkerState, running: int, **more: float) -> Worker:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "_LOOK_S", 0.001)
+    monkeypatch.setattr(drain_command, "_LOOK_S", 0.001)
 
 
 async def run(fleet: Fleet, *, wait: bool = True, within_s: float = 30.0) -> None:
@@ -92,7 +92,7 @@ async def test_a_worker_that_is_lost_meanwhile_is_an_error_with_what_it_left_beh
 async def test_a_worker_that_does_not_leave_in_time_is_an_error_with_what_it_still_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drain, "_GRACE_S", 0.0)
+    monkeypatch.setattr(drain_command, "_GRACE_S", 0.0)
     with pytest.raises(EbbtideError, match=r"w1 is still there after 0 s with 3 rollouts: its log says why"):
         await run(Fleet(WORKER, at(WorkerState.DRAINING, 3)), within_s=0.02)
 

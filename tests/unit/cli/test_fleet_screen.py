@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from ebbtide.cli.fleet_screen import fleet_line, fleet_table, watch_fleet, worker_line
-from ebbtide.cli.run_detail import detail_table
-from ebbtide.cli.tables import run_table, worker_table
+from ebbtide.cli.views.fleet_screen import fleet_line, fleet_table, watch_fleet, worker_line
+from ebbtide.cli.views.run_detail import detail_table
+from ebbtide.cli.views.tables import run_table, worker_table
 from ebbtide.testing import wait_until
-from ebbtide.types.fleet import Borrowed, Worker, WorkerKind, WorkerState
+from ebbtide.types.fleet import BorrowedState, Worker, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
 
@@ -89,7 +89,7 @@ def test_it_fits_on_a_terminal_of_eighty_columns() -> None:
 
 
 LENT = msgspec.structs.replace(
-    BUSY, worker_id="w3", kind=WorkerKind.BORROWED, borrowed=Borrowed(granted=True, share=0.62, spell_s=11.6)
+    BUSY, worker_id="w3", kind=WorkerKind.BORROWED, borrowed=BorrowedState(granted=True, share=0.62, spell_s=11.6)
 )
 
 
@@ -105,8 +105,8 @@ def test_of_a_borrowed_worker_it_is_shown_what_its_host_lends_and_for_how_long()
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"borrowed": Borrowed(share=0.2, spell_s=40.0)}, ("stands still for its host", "20% -40 s")),
-        ({"borrowed": Borrowed(asleep=True)}, ("sleeps",)),
+        ({"borrowed": BorrowedState(share=0.2, spell_s=40.0)}, ("stands still for its host", "20% -40 s")),
+        ({"borrowed": BorrowedState(asleep=True)}, ("sleeps",)),
         ({"given_up": True, "reason": "others have room for all"}, ("is given up: others have room for all",)),
     ],
 )

@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 
 from ebbtide import settings
-from ebbtide.cli.launcher import Launcher
-from ebbtide.cli.local import Cluster, Shape
-from ebbtide.rollout_worker.settings import Settings as WorkerSettings
-from ebbtide.trainer.driver.settings import DriverSettings
+from ebbtide.driver.settings import DriverSettings
+from ebbtide.local_cluster.launcher import Launcher
+from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.weight_relay.settings import RelaySettings
 
@@ -17,23 +17,23 @@ ONE, OTHER = "127.0.0.1:1", "127.0.0.1:2"
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
+def cluster(tmp_path: Path) -> LocalCluster:
     """Nothing of it runs."""
-    made = Cluster(tmp_path, tmp_path / "a" / "b" / "redis.sock", cast("Launcher", None))
-    made.shape = Shape(model=tmp_path, coordinator=ONE, standby=OTHER, relay="127.0.0.1:3")
+    made = LocalCluster(tmp_path, tmp_path / "a" / "b" / "redis.sock", cast("Launcher", None))
+    made.shape = ClusterShape(model=tmp_path, coordinator=ONE, standby=OTHER, relay="127.0.0.1:3")
     return made
 
 
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (Cluster._relay, RelaySettings),
-        (Cluster._trainer, TrainerSettings),
-        (Cluster._driver, DriverSettings),
-        (Cluster._next_worker, WorkerSettings),
+        (LocalCluster._relay, RelaySettings),
+        (LocalCluster._trainer, TrainerSettings),
+        (LocalCluster._driver, DriverSettings),
+        (LocalCluster._next_worker, WorkerSettings),
     ],
 )
-def test_every_program_knows_of_the_coordinator_that_stands_by(cluster: Cluster, make: Any, kind: Any) -> None:
+def test_every_program_knows_of_the_coordinator_that_stands_by(cluster: LocalCluster, make: Any, kind: Any) -> None:
     program = make(cluster)
     found = settings.read(kind, prog=program.name, argv=program.command[3:], environ=program.environment)
     assert found.coordinator == f"{ONE},{OTHER}"

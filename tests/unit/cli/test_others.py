@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from ebbtide.cli.others import Cores, busy_s, cores, share_of_others
+from ebbtide.demo.foreign_load import CoreUse, busy_s, cores, share_of_others
 
 
 def test_a_niced_neighbour_interrupts_and_stolen_time_count_and_waiting_does_not() -> None:
@@ -19,5 +19,5 @@ def test_all_that_this_system_counts_is_known() -> None:
 
 def test_a_share_is_of_all_cores_without_what_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert share_of_others(Cores(0.0, 10.0, 5.0), Cores(10.0, 20.0, 10.0)) == pytest.approx(0.25)
-    assert share_of_others(Cores(0.0, 10.0, 5.0), Cores(10.0, 15.0, 10.0)) == 0.0
+    assert share_of_others(CoreUse(0.0, 10.0, 5.0), CoreUse(10.0, 20.0, 10.0)) == pytest.approx(0.25)
+    assert share_of_others(CoreUse(0.0, 10.0, 5.0), CoreUse(10.0, 15.0, 10.0)) == 0.0

@@ -6,12 +6,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ebbtide.cli.accounts import Accounts
-from ebbtide.cli.picture import terminal_curve, write_picture
-from ebbtide.cli.progress import Progress, WorkerSample
-from ebbtide.cli.report import Kill, Report, busy, make_report, phases, trainer_idle, weighted_mean
-from ebbtide.cli.summary import summary
-from ebbtide.cli.weights_report import told, weights_figures
+from ebbtide.cli.views.run_progress import RunProgress, WorkerSample
+from ebbtide.demo.demo_report import (
+    DemoReport,
+    KillRecord,
+    busy,
+    make_report,
+    phases,
+    trainer_idle,
+    weighted_mean,
+)
+from ebbtide.demo.report_picture import terminal_curve, write_picture
+from ebbtide.demo.report_summary import summary
+from ebbtide.demo.token_accounts import TokenAccounts
+from ebbtide.demo.weights_report import told, weights_figures
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus, TrainerSpec
 from ebbtide.types.weights import PolicyVersion
@@ -51,8 +59,8 @@ def worker(busy_s: float, uptime_s: float, tokens: int) -> Worker:
 
 
 @pytest.fixture
-def progress() -> Progress:
-    made = Progress("demo", run=Run(run_id="demo", spec=SPEC))
+def progress() -> RunProgress:
+    made = RunProgress("demo", run=Run(run_id="demo", spec=SPEC))
     made.sample([worker(busy_s=0.0, uptime_s=1.0, tokens=5)])  # before the first evaluation: not counted
     made.apply(evaluation(0, 0.30, at=4.0))
     made.sample([worker(busy_s=3.0, uptime_s=5.0, tokens=1000)])
@@ -76,7 +84,7 @@ def progress() -> Progress:
 
 
 @pytest.fixture
-def report(progress: Progress) -> Report:
+def report(progress: RunProgress) -> DemoReport:
     progress.samples["worker-1"].append(WorkerSample(uptime_s=15.0, busy_s=8.0, tokens=3000))
     counters = {"submitted": 34, "trained": 32, "resumed_midway": 1, "tokens_stored": 995, **MIGRATED}
     run = Run(
@@ -87,13 +95,16 @@ def report(progress: Progress) -> Report:
         dropped={"environment_failure": 2, "cancelled": 0},
         newest=PolicyVersion(policy="policy", version=5, step=2),
     )
-    accounts = Accounts(generated=1000, by_worker={"worker-1": 1000}, lost={"a": 3, "b": 2}, interrupted=4)
-    kills = [Kill(program="worker-2", at_s=9.0, step=1, generating=20), Kill(program="trainer", at_s=11.0, step=2)]
+    accounts = TokenAccounts(generated=1000, by_worker={"worker-1": 1000}, lost={"a": 3, "b": 2}, interrupted=4)
+    kills = [
+        KillRecord(program="worker-2", at_s=9.0, step=1, generating=20),
+        KillRecord(program="trainer", at_s=11.0, step=2),
+    ]
     seconds = {"base model": 20.0, "boot": 10.0, "run": 16.0, "shutdown": 2.0}
     return make_report(progress, run, accounts, kills=kills, seconds=seconds, flush_tokens=8)
 
 
-def test_the_report_has_every_figure_it_promises(report: Report) -> None:
+def test_the_report_has_every_figure_it_promises(report: DemoReport) -> None:
     told = json.loads(msgspec.json.encode(report))
     assert (told["accuracy_before"], told["accuracy_after"]) == (0.30, 0.65)
     assert (told["seed"], told["steps"], told["rewards"]) == (3, 2, [0.25, 0.35])
@@ -114,7 +125,7 @@ def test_the_report_has_every_figure_it_promises(report: Report) -> None:
     assert told["checkpoint"] == "somewhere/step-000002"
 
 
-def test_bytes_of_versions_are_told_against_dense_ones(report: Report) -> None:
+def test_bytes_of_versions_are_told_against_dense_ones(report: DemoReport) -> None:
     weights = report.weights
     assert [(one.step, one.version, one.bytes, one.dense_bytes) for one in weights.published] == [
         (1, 2, 50_000, 1_000_000),
@@ -132,7 +143,7 @@ def test_bytes_of_versions_are_told_against_dense_ones(report: Report) -> None:
     assert said["publishing"] == "the trainer stood still 40 ms for the copy, and 500 ms of a step went to publishing"
 
 
-def test_an_installs_stop_is_told_as_a_share_of_the_step_without_the_boots(report: Report) -> None:
+def test_an_installs_stop_is_told_as_a_share_of_the_step_without_the_boots(report: DemoReport) -> None:
     weights = report.weights
     assert (weights.installs, weights.install_stop_worst_s, weights.pull_s) == (2, 0.06, 0.5)
     assert weights.install_stop_s == pytest.approx(0.04)
@@ -141,7 +152,7 @@ def test_an_installs_stop_is_told_as_a_share_of_the_step_without_the_boots(repor
     assert said == "generation stood still 40 ms per version, 0.80% of a step (at most 60 ms, 2 installs)"
 
 
-def test_weights_of_which_nothing_is_known_are_left_out(progress: Progress) -> None:
+def test_weights_of_which_nothing_is_known_are_left_out(progress: RunProgress) -> None:
     progress.steps = {1: {"step": 1.0, "version": 2.0, "seconds_train": 1.0}}
     progress.installs.clear()
     figures = weights_figures(progress)
@@ -149,12 +160,12 @@ def test_weights_of_which_nothing_is_known_are_left_out(progress: Progress) -> N
     assert list(told(figures)) == []
 
 
-def test_rates_and_idle_shares_are_those_of_training(report: Report) -> None:
+def test_rates_and_idle_shares_are_those_of_training(report: DemoReport) -> None:
     assert report.tokens_per_s == {"worker-1": 400.0}
     assert report.idle_share == {"trainer": 0.2, "worker-1": 0.5}
 
 
-def test_seconds_are_told_by_phase_and_add_up(report: Report) -> None:
+def test_seconds_are_told_by_phase_and_add_up(report: DemoReport) -> None:
     assert report.seconds == {
         "base_model": 20.0,
         "boot": 10.0,
@@ -166,9 +177,9 @@ def test_seconds_are_told_by_phase_and_add_up(report: Report) -> None:
     }
 
 
-def test_sums_that_do_not_agree_are_not_hidden(progress: Progress, report: Report) -> None:
+def test_sums_that_do_not_agree_are_not_hidden(progress: RunProgress, report: DemoReport) -> None:
     run = Run(run_id="demo", spec=SPEC, status=RunStatus.FINISHED, counters={"submitted": 9, "trained": 8})
-    none = Accounts(generated=0, by_worker={}, lost={}, interrupted=0)
+    none = TokenAccounts(generated=0, by_worker={}, lost={}, interrupted=0)
     wrong = make_report(progress, run, none, kills=[], seconds={}, flush_tokens=8)
     assert not wrong.rollouts_accounted_for
     assert "DO NOT AGREE" in dict(summary(wrong, Path("report.json")))["rollouts"]
@@ -176,7 +187,7 @@ def test_sums_that_do_not_agree_are_not_hidden(progress: Progress, report: Repor
 
 
 def test_phases_without_a_run_are_left_alone() -> None:
-    assert phases({"base model": 2.0}, Progress("demo")) == {"base_model": 2.0, "total": 2.0}
+    assert phases({"base model": 2.0}, RunProgress("demo")) == {"base_model": 2.0, "total": 2.0}
 
 
 def test_means_and_shares_of_nothing_are_told_as_such() -> None:
@@ -185,12 +196,12 @@ def test_means_and_shares_of_nothing_are_told_as_such() -> None:
     assert busy([WorkerSample(1.0, 0.0, 0)]) == (0.0, 0.0)
 
 
-def test_the_picture_is_a_picture(report: Report, tmp_path: Path) -> None:
+def test_the_picture_is_a_picture(report: DemoReport, tmp_path: Path) -> None:
     write_picture(report, tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_terminal_curve_fits_and_marks_kills_and_accuracies(report: Report) -> None:
+def test_the_terminal_curve_fits_and_marks_kills_and_accuracies(report: DemoReport) -> None:
     lines = terminal_curve(report, width=60).splitlines()
     assert max(map(len, lines)) <= 60
     assert sum("┊" in line for line in lines) == 11

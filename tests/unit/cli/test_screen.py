@@ -5,9 +5,9 @@ import asyncio
 import msgspec
 import pytest
 
-from ebbtide.cli.progress import Progress, doing
-from ebbtide.cli.screen import Screen, sparkline
-from ebbtide.cli.tables import clock, run_table, worker_table
+from ebbtide.cli.views.run_progress import RunProgress, doing
+from ebbtide.cli.views.run_screen import RunScreen, sparkline
+from ebbtide.cli.views.tables import clock, run_table, worker_table
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, Run, RunEvent, RunSpec
 from ebbtide.types.weights import PolicyVersion
@@ -61,11 +61,11 @@ def test_tables_have_a_row_each() -> None:
 
 
 async def test_without_a_terminal_each_piece_of_news_is_one_line_once(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("a title")
+    screen = RunScreen("a title")
     async with screen.shown():
         screen.phase("boot")
         screen.phase("run")
-        progress = Progress("demo", run=Run(run_id="demo", spec=SPEC))
+        progress = RunProgress("demo", run=Run(run_id="demo", spec=SPEC))
         progress.sample([worker(WorkerState.READY)])
         later = msgspec.structs.replace(worker(WorkerState.READY), uptime_s=11.0, tokens_generated=162)
         progress.sample([later])

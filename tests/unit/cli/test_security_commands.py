@@ -7,8 +7,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.cli.__main__ import main
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
 
 Ask = Callable[..., tuple[int, str, str]]
 

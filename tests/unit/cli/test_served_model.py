@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ebbtide.cli.served_model import Network, served_model
+from ebbtide.local_cluster.served_model import ServedNetwork, served_model
 
-SMALL = Network(hidden=64, layers=2, heads=2, kv_heads=1, head=32, feed_forward=96, vocabulary=128, context=256)
+SMALL = ServedNetwork(hidden=64, layers=2, heads=2, kv_heads=1, head=32, feed_forward=96, vocabulary=128, context=256)
 
 
 def test_transformers_loads_it_whole_and_it_computes(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.cli.timeline import Timeline, chains, chrome_trace, make_timeline, pack
-from ebbtide.cli.timeline_command import fetch, write
+from ebbtide.cli.views.timeline import Timeline, chains, chrome_trace, make_timeline, pack
+from ebbtide.cli.views.timeline_files import fetch, write
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import AttemptSpan, EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ebbtide.cli.tables import amount
-from ebbtide.cli.weights_screen import head, lines, pictures, to_json, watch_weights
+from ebbtide.cli.views.tables import amount
+from ebbtide.cli.views.weights_screen import head, lines, pictures, to_json, watch_weights
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import (
     Holder,

@@ -2,12 +2,12 @@
 
 import pytest
 
-from ebbtide.client import publishing
+from ebbtide.client.publisher import publisher
 from tests.unit.client.ranks import MemoryRelay
 
 
 @pytest.fixture
 def relay(monkeypatch: pytest.MonkeyPatch) -> MemoryRelay:
     made = MemoryRelay()
-    monkeypatch.setattr(publishing, "Staging", lambda _peer, _run_id: made)
+    monkeypatch.setattr(publisher, "VersionStaging", lambda _peer, _run_id: made)
     return made

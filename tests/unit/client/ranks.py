@@ -4,11 +4,11 @@ import queue
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from ebbtide.client.exchange import Exchange
-from ebbtide.client.publishing import Authority, Publisher
+from ebbtide.client.publisher.publisher import Authority, Publisher
+from ebbtide.client.publisher.rank_exchange import RankExchange
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion
 from ebbtide.weights import NamedTensor
-from ebbtide.weights.encode import Encoding
+from ebbtide.weights.version_encoding import Encoding
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class MemoryRelay:
         self.committed.append(manifest)
         return manifest.version
 
-    def publisher(self, exchange: Exchange | None = None) -> Publisher:
+    def publisher(self, exchange: RankExchange | None = None) -> Publisher:
         async def reserve() -> tuple[int, bytes]:
             return next(self._numbers), bytes(32)
 

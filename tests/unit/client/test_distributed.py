@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from ebbtide.client.distributed import TorchExchange
+from ebbtide.client.publisher.torch_exchange import TorchExchange
 from ebbtide.errors import Unavailable
 
 

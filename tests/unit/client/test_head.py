@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.client.exchange import Failure, Put, pack, unpack
+from ebbtide.client.publisher.rank_exchange import RankFailure, RankPut, pack, unpack
 from ebbtide.errors import Draining, EbbtideError, Internal, InvalidRequest, NoCapacity, NotReady
 from ebbtide.types.weights import Manifest
 from tests.unit.client.ranks import MemoryRelay, tensor
@@ -39,11 +39,11 @@ async def test_a_relay_that_lacks_less_each_time_is_not_given_up(relay: MemoryRe
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_that_is_told_is_the_same_where_it_is_heard(error: EbbtideError) -> None:
-    heard = unpack(pack(1, Put(failure=Failure.of(error))), 1, Put).failure
+    heard = unpack(pack(1, RankPut(failure=RankFailure.of(error))), 1, RankPut).failure
     assert heard
     again = heard.error()
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
 def test_any_other_error_is_told_as_an_internal_one() -> None:
-    assert isinstance(Failure.of(ZeroDivisionError("by zero")).error(), Internal)
+    assert isinstance(RankFailure.of(ZeroDivisionError("by zero")).error(), Internal)

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ebbtide.client.journal import Entry, Journal
+from ebbtide.client.lease_journal import JournalEntry, LeaseJournal
 
 
 def call(name: str) -> Callable[[], Awaitable[str]]:
@@ -13,16 +13,16 @@ def call(name: str) -> Callable[[], Awaitable[str]]:
     return again
 
 
-def filled(names: str, *, durable_after_s: float = 2.0) -> Journal:
+def filled(names: str, *, durable_after_s: float = 2.0) -> LeaseJournal:
     """In life A since 0 s; each call acknowledged a second after the one before, the first at 1 s."""
-    journal = Journal(limit_bytes=10_000)
+    journal = LeaseJournal(limit_bytes=10_000)
     journal.renewed("A", durable_after_s, 0.0)
     for number, name in enumerate(names):
         journal.add(call(name), 100, number + 1.0)
     return journal
 
 
-async def all_owed(journal: Journal, now: float) -> list[str]:
+async def all_owed(journal: LeaseJournal, now: float) -> list[str]:
     found = []
     while entry := journal.owed():
         found.append(await entry.call())
@@ -71,7 +71,7 @@ async def test_a_full_journal_has_no_room_until_something_is_durable() -> None:
 
 
 async def test_what_is_owed_is_found_without_a_look_at_all_that_was_sent_again() -> None:
-    class Counted(Entry, eq=False):
+    class Counted(JournalEntry, eq=False):
         """Counts how often anybody asks whether it is owed."""
 
         looks: int = 0

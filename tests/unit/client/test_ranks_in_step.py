@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
-from ebbtide.client.exchange import Put, Share, Start, Wanted, pack, unpack
-from ebbtide.client.publishing import Publisher
-from ebbtide.client.snapshots import Snapshot
+from ebbtide.client.publisher.publisher import Publisher
+from ebbtide.client.publisher.rank_exchange import RankPut, RankShare, RankStart, RankWanted, pack, unpack
+from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
 from ebbtide.errors import Internal, InvalidRequest, NotReady, Unavailable
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import NamedTensor
@@ -92,15 +92,15 @@ async def test_a_version_that_another_rank_gives_up_is_none_for_all_and_the_next
 async def test_ranks_stay_in_step_when_one_is_cancelled_before_its_copy_is_taken(
     rank: int, relay: MemoryRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taking, go, take = threading.Event(), threading.Event(), Snapshot.take
+    taking, go, take = threading.Event(), threading.Event(), TensorSnapshot.take
 
-    def slowly(self: Snapshot, tensors: Any, *, first: bool = True) -> None:
+    def slowly(self: TensorSnapshot, tensors: Any, *, first: bool = True) -> None:
         if first == (rank == 0):
             taking.set()
             go.wait(10.0)
         take(self, tensors, first=first)
 
-    monkeypatch.setattr(Snapshot, "take", slowly)
+    monkeypatch.setattr(TensorSnapshot, "take", slowly)
     relay.lacks = lambda manifest: [digest for entry in manifest.tensors for digest in entry.digests]
     both, given = ranks(relay), [whole(), piece()]
     cut = asyncio.create_task(both[rank].publish(given[rank]))
@@ -157,14 +157,14 @@ async def test_a_publisher_that_is_closed_has_no_weights_and_its_client_has_forg
 async def test_a_version_that_a_closed_publisher_could_not_call_back_leaves_it_no_weights(
     relay: MemoryRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taking, go, take = threading.Event(), threading.Event(), Snapshot.take
+    taking, go, take = threading.Event(), threading.Event(), TensorSnapshot.take
 
-    def slowly(self: Snapshot, tensors: Any, *, first: bool = True) -> None:
+    def slowly(self: TensorSnapshot, tensors: Any, *, first: bool = True) -> None:
         taking.set()
         go.wait(10.0)
         take(self, tensors, first=first)
 
-    monkeypatch.setattr(Snapshot, "take", slowly)
+    monkeypatch.setattr(TensorSnapshot, "take", slowly)
     publisher = relay.publisher()
     beginning = asyncio.create_task(publisher.publish(whole()[:1]))
     await wait_until(taking.is_set)
@@ -176,53 +176,58 @@ async def test_a_version_that_a_closed_publisher_could_not_call_back_leaves_it_n
 
 
 def test_a_message_of_another_publish_or_kind_is_refused() -> None:
-    assert unpack(pack(3, Start(version=VERSION)), 3, Start) == Start(version=VERSION)
-    for publish, message, kind in ((2, Share(), Share), (3, Start(), Wanted), (3, Wanted(), Start), (3, Put(), Share)):
+    assert unpack(pack(3, RankStart(version=VERSION)), 3, RankStart) == RankStart(version=VERSION)
+    for publish, message, kind in (
+        (2, RankShare(), RankShare),
+        (3, RankStart(), RankWanted),
+        (3, RankWanted(), RankStart),
+        (3, RankPut(), RankShare),
+    ):
         with pytest.raises(InvalidRequest, match="was to come") as refusal:
             unpack(pack(publish, message), 3, kind)  # type: ignore[type-var]
         assert refusal.value.field == "exchange"
-    for data in (b"", b"\x80", pack(3, Start())[:-1]):
+    for data in (b"", b"\x80", pack(3, RankStart())[:-1]):
         with pytest.raises(InvalidRequest, match="was to come"):
-            unpack(data, 3, Start)
+            unpack(data, 3, RankStart)
 
 
 async def test_a_rank_that_told_nothing_ends_the_version(relay: MemoryRelay) -> None:
     pipes = Pipes()
     publishing = await relay.publisher(PipedExchange(pipes, 0)).publish(whole())
-    pipes.up.put(pack(1, Share()))
+    pipes.up.put(pack(1, RankShare()))
     assert await outcome(publishing) is Internal
     assert not relay.committed
-    assert unpack(pipes.down.get(), 1, Start).version
-    assert unpack(pipes.down.get(), 1, Wanted).failure
+    assert unpack(pipes.down.get(), 1, RankStart).version
+    assert unpack(pipes.down.get(), 1, RankWanted).failure
 
 
 async def test_a_rank_that_is_out_of_step_ends_the_version_for_all(relay: MemoryRelay) -> None:
     pipes = Pipes()
     publishing = await relay.publisher(PipedExchange(pipes, 0)).publish(whole())
-    pipes.up.put(pack(7, Share()))
-    with pytest.raises(InvalidRequest, match="Share of publish 1 was to come, not Share of 7"):
+    pipes.up.put(pack(7, RankShare()))
+    with pytest.raises(InvalidRequest, match="RankShare of publish 1 was to come, not RankShare of 7"):
         await publishing
-    assert unpack(pipes.down.get(), 1, Start).version
-    assert unpack(pipes.down.get(), 1, Wanted).failure
+    assert unpack(pipes.down.get(), 1, RankStart).version
+    assert unpack(pipes.down.get(), 1, RankWanted).failure
 
 
 async def test_the_room_for_the_next_version_is_nobodys_while_it_is_written_to(
     relay: MemoryRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, making, make_room, take = threading.Event(), list[int](), Snapshot.make_room, Snapshot.take
+    go, making, make_room, take = threading.Event(), list[int](), TensorSnapshot.make_room, TensorSnapshot.take
 
-    def slowly(self: Snapshot, room: Any) -> None:
+    def slowly(self: TensorSnapshot, room: Any) -> None:
         making.append(id(self))
         go.wait(10.0)
         make_room(self, room)
         making.remove(id(self))
 
-    def spy(self: Snapshot, *args: Any, **kwargs: Any) -> None:
+    def spy(self: TensorSnapshot, *args: Any, **kwargs: Any) -> None:
         assert id(self) not in making
         take(self, *args, **kwargs)
 
-    monkeypatch.setattr(Snapshot, "make_room", slowly)
-    monkeypatch.setattr(Snapshot, "take", spy)
+    monkeypatch.setattr(TensorSnapshot, "make_room", slowly)
+    monkeypatch.setattr(TensorSnapshot, "take", spy)
     publisher = relay.publisher()
     await (await publisher.publish(whole()[:1]))
     second = asyncio.create_task(publisher.publish(whole(1)[:1]))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from ebbtide.client import snapshots
-from ebbtide.client.snapshots import Snapshot
+from ebbtide.client.publisher import tensor_snapshots
+from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.gpu_changes import KeptTensors
+from ebbtide.trainer.learning.gpu_changes import KeptTensors
 from ebbtide.weights import as_array, named_tensor
 
 
@@ -21,12 +21,12 @@ def model(value: float, size: int = 300_000) -> dict[str, Any]:
     return {"a": torch.full((size // 100, 100), value), "b": np.full(7, value), "c": torch.tensor(value)}
 
 
-def values(snapshot: Snapshot) -> list[float]:
+def values(snapshot: TensorSnapshot) -> list[float]:
     return [float(as_array(tensor).reshape(-1)[-1]) for tensor in snapshot.tensors]
 
 
 def test_a_copy_stays_as_it_was_and_the_next_takes_its_memory() -> None:
-    snapshot, weights = Snapshot(), model(1.0)
+    snapshot, weights = TensorSnapshot(), model(1.0)
     snapshot.take(weights)
     addresses = [as_array(tensor).ctypes.data for tensor in snapshot.tensors]
     weights["a"].fill_(2.0)
@@ -43,7 +43,7 @@ def test_no_more_memory_is_taken_than_the_tensors_have_and_room_made_before_is_u
     weights = {f"w{i}": np.zeros(size // 8, "f4") for i in range(8)}
     tracemalloc.start()
     try:
-        first, second = Snapshot(), Snapshot()
+        first, second = TensorSnapshot(), TensorSnapshot()
         first.take(weights)
         second.make_room(first.room)
         gc.collect()
@@ -59,7 +59,7 @@ def test_ranks_that_are_not_the_first_take_pieces_alone() -> None:
     piece = named_tensor("piece", np.ones(2))
     pieces = {"start": (0,), "full": (4,)}
     halves = type(piece)(name="piece", dtype="F64", shape=(2,), data=piece.data, **pieces)
-    snapshot = Snapshot()
+    snapshot = TensorSnapshot()
     snapshot.take([halves, ("whole", np.ones(3)), named_tensor("other", np.ones(3))], first=False)
     assert [(tensor.name, tensor.full) for tensor in snapshot.tensors] == [("piece", (4,))]
 
@@ -87,9 +87,9 @@ def test_a_gpus_tensors_are_copied_into_locked_pages_and_waited_for(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "ones", kernel)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(("wait", str(device))))
-    monkeypatch.setattr(snapshots, "_on_gpu", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr(tensor_snapshots, "_on_gpu", lambda value: isinstance(value, torch.Tensor))
     large = torch.arange(100_000.0).to(torch.bfloat16)
-    snapshot = Snapshot()
+    snapshot = TensorSnapshot()
     for number in range(2):
         told.clear()
         snapshot.take({"large": large + number, "turned": large.reshape(100, 1000).T, "small": torch.tensor(number)})
@@ -110,16 +110,16 @@ def test_a_gpus_tensors_are_copied_into_locked_pages_and_waited_for(
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_gpus_tensor_that_cannot_be_read_is_named(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(snapshots, "_on_gpu", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr(tensor_snapshots, "_on_gpu", lambda value: isinstance(value, torch.Tensor))
     weights = {"good": torch.ones(3), "sparse": torch.eye(3).to_sparse()}
     with pytest.raises(InvalidRequest, match="sparse: its elements cannot be read") as refusal:
-        Snapshot().take(KeptTensors(weights.items, "cpu") if kept else weights)
+        TensorSnapshot().take(KeptTensors(weights.items, "cpu") if kept else weights)
     assert refusal.value.field == "sparse"
 
 
 def test_who_has_no_torch_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
-    snapshot = Snapshot()
+    snapshot = TensorSnapshot()
     snapshot.take({"w": np.ones(3, "f4")})
     assert values(snapshot) == [1.0]
 
@@ -127,4 +127,4 @@ def test_who_has_no_torch_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_tensor_is_refused() -> None:
     for tensors in (["w"], [("w",)], [(1, np.ones(2))], [np.ones(2)]):
         with pytest.raises(InvalidRequest, match="must be NamedTensors or pairs"):
-            Snapshot().take(tensors)  # type: ignore[arg-type]
+            TensorSnapshot().take(tensors)  # type: ignore[arg-type]

@@ -3,10 +3,11 @@
 import time
 from typing import Any
 
-from ebbtide.coordinator.lives import Lives, widowed
-from ebbtide.coordinator.records import Attach
-from ebbtide.coordinator.state import RunState, Session, State
-from ebbtide.store.rows import Adopted, Fate
+from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
+from ebbtide.coordinator.state.unconfirmed_attempts import keep_unconfirmed
+from ebbtide.coordinator.state.worker_reports import AttachReport
+from ebbtide.store.rollout_rows import AdoptedAttempt, AttemptFate
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
@@ -18,20 +19,20 @@ class Store:
         self.rollouts = self
         self.meanwhile: Any = lambda: None
 
-    async def adopt(self, run_id: str, names: list[Any], *, newer: bool) -> list[Adopted]:
+    async def adopt(self, run_id: str, names: list[Any], *, newer: bool) -> list[AdoptedAttempt]:
         self.meanwhile()
-        return [Adopted(Fate.OVER, 0) for _ in names]
+        return [AdoptedAttempt(AttemptFate.OVER, 0) for _ in names]
 
 
-def scene() -> tuple[State, RunState, Session]:
+def scene() -> tuple[CoordinatorState, RunState, WorkerSession]:
     """A run, and a worker that shows up with an attempt of it just after store and coordinator came back together."""
-    state = State()
+    state = CoordinatorState()
     state.doubt_until = time.monotonic() + 30.0
     run = state.runs["r"] = RunState("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
     engine = EngineInfo(model="m", vocab_size=100, max_model_len=100)
-    hello = Attach(worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine)
-    session = Session("s", hello, time.monotonic())
-    assert widowed(state, run, AttemptRef("r", "a", "attempt"), session)
+    hello = AttachReport(worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine)
+    session = WorkerSession("s", hello, time.monotonic())
+    assert keep_unconfirmed(state, run, AttemptRef("r", "a", "attempt"), session)
     return state, run, session
 
 
@@ -44,7 +45,7 @@ def test_a_widow_does_not_count_as_waiting_since_ever() -> None:
 async def test_a_widow_may_expire_while_the_store_is_asked_for_it() -> None:
     state, run, session = scene()
     store: Any = Store()
-    lives = Lives(state, store, lease_ttl_s=10.0)
+    lives = StoreIncarnations(state, store, lease_ttl_s=10.0)
 
     def expire() -> None:
         run.widows["a"].attempt.part()  # its worker left

@@ -5,20 +5,20 @@ import hmac
 from types import SimpleNamespace
 from typing import Any
 
-from ebbtide.coordinator.publishers import Publishers
+from ebbtide.coordinator.publisher_keys import PublisherKeys
 from ebbtide.weights.signing import Signer
 
 SECRET = bytes(range(32))
 
 
-def publishers(secret: bytes) -> Publishers:
+def publishers(secret: bytes) -> PublisherKeys:
     """With a store that has this secret."""
 
     async def stored(_ours: bytes) -> bytes:
         return secret
 
     store: Any = SimpleNamespace(runs=SimpleNamespace(secret=stored))
-    return Publishers(store)
+    return PublisherKeys(store)
 
 
 async def test_the_seed_is_of_the_secret_and_the_run_as_in_rfc_5869() -> None:

@@ -3,7 +3,7 @@
 from prometheus_client import REGISTRY
 
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.state import RunState
+from ebbtide.coordinator.state.coordinator_state import RunState
 from ebbtide.types.run import EnvironmentSpec, RunShare, RunSpec
 
 SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))

@@ -5,13 +5,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.coordinator.moves import Moves
-from ebbtide.coordinator.records import Attach, Heartbeat
-from ebbtide.coordinator.state import Attempt, RunState, Session, State
-from ebbtide.scheduling.hosts import Host
-from ebbtide.scheduling.line import Waiting
-from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.throughput import Speed
+from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.state.coordinator_state import (
+    CoordinatorState,
+    RunningAttempt,
+    RunState,
+    WorkerSession,
+)
+from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
+from ebbtide.scheduling.dispatch.host_view import HostView
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
@@ -23,27 +28,29 @@ class Scene:
     """A worker with rollouts that have started, seen four times a second, with a heartbeat a second."""
 
     def __init__(self) -> None:
-        self.state = State()
+        self.state = CoordinatorState()
         self.run = RunState("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
         self.run.settled.set()
         self.state.runs["r"] = self.run
-        self.moves = Moves(self.state, on=True)
+        self.moves = Rebalancer(self.state, on=True)
         self.now = 100.0
         self.session = self.attach("w1")
         for number in range(RUNNING):
             self.begin(f"a{number}")
 
-    def attach(self, name: str) -> Session:
+    def attach(self, name: str) -> WorkerSession:
         engine = EngineInfo(model="m", vocab_size=100, max_model_len=10_000)
-        hello = Attach(worker_id=name, kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=64, engine=engine)
-        session = Session(f"session of {name}", hello, self.now)
+        hello = AttachReport(
+            worker_id=name, kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=64, engine=engine
+        )
+        session = WorkerSession(f"session of {name}", hello, self.now)
         session.run_id = "r"
         self.state.sessions[session.session_id] = session
         return session
 
     def begin(self, name: str, *, started: bool = True, given: float | None = None) -> None:
-        waiting = Waiting(rollout_id=name, episode_id=name, bounds=Bounds(0, 0), length=100, place=0)
-        attempt = Attempt(
+        waiting = QueuedRollout(rollout_id=name, episode_id=name, bounds=VersionBounds(0, 0), length=100, place=0)
+        attempt = RunningAttempt(
             run_id="r", attempt_id=name, waiting=waiting, start=0, max_tokens=10_000, started=started,
             given=self.now if given is None else given,
         )  # fmt: skip
@@ -59,7 +66,7 @@ class Scene:
             "state": WorkerState.READY, "tokens_generated": last.tokens_generated + tokens,
             "busy_s": last.busy_s + seconds, "uptime_s": last.uptime_s + seconds, "held": False, "quiet_s": 0.0,
         }  # fmt: skip
-        self.session.beat = msgspec.structs.replace(Heartbeat(), **(said | more))
+        self.session.beat = msgspec.structs.replace(HeartbeatReport(), **(said | more))
         self.session.state = self.session.beat.state
 
     def look(self, times: int = 4) -> None:
@@ -147,8 +154,8 @@ def test_a_worker_that_left_since_it_was_looked_at_is_neither_asked_nor_chosen(s
     scene.beat()
     scene.look()
 
-    def host(session: Session) -> Host:
-        return Host(
+    def host(session: WorkerSession) -> HostView:
+        return HostView(
             worker_id=session.session_id, name=session.worker_id, slots=64, running=len(session.attempts),
             pending=len(session.pending), installed=1, target=1, max_model_len=10_000,
         )  # fmt: skip
@@ -175,7 +182,7 @@ def test_workers_that_have_long_been_gone_are_forgotten(scene: Scene) -> None:
     """Each spot machine has a name of its own."""
     for number in range(50):
         session = scene.attach(f"spot{number}")
-        scene.moves._speeds[session.worker_id] = Speed()
+        scene.moves._speeds[session.worker_id] = WorkerThroughput()
         scene.look(1)
         del scene.state.sessions[session.session_id]
     assert len(scene.moves._speeds) >= 50

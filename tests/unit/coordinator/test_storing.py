@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from ebbtide.coordinator.bells import Bells
-from ebbtide.coordinator.records import Attach
-from ebbtide.coordinator.state import RunState, Session, State
-from ebbtide.coordinator.storing import Storing
+from ebbtide.coordinator.appends.append_batcher import AppendBatcher
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
+from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.errors import Internal, StoreUnavailable
-from ebbtide.store.appends import Columns, joined
+from ebbtide.store.topics.append_topic import AppendColumns, joined
 from ebbtide.testing import wait_until
-from ebbtide.types.appends import Ack
+from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, AttemptRef, EngineInfo, WorkerKind
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import EnvironmentSpec, RunSpec
@@ -22,19 +22,19 @@ class Store:
     """Answers a call when it is let go, refuses rollouts named `gap`, and raises what it is told to."""
 
     def __init__(self) -> None:
-        self.calls: list[Columns] = []
+        self.calls: list[AppendColumns] = []
         self.go = asyncio.Event()
         self.go.set()
         self.errors: list[Exception] = []
         self.appends = self
 
-    async def append(self, _run_id: str, deltas: Columns) -> dict[int, Ack]:
+    async def append(self, _run_id: str, deltas: AppendColumns) -> dict[int, AppendAck]:
         self.calls.append(deltas)
         await self.go.wait()
         if self.errors:
             raise self.errors.pop(0)
         refused = [i for i, ref in enumerate(deltas.attempts) if ref.rollout_id == "gap"]
-        return {i: Ack(deltas.attempts[i].attempt_id, AppendStatus.GAP, 7, False) for i in refused}
+        return {i: AppendAck(deltas.attempts[i].attempt_id, AppendStatus.GAP, 7, False) for i in refused}
 
     @property
     def rollouts(self) -> list[list[str]]:
@@ -43,17 +43,19 @@ class Store:
 
 class House:
     def __init__(self) -> None:
-        self.state, self.store = State(), Store()
+        self.state, self.store = CoordinatorState(), Store()
         for name in ("run", "other"):
             spec = RunSpec(name=name, model="m", environment=EnvironmentSpec(name="none"))
             self.state.runs[name] = RunState(name, spec)
             self.state.runs[name].settled.set()
         engine = EngineInfo(model="m", vocab_size=9, max_model_len=99)
-        hello = Attach(worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine)
-        self.session = Session("session", hello, 0.0)
-        self.storing = Storing(self.state, self.store, Bells())  # type: ignore[arg-type] # an imitation
+        hello = AttachReport(
+            worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine
+        )
+        self.session = WorkerSession("session", hello, 0.0)
+        self.storing = AppendBatcher(self.state, self.store, Notifier())  # type: ignore[arg-type] # an imitation
 
-    def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, Ack]]":
+    def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, AppendAck]]":
         deltas = columns(*rollouts, run=run)
         return asyncio.create_task(self.storing.keep(self.session, deltas, [None] * len(rollouts)))
 
@@ -66,10 +68,10 @@ async def house() -> House:
     return House()
 
 
-def columns(*rollouts: str, run: str = "run", finishes: dict[int, FinishReason] | None = None) -> Columns:
+def columns(*rollouts: str, run: str = "run", finishes: dict[int, FinishReason] | None = None) -> AppendColumns:
     refs = [AttemptRef(run, rollout, f"a-{rollout}") for rollout in rollouts]
     tokens = b"".join(rollout[:1].encode() * TOKEN_BYTES for rollout in rollouts)
-    return Columns(refs, [3] * len(refs), [1] * len(refs), tokens, finishes or {})
+    return AppendColumns(refs, [3] * len(refs), [1] * len(refs), tokens, finishes or {})
 
 
 def test_joined_deltas_keep_their_order_their_tokens_and_their_finishes() -> None:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.rollout_worker.holds import Holds
-from ebbtide.rollout_worker.installer import Installer, Lender
-from ebbtide.rollout_worker.weights import Installation
+from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
+from ebbtide.rollout_worker.installs.installer import Installer, InstallLender
+from ebbtide.rollout_worker.installs.version_store import Installation
 from ebbtide.types.weights import PolicyVersion
 
 
@@ -21,7 +21,7 @@ def version(number: int) -> Installation:
 class Worker:
     """What stands around an installer: an engine and a mirror that take note, attempts that forbid nothing."""
 
-    def __init__(self, lender: Lender | None = None) -> None:
+    def __init__(self, lender: InstallLender | None = None) -> None:
         self.made: list[tuple[int, bool]] = []  # versions, and whether changes were made use of
         self.looks: list[str] = []
         self.bad: set[int] = set()
@@ -31,7 +31,7 @@ class Worker:
         self.installing.set()
         self.gone: set[int] = set()
         self.installed: Any = None
-        attempts: Any = SimpleNamespace(holds=Holds(), ended=asyncio.Event(), admit=lambda *_: True)
+        attempts: Any = SimpleNamespace(holds=GenerationHolds(), ended=asyncio.Event(), admit=lambda *_: True)
         presence: Any = SimpleNamespace(installed=lambda _: None, forget=lambda: None)
         weights: Any = self
         engine: Any = self

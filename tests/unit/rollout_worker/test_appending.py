@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ebbtide.rollout_worker.appending import _IN_FLIGHT, Appender
-from ebbtide.rollout_worker.outbox import Outbox
-from ebbtide.rpc.status import translated
+from ebbtide.rollout_worker.generation.outbox import Outbox
+from ebbtide.rollout_worker.streams.append_client import _IN_FLIGHT, AppendClient
+from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
-from ebbtide.types.appends import Ack
+from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -50,15 +50,15 @@ class Worker:
         self.outbox.open(REF, b"")
         self.due = asyncio.Event()
         self.calls: list[Call] = []
-        self.settled: list[tuple[list[Ack], bool]] = []
-        appender = Appender(self, partial(translated, "coordinator", "here"), self.outbox, self)  # type: ignore[arg-type]
+        self.settled: list[tuple[list[AppendAck], bool]] = []
+        appender = AppendClient(self, partial(translated, "coordinator", "here"), self.outbox, self)  # type: ignore[arg-type]
         self.task = asyncio.create_task(appender.run("s"))
 
     def Append(self) -> Call:
         self.calls.append(Call())
         return self.calls[-1]
 
-    def settle(self, acks: Iterable[Ack], *, durable: bool) -> None:
+    def settle(self, acks: Iterable[AppendAck], *, durable: bool) -> None:
         self.settled.append((list(acks), durable))
         self.outbox.settle(self.settled[-1][0], durable=durable, now=asyncio.get_running_loop().time())
 

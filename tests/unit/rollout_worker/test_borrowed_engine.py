@@ -10,10 +10,10 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page
-from ebbtide.rollout_worker.borrowing import family
 from ebbtide.rollout_worker.engine import EngineRequest
-from ebbtide.rollout_worker.engine.borrowed import PAGE, Borrowed
-from ebbtide.rollout_worker.engine.scripted import ScriptedEngine, follow
+from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine, follow
+from ebbtide.rollout_worker.engine.vllm.borrowed_engine import PAGE, BorrowedEngine
+from ebbtide.rollout_worker.guard_link import family
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget
@@ -110,7 +110,7 @@ async def test_a_paused_engine_makes_nothing_whatever_it_is_granted(engine: Scri
 
 
 def arguments(tmp_path: Path, step_tokens: int = 64, **given: Any) -> dict[str, Any]:
-    return Borrowed(tmp_path / "w1.page", step_tokens).arguments({"max_num_seqs": 32, "model": "m", **given})
+    return BorrowedEngine(tmp_path / "w1.page", step_tokens).arguments({"max_num_seqs": 32, "model": "m", **given})
 
 
 def test_a_borrowed_engine_takes_one_small_step_at_a_time(tmp_path: Path) -> None:
@@ -158,14 +158,14 @@ def test_processes_of_the_engine_find_the_page(tmp_path: Path, monkeypatch: pyte
     for name in (PAGE, "OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    made = Borrowed(tmp_path / "w1.page", 64)
+    made = BorrowedEngine(tmp_path / "w1.page", 64)
     made.set_environment()
     assert Page(Path(os.environ[PAGE])).budget() == Budget()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_the_budget_of_a_warm_up_ends_with_it(tmp_path: Path) -> None:
-    made = Borrowed(tmp_path / "w1.page", 64)
+    made = BorrowedEngine(tmp_path / "w1.page", 64)
     with made.warming_up():
         assert made.page.budget().tokens == 64
     assert made.page.budget() == Budget()

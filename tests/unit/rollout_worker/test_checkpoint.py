@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.rollout_worker.engine.checkpoint import misfits
+from ebbtide.rollout_worker.engine.checkpoint_facts import misfits
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": (), "d": (1,)}
 

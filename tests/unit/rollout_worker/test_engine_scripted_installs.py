@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine.scripted import ScriptedEngine, digest
+from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine, digest
 from ebbtide.rollout_worker.settings import ScriptedSettings
 
 

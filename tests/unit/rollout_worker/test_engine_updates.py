@@ -7,7 +7,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed
-from ebbtide.rollout_worker.engine.updates import Updates
+from ebbtide.rollout_worker.engine.vllm.weights.version_updates import VersionUpdates
 
 torch = pytest.importorskip("torch")
 
@@ -38,9 +38,9 @@ class Llm:
         return [step for step, _ in self.asked[2:]]
 
 
-async def begin(*obstacles: str) -> tuple[Updates, Llm]:
+async def begin(*obstacles: str) -> tuple[VersionUpdates, Llm]:
     llm = Llm(*obstacles)
-    updates = Updates(llm, {"a": (2, 3)}, {"a": "F32"})
+    updates = VersionUpdates(llm, {"a": (2, 3)}, {"a": "F32"})
     await updates.learn()
     return updates, llm
 

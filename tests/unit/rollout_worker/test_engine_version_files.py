@@ -6,12 +6,17 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine.version_files import Entry, check_weights, how_to_install, why_not
+from ebbtide.rollout_worker.engine.vllm.weights.version_files import (
+    ChangeEntry,
+    check_weights,
+    how_to_install,
+    why_not,
+)
 
 torch = pytest.importorskip("torch")
 SHAPES = {"a": (4, 6), "b": (3,), "n": (2,)}
 DTYPES = {"a": "BF16", "b": "F32", "n": "I64"}
-ENTRIES = {name: Entry(DTYPES[name], shape) for name, shape in SHAPES.items()}
+ENTRIES = {name: ChangeEntry(DTYPES[name], shape) for name, shape in SHAPES.items()}
 
 
 def tensors(**changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
-from ebbtide.rollout_worker.generation import Assignment, Generation
+from ebbtide.rollout_worker.generation.generation import Assignment, Generation
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import Sampling, check_sampling

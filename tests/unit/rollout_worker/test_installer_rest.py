@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from ebbtide.errors import Unavailable
-from ebbtide.rollout_worker.installer import NotNow
+from ebbtide.rollout_worker.installs.installer import InstallNotNow
 from ebbtide.testing import wait_until
 from tests.unit.rollout_worker.installing import Worker, version
 
@@ -77,7 +77,7 @@ async def test_a_wish_that_was_taken_back_during_the_pull_leaves_all_as_it_was()
     async with installing(Worker(lender)) as worker:
         assert worker.installer.rest()
         lender.wakes = False
-        with pytest.raises(NotNow):
+        with pytest.raises(InstallNotNow):
             await worker.installer.restore()
         assert worker.installer.current == version(1)
         assert worker.made == [(1, True)]

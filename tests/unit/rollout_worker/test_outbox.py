@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from ebbtide.rollout_worker.outbox import MESSAGE_DELTAS, MESSAGE_TOKENS, Outbox
-from ebbtide.types.appends import Ack, Delta
+from ebbtide.rollout_worker.generation.outbox import MESSAGE_DELTAS, MESSAGE_TOKENS, Outbox
+from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -111,7 +111,10 @@ def test_one_message_takes_the_tokens_of_all(outbox: Outbox) -> None:
     outbox.open(ref("b"), tokens(3))
     outbox.append("a", tokens(2), 0.0)
     outbox.append("b", tokens(1, 3), 0.0)
-    assert outbox.take(0.1).deltas == [Delta(ref("a"), 0, tokens(2), None), Delta(ref("b"), 3, tokens(1, 3), None)]
+    assert outbox.take(0.1).deltas == [
+        AppendDelta(ref("a"), 0, tokens(2), None),
+        AppendDelta(ref("b"), 3, tokens(1, 3), None),
+    ]
     assert outbox.due == math.inf
     assert outbox.take(0.2).deltas == []
 
@@ -120,22 +123,22 @@ def test_a_finish_goes_with_the_last_tokens_and_soon(outbox: Outbox) -> None:
     outbox.append("a", tokens(2), 1.0)
     outbox.finish("a", FinishReason.STOP, 1.0)
     assert outbox.due == pytest.approx(1.02)
-    assert outbox.take(1.02).deltas == [Delta(ref("a"), 0, tokens(2), FinishReason.STOP)]
+    assert outbox.take(1.02).deltas == [AppendDelta(ref("a"), 0, tokens(2), FinishReason.STOP)]
 
 
 def test_a_finish_without_tokens_is_sent_too(outbox: Outbox) -> None:
     outbox.open(ref("b"), tokens(4))
     outbox.finish("b", FinishReason.LENGTH, 1.0)
-    assert outbox.take(1.1).deltas == [Delta(ref("b"), 4, b"", FinishReason.LENGTH)]
+    assert outbox.take(1.1).deltas == [AppendDelta(ref("b"), 4, b"", FinishReason.LENGTH)]
 
 
 def test_an_attempt_leaves_when_its_finish_is_durable_not_before(outbox: Outbox) -> None:
     outbox.append("a", tokens(2), 1.0)
     outbox.finish("a", FinishReason.STOP, 1.0)
     outbox.take(1.1)
-    assert outbox.settle([Ack("a", STORED, 2, True)], durable=False, now=1.2) == ([], [])
+    assert outbox.settle([AppendAck("a", STORED, 2, True)], durable=False, now=1.2) == ([], [])
     assert "a" in outbox
-    assert outbox.settle([Ack("a", STORED, 2, True)], durable=True, now=1.3) == ([ref("a")], [])
+    assert outbox.settle([AppendAck("a", STORED, 2, True)], durable=True, now=1.3) == ([ref("a")], [])
     assert "a" not in outbox
 
 
@@ -143,32 +146,32 @@ def test_a_gap_is_filled_from_what_the_store_has(outbox: Outbox) -> None:
     outbox.open(ref("b"), tokens(4))
     outbox.append("b", tokens(4, 4), 1.0)
     outbox.take(1.1)
-    outbox.settle([Ack("b", GAP, 1, False)], durable=True, now=1.2)
+    outbox.settle([AppendAck("b", GAP, 1, False)], durable=True, now=1.2)
     assert outbox.due == 1.2
     assert outbox.unacknowledged == 7, "even what it was given as partial"
-    assert outbox.take(1.2).deltas == [Delta(ref("b"), 1, tokens(7, 1), None)]
+    assert outbox.take(1.2).deltas == [AppendDelta(ref("b"), 1, tokens(7, 1), None)]
 
 
 def test_a_new_stream_sends_again_what_was_not_acknowledged(outbox: Outbox) -> None:
     outbox.append("a", tokens(6), 1.0)
     outbox.take(1.1)
-    outbox.settle([Ack("a", STORED, 6, False)], durable=True, now=1.2)
+    outbox.settle([AppendAck("a", STORED, 6, False)], durable=True, now=1.2)
     outbox.append("a", tokens(2, 6), 1.3)
     outbox.finish("a", FinishReason.STOP, 1.3)
-    assert outbox.take(1.4).deltas == [Delta(ref("a"), 6, tokens(2, 6), FinishReason.STOP)]
+    assert outbox.take(1.4).deltas == [AppendDelta(ref("a"), 6, tokens(2, 6), FinishReason.STOP)]
     outbox.rewind(2.0)
     assert outbox.due == 2.0
-    assert outbox.take(2.0).deltas == [Delta(ref("a"), 6, tokens(2, 6), FinishReason.STOP)]
+    assert outbox.take(2.0).deltas == [AppendDelta(ref("a"), 6, tokens(2, 6), FinishReason.STOP)]
 
 
 def test_a_new_stream_asks_whether_the_store_still_has_what_it_had(outbox: Outbox) -> None:
     outbox.append("a", tokens(6), 1.0)
     outbox.take(1.1)
-    outbox.settle([Ack("a", STORED, 6, False)], durable=True, now=1.2)
+    outbox.settle([AppendAck("a", STORED, 6, False)], durable=True, now=1.2)
     outbox.rewind(2.0)
-    assert outbox.take(2.0).deltas == [Delta(ref("a"), 6, b"", None)]
-    outbox.settle([Ack("a", GAP, 4, False)], durable=True, now=2.1)
-    assert outbox.take(2.1).deltas == [Delta(ref("a"), 4, tokens(2, 4), None)]
+    assert outbox.take(2.0).deltas == [AppendDelta(ref("a"), 6, b"", None)]
+    outbox.settle([AppendAck("a", GAP, 4, False)], durable=True, now=2.1)
+    assert outbox.take(2.1).deltas == [AppendDelta(ref("a"), 4, tokens(2, 4), None)]
 
 
 def test_of_several_refused_messages_in_flight_one_is_enough_to_send_again(outbox: Outbox) -> None:
@@ -176,37 +179,39 @@ def test_of_several_refused_messages_in_flight_one_is_enough_to_send_again(outbo
     for number in range(4):
         outbox.append("a", tokens(8, 8 * number), 1.0 + number)
         sent.append(outbox.take(1.0 + number).number)
-    outbox.settle([Ack("a", STORED, 8, False, sent[0])], durable=True, now=5.0)
-    outbox.settle([Ack("a", GAP, 4, False, sent[1])], durable=True, now=5.1)  # the store was restarted between the two
+    outbox.settle([AppendAck("a", STORED, 8, False, sent[0])], durable=True, now=5.0)
+    outbox.settle(
+        [AppendAck("a", GAP, 4, False, sent[1])], durable=True, now=5.1
+    )  # the store was restarted between the two
     again = outbox.take(5.1)
-    assert again.deltas == [Delta(ref("a"), 4, tokens(28, 4), None)]
+    assert again.deltas == [AppendDelta(ref("a"), 4, tokens(28, 4), None)]
     for stale in sent[2:]:
-        outbox.settle([Ack("a", GAP, 4, False, stale)], durable=True, now=5.2)
+        outbox.settle([AppendAck("a", GAP, 4, False, stale)], durable=True, now=5.2)
     assert outbox.due == math.inf
-    outbox.settle([Ack("a", STORED, 32, False, again.number)], durable=True, now=5.3)
+    outbox.settle([AppendAck("a", STORED, 32, False, again.number)], durable=True, now=5.3)
     assert (outbox.unacknowledged, outbox.due) == (0, math.inf)
 
 
 def test_a_gap_of_what_was_sent_again_is_sent_again_too(outbox: Outbox) -> None:
     outbox.append("a", tokens(8), 1.0)
     first = outbox.take(1.0).number
-    outbox.settle([Ack("a", GAP, 0, False, first)], durable=True, now=1.1)
+    outbox.settle([AppendAck("a", GAP, 0, False, first)], durable=True, now=1.1)
     second = outbox.take(1.1).number
-    outbox.settle([Ack("a", GAP, 0, False, second)], durable=True, now=1.2)
-    assert outbox.take(1.2).deltas == [Delta(ref("a"), 0, tokens(8), None)]
+    outbox.settle([AppendAck("a", GAP, 0, False, second)], durable=True, now=1.2)
+    assert outbox.take(1.2).deltas == [AppendDelta(ref("a"), 0, tokens(8), None)]
 
 
 def test_what_the_store_turns_out_to_have_is_not_sent_again(outbox: Outbox) -> None:
     outbox.append("a", tokens(8), 1.0)
     outbox.take(1.0)
     outbox.rewind(2.0)  # the answer was lost with the stream
-    outbox.settle([Ack("a", STORED, 8, False)], durable=True, now=2.1)
+    outbox.settle([AppendAck("a", STORED, 8, False)], durable=True, now=2.1)
     outbox.append("a", tokens(1, 8), 2.2)
-    assert outbox.take(2.3).deltas == [Delta(ref("a"), 8, tokens(1, 8), None)]
+    assert outbox.take(2.3).deltas == [AppendDelta(ref("a"), 8, tokens(1, 8), None)]
 
 
-@pytest.mark.parametrize("ack", [Ack("a", SUPERSEDED, 0, False), Ack("a", STORED, 3, False)])
-def test_a_response_that_somebody_else_went_on_with_is_dropped(outbox: Outbox, ack: Ack) -> None:
+@pytest.mark.parametrize("ack", [AppendAck("a", SUPERSEDED, 0, False), AppendAck("a", STORED, 3, False)])
+def test_a_response_that_somebody_else_went_on_with_is_dropped(outbox: Outbox, ack: AppendAck) -> None:
     outbox.append("a", tokens(2), 1.0)
     outbox.take(1.1)
     assert outbox.settle([ack], durable=True, now=1.2) == ([], [ref("a")])
@@ -216,7 +221,7 @@ def test_a_response_that_somebody_else_went_on_with_is_dropped(outbox: Outbox, a
 def test_acknowledgements_for_forgotten_attempts_mean_nothing(outbox: Outbox) -> None:
     outbox.append("a", tokens(2), 1.0)
     outbox.drop("a")
-    assert outbox.settle([Ack("a", STORED, 2, False)], durable=True, now=1.2) == ([], [])
+    assert outbox.settle([AppendAck("a", STORED, 2, False)], durable=True, now=1.2) == ([], [])
     assert outbox.unacknowledged == 0
 
 
@@ -228,9 +233,9 @@ def test_an_attempt_is_behind_while_three_quarters_of_a_window_are_unacknowledge
     outbox.append("a", tokens(1), 1.1)
     assert outbox.behind == {"a"}
     outbox.take(1.1)
-    outbox.settle([Ack("a", STORED, 1, False)], durable=True, now=1.2)
+    outbox.settle([AppendAck("a", STORED, 1, False)], durable=True, now=1.2)
     assert outbox.behind == set()
-    outbox.settle([Ack("a", AppendStatus.GAP, 0, False)], durable=True, now=1.3)
+    outbox.settle([AppendAck("a", AppendStatus.GAP, 0, False)], durable=True, now=1.3)
     assert outbox.behind == {"a"}, "the store forgot"
 
 
@@ -242,14 +247,14 @@ def test_an_attempt_of_which_no_more_comes_holds_nobody_back(outbox: Outbox, end
     elif end == "drop":
         outbox.drop("a")
     else:
-        outbox.settle([Ack("a", AppendStatus.SUPERSEDED, 0, False)], durable=True, now=1.2)
+        outbox.settle([AppendAck("a", AppendStatus.SUPERSEDED, 0, False)], durable=True, now=1.2)
     assert outbox.behind == set()
 
 
 def test_a_rollout_that_the_store_has_forgotten_holds_nobody_back_until_it_is_sent_again(outbox: Outbox) -> None:
     outbox.append("a", tokens(20), 1.0)
     outbox.take(1.0)
-    outbox.settle([Ack("a", STORED, 0, False)], durable=True, now=1.2)
+    outbox.settle([AppendAck("a", STORED, 0, False)], durable=True, now=1.2)
     assert outbox.behind == set()
     outbox.append("a", tokens(1, 20), 1.3)
     assert outbox.behind == set()

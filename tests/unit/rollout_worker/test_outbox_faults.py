@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from ebbtide.rollout_worker.outbox import Message, Outbox
-from ebbtide.types.appends import Ack, Delta
+from ebbtide.rollout_worker.generation.outbox import Outbox, OutboxMessage
+from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from tests.unit.rollout_worker.test_outbox import GAP, STORED, ref, tokens
@@ -26,7 +26,7 @@ class FlakyStore:
         if not self.finished:
             self.stored = self.stored[: TOKEN_BYTES * self.draw.randrange(len(self.stored) // TOKEN_BYTES + 1)]
 
-    def take(self, delta: Delta) -> list[Ack]:
+    def take(self, delta: AppendDelta) -> list[AppendAck]:
         if self.often(0.2):
             return []
         length, count = len(self.stored) // TOKEN_BYTES, len(delta.tokens) // TOKEN_BYTES
@@ -34,7 +34,7 @@ class FlakyStore:
         if delta.offset == length:
             self.stored += delta.tokens
         self.finished |= not gap and delta.finish is not None
-        ack = Ack("a", GAP if gap else STORED, len(self.stored) // TOKEN_BYTES, self.finished)
+        ack = AppendAck("a", GAP if gap else STORED, len(self.stored) // TOKEN_BYTES, self.finished)
         return [] if self.often(0.2) else [ack]
 
 
@@ -68,31 +68,31 @@ class Pipeline:
         self.draw = random.Random(seed)
         self.stored: dict[str, bytes] = {}
         self.finished: set[str] = set()
-        self.coming: list[Message] = []
-        self.answers: list[list[Ack]] = []
+        self.coming: list[OutboxMessage] = []
+        self.answers: list[list[AppendAck]] = []
 
     def often(self, share: float) -> bool:
         return self.draw.random() < share
 
-    def send(self, message: Message) -> None:
+    def send(self, message: OutboxMessage) -> None:
         self.coming.append(message)
 
     def arrive(self) -> None:
         message = self.coming.pop(0)
         self.answers.append([self.take(delta, message.number) for delta in message.deltas])
 
-    def take(self, delta: Delta, number: int) -> Ack:
+    def take(self, delta: AppendDelta, number: int) -> AppendAck:
         name = delta.ref.attempt_id
         kept, count = self.stored.setdefault(name, b""), len(delta.tokens) // TOKEN_BYTES
         length = len(kept) // TOKEN_BYTES
         if delta.offset + count > length and delta.offset != length:
-            return Ack(name, GAP, length, False, number)
+            return AppendAck(name, GAP, length, False, number)
         if delta.offset == length:
             self.stored[name] = kept + delta.tokens
         length = len(self.stored[name]) // TOKEN_BYTES
         if delta.finish is not None and delta.offset + count == length:
             self.finished.add(name)
-        return Ack(name, STORED, length, name in self.finished, number)
+        return AppendAck(name, STORED, length, name in self.finished, number)
 
     def forget(self) -> None:
         """A restart that loses the end of everything that is not finished."""

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import InvalidRequest, NoCapacity, VersionUnavailable
-from ebbtide.rollout_worker.host import host_name, shared_folder
-from ebbtide.rollout_worker.peers import Shelf, advertised, check_reachable, server_settings
-from ebbtide.rollout_worker.settings import Settings
-from ebbtide.rpc.security import ClientSecurity
+from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs, advertised, check_reachable, server_settings
+from ebbtide.rollout_worker.settings import WorkerSettings
+from ebbtide.rollout_worker.shared_host import host_name, shared_folder
 from ebbtide.transfer import BlobCache, Mirror
 from ebbtide.types.weights import Manifest, PolicyVersion
 from ebbtide.weights import Planner, Way, build_manifest, named_tensor, places, slice_tiles, tile_digest
@@ -31,7 +31,7 @@ def filled() -> tuple[Mirror, dict[bytes, bytes]]:
     return mirror, tiles
 
 
-async def read(shelf: Shelf, *digests: bytes, reader: str = "r1") -> list[bytes]:
+async def read(shelf: PeerBlobs, *digests: bytes, reader: str = "r1") -> list[bytes]:
     return [data async for _, data in shelf.blobs(digests, reader)]
 
 
@@ -39,7 +39,7 @@ async def test_patches_come_from_the_cache_and_dense_tiles_from_the_mirror() -> 
     mirror, tiles = filled()
     cache = BlobCache(1 << 20)
     cache.put(tile_digest(BLOB), BLOB)
-    shelf = Shelf(cache, lambda: mirror, 4)
+    shelf = PeerBlobs(cache, lambda: mirror, 4)
     assert await read(shelf, tile_digest(BLOB), *tiles) == [BLOB, *tiles.values()]
     assert not shelf.streams
     mirror.close()
@@ -47,12 +47,12 @@ async def test_patches_come_from_the_cache_and_dense_tiles_from_the_mirror() -> 
 
 async def test_a_worker_without_a_mirror_yet_has_nothing() -> None:
     with pytest.raises(VersionUnavailable):
-        await read(Shelf(BlobCache(0), lambda: None, 4), bytes(32))
+        await read(PeerBlobs(BlobCache(0), lambda: None, 4), bytes(32))
 
 
 async def test_a_blob_on_its_way_is_waited_for_and_one_that_does_not_come_is_refused() -> None:
     cache = BlobCache(1 << 20)
-    shelf = Shelf(cache, lambda: None, 4)
+    shelf = PeerBlobs(cache, lambda: None, 4)
     with cache.arriving([tile_digest(BLOB), bytes(32)]):
         comes = asyncio.create_task(read(shelf, tile_digest(BLOB)))
         never = asyncio.create_task(read(shelf, bytes(32), reader="r2"))
@@ -66,7 +66,7 @@ async def test_a_blob_on_its_way_is_waited_for_and_one_that_does_not_come_is_ref
 
 async def test_readers_are_limited_and_not_their_streams() -> None:
     cache = BlobCache(1 << 20)
-    shelf = Shelf(cache, lambda: None, 1)
+    shelf = PeerBlobs(cache, lambda: None, 1)
     with cache.arriving([tile_digest(BLOB)]):
         one = [asyncio.create_task(read(shelf, tile_digest(BLOB))) for _ in range(3)]
         await asyncio.sleep(0)
@@ -98,16 +98,16 @@ async def test_readers_are_limited_and_not_their_streams() -> None:
 )
 def test_an_address_that_nobody_reaches_is_refused_by_name(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        check_reachable(Settings(**settings))
+        check_reachable(WorkerSettings(**settings))
     assert refused.value.field == field
     assert str(refused.value).startswith(f"{field}: ")
 
 
 def test_a_worker_may_listen_anywhere_if_it_says_where_it_is() -> None:
     trusting = ClientSecurity(allow_insecure=True)
-    check_reachable(Settings(peer_listen="0.0.0.0:0", peer_advertise="worker-7:0", client=trusting))
-    check_reachable(Settings(peer_listen="127.0.0.1:0"))
-    check_reachable(Settings(peer_listen="[::1]:7620"))
+    check_reachable(WorkerSettings(peer_listen="0.0.0.0:0", peer_advertise="worker-7:0", client=trusting))
+    check_reachable(WorkerSettings(peer_listen="127.0.0.1:0"))
+    check_reachable(WorkerSettings(peer_listen="[::1]:7620"))
     assert advertised("0.0.0.0:4711", "worker-7:0") == "worker-7:4711"
     assert advertised("0.0.0.0:4711", "worker-7:80") == "worker-7:80"
     assert advertised("127.0.0.1:4711", "") == "127.0.0.1:4711"
@@ -131,4 +131,4 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None
 
 
 def test_each_user_has_a_folder_in_shared_memory() -> None:
-    assert shared_folder() == Settings().mirror_dir != ""
+    assert shared_folder() == WorkerSettings().mirror_dir != ""

@@ -6,7 +6,7 @@ import pytest
 
 from ebbtide.errors import Unavailable
 from ebbtide.rollout_worker.engine import EngineFailed
-from ebbtide.rollout_worker.engine.residency import Sleeping
+from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import Residency
 
@@ -51,7 +51,7 @@ class Recorder:
 )
 async def test_each_step_down_is_made_once_and_a_wake_up_undoes_all(levels: list[Residency], asked: list[str]) -> None:
     recorder = Recorder()
-    sleeping = Sleeping(recorder, recorder)
+    sleeping = WeightSleep(recorder, recorder)
     for level in levels:
         await sleeping.be(level)
     assert recorder.asked == asked
@@ -60,7 +60,7 @@ async def test_each_step_down_is_made_once_and_a_wake_up_undoes_all(levels: list
 
 async def test_wake_ups_are_measured_by_the_level_that_they_came_from() -> None:
     recorder = Recorder()
-    sleeping = Sleeping(recorder, recorder)
+    sleeping = WeightSleep(recorder, recorder)
     assert (sleeping.wake_host_s, sleeping.wake_away_s) == (0, 0)
     await sleeping.be(HOST)
     await sleeping.be(AWAKE)
@@ -73,7 +73,7 @@ async def test_wake_ups_are_measured_by_the_level_that_they_came_from() -> None:
 async def test_weights_without_a_way_back_stay_and_the_cache_goes() -> None:
     recorder = Recorder()
     recorder.may_rest = False
-    sleeping = Sleeping(recorder, recorder)
+    sleeping = WeightSleep(recorder, recorder)
     await sleeping.be(AWAY)
     assert recorder.asked == ["cache"]
     assert sleeping.residency is HOST
@@ -85,7 +85,7 @@ async def test_weights_without_a_way_back_stay_and_the_cache_goes() -> None:
 async def test_weights_that_do_not_come_back_are_away_still_and_may_be_asked_for_again() -> None:
     recorder = Recorder()
     recorder.refusals = [Unavailable("the relay is gone")]
-    sleeping = Sleeping(recorder, recorder)
+    sleeping = WeightSleep(recorder, recorder)
     await sleeping.be(AWAY)
     await sleeping.be(AWAKE)
     assert sleeping.residency is AWAY
@@ -96,7 +96,7 @@ async def test_weights_that_do_not_come_back_are_away_still_and_may_be_asked_for
 async def test_an_engine_that_is_lost_over_it_is_not_taken_for_one_that_sleeps() -> None:
     recorder = Recorder()
     recorder.refusals = [EngineFailed("a mixture")]
-    sleeping = Sleeping(recorder, recorder)
+    sleeping = WeightSleep(recorder, recorder)
     await sleeping.be(AWAY)
     with pytest.raises(EngineFailed):
         await sleeping.be(AWAKE)
@@ -105,7 +105,7 @@ async def test_an_engine_that_is_lost_over_it_is_not_taken_for_one_that_sleeps()
 async def test_a_wake_up_waits_for_the_way_down_to_end() -> None:
     recorder = Recorder()
     recorder.going.clear()
-    sleeping = Sleeping(recorder, recorder)
+    sleeping = WeightSleep(recorder, recorder)
     down = asyncio.create_task(sleeping.be(AWAY))
     up = asyncio.create_task(sleeping.be(AWAKE))
     await wait_until(lambda: "weights" in recorder.asked)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, scripted
-from ebbtide.rollout_worker.engine.scripted import END, ScriptedEngine, follow
+from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, scripted_engine
+from ebbtide.rollout_worker.engine.scripted_engine import END, ScriptedEngine, follow
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.rollout import FinishReason
 
@@ -43,7 +43,7 @@ def virtually(monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def run(work: Coroutine[Any, Any, Any]) -> Any:
         loop = Loop()
-        monkeypatch.setattr(scripted, "time", SimpleNamespace(monotonic=loop.time))
+        monkeypatch.setattr(scripted_engine, "time", SimpleNamespace(monotonic=loop.time))
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             return runner.run(work)
 

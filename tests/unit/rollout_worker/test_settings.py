@@ -5,12 +5,12 @@ import pytest
 from ebbtide import settings
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import service
-from ebbtide.rollout_worker.settings import Settings
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.runtime import Shutdown
 
 
-def read(url: str) -> Settings:
-    return settings.read(Settings, prog="ebbtide rollout-worker", argv=["--metadata-url", url], environ={})
+def read(url: str) -> WorkerSettings:
+    return settings.read(WorkerSettings, prog="ebbtide rollout-worker", argv=["--metadata-url", url], environ={})
 
 
 @pytest.mark.parametrize("url", ["ftp://169.254.169.254", "169.254.169.254", "file:///etc/passwd", "http://"])
@@ -30,7 +30,7 @@ async def test_a_wrong_address_is_said_before_the_engine_starts(
     field: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a large model that is minutes earlier."""
-    settings = Settings(engine="scripted", mirror_dir="", **{field: value})  # type: ignore[arg-type]
+    settings = WorkerSettings(engine="scripted", mirror_dir="", **{field: value})  # type: ignore[arg-type]
     monkeypatch.setattr(service, "make_engine", lambda *_: pytest.fail("an engine was made"))
     with pytest.raises(InvalidRequest) as refused:
         await service.serve(Shutdown("worker", settings), settings)

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ebbtide.rollout_worker.settings import Settings
-from ebbtide.rollout_worker.supply import threads_for
+from ebbtide.rollout_worker.installs.weight_supply import threads_for
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.types.fleet import WorkerKind
 
 
@@ -23,7 +23,7 @@ def below() -> int:
 
 async def test_threads_of_a_borrowed_workers_pulls_have_the_lowest_priority_and_they_alone() -> None:
     before = niceness()
-    threads = threads_for(Settings(kind=WorkerKind.BORROWED, grant_dir="/nowhere", engine="scripted"))
+    threads = threads_for(WorkerSettings(kind=WorkerKind.BORROWED, grant_dir="/nowhere", engine="scripted"))
     try:
         assert await threads.run(niceness) == 19
         assert await threads.run(below) == 19
@@ -34,7 +34,7 @@ async def test_threads_of_a_borrowed_workers_pulls_have_the_lowest_priority_and_
 
 @pytest.mark.parametrize("kind", [WorkerKind.RESERVED, WorkerKind.SPOT])
 async def test_other_workers_pull_as_fast_as_they_can(kind: WorkerKind) -> None:
-    threads = threads_for(Settings(kind=kind))
+    threads = threads_for(WorkerSettings(kind=kind))
     try:
         assert await threads.run(niceness) == niceness()
     finally:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine.vllm import VllmEngine, _load_tokenizer
+from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine, _load_tokenizer
 from ebbtide.rollout_worker.settings import VllmSettings
 
 

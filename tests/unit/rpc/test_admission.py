@@ -9,14 +9,14 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from ebbtide.cli import signing_keys
+from ebbtide.auth.admission import Admission
+from ebbtide.auth.caller_roles import is_among_peers
+from ebbtide.auth.role_tokens import SKEW_S, key_id, mint, public_keys, signing_key, unverified, verify
+from ebbtide.auth.roles import Role
+from ebbtide.auth.security import ClientSecurity, ServerSettings
+from ebbtide.auth.tls import roles_of_peer
+from ebbtide.cli.credentials import signing_keys
 from ebbtide.errors import AlreadyExists, InvalidRequest, PermissionDenied, Unauthenticated
-from ebbtide.rpc.admission import Admission
-from ebbtide.rpc.callers import is_among_peers
-from ebbtide.rpc.roles import Role
-from ebbtide.rpc.security import ClientSecurity, ServerSettings
-from ebbtide.rpc.tls import roles_of_peer
-from ebbtide.rpc.tokens import SKEW_S, key_id, mint, public_keys, signing_key, unverified, verify
 from ebbtide.testing import wait_until
 
 GET, CLAIM, LIST, CONTROL = (

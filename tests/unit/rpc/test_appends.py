@@ -5,19 +5,19 @@ import random
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rpc.appends import MAX_DELTAS, Receiver, Sender, acks, answer
-from ebbtide.types.appends import Ack, Delta
+from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
+from ebbtide.wire.append_columns import MAX_DELTAS, AppendReceiver, AppendSender, acks, answer
 
 STORED, GAP, SUPERSEDED = AppendStatus.STORED, AppendStatus.GAP, AppendStatus.SUPERSEDED
 
 
-def delta(name: int, offset: int, count: int, finish: FinishReason | None = None) -> Delta:
+def delta(name: int, offset: int, count: int, finish: FinishReason | None = None) -> AppendDelta:
     ref = AttemptRef(f"run{name % 2}", f"rollout{name}", f"attempt{name}")
-    return Delta(ref, offset, bytes([name % 256]) * TOKEN_BYTES * count, finish)
+    return AppendDelta(ref, offset, bytes([name % 256]) * TOKEN_BYTES * count, finish)
 
 
 def over_the_wire(message: fleet_pb2.AppendRequest) -> fleet_pb2.AppendRequest:
@@ -26,7 +26,7 @@ def over_the_wire(message: fleet_pb2.AppendRequest) -> fleet_pb2.AppendRequest:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_deltas_arrive_as_they_were_sent_however_many_attempts_a_stream_sees(seed: int) -> None:
-    draw, sender, receiver = random.Random(seed), Sender(), Receiver()
+    draw, sender, receiver = random.Random(seed), AppendSender(), AppendReceiver()
     for sequence in range(30):
         names = draw.sample(range(4 * MAX_DELTAS), draw.choice([1, 5, 64, MAX_DELTAS]))
         sent = [
@@ -37,7 +37,7 @@ def test_deltas_arrive_as_they_were_sent_however_many_attempts_a_stream_sees(see
 
 
 def test_an_attempt_is_named_once_on_a_stream() -> None:
-    sender = Sender()
+    sender = AppendSender()
     first, second = (sender.request(number, [delta(1, 8 * number, 8), delta(2, 0, 0)]) for number in range(2))
     assert (len(first.opened), len(second.opened)) == (2, 0)
     assert list(first.numbers) == list(second.numbers)
@@ -46,11 +46,11 @@ def test_an_attempt_is_named_once_on_a_stream() -> None:
 def test_an_answer_tells_what_differs_and_nothing_else() -> None:
     sent = [delta(1, 0, 8), delta(2, 8, 8, FinishReason.STOP), delta(3, 8, 8), delta(4, 0, 1), delta(5, 0, 4)]
     came = [
-        Ack("attempt1", STORED, 8, False, 7),
-        Ack("attempt2", STORED, 16, True, 7),
-        Ack("attempt3", GAP, 4, False, 7),
-        Ack("attempt4", SUPERSEDED, 0, False, 7),
-        Ack("attempt5", STORED, 20, False, 7),
+        AppendAck("attempt1", STORED, 8, False, 7),
+        AppendAck("attempt2", STORED, 16, True, 7),
+        AppendAck("attempt3", GAP, 4, False, 7),
+        AppendAck("attempt4", SUPERSEDED, 0, False, 7),
+        AppendAck("attempt5", STORED, 20, False, 7),
     ]
     response = answer(7, sent, came, durable=True)
     assert [other.index for other in response.others] == [2, 3, 4]
@@ -76,9 +76,9 @@ def named(run_id: str, rollout_id: str, attempt_id: str) -> fleet_pb2.AttemptRef
     ],
 )
 def test_a_message_that_does_not_add_up_is_refused_by_its_column(spoilt: dict[str, object], field: str) -> None:
-    message = Sender().request(1, [delta(1, 0, 1)])
+    message = AppendSender().request(1, [delta(1, 0, 1)])
     for name in spoilt:
         message.ClearField(name)  # type: ignore[arg-type]
     message.MergeFrom(fleet_pb2.AppendRequest(**spoilt))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=f"^{field}"):
-        Receiver().deltas(message)
+        AppendReceiver().deltas(message)

@@ -16,9 +16,18 @@ from msgspec import Meta, Struct
 
 import ebbtide.types
 from ebbtide.errors import InvalidRequest
-from ebbtide.rpc.convert import from_proto, to_proto
-from ebbtide.types.fleet import AttemptRef, Borrowed, EngineInfo, Worker, WorkerKind, WorkerState
-from ebbtide.types.grants import Borrower, Budget, Forecast, Grant, GuardStatus, Hello, Latency, ModelLatency, Report
+from ebbtide.types.fleet import AttemptRef, BorrowedState, EngineInfo, Worker, WorkerKind, WorkerState
+from ebbtide.types.grants import (
+    Borrower,
+    BorrowerReport,
+    Budget,
+    Forecast,
+    Grant,
+    GuardStatus,
+    Hello,
+    Latency,
+    ModelLatency,
+)
 from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
@@ -61,12 +70,13 @@ from ebbtide.types.weights import (
     WeightsState,
 )
 from ebbtide.v1 import fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, types_pb2, weights_pb2
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 PAIRS: dict[type[Struct], type[Message]] = {
     AttemptRef: fleet_pb2.AttemptRef,
     EngineInfo: fleet_pb2.EngineInfo,
     Worker: fleet_pb2.Worker,
-    Borrowed: fleet_pb2.Borrowed,
+    BorrowedState: fleet_pb2.Borrowed,
     AttemptSpan: runs_pb2.AttemptSpan,
     RolloutRequest: rollouts_pb2.RolloutRequest,
     FinishedRollout: rollouts_pb2.FinishedRollout,
@@ -100,7 +110,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     LinkState: weights_pb2.LinkState,
     WeightsState: weights_pb2.DescribeVersionsResponse,
     Hello: grants_pb2.Hello,
-    Report: grants_pb2.Report,
+    BorrowerReport: grants_pb2.Report,
     Grant: grants_pb2.Grant,
     Forecast: grants_pb2.Forecast,
     Latency: grants_pb2.Latency,
@@ -108,7 +118,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     Borrower: grants_pb2.Borrower,
     GuardStatus: grants_pb2.GuardStatus,
 }
-#: Travels in parts that have messages of their own: `ebbtide.weights.parts`.
+#: Travels in parts that have messages of their own: `ebbtide.weights.manifest.manifest_parts`.
 IN_PARTS = {Patch}
 #: Does not travel: what the guard writes into its page.
 LOCAL = {Budget}

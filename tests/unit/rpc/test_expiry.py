@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.cli import certificates, signing_keys
-from ebbtide.rpc.expiry import AUTHORITY, CERTIFICATE, TOKEN, expiries
-from ebbtide.rpc.roles import Role
-from ebbtide.rpc.tokens import mint, signing_key
+from ebbtide.auth.credential_expiry import AUTHORITY, CERTIFICATE, TOKEN, expiries
+from ebbtide.auth.role_tokens import mint, signing_key
+from ebbtide.auth.roles import Role
+from ebbtide.cli.credentials import certificates, signing_keys
 from ebbtide.weight_relay.settings import RelaySettings
 
 DAY_S = 86400.0

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import grpc
 
-from ebbtide.rpc.interceptors import Gate
-from ebbtide.rpc.security import ServerSettings
+from ebbtide.auth.security import ServerSettings
+from ebbtide.rpc.gate import Gate
 
 MESSAGES = 20_000
 

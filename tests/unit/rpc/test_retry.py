@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ebbtide.errors import NoCapacity, NotFound, Unavailable
-from ebbtide.rpc.retry import pauses, retrying
+from ebbtide.rpc.backoff import pauses, retrying
 
 
 class Flaky:

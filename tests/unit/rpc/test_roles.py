@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ebbtide.rpc.roles import TABLE, Role, permitted
+from ebbtide.auth.roles import TABLE, Role, permitted
 from ebbtide.v1 import fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, types_pb2, weights_pb2
 
 FILES = (fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, types_pb2, weights_pb2)

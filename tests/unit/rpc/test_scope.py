@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from ebbtide.auth.run_scope import OfOneRun, can_name_run, check_run, runs_named
 from ebbtide.errors import PermissionDenied
-from ebbtide.rpc.scope import OfOneRun, can_name_run, check_run, runs_named
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, weights_pb2
 from ebbtide.v1.fleet_pb2 import Attach, AttemptRef, HeldAttempt, Opened
 from ebbtide.v1.weights_pb2 import ManifestPart, PatchHead, PatchPart

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.auth.security import ClientSecurity, ServerSettings, TokenCheck, is_loopback
 from ebbtide.errors import InvalidRequest, Unauthenticated
 from ebbtide.rpc.channel import check_address, open_channel
-from ebbtide.rpc.security import ClientSecurity, ServerSettings, TokenCheck, is_loopback
 from ebbtide.rpc.server import Server
 
 INSIDE = ["127.0.0.1:7600", "127.8.8.8:1", "localhost:7600", "[::1]:7600", "unix:/run/ebbtide.sock"]

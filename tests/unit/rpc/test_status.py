@@ -8,7 +8,7 @@ from grpc import StatusCode
 
 from ebbtide import errors
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unavailable
-from ebbtide.rpc.status import CODES, from_rpc_error, to_status, translated
+from ebbtide.rpc.status_table import CODES, from_rpc_error, to_status, translated
 
 TREE = [
     kind

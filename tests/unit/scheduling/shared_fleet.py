@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ebbtide.scheduling.accounts import REST, Accounts, Due, Wants
-from ebbtide.scheduling.allotment import Post, allot
-from ebbtide.scheduling.shares import Demand, entitled
+from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot
+from ebbtide.scheduling.fair_share.share_accounts import REST, RunDue, ShareAccounts, WorkerDemand
+from ebbtide.scheduling.fair_share.shares import Demand, entitled
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Fleet:
     idle_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._accounts, self._wants = Accounts(self.now), Wants()
+        self._accounts, self._wants = ShareAccounts(self.now), WorkerDemand()
         self._made: Counter[str] = Counter()
-        self._due: dict[str, Due] = {}
+        self._due: dict[str, RunDue] = {}
         self._starved: dict[str, float] = {}
 
     def run(self, seconds: float) -> Counter[str]:
@@ -74,7 +74,7 @@ class Fleet:
         demands = [self._demand(one, believed[one.run_id]) for one in self.runs if one.run_id in believed]
         shares = entitled(demands, len(self.workers))
         posts = [
-            Post(
+            WorkerPost(
                 worker_id=f"w{number:04}",
                 run_id=one.run_id,
                 since=one.since,
@@ -87,7 +87,9 @@ class Fleet:
         ]
         allotted = allot(posts, demands, now=self.now, slice_s=self.slice_s, rest_owed_s=self._accounts.owed_s(REST))
         held = Counter(allotted.values())
-        self._due = {run_id: Due(share, waits=wanted[run_id] > held[run_id] + 1e-9) for run_id, share in shares.items()}
+        self._due = {
+            run_id: RunDue(share, waits=wanted[run_id] > held[run_id] + 1e-9) for run_id, share in shares.items()
+        }
         for worker, run_id in zip(self.workers, allotted.values(), strict=True):
             if worker.run_id != run_id:
                 self._change(worker, run_id)

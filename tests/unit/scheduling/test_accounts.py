@@ -2,12 +2,18 @@
 
 import pytest
 
-from ebbtide.scheduling.accounts import CHANGE_S, Accounts, Changes, Due, Wants
+from ebbtide.scheduling.fair_share.share_accounts import (
+    CHANGE_S,
+    ChangeoverTimes,
+    RunDue,
+    ShareAccounts,
+    WorkerDemand,
+)
 
 
 def test_what_one_run_got_too_much_the_others_are_owed() -> None:
-    accounts = Accounts(0.0)
-    due = {"a": Due(0.25, True), "b": Due(0.75, True)}
+    accounts = ShareAccounts(0.0)
+    due = {"a": RunDue(0.25, True), "b": RunDue(0.75, True)}
     accounts.tick({"a": 100, "b": 100}, due, workers=2, resting=0, turn_s=2.0, now=1.0)
     assert accounts.rate == pytest.approx(100.0)
     assert accounts.owed_s("a") == pytest.approx(-0.5)
@@ -18,17 +24,17 @@ def test_what_one_run_got_too_much_the_others_are_owed() -> None:
 
 
 def test_what_is_owed_has_a_bound_and_is_forgotten_without_work() -> None:
-    accounts, due = Accounts(0.0), {"a": Due(0.5, True), "b": Due(0.5, True)}
+    accounts, due = ShareAccounts(0.0), {"a": RunDue(0.5, True), "b": RunDue(0.5, True)}
     for second in range(1, 200):
         accounts.tick({"b": 100}, due, workers=1, resting=0, turn_s=2.0, now=float(second))
     assert accounts.owed_s("a") == pytest.approx(16.0)
     for second in range(200, 220):
-        accounts.tick({"b": 100}, {"b": Due(1.0, True)}, workers=1, resting=0, turn_s=2.0, now=float(second))
+        accounts.tick({"b": 100}, {"b": RunDue(1.0, True)}, workers=1, resting=0, turn_s=2.0, now=float(second))
     assert 0.0 <= accounts.owed_s("a") < 0.5
 
 
 def test_a_run_for_which_nothing_waits_is_owed_next_to_nothing() -> None:
-    accounts, due = Accounts(0.0), {"few": Due(0.5, False), "many": Due(0.5, True)}
+    accounts, due = ShareAccounts(0.0), {"few": RunDue(0.5, False), "many": RunDue(0.5, True)}
     for second in range(1, 60):
         accounts.tick({"few": 10, "many": 90}, due, workers=1, resting=0, turn_s=2.0, now=float(second))
     assert accounts.owed_s("few") <= 1.0 + 1e-6
@@ -36,7 +42,7 @@ def test_a_run_for_which_nothing_waits_is_owed_next_to_nothing() -> None:
 
 
 def test_the_share_lately_is_of_the_last_half_minute_or_so() -> None:
-    accounts = Accounts(0.0)
+    accounts = ShareAccounts(0.0)
     for second in range(1, 301):
         made = {"a": 30, "b": 10} if second <= 150 else {"a": 10, "b": 30}
         accounts.tick(made, {}, workers=1, resting=0, turn_s=2.0, now=float(second))
@@ -46,13 +52,13 @@ def test_the_share_lately_is_of_the_last_half_minute_or_so() -> None:
 
 
 def test_nothing_is_owed_before_a_token_was_made() -> None:
-    accounts = Accounts(0.0)
-    accounts.tick({}, {"a": Due(1.0, True)}, workers=1, resting=0, turn_s=2.0, now=1.0)
+    accounts = ShareAccounts(0.0)
+    accounts.tick({}, {"a": RunDue(1.0, True)}, workers=1, resting=0, turn_s=2.0, now=1.0)
     assert accounts.owed_s("a") == accounts.lately("a") == accounts.rate == 0.0
 
 
 def test_more_is_believed_at_once_and_less_with_patience() -> None:
-    wants = Wants()
+    wants = WorkerDemand()
     assert wants.believed({"a": 3.0}, change_s=1.0, now=0.0) == {"a": 3.0}
     assert wants.believed({"a": 0.0}, change_s=1.0, now=1.0) == {"a": 3.0}
     assert wants.believed({"a": 5.0}, change_s=1.0, now=2.0) == {"a": 5.0}
@@ -64,7 +70,7 @@ def test_more_is_believed_at_once_and_less_with_patience() -> None:
 
 
 def test_the_time_of_a_change_is_learnt_per_worker_and_guessed_from_others() -> None:
-    changes = Changes()
+    changes = ChangeoverTimes()
     assert changes.estimate("w") == CHANGE_S
     changes.learn("w", 0.2)
     changes.learn("w", 0.4)

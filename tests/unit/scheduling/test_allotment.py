@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.allotment import Post, allot
-from ebbtide.scheduling.shares import Demand
+from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot
+from ebbtide.scheduling.fair_share.shares import Demand
 from tests.unit.scheduling.shared_fleet import Fleet, Worker, fleet
 
 
@@ -15,11 +15,13 @@ def demand(run_id: str, **more: Any) -> Demand:
     return Demand(run_id=run_id, **more)
 
 
-def post(name: str, run_id: str = "", **more: Any) -> Post:
-    return Post(worker_id=name, run_id=run_id, has=more.pop("has", run_id), **({"since": 0.0, "running": 0} | more))
+def post(name: str, run_id: str = "", **more: Any) -> WorkerPost:
+    return WorkerPost(
+        worker_id=name, run_id=run_id, has=more.pop("has", run_id), **({"since": 0.0, "running": 0} | more)
+    )
 
 
-def decided(posts: list[Post], demands: list[Demand], **more: Any) -> dict[str, str]:
+def decided(posts: list[WorkerPost], demands: list[Demand], **more: Any) -> dict[str, str]:
     return allot(posts, demands, **({"now": 1000.0, "slice_s": 2.0} | more))
 
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.balance import Engine, Generating, Move, rebalance
-from ebbtide.scheduling.costs import COSTS, Costs
-from ebbtide.scheduling.hosts import Host
-from ebbtide.scheduling.lengths import Lengths
-from ebbtide.scheduling.line import Waiting
-from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.throughput import Speed
+from ebbtide.scheduling.dispatch.host_view import HostView
+from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
+from ebbtide.scheduling.dispatch.rebalancing import EngineLoad, RolloutMove, RunningRollout, rebalance
+from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 NOW = 1_000.0
 
 
-def speed(rate: float = 30.0, plateau: int = 32) -> Speed:
-    known = Speed()
+def speed(rate: float = 30.0, plateau: int = 32) -> WorkerThroughput:
+    known = WorkerThroughput()
     for running in range(1, 65):
         for _ in range(3):
             known.observe(running, 2_000, round(rate * min(running, plateau) * 10), 10.0)
@@ -29,20 +29,22 @@ def speed(rate: float = 30.0, plateau: int = 32) -> Speed:
 EVEN = speed()
 
 
-def lengths(mean: int = 3_000) -> Lengths:
-    known = Lengths()
+def lengths(mean: int = 3_000) -> ResponseLengths:
+    known = ResponseLengths()
     for tokens in (mean // 4, mean // 2, mean, mean * 2, mean * 8) * 40:
         known.finished(tokens)
     return known
 
 
-def generating(name: str, *, made: int = 500, since: float = 0.0, started: bool = True, **limits: Any) -> Generating:
+def generating(
+    name: str, *, made: int = 500, since: float = 0.0, started: bool = True, **limits: Any
+) -> RunningRollout:
     stays = limits.pop("stays", False)
-    waiting = Waiting(
-        rollout_id=name, episode_id=name, bounds=Bounds(*limits.pop("bounds", (0, 0))), length=500 + made, place=0,
-        **limits,
+    waiting = QueuedRollout(
+        rollout_id=name, episode_id=name, bounds=VersionBounds(*limits.pop("bounds", (0, 0))), length=500 + made,
+        place=0, **limits,
     )  # fmt: skip
-    return Generating(
+    return RunningRollout(
         attempt_id=name,
         waiting=waiting,
         length=500 + made,
@@ -56,27 +58,27 @@ def generating(name: str, *, made: int = 500, since: float = 0.0, started: bool 
 
 def engine(
     name: str,
-    rollouts: list[Generating],
+    rollouts: list[RunningRollout],
     *,
-    learnt: Speed = EVEN,
+    learnt: WorkerThroughput = EVEN,
     slots: int = 64,
     version: int = 1,
     promised: int = 0,
     held: bool = False,
     **lent: Any,
-) -> Engine:
-    host = Host(
+) -> EngineLoad:
+    host = HostView(
         worker_id=name, name=name, slots=slots, running=len(rollouts) + promised, installed=version, target=version,
         max_model_len=40_000, pending=sum(not one.started for one in rollouts), held=held, **lent,
     )  # fmt: skip
-    return Engine(host=host, speed=learnt, context=2_000, rollouts=lambda: rollouts)
+    return EngineLoad(host=host, speed=learnt, context=2_000, rollouts=lambda: rollouts)
 
 
-def running(name: str, number: int, **more: Any) -> list[Generating]:
+def running(name: str, number: int, **more: Any) -> list[RunningRollout]:
     return [generating(f"{name}{index}", **more) for index in range(number)]
 
 
-def moves(engines: list[Engine], **terms: Any) -> list[Move]:
+def moves(engines: list[EngineLoad], **terms: Any) -> list[RolloutMove]:
     return rebalance(engines, terms.pop("known", lengths()), now=NOW, **terms)
 
 
@@ -120,14 +122,14 @@ def test_nothing_moves_where_nothing_would_run_faster(counts: Any) -> None:
 
 def test_the_surplus_beyond_the_plateau_moves_and_no_more() -> None:
     """RLBoost's second rule, without waiting for an engine to fall idle."""
-    made = moves([engine("full", running("f", 64)), engine("idle", [])], costs=Costs(at_once=100))
+    made = moves([engine("full", running("f", 64)), engine("idle", [])], costs=MoveCosts(at_once=100))
     assert {(move.source, move.target) for move in made} == {("full", "idle")}
     assert 24 <= len(made) <= 32  # to about 36 and 28: the rest would gain less than a tenth
 
 
 def test_those_with_most_still_to_come_move_first() -> None:
     rollouts = [generating(f"r{made}", made=made) for made in range(0, 6_400, 100)]
-    known = Lengths()
+    known = ResponseLengths()
     for tokens in (500, 32_000) * 100:
         known.finished(tokens)
     chosen = [int(move.attempt_id[1:]) for move in moves([engine("a", rollouts), engine("b", [])], known=known)]
@@ -137,15 +139,15 @@ def test_those_with_most_still_to_come_move_first() -> None:
 def test_a_move_that_gains_less_than_its_prefill_is_not_made() -> None:
     fleet = [engine("a", running("a", 64, made=20_000)), engine("b", [])]
     short = lengths(mean=8)
-    assert moves(fleet, costs=Costs(prefill_tokens_per_s=10_000.0)) != []
-    assert moves(fleet, costs=Costs(prefill_tokens_per_s=10.0)) == []
+    assert moves(fleet, costs=MoveCosts(prefill_tokens_per_s=10_000.0)) != []
+    assert moves(fleet, costs=MoveCosts(prefill_tokens_per_s=10.0)) == []
     assert moves([engine("a", running("a", 64, made=0)), engine("b", [])], known=short) == []
 
 
 def test_prefills_that_pile_up_at_one_worker_end_the_moves() -> None:
     fleet = [engine("a", running("a", 64, made=2_000)), engine("b", [])]
-    few = moves(fleet, costs=Costs(prefill_tokens_per_s=200.0, at_once=100))
-    assert 0 < len(few) < len(moves(fleet, costs=Costs(at_once=100)))
+    few = moves(fleet, costs=MoveCosts(prefill_tokens_per_s=200.0, at_once=100))
+    assert 0 < len(few) < len(moves(fleet, costs=MoveCosts(at_once=100)))
 
 
 def test_a_rollout_that_has_just_come_is_left_in_peace() -> None:
@@ -159,7 +161,7 @@ def test_the_faster_worker_gets_more() -> None:
 
 
 def test_a_worker_of_which_nothing_is_known_is_taken_for_a_typical_one() -> None:
-    made = moves([engine("a", running("a", 64)), engine("new", [], learnt=Speed())])
+    made = moves([engine("a", running("a", 64)), engine("new", [], learnt=WorkerThroughput())])
     assert {move.target for move in made} == {"new"}
 
 
@@ -210,22 +212,22 @@ def test_nothing_moves_to_a_worker_that_is_held() -> None:
 
 def test_rules_can_be_left_out() -> None:
     fleet = [engine("a", running("a", 64)), engine("b", [])]
-    assert moves(fleet, costs=Costs(advantage=inf)) == []
+    assert moves(fleet, costs=MoveCosts(advantage=inf)) == []
     assert moves(fleet[:1]) == []
 
 
 def test_a_hundred_full_workers_cost_little_while_there_is_nothing_to_do() -> None:
     asked: list[int] = []
 
-    def ask() -> list[Generating]:
+    def ask() -> list[RunningRollout]:
         asked.append(1)
         return []
 
-    host = Host(worker_id="w", slots=64, running=64, installed=1, target=1, max_model_len=40_000)
-    fleet = [Engine(host=host, speed=EVEN, context=2_000, rollouts=ask) for _ in range(100)]
+    host = HostView(worker_id="w", slots=64, running=64, installed=1, target=1, max_model_len=40_000)
+    fleet = [EngineLoad(host=host, speed=EVEN, context=2_000, rollouts=ask) for _ in range(100)]
     began = time.process_time()
     for _ in range(10):
-        assert moves(fleet, known=Lengths()) == []
+        assert moves(fleet, known=ResponseLengths()) == []
     assert (time.process_time() - began) / 10 < 0.005
     assert not asked
 
@@ -233,7 +235,7 @@ def test_a_hundred_full_workers_cost_little_while_there_is_nothing_to_do() -> No
 @pytest.mark.parametrize("stalled", [1, 2, 3])
 def test_a_speed_that_nobody_would_believe_moves_nothing(stalled: Any) -> None:
     """As after a stall that was taken for work: a token in ten seconds of all that ran."""
-    slow = Speed()
+    slow = WorkerThroughput()
     for running in (4, 8, 16):
         slow.observe(running, 2_000, 1, 10.0)
     engines = [engine(f"s{n}", [generating(f"s{n}.{i}") for i in range(8)], learnt=slow) for n in range(stalled)]
@@ -241,7 +243,7 @@ def test_a_speed_that_nobody_would_believe_moves_nothing(stalled: Any) -> None:
     assert moves(engines) == []
 
 
-def borrowed(name: str, rollouts: list[Generating], *, share: float = 0.9, spell_s: float = 10.0) -> Engine:
+def borrowed(name: str, rollouts: list[RunningRollout], *, share: float = 0.9, spell_s: float = 10.0) -> EngineLoad:
     return engine(name, rollouts, borrowed=True, share=share, spell_s=spell_s)
 
 
@@ -260,7 +262,7 @@ def test_nothing_goes_to_a_borrowed_worker_that_is_faster_only_while_it_lasts() 
 def test_what_a_reclaim_would_cost_keeps_work_from_a_shaky_worker() -> None:
     surplus = running("f", 50, made=20_000)
     to_steady = moves([engine("full", surplus), borrowed("lent", [], share=1.0, spell_s=1e9)])
-    dear = Costs(prefill_tokens_per_s=500.0)
+    dear = MoveCosts(prefill_tokens_per_s=500.0)
     assert len(to_steady) > len(
         moves([engine("full", surplus), borrowed("lent", [], share=1.0, spell_s=1.0)], costs=dear)
     )

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import NotReady
-from ebbtide.scheduling.claims import Claimable, choose
+from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
 
 
-def run(run_id: str, holder: str = "", renewed_s: float = 0.0, *, paired: bool = False) -> Claimable:
-    return Claimable(run_id=run_id, holder=holder, renewed_s=renewed_s, paired=paired)
+def run(run_id: str, holder: str = "", renewed_s: float = 0.0, *, paired: bool = False) -> ClaimableRun:
+    return ClaimableRun(run_id=run_id, holder=holder, renewed_s=renewed_s, paired=paired)
 
 
-def chosen(*runs: Claimable, waited_s: float = math.inf) -> str:
+def chosen(*runs: ClaimableRun, waited_s: float = math.inf) -> str:
     return choose(runs, role="trainer", holder="me", waited_s=waited_s)
 
 

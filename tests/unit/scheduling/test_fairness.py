@@ -5,7 +5,14 @@ from collections import Counter
 
 import pytest
 
-from ebbtide.scheduling.fairness import BURST_S, Ask, Bucket, Rate, Turns, parse_limits
+from ebbtide.scheduling.distribution.link_turns import (
+    BURST_S,
+    LinkAsk,
+    LinkRate,
+    LinkTurns,
+    TokenBucket,
+    parse_limits,
+)
 
 MIB = 1 << 20
 
@@ -16,12 +23,12 @@ class Load:
     def __init__(self, *, total: float = 0.0, limits: dict[str, float] | None = None) -> None:
         limits = limits or {}
         self.now = 0.0
-        self.turns = Turns(total=total, rate_of=lambda link: limits.get(link, 0.0), now=0.0)
+        self.turns = LinkTurns(total=total, rate_of=lambda link: limits.get(link, 0.0), now=0.0)
         self.sent: Counter[str] = Counter()
 
     def open(self, link: str, reader: str, *, streams: int = 1, size: int = MIB) -> None:
         for _ in range(streams):
-            self.turns.add(Ask(link, reader, size), self.now)
+            self.turns.add(LinkAsk(link, reader, size), self.now)
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
@@ -81,8 +88,8 @@ def test_who_was_idle_has_saved_nothing_up() -> None:
 
 
 def test_an_ask_that_was_dropped_gets_no_turn_and_holds_up_nobody() -> None:
-    turns = Turns(total=0.0, rate_of=lambda _: 0.0, now=0.0)
-    gone, stays = Ask("a", "gone", MIB), Ask("a", "stays", MIB)
+    turns = LinkTurns(total=0.0, rate_of=lambda _: 0.0, now=0.0)
+    gone, stays = LinkAsk("a", "gone", MIB), LinkAsk("a", "stays", MIB)
     turns.add(gone, 0.0)
     turns.add(stays, 0.0)
     turns.drop(gone)
@@ -97,10 +104,10 @@ def test_idle_links_are_forgotten_once_they_owe_nothing() -> None:
         made.append(link)
         return float(MIB) if link == "slow" else 0.0
 
-    turns = Turns(total=0.0, rate_of=rate_of, now=0.0)
+    turns = LinkTurns(total=0.0, rate_of=rate_of, now=0.0)
 
     def send(link: str, now: float) -> bool:
-        turns.add(Ask(link, "r", MIB), now)
+        turns.add(LinkAsk(link, "r", MIB), now)
         sent = turns.next(now) is not None
         assert turns.next(now) is None
         return sent
@@ -119,9 +126,9 @@ def test_idle_links_are_forgotten_once_they_owe_nothing() -> None:
 
 
 def test_without_limits_nobody_waits() -> None:
-    turns = Turns(total=0.0, rate_of=lambda _: 0.0, now=0.0)
+    turns = LinkTurns(total=0.0, rate_of=lambda _: 0.0, now=0.0)
     for _ in range(1000):
-        turns.add(Ask("a", "r", MIB), 0.0)
+        turns.add(LinkAsk("a", "r", MIB), 0.0)
     assert sum(turns.next(0.0) is not None for _ in range(1001)) == 1000
 
 
@@ -138,14 +145,14 @@ def test_readers_of_a_link_are_never_further_apart_than_their_largest_blobs(seed
 
 
 def test_a_bucket_saves_up_no_more_than_its_burst() -> None:
-    bucket = Bucket(100.0, 0.0)
+    bucket = TokenBucket(100.0, 0.0)
     assert bucket.wait(1000.0) == 0.0
     bucket.take(110)
     assert bucket.wait(1000.0) == pytest.approx(1.1 - BURST_S)
 
 
 def test_a_rate_forgets() -> None:
-    rate = Rate(0.0)
+    rate = LinkRate(0.0)
     for second in range(60):
         rate.add(100, float(second))
     assert rate.lately(59.0) == pytest.approx(100, rel=0.1)

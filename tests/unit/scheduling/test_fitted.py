@@ -5,11 +5,11 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.fitted import ENOUGH, Fitted, Recent
+from ebbtide.scheduling.coserving.cost_line import ENOUGH, CostLine, RecentValues
 
 
-def line(sizes: list[int], noise: float = 0.0, count: int = 200) -> Fitted:
-    random, fitted = Random(1), Fitted()
+def line(sizes: list[int], noise: float = 0.0, count: int = 200) -> CostLine:
+    random, fitted = Random(1), CostLine()
     for number in range(count):
         size = sizes[number % len(sizes)]
         fitted.observe(size, (0.004 + 0.0001 * size) * random.lognormvariate(0.0, noise))
@@ -35,7 +35,7 @@ def test_of_one_size_alone_larger_ones_cost_in_proportion_and_smaller_ones_as_mu
 
 
 def test_nothing_known_is_endless_and_little_known_is_taken_twice() -> None:
-    fitted = Fitted()
+    fitted = CostLine()
     assert fitted.predicted(1) == inf
     assert fitted.size_within(100.0) == 0.0
     fitted.observe(10, 1.0)
@@ -47,7 +47,7 @@ def test_nothing_known_is_endless_and_little_known_is_taken_twice() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_predictions_never_fall_with_size_and_sizes_within_keep_to_them(seed: int) -> None:
-    random, fitted = Random(seed), Fitted()
+    random, fitted = Random(seed), CostLine()
     for _ in range(random.randrange(1, 300)):
         fitted.observe(random.choice((1, 8, 32, 500)), random.expovariate(100.0))
     predicted = [fitted.predicted(size) for size in range(0, 1000, 7)]
@@ -69,14 +69,14 @@ def test_one_hiccup_bends_little_and_a_lasting_change_is_believed() -> None:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, inf, float("nan")])
 def test_what_no_work_costs_teaches_nothing(bad: float) -> None:
-    fitted = Fitted()
+    fitted = CostLine()
     fitted.observe(bad, 1.0)
     fitted.observe(1.0, bad)
     assert fitted.count == 0
 
 
 def test_only_the_last_ones_count() -> None:
-    recent = Recent(10)
+    recent = RecentValues(10)
     assert recent.quantile(0.5) == 0.0
     for value in range(100):
         recent.add(float(value))

@@ -8,22 +8,22 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.governor import Decision, Governor, Limits, Targets
+from ebbtide.scheduling.coserving.governor import BudgetDecision, Governor, LatencyTargets, StepLimits
 from ebbtide.types.grants import GRANT_S
 
 _STEP_S = 0.008
-_TARGETS = Targets(ttft_s=1.0, tpot_s=0.1, aim_ttft=0.4, aim_tpot=0.5, aim_gap=1.0, aim_slowed=10.0)
+_TARGETS = LatencyTargets(ttft_s=1.0, tpot_s=0.1, aim_ttft=0.4, aim_tpot=0.5, aim_gap=1.0, aim_slowed=10.0)
 
 
 class Host:
     """A governor, and traffic for it. `now` goes on as it is told."""
 
-    def __init__(self, targets: Targets = _TARGETS, limits: Limits | None = None) -> None:
-        self.governor = Governor(targets, limits or Limits())
+    def __init__(self, targets: LatencyTargets = _TARGETS, limits: StepLimits | None = None) -> None:
+        self.governor = Governor(targets, limits or StepLimits())
         self.now = 100.0
         self.count = 0
 
-    def decide(self) -> Decision:
+    def decide(self) -> BudgetDecision:
         return self.governor.decide(self.now)
 
     def arrive(self, prompt: int = 500) -> str:
@@ -50,7 +50,7 @@ class Host:
             self.now += seconds
             self.governor.stepped(self.now, tokens, seconds)
 
-    def rest(self) -> Decision:
+    def rest(self) -> BudgetDecision:
         """Nothing inside, until the quiet time is over."""
         decision = self.decide()
         while decision.state == "quiet":
@@ -59,7 +59,7 @@ class Host:
         return decision
 
 
-def learnt(targets: Targets = _TARGETS) -> Host:
+def learnt(targets: LatencyTargets = _TARGETS) -> Host:
     """A host that knows its engines."""
     host = Host(targets)
     for _ in range(30):
@@ -80,7 +80,7 @@ def test_idle_with_steps_known_everything_may_run() -> None:
 
 
 def test_an_arrival_takes_everything_back_at_once() -> None:
-    host = learnt(Targets(ttft_s=1.0, tpot_s=0.1, aim_tpot=0.0))
+    host = learnt(LatencyTargets(ttft_s=1.0, tpot_s=0.1, aim_tpot=0.0))
     assert host.decide().budget.tokens
     host.arrive()
     decision = host.decide()
@@ -94,7 +94,7 @@ def test_the_budget_comes_back_within_the_same_spell_after_a_quiet_time() -> Non
     decision = host.decide()
     assert (decision.state, decision.budget.tokens) == ("quiet", 0)
     assert host.rest().budget.tokens >= 128
-    assert host.now - left <= Limits().quiet_most_s
+    assert host.now - left <= StepLimits().quiet_most_s
 
 
 def test_after_trouble_it_grows_again_by_itself_without_another_spell() -> None:
@@ -111,7 +111,7 @@ def test_after_trouble_it_grows_again_by_itself_without_another_spell() -> None:
 
 def test_nothing_known_is_a_few_tokens_at_a_time_while_idle_and_none_beside_requests() -> None:
     host = Host()
-    assert host.decide().budget.tokens == Limits().first_tokens
+    assert host.decide().budget.tokens == StepLimits().first_tokens
     name = host.arrive()
     assert host.decide().budget.tokens == 0
     host.now += 0.1
@@ -122,7 +122,7 @@ def test_nothing_known_is_a_few_tokens_at_a_time_while_idle_and_none_beside_requ
 
 
 def test_targets_that_are_factors_leave_no_sharing_until_learnt() -> None:
-    host = Host(Targets(ttft_factor=2.0, tpot_factor=5.0, aim_tpot=0.9))
+    host = Host(LatencyTargets(ttft_factor=2.0, tpot_factor=5.0, aim_tpot=0.9))
     host.step(50)
     for number in range(1, 26):
         host.rest()
@@ -141,10 +141,10 @@ def test_targets_that_are_factors_leave_no_sharing_until_learnt() -> None:
 
 
 def test_a_step_takes_at_most_its_share_of_the_ttft_target() -> None:
-    host = learnt(Targets(ttft_s=0.1, tpot_s=0.1))
+    host = learnt(LatencyTargets(ttft_s=0.1, tpot_s=0.1))
     host.step(100, 256, 0.036)
     tokens = host.decide().budget.tokens
-    assert Limits().first_tokens <= tokens < 64
+    assert StepLimits().first_tokens <= tokens < 64
 
 
 def test_some_requests_are_served_without_rollouts_so_that_what_is_unloaded_stays_known() -> None:
@@ -182,7 +182,7 @@ def test_requests_are_slowed_down_only_where_sharing_brings_more_than_idle_time_
 
 
 def test_however_wide_the_target_a_request_is_slowed_down_by_little() -> None:
-    host, pauses = learnt(Targets(ttft_s=10.0, tpot_s=1.0)), []
+    host, pauses = learnt(LatencyTargets(ttft_s=10.0, tpot_s=1.0)), []
     name = host.arrive()
     host.now += 0.1
     host.governor.produced(host.now, name, 1)
@@ -228,7 +228,7 @@ def test_an_arrived_request_waits_for_the_step_under_way_only_where_overlapping_
         host.governor.produced(host.now, name, 1)
         host.governor.ended(host.now, name, ok=True)
     assert host.governor.hold_s(host.now, None) == 0.0
-    assert 0.0 < host.governor.hold_s(host.now, host.now - 0.001) <= Limits().hold_s
+    assert 0.0 < host.governor.hold_s(host.now, host.now - 0.001) <= StepLimits().hold_s
     assert host.governor.hold_s(host.now, host.now - 1.0) == 0.0
 
 
@@ -240,7 +240,7 @@ def test_events_of_requests_that_are_not_inside_change_nothing() -> None:
     assert host.decide() == before
 
 
-def random_life(host: Host, seed: int) -> Iterator[Decision]:
+def random_life(host: Host, seed: int) -> Iterator[BudgetDecision]:
     """Random events, a decision after each."""
     random, inside = Random(seed), list[str]()
     for _ in range(400):
@@ -268,7 +268,7 @@ def test_no_step_is_let_begin_that_is_predicted_to_take_more_than_the_slack() ->
     assert shared > 100
 
 
-def within_slack(host: Host, decision: Decision) -> None:
+def within_slack(host: Host, decision: BudgetDecision) -> None:
     governor, book = host.governor, host.governor._book
     end = decision.budget.until + governor._steps.predicted(decision.budget.tokens, beside=True) - 1e-9
     assert end <= host.now + decision.slack_s
@@ -288,7 +288,7 @@ def test_no_decision_has_lapsed_or_lasts_longer_than_a_grant(seed: int) -> None:
         assert decision.review_at <= host.now + GRANT_S
         if decision.budget.tokens:
             assert host.now < decision.budget.until <= host.now + GRANT_S
-            assert 0 < decision.budget.sequences <= decision.budget.tokens <= Limits().tokens
+            assert 0 < decision.budget.sequences <= decision.budget.tokens <= StepLimits().tokens
 
 
 def test_no_decision_is_worth_an_endless_or_an_immediate_review() -> None:
@@ -353,7 +353,7 @@ def test_a_rollout_may_wake_up_where_idle_time_is_long() -> None:
 
 
 def test_what_ran_beside_requests_of_other_models_is_not_learnt_as_the_engine_alone() -> None:
-    host = Host(Targets(ttft_factor=2.0, tpot_factor=2.0))
+    host = Host(LatencyTargets(ttft_factor=2.0, tpot_factor=2.0))
     for _ in range(30):
         host.serve()
         host.now += 1.0

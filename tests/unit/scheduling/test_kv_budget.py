@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ebbtide.scheduling.kv_budget import CUT, NORMAL, PRESSURE, REGROW, Allowance, KvBudget, KvRules, Peaks, Rises
+from ebbtide.scheduling.coserving.kv_budget import (
+    CUT,
+    NORMAL,
+    PRESSURE,
+    REGROW,
+    KvAllowance,
+    KvBudget,
+    KvPeaks,
+    KvRises,
+    KvRules,
+)
 
 LIMIT = 1000
 FULL = 900
@@ -21,15 +31,15 @@ class Pair:
         self.full = full
         self.now = 0.0
         self.rollout = 0
-        self.last = Allowance(0, "")
+        self.last = KvAllowance(0, "")
 
-    def update(self, serving: int, after: float = 0.05) -> Allowance:
+    def update(self, serving: int, after: float = 0.05) -> KvAllowance:
         self.now += after
         self.last = self.budget.update(self.now, serving=serving, rollout=self.rollout, limit=LIMIT, full=self.full)
         self.rollout = self.last.kv_bytes
         return self.last
 
-    def run(self, serving: Callable[[float], int], seconds: float) -> Iterator[Allowance]:
+    def run(self, serving: Callable[[float], int], seconds: float) -> Iterator[KvAllowance]:
         end = self.now + seconds
         while self.now < end:
             yield self.update(serving(self.now))
@@ -193,7 +203,7 @@ def test_rollouts_are_left_nothing_rather_than_less_than_one_of_them_needs(seed:
 
 
 def test_the_highest_of_late_is_known_and_forgotten() -> None:
-    peaks = Peaks(window_s=3.0)
+    peaks = KvPeaks(window_s=3.0)
     seen = [peaks.add(now, value) for now, value in [(0, 5), (1, 9), (2, 3), (4, 4), (4.5, 1), (8, 2)]]
     assert seen == [5, 9, 9, 9, 4, 2]
 
@@ -219,7 +229,7 @@ def test_small_rollout_engines_are_not_bounded_at_all_by_small_use() -> None:
 
 
 def test_what_serving_took_fast_is_kept_free_for_a_while_and_forgotten_then() -> None:
-    rises = Rises(window_s=0.5, remember_s=60)
+    rises = KvRises(window_s=0.5, remember_s=60)
     assert rises.add(0.0, 100) == 0
     assert rises.add(0.4, 180) == 80
     assert rises.add(10.0, 170) == 80

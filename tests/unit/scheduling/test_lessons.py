@@ -4,19 +4,19 @@ from math import inf
 
 import pytest
 
-from ebbtide.scheduling.lessons import Lessons
-from ebbtide.scheduling.slack import Request
-from ebbtide.scheduling.steptime import StepTime
-from ebbtide.scheduling.unloaded import LEARNT, Unloaded
+from ebbtide.scheduling.coserving.latency_model import LatencyModel
+from ebbtide.scheduling.coserving.request_slack import ServedRequest
+from ebbtide.scheduling.coserving.step_time import StepTime
+from ebbtide.scheduling.coserving.unloaded_latency import LEARNT, UnloadedLatency
 
 
 class Scene:
     def __init__(self) -> None:
-        self.unloaded, self.steps = Unloaded(), StepTime(16)
-        self.lessons = Lessons(self.unloaded, self.steps)
+        self.unloaded, self.steps = UnloadedLatency(), StepTime(16)
+        self.lessons = LatencyModel(self.unloaded, self.steps)
         self.now = 0.0
 
-    def served(self, ttft: float, *, beside: float = 0.0, alone: bool = True, streamed: bool = True) -> Request:
+    def served(self, ttft: float, *, beside: float = 0.0, alone: bool = True, streamed: bool = True) -> ServedRequest:
         """One request whose first token came `ttft` after it, with a rollout step beside it for so long."""
         self.now += 10.0
         request = self.lessons.arrived(self.now, 1000, alone=alone, streamed=streamed)
@@ -27,7 +27,7 @@ class Scene:
         self.lessons.began(request, 0.5)
         return request
 
-    def decoded(self, request: Request, pause: float) -> None:
+    def decoded(self, request: ServedRequest, pause: float) -> None:
         since, request.last = request.last, request.last + pause
         before, request.beside_last = request.beside_last, self.lessons.beside
         request.tokens += 1

@@ -4,15 +4,15 @@ from collections import Counter
 
 import pytest
 
-from ebbtide.scheduling.line import EVALUATION_PART, Line, Waiting
-from ebbtide.scheduling.pacing import Bounds
+from ebbtide.scheduling.dispatch.rollout_queue import EVALUATION_PART, QueuedRollout, RolloutQueue
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
-def waiting(name: str, place: int, *, group: int = 0, evaluation: bool = False, priority: int = 0) -> Waiting:
-    return Waiting(
+def waiting(name: str, place: int, *, group: int = 0, evaluation: bool = False, priority: int = 0) -> QueuedRollout:
+    return QueuedRollout(
         rollout_id=name,
         episode_id=name,
-        bounds=Bounds(0, 0),
+        bounds=VersionBounds(0, 0),
         length=1,
         place=place,
         group=group or place,
@@ -21,19 +21,19 @@ def waiting(name: str, place: int, *, group: int = 0, evaluation: bool = False, 
     )
 
 
-def order(line: Line) -> list[str]:
+def order(line: RolloutQueue) -> list[str]:
     return [one.rollout_id for one in line]
 
 
 def test_a_later_turn_goes_where_its_group_stood() -> None:
-    line = Line()
+    line = RolloutQueue()
     for name, place, group in (("g1.a", 1, 1), ("g2.a", 2, 2), ("g3.a", 3, 3), ("g1.turn2", 9, 1), ("g2.retry", 8, 2)):
         line.add(waiting(name, place, group=group))
     assert order(line) == ["g1.a", "g1.turn2", "g2.a", "g2.retry", "g3.a"]
 
 
 def test_a_group_of_a_step_that_is_due_later_stands_behind_however_old_it_is() -> None:
-    line = Line()
+    line = RolloutQueue()
     line.add(waiting("old", 1, priority=4))
     line.add(waiting("due", 2, priority=3))
     assert order(line) == ["due", "old"]
@@ -41,7 +41,7 @@ def test_a_group_of_a_step_that_is_due_later_stands_behind_however_old_it_is() -
 
 def test_no_group_starves_behind_later_ones_that_go_on_and_on() -> None:
     """Each placed rollout brings another turn of its group: the oldest group still ends first."""
-    line, ended, place = Line(), list[int](), 100
+    line, ended, place = RolloutQueue(), list[int](), 100
     turns = Counter[int]()
     for group in range(1, 11):
         line.add(waiting(f"g{group}.0", group, group=group))
@@ -59,7 +59,7 @@ def test_no_group_starves_behind_later_ones_that_go_on_and_on() -> None:
 
 @pytest.mark.parametrize("setting", sorted(EVALUATION_PART))
 def test_evaluation_and_training_take_turns_by_their_parts_where_both_wait(setting: str) -> None:
-    line = Line(setting)
+    line = RolloutQueue(setting)
     for number in range(400):
         line.add(waiting(f"t{number}", number))
         line.add(waiting(f"e{number}", 1000 + number, evaluation=True, priority=-1))
@@ -73,7 +73,7 @@ def test_evaluation_and_training_take_turns_by_their_parts_where_both_wait(setti
 
 @pytest.mark.parametrize("setting", sorted(EVALUATION_PART))
 def test_many_places_at_once_are_shared_as_single_ones_are(setting: str) -> None:
-    line = Line(setting)
+    line = RolloutQueue(setting)
     for number in range(100):
         line.add(waiting(f"t{number}", number))
         line.add(waiting(f"e{number}", 1000 + number, evaluation=True))
@@ -85,7 +85,7 @@ def test_many_places_at_once_are_shared_as_single_ones_are(setting: str) -> None
 
 
 def test_a_kind_that_waits_alone_has_all_places_and_the_other_saves_nothing_up() -> None:
-    line = Line("before")
+    line = RolloutQueue("before")
     for number in range(50):
         line.add(waiting(f"t{number}", number))
     for number in range(40):
@@ -96,7 +96,7 @@ def test_a_kind_that_waits_alone_has_all_places_and_the_other_saves_nothing_up()
 
 
 def test_a_rollout_that_leaves_without_a_place_has_had_no_turn() -> None:
-    line = Line("beside")
+    line = RolloutQueue("beside")
     for number in range(4):
         line.add(waiting(f"t{number}", number))
         line.add(waiting(f"e{number}", 100 + number, evaluation=True))

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.attempts import MOVED, blames, dead_letter
-from ebbtide.scheduling.liveness import JUDGE_EVERY_S, Liveness
+from ebbtide.scheduling.dispatch.attempt_endings import MOVED, blames, dead_letter
+from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness
 
 
 def judged(liveness: Any, until: Any, step: Any = 0.5, start: Any = 0.0) -> Any:

@@ -5,7 +5,13 @@ import itertools
 import pytest
 
 from ebbtide.errors import VersionUnavailable
-from ebbtide.scheduling.pacing import evaluation_steps, first_announced, open_steps, pinned, training_bounds
+from ebbtide.scheduling.steps.step_pacing import (
+    evaluation_steps,
+    first_announced,
+    open_steps,
+    pinned,
+    training_bounds,
+)
 
 
 def announced(count: int, start: int = 1) -> dict[int, int]:

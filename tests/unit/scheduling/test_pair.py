@@ -4,13 +4,13 @@ import pytest
 
 from benchmarks.pair.simulated import compared, percentile, played, ttft
 from benchmarks.pair.simulated_pair import Engines
-from ebbtide.cli.coserving_traffic import Bursts, made_up
-from ebbtide.scheduling.governor import Governor, Limits, Targets
+from ebbtide.demo.coserving.coserving_traffic import TrafficBursts, made_up
+from ebbtide.scheduling.coserving.governor import Governor, LatencyTargets, StepLimits
 
 
 @pytest.mark.parametrize("load", [0.2, 0.5])
 def test_served_requests_hardly_feel_it_and_idle_time_is_harvested(load: float) -> None:
-    requests = made_up(Bursts(prompt=400, output=12), 240.0, seed=1)
+    requests = made_up(TrafficBursts(prompt=400, output=12), 240.0, seed=1)
     rows = {row.policy: row for row in compared(requests, load, Engines(together=1.2), [0.15], 0)}
     alone, ours, unguarded = rows["alone"], rows["governor 0.15"], rows["unguarded"]
     assert ours.requests == alone.requests == len(requests)
@@ -22,7 +22,9 @@ def test_served_requests_hardly_feel_it_and_idle_time_is_harvested(load: float) 
 
 
 def test_the_same_seed_gives_the_same_history() -> None:
-    requests = made_up(Bursts(prompt=400, output=12), 60.0, seed=2)
-    pairs = [played(Governor(Targets(ttft_s=1.0, tpot_s=0.1), Limits()), Engines(), requests, 5) for _ in range(2)]
+    requests = made_up(TrafficBursts(prompt=400, output=12), 60.0, seed=2)
+    pairs = [
+        played(Governor(LatencyTargets(ttft_s=1.0, tpot_s=0.1), StepLimits()), Engines(), requests, 5) for _ in range(2)
+    ]
     assert pairs[0].harvested == pairs[1].harvested > 0
     assert percentile(ttft(pairs[0]), 0.99) == percentile(ttft(pairs[1]), 0.99)

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.scheduling.hosts import Host, admits
-from ebbtide.scheduling.line import Line, Waiting
-from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.placement import outsized, place
+from ebbtide.scheduling.dispatch.host_view import HostView, admits
+from ebbtide.scheduling.dispatch.placement import outsized, place
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
 def waiting(
@@ -22,11 +22,11 @@ def waiting(
     priority: int = 0,
     episode: str = "",
     rollout_id: str = "",
-) -> Waiting:
-    return Waiting(
+) -> QueuedRollout:
+    return QueuedRollout(
         rollout_id=rollout_id or f"r{number}",
         episode_id=episode or f"e{number}",
-        bounds=Bounds(*bounds),
+        bounds=VersionBounds(*bounds),
         length=length,
         place=number,
         priority=priority,
@@ -35,8 +35,8 @@ def waiting(
 
 def host(
     name: str, slots: int = 4, running: int = 0, version: int = 1, *, target: int | None = None, context: int = 100
-) -> Host:
-    return Host(
+) -> HostView:
+    return HostView(
         worker_id=name,
         slots=slots,
         running=running,
@@ -48,8 +48,8 @@ def host(
 
 @dataclass
 class Case:
-    line: list[Waiting]
-    hosts: list[Host]
+    line: list[QueuedRollout]
+    hosts: list[HostView]
 
 
 def random_case(seed: int) -> Case:
@@ -59,7 +59,7 @@ def random_case(seed: int) -> Case:
              target=draw.randint(1, 4), context=draw.choice([20, 50, 100]))
         for i in range(draw.randint(1, 6))
     ]  # fmt: skip
-    line = Line()
+    line = RolloutQueue()
     for number in range(draw.randint(0, 40)):
         floor = draw.randint(0, 3)
         ceiling = draw.choice([0, draw.randint(max(floor, 1), 4)])
@@ -118,7 +118,9 @@ def test_the_emptiest_worker_is_chosen_by_share() -> None:
     assert place([waiting(1)], hosts, {}) == [("r1", "large")]
 
 
-def given(line: list[Waiting], hosts: list[Host], homes: dict[str, str] | None = None, **terms: Any) -> dict[str, str]:
+def given(
+    line: list[QueuedRollout], hosts: list[HostView], homes: dict[str, str] | None = None, **terms: Any
+) -> dict[str, str]:
     return {one.rollout_id: one.worker_id for one in place(line, hosts, homes or {}, **terms)}
 
 
@@ -189,7 +191,7 @@ def test_suspects_of_poison_start_one_at_a_time_on_each_worker() -> None:
 
 
 def test_a_long_line_is_placed_in_little_time() -> None:
-    line = Line()
+    line = RolloutQueue()
     for number in range(65_536):
         line.add(waiting(number, (1, 1)))
     hosts = [better(host(f"w{n}", slots=64), rate=20.0 + n % 7, plateau=32) for n in range(100)]
@@ -214,11 +216,11 @@ def test_a_worker_on_its_way_to_another_version_takes_only_what_both_may_make() 
     [((0, 0), 0, False), ((0, 0), 1, True), ((2, 0), 1, False), ((0, 2), 2, True), ((0, 2), 3, False)],
 )
 def test_bounds_of_zero_are_none_and_version_zero_is_none(bounds: Any, version: Any, within: Any) -> None:
-    assert admits(Bounds(*bounds), version) is within
+    assert admits(VersionBounds(*bounds), version) is within
 
 
 def test_a_requeued_rollout_stands_where_it_stood() -> None:
-    line = Line()
+    line = RolloutQueue()
     for number in (3, 1, 2):
         line.add(waiting(number))
     first = line.remove("r1")
@@ -229,7 +231,7 @@ def test_a_requeued_rollout_stands_where_it_stood() -> None:
 
 
 def test_priority_comes_before_place_and_an_id_stands_once() -> None:
-    line = Line()
+    line = RolloutQueue()
     line.add(waiting(1))
     line.add(waiting(2, priority=-1))
     line.add(waiting(7, rollout_id="r1"))
@@ -237,7 +239,7 @@ def test_priority_comes_before_place_and_an_id_stands_once() -> None:
     assert line.remove("zz") is None
     assert len(line) == 2
     assert "r1" in line
-    assert line.bounds() == {Bounds(0, 0)}
+    assert line.bounds() == {VersionBounds(0, 0)}
 
 
 def test_a_rollout_is_outsized_once_a_longer_context_had_time_to_come() -> None:

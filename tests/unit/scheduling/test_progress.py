@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.scheduling.progress import CEILING_S, LATE_S, PAUSE_S, Doing, Progress
+from ebbtide.scheduling.health.token_progress import CEILING_S, LATE_S, PAUSE_S, TokenProgress, WorkerActivity
 
 _TICK_S = 0.25
 
 
-def doing(started: int = 1, pending: int = 0, *, session: str = "a", **more: Any) -> Doing:
-    return Doing(session=session, started=started, pending=pending, heard=0.0, **more)
+def doing(started: int = 1, pending: int = 0, *, session: str = "a", **more: Any) -> WorkerActivity:
+    return WorkerActivity(session=session, started=started, pending=pending, heard=0.0, **more)
 
 
-def judge(watch: Progress, what: Doing, now: float, **said: Any) -> list[str]:
+def judge(watch: TokenProgress, what: WorkerActivity, now: float, **said: Any) -> list[str]:
     """Of a worker that was heard just now, if nothing else is said."""
     return watch.stalled([replace(what, **({"heard": now} | said))], now)
 
 
-def until_stalled(watch: Progress, what: Doing, start: float, limit: float = 200.0) -> float:
+def until_stalled(watch: TokenProgress, what: WorkerActivity, start: float, limit: float = 200.0) -> float:
     """Seconds of nothing until the worker is found."""
     now = start
     while not judge(watch, what, now):
@@ -30,7 +30,7 @@ def until_stalled(watch: Progress, what: Doing, start: float, limit: float = 200
     return now - start
 
 
-def until_found(watch: Progress, start: float, *, seed: int, quiet: bool, limit: float = 60.0) -> float:
+def until_found(watch: TokenProgress, start: float, *, seed: int, quiet: bool, limit: float = 60.0) -> float:
     """The same with a heartbeat a second, each late by up to half a second, that says (`quiet`) since when its engine
     has made no token: since `start`.
     """
@@ -49,7 +49,7 @@ def until_found(watch: Progress, start: float, *, seed: int, quiet: bool, limit:
 
 
 def busy(
-    watch: Progress, seed: int, *, flush_s: float, jitter_s: float, until: float, judge_late: float = 0.0
+    watch: TokenProgress, seed: int, *, flush_s: float, jitter_s: float, until: float, judge_late: float = 0.0
 ) -> float:
     """Tokens arrive every `flush_s`, each message late by up to `jitter_s`; nobody is found. Returns the end of it."""
     draw = random.Random(seed)
@@ -66,13 +66,13 @@ def busy(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_an_engine_that_stops_is_found_within_three_seconds_and_none_that_goes_on(seed: Any) -> None:
-    watch = Progress()
+    watch = TokenProgress()
     last = busy(watch, seed, flush_s=0.25, jitter_s=0.5, until=600.0, judge_late=0.3)
     assert until_found(watch, last, seed=seed, quiet=bool(seed % 2)) <= 3.0
 
 
 def test_a_loaded_worker_is_waited_for_longer_and_a_rested_one_no_more() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     last = busy(watch, 1, flush_s=1.9, jitter_s=0.05, until=60.0)
     assert 3.5 <= until_stalled(watch, doing(8), last) <= 4.5
     watch.forget("a")
@@ -80,7 +80,7 @@ def test_a_loaded_worker_is_waited_for_longer_and_a_rested_one_no_more() -> None
 
 
 def test_workers_that_wait_for_the_store_or_have_no_work_are_not_waited_for() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
     now = 10.0
     for what in [doing(8, excused=True)] * 100 + [doing(0)] * 100:
@@ -91,9 +91,9 @@ def test_workers_that_wait_for_the_store_or_have_no_work_are_not_waited_for() ->
 
 
 def test_a_first_token_has_the_time_that_first_tokens_take() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     assert until_stalled(watch, doing(0, 4), 0.0) >= CEILING_S  # none was ever seen
-    watch = Progress()
+    watch = TokenProgress()
     for tick in range(13):
         judge(watch, doing(0, 4), tick * _TICK_S)
     watch.arrived("a", 3.0)  # after three seconds
@@ -101,23 +101,23 @@ def test_a_first_token_has_the_time_that_first_tokens_take() -> None:
 
 
 def test_a_hold_is_waited_for_until_its_end_but_not_for_ever() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     last = busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
     for now in (last + tick * _TICK_S for tick in range(200)):
         assert judge(watch, doing(8, held=True), now) == []
     watch.arrived("a", now)  # what it had made before
     start = now + _TICK_S
     assert 2.0 <= until_stalled(watch, doing(8), start) <= 3.0  # the hold's length is taken for no gap of its engine
-    watch = Progress()
+    watch = TokenProgress()
     last = busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
     assert CEILING_S <= until_stalled(watch, doing(8, held=True), last) <= CEILING_S + 1.0
-    watch = Progress()
+    watch = TokenProgress()
     for tick in range(800):
         assert judge(watch, doing(0, held=True), tick * _TICK_S) == []  # without work it may
         assert judge(watch, doing(8, held=True, excused=True), tick * _TICK_S) == []
 
 
-def after_a_short_first_token(watch: Progress) -> float:
+def after_a_short_first_token(watch: TokenProgress) -> float:
     """Of 0.3 s, then five minutes of decoding, then rest."""
     judge(watch, doing(0, 1, unread=500), 0.0)
     judge(watch, doing(0, 1, unread=500), 0.25)
@@ -132,28 +132,28 @@ def after_a_short_first_token(watch: Progress) -> float:
 
 
 def test_a_long_prefill_on_an_idle_worker_is_no_stall() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     now = after_a_short_first_token(watch)
     assert 30.0 <= until_stalled(watch, doing(0, 1, unread=30_000), now) <= 33.0
-    watch = Progress()
+    watch = TokenProgress()
     now = after_a_short_first_token(watch)
     assert until_stalled(watch, doing(0, 1, unread=300_000), now) <= CEILING_S + 1.0
-    watch = Progress()
+    watch = TokenProgress()
     now = after_a_short_first_token(watch)
     assert 2.0 <= until_stalled(watch, doing(0, 1, unread=500), now) <= 3.0
 
 
 def test_an_engine_that_reads_and_decodes_has_time_for_both_and_one_that_only_decodes_has_not() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     now = after_a_short_first_token(watch)
     assert 22.0 <= until_stalled(watch, doing(4, 1, unread=20_000), now) <= 23.0
-    watch = Progress()
+    watch = TokenProgress()
     now = after_a_short_first_token(watch)
     assert 2.0 <= until_stalled(watch, doing(4), now) <= 3.0
 
 
 def test_what_first_tokens_take_is_not_forgotten_while_others_are_made() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     for tick in range(41):
         judge(watch, doing(0, 4), tick * _TICK_S)
     watch.arrived("a", 10.0)
@@ -167,14 +167,14 @@ def test_what_first_tokens_take_is_not_forgotten_while_others_are_made() -> None
 
 
 def test_the_judges_own_sleep_is_no_stall() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     last = busy(watch, 3, flush_s=0.25, jitter_s=0.1, until=20.0)
     assert judge(watch, doing(8), last + 30.0) == []
     assert until_stalled(watch, doing(8), last + 30.0 + _TICK_S) >= 1.0
 
 
 def test_workers_are_found_together() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     found: list[str] = []
     for tick in range(40):
         if tick < 8:
@@ -188,7 +188,7 @@ def test_workers_are_found_together() -> None:
 
 
 def test_who_is_silent_altogether_is_not_found_here_nor_when_it_wakes() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     frozen = busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
     now = frozen
     while now < frozen + 100.0:
@@ -200,7 +200,7 @@ def test_who_is_silent_altogether_is_not_found_here_nor_when_it_wakes() -> None:
 
 
 def test_tokens_that_are_late_are_waited_for_while_the_engine_makes_more() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     last = now = busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
     while now < last + LATE_S - 1.0:
         now += _TICK_S
@@ -217,7 +217,7 @@ def test_tokens_that_are_late_are_waited_for_while_the_engine_makes_more() -> No
 
 
 def test_a_worker_that_is_heard_less_often_is_judged_by_several_heartbeats() -> None:
-    watch = Progress(floor_s=10.0, pause_s=6.25)
+    watch = TokenProgress(floor_s=10.0, pause_s=6.25)
     last = busy(watch, 1, flush_s=0.25, jitter_s=0.0, until=10.0)
     now = last
     while not judge(watch, doing(8), now, heard=last + 5.0 * int((now - last) / 5.0)):
@@ -228,7 +228,7 @@ def test_a_worker_that_is_heard_less_often_is_judged_by_several_heartbeats() -> 
 @pytest.mark.parametrize("seed", range(4))
 def test_ten_minutes_of_jitter_and_a_loaded_processor_make_no_suspect(seed: Any) -> None:
     """Messages late by half a second, the judge and the engine by a second now and then."""
-    watch, draw = Progress(), random.Random(seed)
+    watch, draw = TokenProgress(), random.Random(seed)
     now, made, heard = 0.0, 0.0, 0.0
     tokens: list[float] = []
     beats: list[tuple[float, float]] = []
@@ -256,7 +256,7 @@ def test_ten_minutes_of_jitter_and_a_loaded_processor_make_no_suspect(seed: Any)
         assert judge(watch, doing(8), now, heard=heard, made=said) == []
 
 
-def until(watch: Progress, what: Doing, start: float, end: float) -> bool:
+def until(watch: TokenProgress, what: WorkerActivity, start: float, end: float) -> bool:
     """Whether the worker is found between the two."""
     now, found = start, False
     while now < end:
@@ -266,15 +266,15 @@ def until(watch: Progress, what: Doing, start: float, end: float) -> bool:
 
 
 @pytest.mark.parametrize("what", [doing(8), doing(0, 8), doing(3, 5)])
-def test_a_worker_whose_host_has_itself_back_is_no_case_however_long(what: Doing) -> None:
-    watch = Progress()
+def test_a_worker_whose_host_has_itself_back_is_no_case_however_long(what: WorkerActivity) -> None:
+    watch = TokenProgress()
     judge(watch, what, 0.0)
     assert not until(watch, replace(what, standing=True), 0.25, 3_600.0)
 
 
 def test_a_worker_that_makes_nothing_whenever_it_may_is_found_across_its_grants() -> None:
     """A second of grant, three of none: what it was waited for adds up."""
-    watch = Progress()
+    watch = TokenProgress()
     judge(watch, doing(8), 0.0)
     watch.arrived("a", 0.5)
     now = 0.5
@@ -286,7 +286,7 @@ def test_a_worker_that_makes_nothing_whenever_it_may_is_found_across_its_grants(
 
 
 def test_a_worker_that_makes_tokens_in_each_of_its_short_grants_is_trusted() -> None:
-    watch = Progress()
+    watch = TokenProgress()
     judge(watch, doing(8), 0.0)
     for number in range(200):
         now = 10.0 * number

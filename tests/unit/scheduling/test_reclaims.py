@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.costs import COSTS
-from ebbtide.scheduling.hosts import Host, may_take
-from ebbtide.scheduling.line import Line, Waiting
-from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.placement import place
-from ebbtide.scheduling.reclaims import SHORT_S, Lent, interrupted, leaving, risk_s
+from ebbtide.scheduling.dispatch.host_view import HostView, may_take
+from ebbtide.scheduling.dispatch.move_costs import COSTS
+from ebbtide.scheduling.dispatch.placement import place
+from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S, LentHost, interrupted, leaving, risk_s
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
-def standing(lasted_s: float, spell_s: float = 0.0) -> Lent:
-    return Lent(standing=True, lasted_s=lasted_s, spell_s=spell_s)
+def standing(lasted_s: float, spell_s: float = 0.0) -> LentHost:
+    return LentHost(standing=True, lasted_s=lasted_s, spell_s=spell_s)
 
 
 @pytest.mark.parametrize("forecast_s", [0.0, 0.3, 10.0, 3_600.0])
@@ -51,7 +51,7 @@ def test_what_is_dear_to_move_waits_longer() -> None:
 
 
 def test_a_worker_that_works_keeps_what_it_has() -> None:
-    assert leaving(Lent(standing=False, lasted_s=99.0, spell_s=0.0), [100], room=8) == []
+    assert leaving(LentHost(standing=False, lasted_s=99.0, spell_s=0.0), [100], room=8) == []
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -79,30 +79,32 @@ def test_short_work_and_cheap_moves_risk_least() -> None:
 # Places of borrowed hosts.
 
 
-def waiting(number: int, made: int = 0, **more: Any) -> Waiting:
-    return Waiting(
-        rollout_id=f"r{number}", episode_id=f"e{number}", bounds=Bounds(0, 0), length=100 + made, place=number,
+def waiting(number: int, made: int = 0, **more: Any) -> QueuedRollout:
+    return QueuedRollout(
+        rollout_id=f"r{number}", episode_id=f"e{number}", bounds=VersionBounds(0, 0), length=100 + made, place=number,
         made=made, **more,
     )  # fmt: skip
 
 
-def host(name: str, slots: int, running: int = 0, **more: Any) -> Host:
-    return Host(
+def host(name: str, slots: int, running: int = 0, **more: Any) -> HostView:
+    return HostView(
         worker_id=name, name=name, slots=slots, running=running, installed=1, target=1, max_model_len=40_000, rate=30.0,
         **more,
     )  # fmt: skip
 
 
-def lent(name: str, slots: int, running: int = 0, *, share: float = 0.8, spell_s: float = 10.0, **more: Any) -> Host:
+def lent(
+    name: str, slots: int, running: int = 0, *, share: float = 0.8, spell_s: float = 10.0, **more: Any
+) -> HostView:
     return host(name, slots, running, borrowed=True, share=share, spell_s=spell_s, **more)
 
 
-def rest(one: Waiting) -> float:
+def rest(one: QueuedRollout) -> float:
     return 200.0 + one.made  # the longer one has grown, the longer it will grow
 
 
-def placed(line: list[Waiting], hosts: list[Host], **more: Any) -> dict[str, str]:
-    queue = Line()
+def placed(line: list[QueuedRollout], hosts: list[HostView], **more: Any) -> dict[str, str]:
+    queue = RolloutQueue()
     for one in line:
         queue.add(one)
     return dict(place(queue, hosts, more.pop("homes", {}), rest=rest, **more))
@@ -146,7 +148,7 @@ def test_a_borrowed_worker_counts_for_the_share_of_the_time_that_it_has() -> Non
     even = [host("steady", 8), lent("shaky", 8, share=0.4)]
     assert placed([waiting(0)], even) == {"r0": "steady"}
     fast = [host("steady", 8), lent("shaky", 8, share=0.4, spell_s=1e6)]
-    fast[1] = Host(**{name: getattr(fast[1], name) for name in Host.__struct_fields__} | {"rate": 300.0})
+    fast[1] = HostView(**{name: getattr(fast[1], name) for name in HostView.__struct_fields__} | {"rate": 300.0})
     assert placed([waiting(0)], fast) == {"r0": "shaky"}
 
 
@@ -177,7 +179,7 @@ def test_in_any_fleet_places_are_only_exchanged_never_lost_nor_given_to_who_may_
         draw.choice((host, lent))(f"h{number}", slots := draw.randrange(1, 9), draw.randrange(slots + 1))
         for number in range(draw.randrange(1, 5))
     ]
-    queue = Line()
+    queue = RolloutQueue()
     for one in line:
         queue.add(one)
     plain, dealt = place(queue, hosts, {}), dict(place(queue, hosts, {}, rest=rest))

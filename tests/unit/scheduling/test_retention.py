@@ -7,9 +7,9 @@ from collections.abc import Set
 import msgspec
 import pytest
 
-from ebbtide.scheduling.retained import HeldPatch, HeldVersion, Stream
-from ebbtide.scheduling.retention import RetentionPlan, Rules, plan_retention
-from ebbtide.scheduling.ways import Step, find_ways, legs_to, whole_versions
+from ebbtide.scheduling.distribution.retained_bytes import HeldPatch, HeldVersion, Stream
+from ebbtide.scheduling.distribution.retention import RetentionPlan, RetentionRules, plan_retention
+from ebbtide.scheduling.distribution.version_paths import PatchStep, find_ways, legs_to, whole_versions
 
 STREAM: Stream = ("run", "policy")
 
@@ -50,7 +50,7 @@ def plan(
     return plan_retention(
         versions,
         patches or [],
-        rules=Rules(
+        rules=RetentionRules(
             keep_versions=keep,
             budget_bytes=budget,
             abandoned_s=100.0,
@@ -63,8 +63,8 @@ def plan(
     )
 
 
-def _step(item: HeldPatch) -> Step:
-    return Step(item.base, item.version, sum(item.blobs.values()))
+def _step(item: HeldPatch) -> PatchStep:
+    return PatchStep(item.base, item.version, sum(item.blobs.values()))
 
 
 def evicted(result: RetentionPlan) -> list[tuple[str, int]]:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from ebbtide.scheduling.rhythm import Rhythm, Share, Spells
+from ebbtide.scheduling.coserving.traffic_rhythm import IdleShare, IdleSpells, TrafficRhythm
 
 
-def alternating(idle_s: float, busy_s: float, count: int) -> tuple[Rhythm, float]:
+def alternating(idle_s: float, busy_s: float, count: int) -> tuple[TrafficRhythm, float]:
     """Its end is the begin of an idle spell."""
-    rhythm, now = Rhythm(0.01), 0.0
+    rhythm, now = TrafficRhythm(0.01), 0.0
     rhythm.turn(now, busy=False)
     for _ in range(count):
         now += idle_s
@@ -18,7 +18,7 @@ def alternating(idle_s: float, busy_s: float, count: int) -> tuple[Rhythm, float
 
 
 def test_what_is_left_of_a_spell_follows_from_those_that_lasted_longer() -> None:
-    spells = Spells()
+    spells = IdleSpells()
     for _ in range(90):
         spells.ended(0.1)
     for _ in range(10):
@@ -28,15 +28,15 @@ def test_what_is_left_of_a_spell_follows_from_those_that_lasted_longer() -> None
 
 
 def test_a_spell_longer_than_all_before_is_expected_to_last_as_long_again() -> None:
-    spells = Spells()
+    spells = IdleSpells()
     for _ in range(20):
         spells.ended(1.0)
     assert spells.left(300.0) == pytest.approx(300.0)
-    assert Spells().left(60.0) == pytest.approx(60.0)
+    assert IdleSpells().left(60.0) == pytest.approx(60.0)
 
 
 def test_shares_are_of_the_last_minute_or_so() -> None:
-    share = Share()
+    share = IdleShare()
     assert share.share(0.0) == 0.0
     share.turn(0.0, True)
     assert share.share(10.0) == pytest.approx(1.0)
@@ -55,7 +55,7 @@ def test_an_idle_spell_of_minutes_pays_for_a_long_wake_up_and_short_ones_do_not(
     assert not busy.pays(now, 5.0)
     assert busy.pays(now, 0.1)
     assert busy.pays(now + 120.0, 5.0)
-    assert not Rhythm(0.01).pays(0.0, 1.0)
+    assert not TrafficRhythm(0.01).pays(0.0, 1.0)
 
 
 def test_a_long_spell_forecasts_the_next_minute_and_short_ones_what_the_last_had() -> None:
@@ -68,7 +68,7 @@ def test_a_long_spell_forecasts_the_next_minute_and_short_ones_what_the_last_had
 
 
 def test_disturbance_is_the_part_of_the_allowed_misses_that_rollouts_caused() -> None:
-    rhythm = Rhythm(0.01)
+    rhythm = TrafficRhythm(0.01)
     assert rhythm.forecast(0.0).disturbance == 0.0
     for number in range(20_000):
         rhythm.served(0.02 * number, missed=number % 200 == 199)
@@ -76,21 +76,21 @@ def test_disturbance_is_the_part_of_the_allowed_misses_that_rollouts_caused() ->
 
 
 def test_a_miss_or_two_among_few_requests_use_no_budget_up() -> None:
-    rhythm = Rhythm(0.01)
+    rhythm = TrafficRhythm(0.01)
     for number in range(10):
         rhythm.served(60.0 * number, missed=number in {2, 7})
         assert rhythm.forecast(60.0 * number).disturbance < 1.0
 
 
 def test_a_row_of_misses_among_few_requests_does() -> None:
-    rhythm = Rhythm(0.01)
+    rhythm = TrafficRhythm(0.01)
     for number in range(10):
         rhythm.served(6.0 * number, missed=number % 2 == 0)
     assert rhythm.forecast(60.0).disturbance > 1.0
 
 
 def test_disturbance_fades_also_while_no_request_comes() -> None:
-    rhythm = Rhythm(0.01)
+    rhythm = TrafficRhythm(0.01)
     for number in range(10):
         rhythm.served(float(number), missed=number % 2 == 0)
     seen = [rhythm.forecast(10.0 + 60.0 * minute).disturbance for minute in range(15)]
@@ -100,7 +100,7 @@ def test_disturbance_fades_also_while_no_request_comes() -> None:
 
 
 def test_saying_again_what_holds_changes_nothing() -> None:
-    rhythm = Rhythm(0.01)
+    rhythm = TrafficRhythm(0.01)
     for now in range(10):
         rhythm.turn(float(now), busy=False)
     assert rhythm.left(10.0) == pytest.approx(10.0)

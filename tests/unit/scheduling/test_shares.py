@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from ebbtide.errors import NotReady
-from ebbtide.scheduling.shares import Demand, check_floor, entitled
+from ebbtide.scheduling.fair_share.shares import Demand, check_floor, entitled
 from ebbtide.types.run import ShareSpec
 
 

@@ -4,25 +4,25 @@ from math import inf
 
 import pytest
 
-from ebbtide.scheduling.slack import Book, Request
-from ebbtide.scheduling.unloaded import Unloaded
+from ebbtide.scheduling.coserving.request_slack import ServedRequest, SlackBook
+from ebbtide.scheduling.coserving.unloaded_latency import UnloadedLatency
 
 _PREFILL_S = 0.0001  # a token
 _DECODE_S = 0.01
 
 
-def book() -> Book:
-    unloaded = Unloaded()
+def book() -> SlackBook:
+    unloaded = UnloadedLatency()
     for number in range(100):
         prompt = 100 + 100 * (number % 10)
         unloaded.began(prompt, _PREFILL_S * prompt)
         unloaded.decoded(1 + number % 3, _DECODE_S)
-    return Book(unloaded)
+    return SlackBook(unloaded)
 
 
-def arrive(one: Book, *names: str, at: float = 0.0, prompt: int = 1000) -> None:
+def arrive(one: SlackBook, *names: str, at: float = 0.0, prompt: int = 1000) -> None:
     for name in names:
-        one.arrive(name, Request(arrived=at, prompt_tokens=prompt))
+        one.arrive(name, ServedRequest(arrived=at, prompt_tokens=prompt))
 
 
 def test_nothing_inside_leaves_all_time() -> None:

@@ -5,30 +5,32 @@ from collections.abc import Iterable
 
 import pytest
 
-from ebbtide.scheduling.sources import (
+from ebbtide.scheduling.distribution.source_ranking import (
     FEW,
     MOST_FAILED,
     ORIGIN,
     SEVERAL,
     SHUN_S,
-    Complaints,
-    Copy,
-    Origin,
+    BlobOrigin,
+    SourceComplaints,
+    VersionCopy,
     choose_sources,
     lasting_copies,
 )
 from ebbtide.types.weights import Holder
 
-TRAINERS = Origin(site="home", trainers=True)
-SITES_OWN = Origin(site="a", trainers=False)
+TRAINERS = BlobOrigin(site="home", trainers=True)
+SITES_OWN = BlobOrigin(site="a", trainers=False)
 
 
-def copy(name: str, order: int, site: str = "a", *, host: str = "", done: bool = False, lasting: bool = True) -> Copy:
+def copy(
+    name: str, order: int, site: str = "a", *, host: str = "", done: bool = False, lasting: bool = True
+) -> VersionCopy:
     holder = Holder(name=name, site=site, host=host, address=f"{name}:1", lasting=lasting)
-    return Copy(holder=holder, order=order, seen=0.0, done=done)
+    return VersionCopy(holder=holder, order=order, seen=0.0, done=done)
 
 
-def joined(copies: Iterable[Copy], origin: Origin = TRAINERS) -> list[Copy]:
+def joined(copies: Iterable[VersionCopy], origin: BlobOrigin = TRAINERS) -> list[VersionCopy]:
     """Each asks once, in order."""
     copies = list(copies)
     for number, one in enumerate(copies):
@@ -45,7 +47,7 @@ def test_same_host_comes_before_same_site_before_the_origin() -> None:
 def test_a_sites_first_goes_to_whole_copies_of_other_sites_and_to_the_trainers_relay_last() -> None:
     others = [copy("whole", 0, "b", done=True), copy("arriving", 1, "b")]
     assert choose_sources(copy("asked", 2), others, TRAINERS, ()) == ["whole", ORIGIN]
-    assert choose_sources(copy("asked", 2), others, Origin(site="b", trainers=False), ()) == [ORIGIN, "whole"]
+    assert choose_sources(copy("asked", 2), others, BlobOrigin(site="b", trainers=False), ()) == [ORIGIN, "whole"]
 
 
 def test_only_those_who_came_before_or_are_whole_may_be_read_from() -> None:
@@ -54,7 +56,7 @@ def test_only_those_who_came_before_or_are_whole_may_be_read_from() -> None:
 
 
 def test_who_serves_nothing_or_is_shunned_is_not_named() -> None:
-    mute = Copy(holder=Holder(name="mute", site="a"), order=0, seen=0.0, done=True)
+    mute = VersionCopy(holder=Holder(name="mute", site="a"), order=0, seen=0.0, done=True)
     others = [mute, copy("broken", 1), copy("good", 2)]
     assert choose_sources(copy("asked", 3), others, TRAINERS, {"broken:1"}) == ["good", ORIGIN]
 
@@ -93,7 +95,7 @@ def test_copies_on_spot_machines_are_not_counted_as_safe() -> None:
 
 
 def test_a_source_that_failed_one_is_shunned_for_it_alone_and_after_several_for_all() -> None:
-    complaints = Complaints()
+    complaints = SourceComplaints()
     complaints.add("w0", ["bad:1"], 0.0)
     assert complaints.shunned("w0", 1.0) == {"bad:1"}
     assert complaints.shunned("other", 1.0) == set()
@@ -106,7 +108,7 @@ def test_a_source_that_failed_one_is_shunned_for_it_alone_and_after_several_for_
 
 
 def test_of_very_many_complaints_the_oldest_are_forgotten() -> None:
-    complaints = Complaints()
+    complaints = SourceComplaints()
     complaints.add("w0", ["old:1", "again:1"], 0.0)
     complaints.add("w0", ["again:1"], 1.0)
     complaints.add("w0", [f"made-up-{number}:1" for number in range(MOST_FAILED - 1)], 2.0)
@@ -122,7 +124,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.origin = self.rng.choice([TRAINERS, SITES_OWN])
-        self.copies: dict[str, Copy] = {}
+        self.copies: dict[str, VersionCopy] = {}
         self.reads: dict[str, list[str]] = {}
         self.order = 0
 
@@ -164,7 +166,7 @@ class World:
             whole = any(c.done and c.holder.site == site for c in self.copies.values())
             assert whole or not arriving or bringing, f"nobody brings it to {site}"
 
-    def crosses(self, reader: Copy) -> bool:
+    def crosses(self, reader: VersionCopy) -> bool:
         source = self.copies.get(reader.source or "")
         return source is None or source.holder.site != reader.holder.site
 

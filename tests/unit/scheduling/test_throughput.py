@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.throughput import Speed
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 
 
 def true_rate(running: float, context: float, *, plateau: float, slope: float) -> float:
     return 30.0 * min(1.0, plateau / (running * (1.0 + slope * context)))
 
 
-def learnt(seed: int, *, plateau: float, slope: float = 0.0, noise: float = 0.05, most: int = 64) -> Speed:
+def learnt(seed: int, *, plateau: float, slope: float = 0.0, noise: float = 0.05, most: int = 64) -> WorkerThroughput:
     """What is learnt in ten minutes of spans of a second, with contexts between 500 and 8,000 tokens."""
-    draw, speed = random.Random(seed), Speed()
+    draw, speed = random.Random(seed), WorkerThroughput()
     for _ in range(600):
         running, context = draw.randint(1, most), draw.uniform(500, 8_000)
         rate = true_rate(running, context, plateau=plateau, slope=slope) * draw.uniform(1 - noise, 1 + noise)
@@ -42,14 +42,14 @@ def test_longer_contexts_slow_a_worker_down_and_bring_its_plateau_forward(seed: 
 
 
 def test_contexts_weigh_nothing_where_that_is_switched_off() -> None:
-    speed = Speed(weigh_context=False)
+    speed = WorkerThroughput(weigh_context=False)
     for context in (1_000, 9_000) * 20:
         speed.observe(40, context, 40 * (20 if context == 1_000 else 10), 1.0)
     assert speed.rate(40, 1_000) == speed.rate(40, 9_000) > 0.0
 
 
 def test_nothing_is_promised_that_was_not_seen() -> None:
-    speed = Speed()
+    speed = WorkerThroughput()
     assert speed.rate(4, 100) == 0.0
     assert speed.plateau(100) == 0
     for _ in range(5):
@@ -67,7 +67,7 @@ def test_more_rollouts_never_make_the_interpolated_rate_absurd(seed: Any) -> Non
 
 
 def test_a_worker_that_became_slower_is_seen_to_be() -> None:
-    speed = Speed()
+    speed = WorkerThroughput()
     for _ in range(300):
         speed.observe(16, 1_000, 16 * 30, 1.0)
     for _ in range(300):
@@ -76,7 +76,7 @@ def test_a_worker_that_became_slower_is_seen_to_be() -> None:
 
 
 def test_spans_without_work_or_time_teach_nothing() -> None:
-    speed = Speed()
+    speed = WorkerThroughput()
     speed.observe(0, 0, 10, 1.0)
     speed.observe(4, 0, 0, 1.0)
     speed.observe(4, 0, 10, 0.0)
@@ -85,7 +85,7 @@ def test_spans_without_work_or_time_teach_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_no_finite_number_makes_it_fail_or_say_what_is_none(seed: Any) -> None:
-    draw, speed = random.Random(seed), Speed()
+    draw, speed = random.Random(seed), WorkerThroughput()
     odd = [0.0, 5e-324, 1e-310, 1e-9, 0.5, 1.0, 8.0, 9.0, 64.0, 1e6, 1e300, 1.7e308, -1.0, -1e308]
     counts = [1, 7, 1 << 53, 1 << 63, 10**400, 0, -5]
     speed.observe(8.0, 100.0, 1 << 63, 1e-310)

@@ -5,13 +5,20 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.hosts import admits
-from ebbtide.scheduling.pacing import Bounds
-from ebbtide.scheduling.versions import Serving, fits_nowhere, target_versions, unservable
+from ebbtide.scheduling.dispatch.host_view import admits
+from ebbtide.scheduling.dispatch.target_versions import (
+    ServedVersion,
+    fits_nowhere,
+    target_versions,
+    unservable,
+)
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
 def serving(name: Any, installed: Any, running: Any = 0, *held: Any) -> Any:
-    return Serving(worker_id=name, installed=installed, running=running, held=frozenset(Bounds(*b) for b in held))
+    return ServedVersion(
+        worker_id=name, installed=installed, running=running, held=frozenset(VersionBounds(*b) for b in held)
+    )
 
 
 def test_everybody_should_have_the_newest() -> None:
@@ -27,27 +34,27 @@ def test_a_worker_stays_for_rollouts_with_a_ceiling_until_they_end() -> None:
 
 def test_one_worker_goes_back_for_a_ceiling_that_waits_and_the_idlest_does() -> None:
     workers = [serving("a", 3, 5), serving("b", 3, 1), serving("c", 3, 4)]
-    assert target_versions(workers, [Bounds(1, 2)], [1, 2, 3]) == {"a": 3, "b": 2, "c": 3}
+    assert target_versions(workers, [VersionBounds(1, 2)], [1, 2, 3]) == {"a": 3, "b": 2, "c": 3}
 
 
 def test_one_that_still_has_such_a_version_is_chosen_before_one_that_must_go_back() -> None:
     workers = [serving("a", 3, 0), serving("b", 2, 6)]
-    assert target_versions(workers, [Bounds(1, 2)], [1, 2, 3]) == {"a": 3, "b": 2}
+    assert target_versions(workers, [VersionBounds(1, 2)], [1, 2, 3]) == {"a": 3, "b": 2}
 
 
 def test_one_worker_may_serve_several_ceilings() -> None:
     workers = [serving("a", 3), serving("b", 3)]
-    targets = target_versions(workers, [Bounds(1, 2), Bounds(0, 2), Bounds(2, 2)], [1, 2, 3])
+    targets = target_versions(workers, [VersionBounds(1, 2), VersionBounds(0, 2), VersionBounds(2, 2)], [1, 2, 3])
     assert sorted(targets.values()) == [2, 3]
 
 
 def test_ceilings_without_a_version_that_can_be_had_move_nobody() -> None:
-    assert target_versions([serving("a", 3)], [Bounds(1, 1)], [2, 3]) == {"a": 3}
-    assert unservable(Bounds(1, 1), [2, 3])
-    assert not unservable(Bounds(1, 2), [2, 3])
-    assert not unservable(Bounds(4, 4), [2, 3])  # it will come
-    assert not unservable(Bounds(4, 0), [2, 3])
-    assert not unservable(Bounds(0, 2), [])
+    assert target_versions([serving("a", 3)], [VersionBounds(1, 1)], [2, 3]) == {"a": 3}
+    assert unservable(VersionBounds(1, 1), [2, 3])
+    assert not unservable(VersionBounds(1, 2), [2, 3])
+    assert not unservable(VersionBounds(4, 4), [2, 3])  # it will come
+    assert not unservable(VersionBounds(4, 0), [2, 3])
+    assert not unservable(VersionBounds(0, 2), [])
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -59,7 +66,7 @@ def test_no_target_breaks_a_bound_that_is_held_and_every_ceiling_that_can_be_ser
         installed = draw.choice([0, *announced])
         held = [(draw.choice([0, installed]), draw.choice([0, installed, 7])) for _ in range(draw.randint(0, 3))]
         workers.append(serving(f"w{number}", installed, len(held) if installed else 0, *(held if installed else ())))
-    ceilings = [Bounds(0, draw.choice(announced)) for _ in range(draw.randint(0, 2))]
+    ceilings = [VersionBounds(0, draw.choice(announced)) for _ in range(draw.randint(0, 2))]
     targets = target_versions(workers, ceilings, announced)
     for one in workers:
         assert all(admits(bounds, targets[one.worker_id]) for bounds in one.held)

@@ -5,20 +5,20 @@ import random
 
 import pytest
 
-from ebbtide.scheduling.victims import Held, choose_victims, recompute_cost
+from ebbtide.scheduling.coserving.kv_victims import HeldRequest, choose_victims, recompute_cost
 
 
-def held(seed: int, count: int) -> list[Held]:
+def held(seed: int, count: int) -> list[HeldRequest]:
     generator = random.Random(seed)
     items = []
     for index in range(count):
         blocks = generator.randint(1, 12)
         shared = 16 * generator.randint(0, 4)
-        items.append(Held(request=f"r{index}", computed=shared + 16 * blocks, blocks=blocks, shared=shared))
+        items.append(HeldRequest(request=f"r{index}", computed=shared + 16 * blocks, blocks=blocks, shared=shared))
     return items
 
 
-def cost(items: list[Held]) -> float:
+def cost(items: list[HeldRequest]) -> float:
     return sum(recompute_cost(item.computed, item.shared) for item in items)
 
 
@@ -46,26 +46,26 @@ def test_they_cost_at_most_twice_the_least_possible(seed: int) -> None:
 
 
 def test_long_contexts_cost_more_per_block_than_short_ones() -> None:
-    long = Held(request="long", computed=8192, blocks=512)
-    short = [Held(request=f"s{i}", computed=512, blocks=32) for i in range(16)]
+    long = HeldRequest(request="long", computed=8192, blocks=512)
+    short = [HeldRequest(request=f"s{i}", computed=512, blocks=32) for i in range(16)]
     assert set(choose_victims([long, *short], 512)) == {item.request for item in short}
 
 
 def test_one_that_is_almost_finished_is_kept() -> None:
-    ending = Held(request="ending", computed=160, blocks=10, remaining=3)
-    fresh = Held(request="fresh", computed=176, blocks=11, remaining=500)
+    ending = HeldRequest(request="ending", computed=160, blocks=10, remaining=3)
+    fresh = HeldRequest(request="fresh", computed=176, blocks=11, remaining=500)
     assert choose_victims([ending, fresh], 10) == ["fresh"]
 
 
 def test_one_that_frees_nothing_is_left_alone() -> None:
-    sharer = Held(request="sharer", computed=160, blocks=0, shared=160)
+    sharer = HeldRequest(request="sharer", computed=160, blocks=0, shared=160)
     assert choose_victims([sharer], 5) == []
-    assert choose_victims([sharer, Held(request="own", computed=160, blocks=10)], 5) == ["own"]
+    assert choose_victims([sharer, HeldRequest(request="own", computed=160, blocks=10)], 5) == ["own"]
 
 
 def test_a_shared_prefix_costs_nothing_again() -> None:
-    sharer = Held(request="sharer", computed=4000, shared=3840, blocks=10)
-    alone = Held(request="alone", computed=170, blocks=10)
+    sharer = HeldRequest(request="sharer", computed=4000, shared=3840, blocks=10)
+    alone = HeldRequest(request="alone", computed=170, blocks=10)
     assert recompute_cost(4000, 3840) < recompute_cost(4000)
     assert choose_victims([sharer, alone], 10) == ["alone"], "attention to a long prefix is read again all the same"
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from ebbtide.scheduling.ways import (
-    Step,
+from ebbtide.scheduling.distribution.version_paths import (
+    PatchStep,
     composed_size,
     find_ways,
     passages,
@@ -16,7 +16,7 @@ from ebbtide.scheduling.ways import (
 )
 from ebbtide.types.weights import FoundWay
 
-CHAIN = [Step(version, version + 1, 10) for version in range(1, 6)]
+CHAIN = [PatchStep(version, version + 1, 10) for version in range(1, 6)]
 
 
 def test_a_holder_of_an_older_version_goes_by_patches() -> None:
@@ -28,7 +28,7 @@ def test_who_holds_nothing_starts_at_the_anchor_that_costs_least() -> None:
 
 
 def test_an_anchor_is_named_too_where_it_is_cheaper_or_asked_for() -> None:
-    heavy = [Step(1, 2, 300)]
+    heavy = [PatchStep(1, 2, 300)]
     assert [way.start for way in find_ways({2: 100}, heavy, 2, [1])] == [2, 1]
     assert [way.start for way in find_ways({1: 100}, CHAIN, 5, [3])] == [3]
     assert [way.start for way in find_ways({1: 100}, CHAIN, 5, [3], scratch=True)] == [3, 1]
@@ -40,7 +40,9 @@ def test_each_version_held_in_part_gets_its_own_way() -> None:
 
 def test_back_to_an_older_version_leads_an_anchor_or_a_patch_made_for_it() -> None:
     assert find_ways({1: 100}, CHAIN, 3, [5]) == [FoundWay(start=1, anchor=True, via=(2, 3), size=120)]
-    assert find_ways({1: 100}, [*CHAIN, Step(5, 3, 7)], 3, [5])[0] == FoundWay(start=5, anchor=False, via=(3,), size=7)
+    assert find_ways({1: 100}, [*CHAIN, PatchStep(5, 3, 7)], 3, [5])[0] == FoundWay(
+        start=5, anchor=False, via=(3,), size=7
+    )
 
 
 def test_where_nothing_leads_there_is_no_way() -> None:
@@ -51,7 +53,7 @@ def test_where_nothing_leads_there_is_no_way() -> None:
 def test_no_way_is_cheaper_than_the_first(seed: int) -> None:
     chance = random.Random(seed)
     nodes = range(1, 7)
-    steps = [Step(a, b, chance.randint(1, 30)) for a in nodes for b in nodes if a != b and chance.random() < 0.4]
+    steps = [PatchStep(a, b, chance.randint(1, 30)) for a in nodes for b in nodes if a != b and chance.random() < 0.4]
     anchors = {version: 40 for version in nodes if chance.random() < 0.4}
     have = [version for version in nodes if chance.random() < 0.3]
     costs = {(step.base, step.version): step.size for step in steps}
@@ -96,16 +98,16 @@ def test_an_anchor_is_due_when_the_way_is_long_or_heavy_or_room_ends(
 
 
 def test_steps_that_change_the_same_elements_compose_to_less_than_their_sum() -> None:
-    step = Step(1, 2, 400_000, changed=300_000, elements=1_000_000)
+    step = PatchStep(1, 2, 400_000, changed=300_000, elements=1_000_000)
     size = composed_size([step] * 5)
     assert size < 5 * step.size
     assert size > step.size
-    assert composed_size([Step(1, 2, 50)] * 3) == 150
+    assert composed_size([PatchStep(1, 2, 50)] * 3) == 150
 
 
 def test_composing_pays_on_slow_links_and_not_on_fast_ones() -> None:
-    chain = [Step(1, 2, 400_000, changed=300_000, elements=1_000_000)] * 10
+    chain = [PatchStep(1, 2, 400_000, changed=300_000, elements=1_000_000)] * 10
     assert worth_composing(chain, 1e6, 200e6)
     assert not worth_composing(chain, 10e9, 200e6)
     assert not worth_composing(chain[:1], 1e3, 200e6)
-    assert not worth_composing([Step(1, 2, 400_000, changed=10, elements=10**9)] * 2, 1e6, 200e6)
+    assert not worth_composing([PatchStep(1, 2, 400_000, changed=10, elements=10**9)] * 2, 1e6, 200e6)

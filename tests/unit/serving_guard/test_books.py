@@ -2,14 +2,16 @@
 
 import pytest
 
-from ebbtide.scheduling.governor import Learnt
-from ebbtide.serving_guard.books import Books, percentiles
+from ebbtide.scheduling.coserving.governor import LearntCosts
+from ebbtide.serving_guard.traffic.request_books import RequestBooks, percentiles
 from ebbtide.types.grants import UNKNOWN
 
-LEARNT = Learnt(ttft_target_s=0.2, tpot_target_s=0.02)
+LEARNT = LearntCosts(ttft_target_s=0.2, tpot_target_s=0.02)
 
 
-def serve(books: Books, name: str, at: float, *, first: float, gap: float, tokens: int, ok: bool = True) -> float:
+def serve(
+    books: RequestBooks, name: str, at: float, *, first: float, gap: float, tokens: int, ok: bool = True
+) -> float:
     """One request; returns its end."""
     books.arrived(name, "m", 10, at, streamed=True)
     now = at + first
@@ -21,7 +23,7 @@ def serve(books: Books, name: str, at: float, *, first: float, gap: float, token
 
 
 def test_latencies_and_attainment_follow_from_the_tokens() -> None:
-    books = Books(0.0)
+    books = RequestBooks(0.0)
     serve(books, "a", 0.0, first=0.1, gap=0.01, tokens=11)
     serve(books, "b", 1.0, first=0.3, gap=0.03, tokens=11)
     ttft, tpot = books.latencies(LEARNT)
@@ -31,7 +33,7 @@ def test_latencies_and_attainment_follow_from_the_tokens() -> None:
 
 
 def test_models_with_an_slo_of_their_own_are_judged_apart_and_all_others_together() -> None:
-    books = Books(0.0, ["m"])
+    books = RequestBooks(0.0, ["m"])
     serve(books, "a", 0.0, first=0.1, gap=0.01, tokens=11)
     for name, model in (("b", "x"), ("c", "y")):
         books.arrived(name, model, 10, 1.0, streamed=True)
@@ -43,7 +45,7 @@ def test_models_with_an_slo_of_their_own_are_judged_apart_and_all_others_togethe
 
 
 def test_a_request_that_fails_before_its_first_token_has_no_latency() -> None:
-    books = Books(0.0)
+    books = RequestBooks(0.0)
     books.arrived("a", "m", 10, 0.0, streamed=True)
     assert (books.waiting, books.tokens_inside) == (1, 10)
     books.ended("a", LEARNT, 9.0, ok=False)
@@ -51,15 +53,15 @@ def test_a_request_that_fails_before_its_first_token_has_no_latency() -> None:
 
 
 def test_nothing_is_judged_while_the_target_is_still_being_learnt() -> None:
-    books = Books(0.0)
+    books = RequestBooks(0.0)
     books.arrived("a", "m", 1, 0.0, streamed=True)
     books.produced("a", 1, 5.0)
-    books.ended("a", Learnt(), 5.0, ok=True)
+    books.ended("a", LearntCosts(), 5.0, ok=True)
     assert books.latencies(LEARNT)[0].attained == UNKNOWN
 
 
 def test_the_load_is_the_share_of_the_last_minute_with_a_request_inside() -> None:
-    books = Books(100.0)
+    books = RequestBooks(100.0)
     for begin, end in ((100.25, 103.25), (140.0, 145.5)):
         books.arrived("a", "m", 1, begin, streamed=True)
         books.arrived("b", "m", 1, begin + 0.1, streamed=True)

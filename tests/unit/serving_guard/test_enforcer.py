@@ -13,12 +13,12 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page, page_path
-from ebbtide.serving_guard import processes
-from ebbtide.serving_guard.borrowers import Borrowers
-from ebbtide.serving_guard.enforcer import Enforcer
-from ebbtide.serving_guard.loan import Loan
-from ebbtide.serving_guard.memory import Memory
-from ebbtide.serving_guard.processes import Process
+from ebbtide.serving_guard.loans import borrower_processes
+from ebbtide.serving_guard.loans.borrower_processes import BorrowerProcess
+from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
+from ebbtide.serving_guard.loans.enforcer import Enforcer
+from ebbtide.serving_guard.loans.loan import Loan
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello
 
 #: A process that has mapped the page.
@@ -38,7 +38,7 @@ class Scene:
         self.now = time.monotonic()
         self.granting = True
         self.sent: list[signal.Signals] = []
-        self.borrowers = Borrowers(folder, Memory(), clock=lambda: self.now)
+        self.borrowers = BorrowerTable(folder, MemoryBudget(), clock=lambda: self.now)
         hello = Hello(protocol_version=GRANTS_VERSION, worker_id="w", pids=(pid,), slots=4, step_tokens=32)
         self.loan: Loan = self.borrowers.join(hello)
         self.enforcer = Enforcer(
@@ -53,7 +53,7 @@ class Scene:
         )
         self.grant(granted=True)
 
-    def send(self, found: Iterable[Process], number: signal.Signals) -> int:
+    def send(self, found: Iterable[BorrowerProcess], number: signal.Signals) -> int:
         self.sent.append(number)
         return len(tuple(found))
 
@@ -92,9 +92,9 @@ def mapping(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             worker.kill()
 
 
-def process_of(program: subprocess.Popen[bytes]) -> Process:
+def process_of(program: subprocess.Popen[bytes]) -> BorrowerProcess:
     fields = Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()
-    return Process(program.pid, int(fields[19]))
+    return BorrowerProcess(program.pid, int(fields[19]))
 
 
 @pytest.fixture
@@ -196,15 +196,15 @@ def test_a_guard_that_leaves_continues_whom_it_stopped(scene: Scene) -> None:
 @pytest.mark.parametrize("pid", [0, 1, os.getpid(), 2**22 - 1])
 def test_no_worker_names_processes_that_are_not_its_own(pid: int) -> None:
     with pytest.raises(InvalidRequest, match=r"hello\.pids"):
-        processes.checked((pid,), Path("w.page"))
+        borrower_processes.checked((pid,), Path("w.page"))
 
 
 def test_a_process_that_does_not_share_the_page_is_never_taken_for_a_worker(tmp_path: Path) -> None:
     with mapping(tmp_path) as worker, subprocess.Popen(["sleep", "60"]) as stranger:
         page = page_path(tmp_path, "w")
-        assert [one.pid for one in processes.checked((worker.pid,), page)] == [worker.pid]
+        assert [one.pid for one in borrower_processes.checked((worker.pid,), page)] == [worker.pid]
         with pytest.raises(InvalidRequest, match=r"hello\.pids.*w\.page"):
-            processes.checked((worker.pid, stranger.pid), page)
+            borrower_processes.checked((worker.pid, stranger.pid), page)
         stranger.kill()
 
 
@@ -212,19 +212,19 @@ def test_a_signal_reaches_a_process_and_all_below_it() -> None:
     with subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True) as parent:
         try:
             found = process_of(parent)
-            while len(family := list(processes.with_children((found,)))) < 2:
+            while len(family := list(borrower_processes.with_children((found,)))) < 2:
                 time.sleep(0)
-            assert processes.send((found,), signal.SIGSTOP) == 2
-            while not all(processes.stopped(one) for one in family):
+            assert borrower_processes.send((found,), signal.SIGSTOP) == 2
+            while not all(borrower_processes.stopped(one) for one in family):
                 time.sleep(0)
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
-    assert not processes.alive(found)
+    assert not borrower_processes.alive(found)
 
 
 def test_a_pid_that_another_process_got_is_not_signalled() -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         found = process_of(other)
-        assert processes.send((Process(found.pid, found.started - 1),), signal.SIGKILL) == 0
+        assert borrower_processes.send((BorrowerProcess(found.pid, found.started - 1),), signal.SIGKILL) == 0
         assert other.poll() is None
         other.kill()

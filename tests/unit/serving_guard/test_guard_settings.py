@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.governor import Targets
+from ebbtide.scheduling.coserving.governor import LatencyTargets
 from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.serving_guard.slo import Slo, read_slos
+from ebbtide.serving_guard.traffic.slo import Slo, read_slos
 from ebbtide.settings import read
 
 
@@ -49,7 +49,7 @@ def test_the_file_overrides_the_flags_for_its_models_alone(tmp_path: Path) -> No
     path = tmp_path / "slo.toml"
     path.write_text('["org/big"]\nttft_factor = 3\naim_tpot = 0.5\n')
     made = settings("--ttft-ms", "250", "--tpot-ms", "50", "--slo-file", str(path)).targets()
-    assert (made[""].ttft_s, made[""].aim_tpot) == (0.25, Targets().aim_tpot)
+    assert (made[""].ttft_s, made[""].aim_tpot) == (0.25, LatencyTargets().aim_tpot)
     assert (made["org/big"].ttft_s, made["org/big"].ttft_factor) == (0.0, 3.0)
     assert (made["org/big"].tpot_s, made["org/big"].aim_tpot) == (0.05, 0.5)
 

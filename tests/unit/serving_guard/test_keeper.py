@@ -10,20 +10,26 @@ from typing import Any
 import pytest
 
 from ebbtide.grants import Page, page_path
-from ebbtide.scheduling.governor import Decides, Decision, Learnt, Limits, Targets
-from ebbtide.serving_guard.books import Books
-from ebbtide.serving_guard.borrowers import Borrowers
-from ebbtide.serving_guard.deciding import Panel
-from ebbtide.serving_guard.keeper import Keeper
-from ebbtide.serving_guard.memory import Memory
+from ebbtide.scheduling.coserving.governor import (
+    BudgetDecider,
+    BudgetDecision,
+    LatencyTargets,
+    LearntCosts,
+    StepLimits,
+)
+from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
+from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
+from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.testing import wait_until
-from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello, Report
+from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
 
 
-class Told(Decides):
+class Told(BudgetDecider):
     """Nothing while anything is inside, `budget` otherwise; keeps what it heard."""
 
-    def __init__(self, targets: Targets, limits: Limits) -> None:
+    def __init__(self, targets: LatencyTargets, limits: StepLimits) -> None:
         self.targets = targets
         self.heard: list[tuple[Any, ...]] = []
         self.inside: set[str] = set()
@@ -52,31 +58,31 @@ class Told(Decides):
     def stepped(self, now: float, tokens: int, seconds: float) -> None:
         self.heard.append(("stepped", tokens))
 
-    def decide(self, now: float) -> Decision:
+    def decide(self, now: float) -> BudgetDecision:
         self.heard.append(("decide",))
         if self.inside or self.seen:
-            return Decision(Budget(), "reclaimed", 0.0, now + 60)
-        return Decision(Budget(*self.budget, now + self.lasts_s), "idle", -1.0, now + self.lasts_s / 2)
+            return BudgetDecision(Budget(), "reclaimed", 0.0, now + 60)
+        return BudgetDecision(Budget(*self.budget, now + self.lasts_s), "idle", -1.0, now + self.lasts_s / 2)
 
     def hold_s(self, now: float, stepping_since: float | None) -> float:
         return self.held_s if stepping_since else 0.0
 
-    def learnt(self, now: float) -> Learnt:
-        return Learnt()
+    def learnt(self, now: float) -> LearntCosts:
+        return LearntCosts()
 
     def pays(self, now: float, wake_s: float) -> bool:
         return True
 
 
 class Scene:
-    def __init__(self, folder: Path, **targets: Targets) -> None:
+    def __init__(self, folder: Path, **targets: LatencyTargets) -> None:
         self.made: list[Told] = []
         self.folder = folder
-        self.borrowers = Borrowers(folder, Memory())
-        panel = Panel(self.make, {"": Targets(), **targets}, Limits())
-        self.keeper = Keeper(panel, self.borrowers, Books(time.monotonic()))
+        self.borrowers = BorrowerTable(folder, MemoryBudget())
+        panel = GovernorPanel(self.make, {"": LatencyTargets(), **targets}, StepLimits())
+        self.keeper = BudgetKeeper(panel, self.borrowers, RequestBooks(time.monotonic()))
 
-    def make(self, targets: Targets, limits: Limits) -> Told:
+    def make(self, targets: LatencyTargets, limits: StepLimits) -> Told:
         self.made.append(Told(targets, limits))
         return self.made[-1]
 
@@ -121,9 +127,9 @@ async def test_several_borrowers_share_one_budget_and_those_without_work_leave_t
     engines = [scene.engine("a"), scene.engine("b")]
     assert [engine.budget().tokens for engine in engines] == [51, 50]
     assert [engine.budget().sequences for engine in engines] == [5, 5]
-    scene.borrowers.heard(scene.borrowers.all()[0], Report(wanted=False))
+    scene.borrowers.heard(scene.borrowers.all()[0], BorrowerReport(wanted=False))
     assert [engine.budget().tokens for engine in engines] == [0, 101]
-    scene.borrowers.heard(scene.borrowers.all()[1], Report(wanted=False))
+    scene.borrowers.heard(scene.borrowers.all()[1], BorrowerReport(wanted=False))
     assert [engine.budget().tokens for engine in engines] == [51, 50]
 
 
@@ -210,7 +216,7 @@ async def test_a_request_is_held_until_the_step_under_way_ends_and_no_longer_tha
 
 
 async def test_each_model_has_its_own_governor_and_rollouts_may_do_what_all_allow(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, big=Targets(ttft_s=1.0))
+    scene = Scene(tmp_path, big=LatencyTargets(ttft_s=1.0))
     scene.keeper.start()
     try:
         engine = scene.engine()

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.kv_budget import CUT, NORMAL
-from ebbtide.serving_guard.device import Device, open_device
-from ebbtide.serving_guard.memory import UNREADABLE, Allowed, Memory, host_memory
-from ebbtide.types.grants import Hello, Report, Residency
+from ebbtide.scheduling.coserving.kv_budget import CUT, NORMAL
+from ebbtide.serving_guard.loans.gpu_device import GpuDevice, open_device
+from ebbtide.serving_guard.loans.memory_budget import UNREADABLE, AllowedMemory, MemoryBudget, host_memory
+from ebbtide.types.grants import BorrowerReport, Hello, Residency
 
 MIB = 1 << 20
 
@@ -18,8 +18,8 @@ def hello(kv_mib: int = 64, **changes: object) -> Hello:
     return Hello(**(fields | changes))  # type: ignore[arg-type]
 
 
-def stated() -> Memory:
-    memory = Memory(limit_mib=100, serving_kv_mib=80, bytes_per_token=MIB)
+def stated() -> MemoryBudget:
+    memory = MemoryBudget(limit_mib=100, serving_kv_mib=80, bytes_per_token=MIB)
     memory.joined("w", hello(90))
     return memory
 
@@ -35,17 +35,17 @@ class Gpu:
         return self.free, self.total
 
 
-def on_gpu(gpu: Device, host_free: int = 500) -> Memory:
-    memory = Memory(device=lambda _: gpu, host=lambda: (host_free, 1000))
+def on_gpu(gpu: GpuDevice, host_free: int = 500) -> MemoryBudget:
+    memory = MemoryBudget(device=lambda _: gpu, host=lambda: (host_free, 1000))
     memory.joined("w", hello(device="GPU-1", kv_bytes=100, weights_bytes=50))
     return memory
 
 
 def test_without_a_limit_all_is_allowed() -> None:
-    memory = Memory()
+    memory = MemoryBudget()
     memory.joined("w", hello())
     memory.tokens_inside(1.0, 10**9)
-    assert memory.allowed(1.0, "w", idle_s=0) == Allowed(64 * MIB, NORMAL, Residency.AWAKE)
+    assert memory.allowed(1.0, "w", idle_s=0) == AllowedMemory(64 * MIB, NORMAL, Residency.AWAKE)
 
 
 def test_a_token_more_inside_is_its_bytes_less_for_rollouts() -> None:
@@ -79,7 +79,7 @@ def test_a_cut_lasts_until_it_is_honoured_and_disturbs_only_beyond_the_limit() -
     memory.tokens_inside(0.2, 60)
     for now, used_mib in [(0.2, 60), (0.3, 10)]:
         held = used_mib * MIB
-        memory.reported(now, "w", Report(kv_bytes_used=held))
+        memory.reported(now, "w", BorrowerReport(kv_bytes_used=held))
         seen.append((memory.serving_bytes + held > memory.limit, memory.allowed(now, "w", idle_s=0).phase == CUT))
     assert seen == [(True, True), (False, False)]
 
@@ -87,7 +87,7 @@ def test_a_cut_lasts_until_it_is_honoured_and_disturbs_only_beyond_the_limit() -
 def test_what_is_not_enough_for_one_rollout_is_nothing() -> None:
     memory = stated()
     memory.allowed(0.0, "w", idle_s=0)
-    memory.reported(0.1, "w", Report(running=2, kv_bytes_used=60 * MIB))
+    memory.reported(0.1, "w", BorrowerReport(running=2, kv_bytes_used=60 * MIB))
     memory.tokens_inside(0.2, 50)
     assert memory.allowed(0.2, "w", idle_s=0).kv_bytes >= 30 * MIB
     memory.tokens_inside(0.3, 70)
@@ -97,7 +97,7 @@ def test_what_is_not_enough_for_one_rollout_is_nothing() -> None:
 
 
 def test_borrowers_share_by_what_they_could_hold() -> None:
-    memory = Memory(limit_mib=100, bytes_per_token=MIB)
+    memory = MemoryBudget(limit_mib=100, bytes_per_token=MIB)
     memory.joined("a", hello(60))
     memory.joined("b", hello(30))
     memory.tokens_inside(0.0, 40)
@@ -109,13 +109,13 @@ def test_borrowers_share_by_what_they_could_hold() -> None:
 
 
 def test_weights_of_a_cpu_engine_go_away_when_serving_needs_even_more_and_come_back_when_it_pays() -> None:
-    memory = Memory(limit_mib=100, bytes_per_token=MIB)
+    memory = MemoryBudget(limit_mib=100, bytes_per_token=MIB)
     memory.joined("w", hello(90))
     memory.tokens_inside(0.0, 120)
     assert memory.allowed(0.0, "w", idle_s=0).kv_bytes == 0
     assert memory.allowed(0.1, "w", idle_s=0).residency is Residency.AWAKE, "a moment is no need"
     assert memory.allowed(1.0, "w", idle_s=0).residency is Residency.AWAY
-    memory.reported(1.1, "w", Report(residency=Residency.AWAY, wake_away_s=10))
+    memory.reported(1.1, "w", BorrowerReport(residency=Residency.AWAY, wake_away_s=10))
     memory.tokens_inside(20.0, 0)
     assert memory.allowed(20.0, "w", idle_s=20).residency is Residency.AWAY
     assert memory.allowed(20.0, "w", idle_s=40).residency is Residency.AWAKE
@@ -125,25 +125,27 @@ def test_a_gpu_that_runs_full_sends_weights_to_the_host_or_away_where_the_host_i
     for host_free, goes in [(500, Residency.HOST), (40, Residency.AWAY)]:
         gpu = Gpu(free=200)
         memory = on_gpu(gpu, host_free)
-        assert memory.allowed(0.0, "w", idle_s=0) == Allowed(100, NORMAL, Residency.AWAKE)
+        assert memory.allowed(0.0, "w", idle_s=0) == AllowedMemory(100, NORMAL, Residency.AWAKE)
         gpu.free = 10
         memory.allowed(1.0, "w", idle_s=0)
-        assert memory.allowed(2.0, "w", idle_s=0) == Allowed(100, NORMAL, goes), "an engine that cannot go, goes on"
+        assert memory.allowed(2.0, "w", idle_s=0) == AllowedMemory(100, NORMAL, goes), (
+            "an engine that cannot go, goes on"
+        )
 
 
 def test_memory_that_cannot_be_read_is_none_until_it_can() -> None:
     gpu = Gpu(free=500)
     memory = on_gpu(gpu)
     gpu.lost = True
-    assert memory.allowed(0.0, "w", idle_s=0) == Allowed(0, UNREADABLE, Residency.AWAKE)
+    assert memory.allowed(0.0, "w", idle_s=0) == AllowedMemory(0, UNREADABLE, Residency.AWAKE)
     gpu.lost = False
-    assert memory.allowed(1.0, "w", idle_s=0) == Allowed(100, NORMAL, Residency.AWAKE)
+    assert memory.allowed(1.0, "w", idle_s=0) == AllowedMemory(100, NORMAL, Residency.AWAKE)
 
 
 def test_weights_come_back_to_a_gpu_with_room_for_all_that_they_need() -> None:
     gpu = Gpu(free=170)
     memory = on_gpu(gpu)
-    memory.reported(0.0, "w", Report(residency=Residency.HOST, wake_host_s=2))
+    memory.reported(0.0, "w", BorrowerReport(residency=Residency.HOST, wake_host_s=2))
     assert memory.allowed(0.0, "w", idle_s=100).residency is Residency.HOST
     gpu.free = 190
     assert memory.allowed(1.0, "w", idle_s=100).residency is Residency.AWAKE
@@ -152,7 +154,7 @@ def test_weights_come_back_to_a_gpu_with_room_for_all_that_they_need() -> None:
 @pytest.mark.parametrize("serving_kv_mib", [0, 11])
 def test_a_limit_that_cannot_be_kept_is_refused(serving_kv_mib: int) -> None:
     with pytest.raises(InvalidRequest, match="memory_limit_mib"):
-        Memory(limit_mib=10, serving_kv_mib=serving_kv_mib)
+        MemoryBudget(limit_mib=10, serving_kv_mib=serving_kv_mib)
 
 
 def test_the_host_says_what_is_free() -> None:
@@ -162,7 +164,7 @@ def test_the_host_says_what_is_free() -> None:
 
 def test_a_device_that_is_not_there_is_refused_and_not_taken_for_an_empty_one() -> None:
     with pytest.raises(InvalidRequest, match="device"):
-        Memory().joined("w", hello(device="GPU-00000000-0000-0000-0000-000000000000"))
+        MemoryBudget().joined("w", hello(device="GPU-00000000-0000-0000-0000-000000000000"))
 
 
 @pytest.mark.skipif(not Path("/proc/driver/nvidia/gpus").is_dir(), reason="needs an NVIDIA GPU")

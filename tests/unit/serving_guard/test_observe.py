@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from ebbtide.serving_guard.observe import between, parsed
+from ebbtide.serving_guard.metrics_observer import between, parsed
 
 TEXT = b"""# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m"} 2.0

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.serving_guard.estimate import Asked, Estimator, read, usage
-from ebbtide.serving_guard.sse import Events
+from ebbtide.serving_guard.proxy.prompt_estimate import PromptEstimate, PromptEstimator, read, usage
+from ebbtide.serving_guard.proxy.sse_tokens import SseTokenCounter
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_lists_of_tokens_are_counted_and_text_is_measured(body: dict[str, Any], 
 def test_an_answer_in_one_piece_counts_from_the_start_for_what_it_may_become(body: dict[str, Any], tokens: int) -> None:
     asked = read(json.dumps({"model": "m", "prompt": [1, 2], **body}).encode())
     assert (asked.model, asked.answer_tokens) == ("m", tokens)
-    assert Estimator().tokens(asked) == 2 + tokens
+    assert PromptEstimator().tokens(asked) == 2 + tokens
 
 
 def test_images_are_not_their_bytes() -> None:
@@ -53,36 +53,36 @@ def test_images_are_not_their_bytes() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"model": 3}', b"\xff\xff", b'{"stream": "x"}'])
 def test_an_odd_body_counts_by_its_length(body: bytes) -> None:
-    assert read(body) == Asked(text_bytes=len(body))
+    assert read(body) == PromptEstimate(text_bytes=len(body))
 
 
 def test_a_name_too_long_for_a_model_is_none() -> None:
     assert read(json.dumps({"model": "m" * 256}).encode()).model == "m" * 256
-    assert read(json.dumps({"model": "m" * 257, "prompt": [1, 2]}).encode()) == Asked(tokens=2)
+    assert read(json.dumps({"model": "m" * 257, "prompt": [1, 2]}).encode()) == PromptEstimate(tokens=2)
 
 
 def test_a_body_nested_without_end_is_no_more_than_odd() -> None:
     body = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    assert read(body) == Asked(text_bytes=len(body))
+    assert read(body) == PromptEstimate(text_bytes=len(body))
     assert usage(body) is None
-    assert Events().feed(b"data: " + body + b"\n\n") == 1
+    assert SseTokenCounter().feed(b"data: " + body + b"\n\n") == 1
 
 
 def test_bytes_per_token_are_learnt_of_each_model() -> None:
-    estimator = Estimator()
-    asked, other = Asked(model="a", text_bytes=4000), Asked(model="b", text_bytes=4000)
+    estimator = PromptEstimator()
+    asked, other = PromptEstimate(model="a", text_bytes=4000), PromptEstimate(model="b", text_bytes=4000)
     assert estimator.tokens(asked) == 1000
     for _ in range(50):
         estimator.learn(asked, 2000)
     assert estimator.tokens(asked) == 2000
     assert estimator.tokens(other) == 1000
     for number in range(1000):
-        estimator.learn(Asked(model=f"m{number}", text_bytes=10), 1)
+        estimator.learn(PromptEstimate(model=f"m{number}", text_bytes=10), 1)
     assert len(estimator._ratios) <= 64
 
 
 def test_counted_prompts_teach_nothing_about_text() -> None:
-    estimator = Estimator()
-    estimator.learn(Asked(model="a", tokens=3, text_bytes=10), 100)
-    estimator.learn(Asked(model="a", text_bytes=10), 0)
-    assert estimator.tokens(Asked(model="a", text_bytes=400)) == 100
+    estimator = PromptEstimator()
+    estimator.learn(PromptEstimate(model="a", tokens=3, text_bytes=10), 100)
+    estimator.learn(PromptEstimate(model="a", text_bytes=10), 0)
+    assert estimator.tokens(PromptEstimate(model="a", text_bytes=400)) == 100

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.serving_guard.sse import Events
+from ebbtide.serving_guard.proxy.sse_tokens import SseTokenCounter
 
 
 def event(what: Any) -> bytes:
@@ -47,13 +47,13 @@ MESSAGES = b"".join(
 @pytest.mark.parametrize("ends", [b"\n", b"\r\n"])
 def test_tokens_are_counted_wherever_the_bytes_are_cut(stream: bytes, tokens: int, size: int, ends: bytes) -> None:
     stream = stream.replace(b"\n", ends)
-    events = Events()
+    events = SseTokenCounter()
     assert sum(events.feed(stream[start : start + size]) for start in range(0, len(stream), size)) == tokens
     assert not events.failed
 
 
 def test_usage_event_by_event_is_believed() -> None:
-    events = Events()
+    events = SseTokenCounter()
     fed = [
         events.feed(event({"choices": [{"text": "x"}], "usage": {"prompt_tokens": 9, "completion_tokens": made}}))
         for made in (1, 4, 5)
@@ -63,29 +63,29 @@ def test_usage_event_by_event_is_believed() -> None:
 
 
 def test_ids_of_tokens_say_how_many_an_event_holds() -> None:
-    assert Events().feed(event({"choices": [{"text": "abc", "token_ids": [1, 2, 3]}, {"text": "d"}]})) == 4
+    assert SseTokenCounter().feed(event({"choices": [{"text": "abc", "token_ids": [1, 2, 3]}, {"text": "d"}]})) == 4
 
 
 @pytest.mark.parametrize(
     "odd", [b"data: {\n\n", b"data: 7\n\n", b'data: {"choices": 3}\n\n', b'data: {"token": 1}\n\n']
 )
 def test_an_event_that_is_not_understood_counts_as_one(odd: bytes) -> None:
-    assert Events().feed(odd) == 1
+    assert SseTokenCounter().feed(odd) == 1
 
 
 def test_comments_and_empty_lines_are_none() -> None:
-    assert Events().feed(b": ping\n\n\n\nevent: ping\n\nretry: 3\n\n") == 0
+    assert SseTokenCounter().feed(b": ping\n\n\n\nevent: ping\n\nretry: 3\n\n") == 0
 
 
 @pytest.mark.parametrize("error", [{"error": {"message": "x"}}, {"type": "error"}, {"type": "response.failed"}])
 def test_an_error_inside_a_stream_is_noticed(error: dict[str, Any]) -> None:
-    events = Events()
+    events = SseTokenCounter()
     assert events.feed(event(error)) == 0
     assert events.failed
 
 
 def test_an_endless_event_is_not_kept() -> None:
-    events = Events()
+    events = SseTokenCounter()
     counted = events.feed(b"data: ") + sum(events.feed(b"x" * 65536) for _ in range(64))
     assert counted == 1
     assert len(events._tail) <= 256 << 10

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from ebbtide.store import codec
-from ebbtide.store.codec import RELEASED, body_digest, json_record, pack, unpack
+from ebbtide.store import record_codec
+from ebbtide.store.record_codec import RELEASED, body_digest, json_record, pack, unpack
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.weights import PolicyVersion
@@ -43,10 +43,10 @@ class LaterSpec(RunSpec, frozen=True, kw_only=True):
 def later() -> Any:
     """Records as they may be some releases on."""
     grown = {LaterSpec: RELEASED[RunSpec], LaterRequest: RELEASED[RolloutRequest], LaterSampling: RELEASED[Sampling]}
-    with patch.dict(codec.RELEASED, grown):
+    with patch.dict(record_codec.RELEASED, grown):
         yield
-    codec._later.cache_clear()
-    codec._grown.cache_clear()
+    record_codec._later.cache_clear()
+    record_codec._grown.cache_clear()
 
 
 def as_later(record: msgspec.Struct, kind: Any, **more: Any) -> Any:

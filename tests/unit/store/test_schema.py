@@ -9,11 +9,11 @@ import pytest
 import redis.exceptions as redis_errors
 
 from ebbtide.errors import Internal, StoreUnavailable, Unavailable
-from ebbtide.rpc.status import to_status
-from ebbtide.store.codec import body_digest, pack, unpack
-from ebbtide.store.faults import Refused, TermSuperseded, fault
-from ebbtide.store.keys import FLEET_KEYS, RUN_KEYS, lua_constants, run_key
-from ebbtide.store.scripts import script
+from ebbtide.rpc.status_table import to_status
+from ebbtide.store.link.store_faults import StoreRefused, TermSuperseded, fault
+from ebbtide.store.lua_scripts import script
+from ebbtide.store.record_codec import body_digest, pack, unpack
+from ebbtide.store.store_keys import FLEET_KEYS, RUN_KEYS, lua_constants, run_key
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 
@@ -105,7 +105,7 @@ def test_each_refusal_of_the_store_names_the_store_and_the_remedy(error: Any, sa
 
 def test_refusals_of_scripts_are_told_from_those_of_the_store() -> None:
     refused = fault(redis_errors.ResponseError("QUOTA 17"), where="x")
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, StoreRefused)
     assert (refused.code, refused.detail) == ("QUOTA", "17")
     assert isinstance(fault(redis_errors.ResponseError("ERR unknown command"), where="x"), Internal)
     superseded = fault(redis_errors.ResponseError("TERM "), where="x")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.client.publishing import PublishReport
+from ebbtide.client.publisher.publisher import PublishReport
 from ebbtide.errors import AlreadyExists, LeaseSuperseded, NoCapacity, NotReady
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import (

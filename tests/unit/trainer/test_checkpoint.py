@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer import checkpoint
-from ebbtide.trainer.checkpoint import CheckpointError, TrainingState
-from ebbtide.trainer.collector import Consumed
-from ebbtide.trainer.network import load_network, load_tokenizer
+from ebbtide.trainer import training_checkpoint
+from ebbtide.trainer.learning.network import load_network, load_tokenizer
+from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
+from ebbtide.trainer.trajectory_collector import ConsumedTrajectory
 from ebbtide.types.run import RunEvent
 
 
@@ -23,14 +23,14 @@ def state(step: int = 3, **changes: Any) -> TrainingState:
         "step": step,
         "version": 4,
         "cursor": "7-0",
-        "consumed": (Consumed(episode_id="e", cursor="7-0", drop_reason="too_stale"),),
+        "consumed": (ConsumedTrajectory(episode_id="e", cursor="7-0", drop_reason="too_stale"),),
         "reports": (RunEvent(kind="step", key="abc.3", values={"reward": 0.25}),),
     }
     return TrainingState(**(values | changes))
 
 
 def write(folder: Path, model: Path, saved: TrainingState, learner: Any = None) -> Path:
-    return checkpoint.write(folder, load_network(model), load_tokenizer(model), learner or {}, saved)
+    return training_checkpoint.write(folder, load_network(model), load_tokenizer(model), learner or {}, saved)
 
 
 def test_all_comes_back_as_it_was(tiny_model: Path, tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_all_comes_back_as_it_was(tiny_model: Path, tmp_path: Path) -> None:
     path = write(tmp_path, tiny_model, state(), learner)
     expected = torch.rand(3)
     torch.manual_seed(6)
-    found, restored = checkpoint.read_state(path, run_id="run-1")
+    found, restored = training_checkpoint.read_state(path, run_id="run-1")
     assert found == state()
     assert torch.equal(torch.rand(3), expected)
     fresh = torch.optim.AdamW(network.parameters(), lr=0.1)
@@ -59,39 +59,39 @@ def test_an_interrupted_write_leaves_the_one_before(tiny_model: Path, tmp_path: 
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "fsync", die)
+    monkeypatch.setattr(training_checkpoint, "fsync", die)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, tiny_model, state(6))
     monkeypatch.undo()
-    assert checkpoint.prepare(tmp_path) == first
+    assert training_checkpoint.prepare(tmp_path) == first
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
 
 def test_a_whole_checkpoint_is_never_written_again(tiny_model: Path, tmp_path: Path) -> None:
     path = write(tmp_path, tiny_model, state(lineage="first"))
     assert write(tmp_path, tiny_model, state(lineage="second")) == path
-    assert checkpoint.read_state(path, run_id="run-1")[0].lineage == "first"
+    assert training_checkpoint.read_state(path, run_id="run-1")[0].lineage == "first"
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_only_the_newest_are_kept(tiny_model: Path, tmp_path: Path) -> None:
     for step in (2, 10, 4):
         write(tmp_path, tiny_model, state(step))
-    checkpoint.keep_newest(tmp_path, 2)
+    training_checkpoint.keep_newest(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000010"]
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000010"
+    assert training_checkpoint.latest(tmp_path) == tmp_path / "step-000010"
 
 
 def test_what_is_damaged_or_anothers_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
     path = write(tmp_path, tiny_model, state())
     with pytest.raises(CheckpointError, match="is of run run-1"):
-        checkpoint.read_state(path, run_id="run-2")
+        training_checkpoint.read_state(path, run_id="run-2")
     for name in ("state.json", "optimizer.safetensors", "random.safetensors"):
         broken = tmp_path / f"broken-{name}"
         shutil.copytree(path, broken)
         (broken / "trainer" / name).write_bytes(b"\x08\x00\x00")
         with pytest.raises(CheckpointError, match="is damaged"):
-            checkpoint.read_state(broken, run_id="run-1")
+            training_checkpoint.read_state(broken, run_id="run-1")
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_a_state_that_nobody_wrote_is_refused_without_believing_it(
     body = json.loads((path / "trainer" / "state.json").read_text())
     (path / "trainer" / "state.json").write_text(json.dumps(body | {key: value}))
     with pytest.raises(CheckpointError, match=f"is damaged .*{said}"):
-        checkpoint.read_state(path, run_id="run-1")
+        training_checkpoint.read_state(path, run_id="run-1")
 
 
 def test_the_newest_is_that_of_the_last_step_however_many_there_were(tmp_path: Path) -> None:
     for step in (999_999, 1_000_000):
         (tmp_path / f"step-{step:06d}").mkdir()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-1000000"
-    checkpoint.keep_newest(tmp_path, 1)
+    assert training_checkpoint.latest(tmp_path) == tmp_path / "step-1000000"
+    training_checkpoint.keep_newest(tmp_path, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1000000"]
 
 
@@ -122,12 +122,13 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number_and_not_called_
     path = write(tmp_path, tiny_model, state())
     file = path / "trainer" / "state.json"
     body = json.loads(file.read_text())
-    body["training"] |= {"format": checkpoint.FORMAT + 1, "shards": 2}
+    body["training"] |= {"format": training_checkpoint.FORMAT + 1, "shards": 2}
     file.write_text(json.dumps(body))
     with pytest.raises(
-        CheckpointError, match=f"has format {checkpoint.FORMAT + 1}, and this trainer knows {checkpoint.FORMAT}"
+        CheckpointError,
+        match=f"has format {training_checkpoint.FORMAT + 1}, and this trainer knows {training_checkpoint.FORMAT}",
     ):
-        checkpoint.read_state(path, run_id="run-1")
+        training_checkpoint.read_state(path, run_id="run-1")
 
 
 def test_what_is_neither_tensor_nor_plain_is_refused(tiny_model: Path, tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_what_is_neither_tensor_nor_plain_is_refused(tiny_model: Path, tmp_path:
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(InvalidRequest) as caught:
-        checkpoint.prepare(tmp_path / "taken" / "checkpoints")
+        training_checkpoint.prepare(tmp_path / "taken" / "checkpoints")
     assert caught.value.field == "output"
 
 
@@ -155,6 +156,6 @@ def test_what_another_trainer_may_still_write_is_out_of_its_reach_before_any_of_
         remove(path)
 
     monkeypatch.setattr(shutil, "rmtree", watched)
-    assert checkpoint.prepare(tmp_path) is None
+    assert training_checkpoint.prepare(tmp_path) is None
     assert in_reach == [False]
     assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ebbtide.trainer.collector import Collector, Consumed, staleness
+from ebbtide.trainer.trajectory_collector import ConsumedTrajectory, TrajectoryCollector, staleness
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.tokens import pack_ids, pack_tokens
 
@@ -33,7 +33,7 @@ def test_the_order_of_a_batch_does_not_depend_on_the_order_of_arrival() -> None:
     orders = set()
     for seed in range(10):
         random.Random(seed).shuffle(names)
-        collector = Collector(step=0, max_staleness=0)
+        collector = TrajectoryCollector(step=0, max_staleness=0)
         for name in names:
             collector.add(trajectory(name))
         assert collector.whole_groups() == 3
@@ -42,7 +42,7 @@ def test_the_order_of_a_batch_does_not_depend_on_the_order_of_arrival() -> None:
 
 
 def test_a_group_is_whole_once_all_that_it_states_are_there_and_repeats_do_not_count() -> None:
-    collector = Collector(step=0, max_staleness=0)
+    collector = TrajectoryCollector(step=0, max_staleness=0)
     for name in ("g0.0", "g0.0", "g1.0"):
         collector.add(trajectory(name))
     assert collector.whole_groups() == 0
@@ -51,7 +51,7 @@ def test_a_group_is_whole_once_all_that_it_states_are_there_and_repeats_do_not_c
 
 
 def test_what_is_too_stale_late_or_incomplete_is_dropped_with_its_reason() -> None:
-    collector = Collector(step=1, max_staleness=0)
+    collector = TrajectoryCollector(step=1, max_staleness=0)
     collector.add(trajectory("late.0", step=0))
     collector.add(trajectory("g0.0", step=1, versions=(2, 2)))
     collector.add(trajectory("g0.1", step=1, versions=(1, 2)))
@@ -68,7 +68,7 @@ def test_what_is_too_stale_late_or_incomplete_is_dropped_with_its_reason() -> No
 
 
 def test_steps_ahead_wait_for_their_turn() -> None:
-    collector = Collector(step=0, max_staleness=1)
+    collector = TrajectoryCollector(step=0, max_staleness=1)
     collector.add(trajectory("b.0", step=1, size=1))
     assert collector.whole_groups() == 0
     collector.add(trajectory("a.0", step=0, size=1))
@@ -87,8 +87,8 @@ def test_a_restart_from_any_point_sees_every_trajectory_once(seed: int) -> None:
     told: list[str] = []
     taken: list[str] = []
     step, cursor = 0, ""
-    consumed: tuple[Consumed, ...] = ()
-    collector = Collector(step=0, max_staleness=9)
+    consumed: tuple[ConsumedTrajectory, ...] = ()
+    collector = TrajectoryCollector(step=0, max_staleness=9)
     for place, one in enumerate(stream):
         collector.add(one)
         if rng.random() < 0.3 and collector.whole_groups() == 2:
@@ -98,7 +98,7 @@ def test_a_restart_from_any_point_sees_every_trajectory_once(seed: int) -> None:
             if rng.random() < 0.5:
                 told += [item.cursor for item in consumed]
                 collector.committed(len(consumed))
-            collector = Collector(step=step, max_staleness=9, consumed=consumed, cursor=cursor)
+            collector = TrajectoryCollector(step=step, max_staleness=9, consumed=consumed, cursor=cursor)
             told += [item.cursor for item in consumed]
             collector.committed(len(consumed))
             for earlier in stream[: place + 1]:

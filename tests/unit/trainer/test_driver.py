@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from ebbtide.claimed_runs.conversation import load_conversations
+from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.driver.service import drive
+from ebbtide.driver.settings import DriverSettings
+from ebbtide.environments import Message, Split, StepResult
 from ebbtide.errors import InvalidRequest
 from ebbtide.testing import wait_until
-from ebbtide.trainer.conversation import load_conversations
-from ebbtide.trainer.driver.service import drive
-from ebbtide.trainer.driver.settings import DriverSettings
-from ebbtide.trainer.environments import Message, Split, StepResult
-from ebbtide.trainer.failure import RunFailed
 from ebbtide.types.rollout import RolloutRequest, TrajectoryOutcome
 from ebbtide.types.run import RunSpec, RunStatus
 from ebbtide.types.tokens import unpack_ids, unpack_tokens

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.driver import coordinator_traffic as module
+from ebbtide.driver.coordinator_traffic import AlreadyCompleted, CallBatches, CoordinatorTraffic
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import race
 from ebbtide.testing import wait_until
-from ebbtide.trainer.driver import exchange as module
-from ebbtide.trainer.driver.exchange import AlreadyCompleted, Batches, Exchange
-from ebbtide.trainer.failure import RunFailed
 from ebbtide.types.rollout import Episode, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids
@@ -36,9 +36,9 @@ def cluster(make_cluster: Any) -> Any:
     return made
 
 
-async def with_exchange(cluster: Any, work: Any) -> Exchange:
+async def with_exchange(cluster: Any, work: Any) -> CoordinatorTraffic:
     """Run `work(exchange)` while the exchange runs; only step 0 is urgent."""
-    made = Exchange(cluster.lease("driver"), lambda request: request.priority == 0)
+    made = CoordinatorTraffic(cluster.lease("driver"), lambda request: request.priority == 0)
     async with asyncio.timeout(5):
         await race(work(made), made.run())
     return made
@@ -52,7 +52,7 @@ async def test_what_is_put_at_one_time_is_sent_together_and_answered_in_order() 
         await asyncio.sleep(0)
         return [item * 10 for item in items]
 
-    batches: Batches[int, int] = Batches(send)
+    batches: CallBatches[int, int] = CallBatches(send)
     answers: list[int] = []
 
     async def work() -> None:
@@ -66,7 +66,7 @@ async def test_what_is_put_at_one_time_is_sent_together_and_answered_in_order() 
 async def test_one_bad_item_fails_alone(cluster: Any) -> None:
     outcomes: list[Any] = []
 
-    async def work(exchange: Exchange) -> None:
+    async def work(exchange: CoordinatorTraffic) -> None:
         await exchange.generate(request("taken"))
         others = [request("fine"), request("taken", prompt=8), request("too")]
         outcomes.extend(await asyncio.gather(*map(exchange.generate, others), return_exceptions=True))
@@ -81,7 +81,7 @@ async def test_a_refusal_by_the_coordinator_reaches_who_asked(cluster: Any) -> N
             raise InvalidRequest("too long", field="prompt_ids")
         return items
 
-    batches: Batches[str, str] = Batches(refuse)
+    batches: CallBatches[str, str] = CallBatches(refuse)
     found: list[Any] = []
 
     async def work() -> None:
@@ -97,7 +97,7 @@ async def test_what_a_predecessor_completed_is_told(cluster: Any) -> None:
     cluster.rollouts["done"] = request("done")
     cluster.over.add("done")
 
-    async def work(exchange: Exchange) -> None:
+    async def work(exchange: CoordinatorTraffic) -> None:
         with pytest.raises(AlreadyCompleted):
             await exchange.generate(request("done"))
 
@@ -107,7 +107,7 @@ async def test_what_a_predecessor_completed_is_told(cluster: Any) -> None:
 async def test_finishes_nobody_asked_for_are_kept_and_used_when_asked(cluster: Any) -> None:
     await cluster.lease("driver").submit_rollouts([request("early"), request("unasked")])
 
-    async def work(exchange: Exchange) -> None:
+    async def work(exchange: CoordinatorTraffic) -> None:
         await wait_until(lambda: set(exchange.orphans) == {"early", "unasked"})
         assert (await exchange.generate(request("early"))).rollout_id == "early"
 
@@ -118,7 +118,7 @@ async def test_a_full_quota_is_waited_out(cluster: Any) -> None:
     refusals = [True, True, False]
     cluster.full = lambda rollouts: refusals.pop(0)
 
-    async def work(exchange: Exchange) -> None:
+    async def work(exchange: CoordinatorTraffic) -> None:
         await exchange.generate(request("r"))
         await exchange.complete([Episode(episode_id="r", rollout_ids=("r",), drop_reason="cancelled")])
 
@@ -129,7 +129,7 @@ async def test_a_full_quota_is_waited_out(cluster: Any) -> None:
 async def test_what_is_submitted_ahead_waits_for_room_without_holding_up_what_is_urgent(cluster: Any) -> None:
     cluster.full = lambda rollouts: any(item.priority for item in rollouts)
 
-    async def work(exchange: Exchange) -> None:
+    async def work(exchange: CoordinatorTraffic) -> None:
         ahead = asyncio.create_task(exchange.generate(request("ahead", step=1)))
         await wait_until(lambda: "driver:submit" in cluster.log)
         await exchange.generate(request("now", step=0))
@@ -146,7 +146,7 @@ async def test_a_quota_that_cannot_hold_a_step_fails_the_run_with_the_remedy(
     monkeypatch.setattr(module, "_FULL_S", 0.05)
     cluster.full = lambda rollouts: True
 
-    async def work(exchange: Exchange) -> None:
+    async def work(exchange: CoordinatorTraffic) -> None:
         await exchange.generate(request("r"))
 
     with pytest.raises(RunFailed, match="quota_bytes must hold"):

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
+from ebbtide.driver import environment_threads
+from ebbtide.driver.environment_threads import EnvironmentHangs, EnvironmentThreads, TookTooLong
 from ebbtide.testing import wait_until
-from ebbtide.trainer.driver import sandbox
-from ebbtide.trainer.driver.sandbox import EnvironmentHangs, Sandbox, TookTooLong
 
 
 async def test_values_and_errors_come_back() -> None:
-    box = Sandbox(2)
+    box = EnvironmentThreads(2)
     assert await box.call(lambda: 3, timeout_s=5) == 3
     with pytest.raises(ZeroDivisionError):
         await box.call(lambda: 1 // 0, timeout_s=5)
@@ -23,11 +23,11 @@ async def test_values_and_errors_come_back() -> None:
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), StopIteration()])
 async def test_what_would_end_the_process_is_an_ordinary_error_here(error: BaseException) -> None:
     with pytest.raises(RuntimeError, match="environment code raised"):
-        await Sandbox(1).call(lambda: _raise(error), timeout_s=5)
+        await EnvironmentThreads(1).call(lambda: _raise(error), timeout_s=5)
 
 
 async def test_a_call_that_does_not_return_is_abandoned_and_its_place_given_on() -> None:
-    box, release = Sandbox(1), threading.Event()
+    box, release = EnvironmentThreads(1), threading.Event()
     with pytest.raises(TookTooLong):
         await box.call(lambda: release.wait(10), timeout_s=0.05)
     assert box.stuck == 1
@@ -37,8 +37,8 @@ async def test_a_call_that_does_not_return_is_abandoned_and_its_place_given_on()
 
 
 async def test_too_many_stuck_calls_are_the_environments_fault_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_STUCK", 2)
-    box, release = Sandbox(1), threading.Event()
+    monkeypatch.setattr(environment_threads, "MAX_STUCK", 2)
+    box, release = EnvironmentThreads(1), threading.Event()
     for _ in range(2):
         with pytest.raises(TookTooLong):
             await box.call(lambda: release.wait(10), timeout_s=0.01)
@@ -49,7 +49,7 @@ async def test_too_many_stuck_calls_are_the_environments_fault_as_a_whole(monkey
 
 
 async def test_as_many_run_at_once_as_there_are_places_and_no_more() -> None:
-    box, running, most, lock, three = Sandbox(3), 0, 0, threading.Lock(), threading.Barrier(3)
+    box, running, most, lock, three = EnvironmentThreads(3), 0, 0, threading.Lock(), threading.Barrier(3)
 
     def work() -> None:
         nonlocal running, most
@@ -69,9 +69,9 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
 
     code = (
         "import asyncio, threading\n"
-        "from ebbtide.trainer.driver.sandbox import Sandbox, TookTooLong\n"
+        "from ebbtide.driver.environment_threads import EnvironmentThreads, TookTooLong\n"
         "async def main():\n"
-        "    try: await Sandbox(1).call(threading.Event().wait, timeout_s=0.01)\n"
+        "    try: await EnvironmentThreads(1).call(threading.Event().wait, timeout_s=0.01)\n"
         "    except TookTooLong: pass\n"
         "asyncio.run(main())\n"
     )

@@ -12,11 +12,11 @@ import torch
 
 from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.testing import wait_until
-from ebbtide.trainer import checkpoint
-from ebbtide.trainer.checkpoint import CheckpointError, latest
-from ebbtide.trainer.learning import Learning
+from ebbtide.trainer import training_checkpoint
+from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.service import train
 from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.trainer.training_checkpoint import CheckpointError, latest
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunEvent, RunSpec, RunStatus
 from ebbtide.types.tokens import pack_ids, pack_tokens
@@ -186,9 +186,9 @@ async def test_a_step_is_trained_beside_its_versions_way_only_where_staleness_al
     spec = make_spec(
         tiny_model, tmp_path, batch={"max_staleness": staleness}, trainer={"steps": 3, "checkpoint_every": 100}
     )
-    cluster, known, step = make_cluster(spec, lambda request: None), list[int](), Learning.step
+    cluster, known, step = make_cluster(spec, lambda request: None), list[int](), LocalLearning.step
 
-    def spy(self: Learning, *args: Any, **named: Any) -> dict[str, float]:
+    def spy(self: LocalLearning, *args: Any, **named: Any) -> dict[str, float]:
         known.append(len(cluster.versions))
         return step(self, *args, **named)
 
@@ -207,7 +207,7 @@ async def test_a_step_is_trained_beside_its_versions_way_only_where_staleness_al
                 cluster.bell()
         cluster.relay.set()
 
-    monkeypatch.setattr(Learning, "step", spy)
+    monkeypatch.setattr(LocalLearning, "step", spy)
     cluster.relay.clear()
     training = asyncio.create_task(train(make_client(cluster), cluster.lease("trainer"), SETTINGS))
     async with asyncio.timeout(30):
@@ -239,7 +239,7 @@ async def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_newer_on
     tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make_cluster(make_spec(tiny_model, tmp_path), lambda request: None)
-    client, prepare, looked = make_client(cluster), checkpoint.prepare, list[Path]()
+    client, prepare, looked = make_client(cluster), training_checkpoint.prepare, list[Path]()
 
     def overtaken(folder: Path) -> Path | None:
         found = prepare(folder)
@@ -253,7 +253,7 @@ async def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_newer_on
         await wait_until(lambda: cluster.named("checkpoint"), what="a checkpoint")
         first.cancel()
         await asyncio.wait({first})
-        monkeypatch.setattr(checkpoint, "prepare", overtaken)
+        monkeypatch.setattr(training_checkpoint, "prepare", overtaken)
         await train(client, cluster.lease("trainer"), SETTINGS)
     assert [version.step for version in cluster.versions] == [0, 1, 2, 3, 4]
     assert len(looked) == 2

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from ebbtide.claimed_runs import run_loop
+from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.claimed_runs.settings import WorkSettings
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, Unavailable
 from ebbtide.runtime import ProcessSettings, Shutdown, race
 from ebbtide.testing import wait_until
-from ebbtide.trainer import work
-from ebbtide.trainer.failure import RunFailed
-from ebbtide.trainer.settings import WorkSettings
 from ebbtide.types.run import EnvironmentSpec, RunSpec, RunStatus
 
 SPEC = RunSpec(name="run", model="model", environment=EnvironmentSpec(name="none"))
@@ -47,8 +47,8 @@ class Runs:
 def serve(make_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[Runs]]:
     async def serve(works: list[Any], *, stop: Callable[[Runs], bool] | None = None, **settings: Any) -> Runs:
         runs = Runs(make_cluster, works)
-        monkeypatch.setattr(work, "Client", lambda *args, **kwargs: runs)
-        monkeypatch.setattr(work, "_PAUSE_S", 0.01)
+        monkeypatch.setattr(run_loop, "Client", lambda *args, **kwargs: runs)
+        monkeypatch.setattr(run_loop, "_PAUSE_S", 0.01)
         shutdown = Shutdown("driver", ProcessSettings())
 
         async def end() -> None:
@@ -58,7 +58,7 @@ def serve(make_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
             await asyncio.Event().wait()
 
         async with asyncio.timeout(5):
-            await race(work.serve(WorkSettings(**settings), shutdown, "driver", runs.work), end())
+            await race(run_loop.serve(WorkSettings(**settings), shutdown, "driver", runs.work), end())
         return runs
 
     return serve

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ebbtide.transfer import Changes, Mirror
+from ebbtide.transfer import ElementChanges, Mirror
 from ebbtide.types.weights import Patch
 from ebbtide.weights import Place, Planner, TileTask, Way, places
 from tests.unit.weights.chain import Link, whole
@@ -30,7 +30,7 @@ def tasks_to(
     return [task for task in found if isinstance(task, TileTask)]
 
 
-def bring(mirror: Mirror, links: Sequence[Link], number: int, changes: Changes | None = None) -> None:
+def bring(mirror: Mirror, links: Sequence[Link], number: int, changes: ElementChanges | None = None) -> None:
     blobs = blobs_of(links)
     for task in tasks_to(mirror, links, number):
         mirror.apply(task, blobs, changes)

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
-from ebbtide.transfer import Changes, Mirror
+from ebbtide.transfer import ElementChanges, Mirror
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import NamedTensor, TileTask, build_manifest, places, tile_digest, tile_sizes
 from tests.unit.transfer.filling import assert_right, blobs_of, bring, content, tasks_to
@@ -176,7 +176,7 @@ def raw(path: Path, name: str) -> np.ndarray:
 
 def test_changes_turn_the_version_before_into_the_new_one(links: list[Link], mirror: Mirror, tmp_path: Path) -> None:
     bring(mirror, links, 1)
-    changes = Changes(links[0].manifest, share=1.0)
+    changes = ElementChanges(links[0].manifest, share=1.0)
     bring(mirror, links, 3, changes)
     bring(mirror, links, 4, changes)  # several pulls add up
     changes.write(tmp_path / "changes")
@@ -186,7 +186,7 @@ def test_changes_turn_the_version_before_into_the_new_one(links: list[Link], mir
 
 def test_changes_give_up_when_there_are_too_many(links: list[Link], mirror: Mirror) -> None:
     bring(mirror, links, 1)
-    changes = Changes(links[0].manifest, share=0.01)
+    changes = ElementChanges(links[0].manifest, share=0.01)
     bring(mirror, links, 2, changes)
     assert changes.given_up
     assert not mirror.keep_changes(b"1", b"2", changes)
@@ -197,7 +197,7 @@ def test_changes_are_kept_for_the_hosts_other_engines(links: list[Link], tmp_pat
     mirrors = [Mirror(links[0].manifest, tmp_path / "m" if shared else None)]
     mirrors.append(Mirror(links[0].manifest, tmp_path / "m") if shared else mirrors[0])
     bring(mirrors[0], links, 1)
-    changes = Changes(links[0].manifest, share=1.0)
+    changes = ElementChanges(links[0].manifest, share=1.0)
     bring(mirrors[0], links, 2, changes)
     assert mirrors[1].changes(b"1", b"2") is None
     assert mirrors[0].keep_changes(b"1", b"2", changes)
@@ -254,7 +254,7 @@ puller = Puller(None, "", holder=lambda: Holder(name="x"), patience_s=0.0, open_
 assert "numba" not in sys.modules
 puller.warm_up()
 puller._threads._pool.shutdown()
-assert "ebbtide.weights.patch.compiled" in sys.modules or "ebbtide.weights.patch.plain" in sys.modules
+assert "ebbtide.weights.patch.compiled_kernels" in sys.modules or "ebbtide.weights.patch.numpy_kernels" in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import NoCapacity
-from ebbtide.transfer import Changes, Mirror
+from ebbtide.transfer import ElementChanges, Mirror
 from tests.unit.transfer.filling import assert_right, bring
 from tests.unit.weights.chain import Link, chain
 
@@ -54,7 +54,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 def kept(mirror: Mirror, links: list[Link], number: int) -> bool:
     """Bring the mirror to a version, and keep what changes with it."""
-    changes = Changes(links[0].manifest, share=1.0)
+    changes = ElementChanges(links[0].manifest, share=1.0)
     bring(mirror, links, number, changes)
     return mirror.keep_changes(bytes(32), bytes([number]) * 32, changes)
 
@@ -142,7 +142,7 @@ def test_what_was_written_before_the_machine_started_anew_is_not_believed(
 ) -> None:
     boot, folder = tmp_path / "boot_id", tmp_path / "mirrors"
     boot.write_text("one")
-    monkeypatch.setattr("ebbtide.transfer.mirror._BOOT", boot)
+    monkeypatch.setattr("ebbtide.transfer.mirror.mirror._BOOT", boot)
 
     def leave_behind() -> None:
         if child := os.fork():

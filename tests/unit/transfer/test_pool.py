@@ -15,7 +15,7 @@ from ebbtide.errors import (
     Unavailable,
     VersionUnavailable,
 )
-from ebbtide.transfer.pool import OpenSource, Pool
+from ebbtide.transfer.sources.source_pool import OpenSource, SourcePool
 from ebbtide.types.weights import BlobSource, Holder
 
 
@@ -43,7 +43,7 @@ class Scene:
     def __init__(self, *sources: BlobSource, rates: dict[int, float] | None = None) -> None:
         self.opened: list[Mute] = []
         self.relay = OpenSource(Mute(), "weight-relay", "relay:1", 3)
-        self.pool = Pool(self.relay, self._open, Holder(name="me", site="here", host="mine"), rates)
+        self.pool = SourcePool(self.relay, self._open, Holder(name="me", site="here", host="mine"), rates)
         self.pool.renew(sources)
 
     def _open(self, found: BlobSource, reader: Holder) -> Mute:

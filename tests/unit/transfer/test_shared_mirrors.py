@@ -17,7 +17,7 @@ import pytest
 from ebbtide.errors import InvalidRequest, NoCapacity
 from ebbtide.transfer import Mirror
 from ebbtide.types.weights import Manifest
-from ebbtide.weights import Layout, places
+from ebbtide.weights import FileLayout, places
 from tests.unit.transfer.filling import assert_right, blobs_of, bring, content, tasks_to
 from tests.unit.weights.chain import Link, chain
 
@@ -230,7 +230,7 @@ def test_what_a_killed_process_left_is_swept_by_whoever_starts_next(links: list[
 class Steps:
     """Dies, as a trace function of Python, before the given line of those that write."""
 
-    CODE = (Mirror.apply, Mirror._record, Layout.write)
+    CODE = (Mirror.apply, Mirror._record, FileLayout.write)
 
     def __init__(self, line: int) -> None:
         self._left = line
@@ -279,15 +279,15 @@ def test_a_kill_in_the_middle_of_a_tile_is_noticed(
 ) -> None:
     base = Mirror(links[0].manifest, folder)
     bring(base, links, 1)
-    write = Layout.write
+    write = FileLayout.write
 
-    def half(layout: Layout, file: Any, tensor: int, tile: int, data: Any) -> None:
+    def half(layout: FileLayout, file: Any, tensor: int, tile: int, data: Any) -> None:
         old = layout.read(file, tensor, tile).copy()
         write(layout, file, tensor, tile, np.concatenate([data[: len(data) // 2], old[len(data) // 2 :]]))
         die()
 
     def work() -> None:
-        monkeypatch.setattr(Layout, "write", half)
+        monkeypatch.setattr(FileLayout, "write", half)
         bring(Mirror(links[0].manifest, folder), links, 3)
 
     assert killed(work)

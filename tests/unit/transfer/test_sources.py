@@ -3,12 +3,12 @@
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from ebbtide.auth.role_tokens import mint
+from ebbtide.auth.roles import Role
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import InvalidRequest, NotReady
-from ebbtide.rpc.roles import Role
-from ebbtide.rpc.security import ClientSecurity
-from ebbtide.rpc.tokens import mint
-from ebbtide.transfer.http import HttpSource
-from ebbtide.transfer.sources import GrpcSource, check_peer, opener
+from ebbtide.transfer.sources.static_source import StaticSource
+from ebbtide.transfer.sources.tile_source import GrpcSource, check_peer, opener
 from ebbtide.types.weights import BlobSource, Holder
 
 READER = Holder(name="me", site="here", host="mine")
@@ -54,7 +54,7 @@ def test_host_and_port_are(address: str) -> None:
 async def test_a_url_is_read_only_where_the_relays_own_settings_name_it() -> None:
     open_source = opener(ClientSecurity(token="secret"))
     copy = open_source(BlobSource(name="copy", address="https://example.org/v", static=True), READER)
-    assert isinstance(copy, HttpSource)
+    assert isinstance(copy, StaticSource)
     peer = open_source(BlobSource(name="w1", address="127.0.0.1:7620"), READER)
     assert isinstance(peer, GrpcSource)
     await peer.close()

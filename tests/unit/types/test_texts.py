@@ -1,7 +1,7 @@
 """Texts that are too long."""
 
-from ebbtide.scheduling.attempts import dead_letter
-from ebbtide.types.bounds import MAX_EVENT_BYTES, shortened
+from ebbtide.scheduling.dispatch.attempt_endings import dead_letter
+from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 
 
 def test_a_text_that_fits_is_left_alone() -> None:

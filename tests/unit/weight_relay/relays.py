@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
 from tests.integration.weight_relay.lines import Line, Version
 
@@ -19,11 +19,11 @@ class Clock:
         return self.now
 
 
-def relay_at(folder: Path, clock: Clock | None = None, **settings: Any) -> Relay:
-    return Relay(RelaySettings(data_dir=str(folder), **settings), clock=clock or Clock())
+def relay_at(folder: Path, clock: Clock | None = None, **settings: Any) -> WeightRelay:
+    return WeightRelay(RelaySettings(data_dir=str(folder), **settings), clock=clock or Clock())
 
 
-async def put(relay: Relay, version: Version, *, whole: bool = False, arriving: bool = False) -> None:
+async def put(relay: WeightRelay, version: Version, *, whole: bool = False, arriving: bool = False) -> None:
     """Stage a version and put its blobs."""
     patch = None if whole else version.patch
     blobs = version.blobs if patch else version.tiles
@@ -31,23 +31,23 @@ async def put(relay: Relay, version: Version, *, whole: bool = False, arriving: 
         await relay.put(digest, blobs[digest])
 
 
-async def publish(relay: Relay, version: Version, *, whole: bool = False) -> None:
+async def publish(relay: WeightRelay, version: Version, *, whole: bool = False) -> None:
     await put(relay, version, whole=whole)
     await relay.commit("run", version.manifest.version)
 
 
-async def publish_all(relay: Relay, line: Line) -> None:
+async def publish_all(relay: WeightRelay, line: Line) -> None:
     for version in line:
         await publish(relay, version)
 
 
-def held(relay: Relay) -> list[int]:
+def held(relay: WeightRelay) -> list[int]:
     return sorted(relay.index.stream(("run", "policy")))
 
 
-def anchors(relay: Relay) -> list[int]:
+def anchors(relay: WeightRelay) -> list[int]:
     return sorted(relay.index.anchors(("run", "policy")))
 
 
-def patches(relay: Relay) -> list[tuple[int, int]]:
+def patches(relay: WeightRelay) -> list[tuple[int, int]]:
     return sorted(relay.index.patches(("run", "policy")))

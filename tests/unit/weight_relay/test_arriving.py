@@ -9,14 +9,14 @@ import pytest
 
 from ebbtide.errors import NotReady, VersionUnavailable
 from ebbtide.testing import wait_until
-from ebbtide.weight_relay.disk import Disk
-from ebbtide.weight_relay.records import Stream
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.library.relay_disk import RelayDisk
+from ebbtide.weight_relay.library.version_records import Stream
+from ebbtide.weight_relay.service import WeightRelay
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, Clock, held, publish, put, relay_at
 
 
-async def opened(folder: Path, clock: Clock | None = None) -> Relay:
+async def opened(folder: Path, clock: Clock | None = None) -> WeightRelay:
     relay = relay_at(folder, clock)
     await relay.open()
     return relay
@@ -137,15 +137,15 @@ async def test_a_disk_that_fails_does_not_end_the_sweep(tmp_path: Path, monkeypa
     relay, line = relay_at(tmp_path, clock, stage_ttl_s=0.04), Line(1, sizes=SMALL)
     await relay.open()
     await relay.begin(line[1].manifest, arriving=True)
-    drop, refused = Disk.drop_arrival, list[OSError]()
+    drop, refused = RelayDisk.drop_arrival, list[OSError]()
 
-    def fails_once(disk: Disk, stream: Stream, version: int) -> None:
+    def fails_once(disk: RelayDisk, stream: Stream, version: int) -> None:
         if not refused:
             refused.append(OSError(errno.EIO, "Input/output error"))
             raise refused[0]
         drop(disk, stream, version)
 
-    monkeypatch.setattr(Disk, "drop_arrival", fails_once)
+    monkeypatch.setattr(RelayDisk, "drop_arrival", fails_once)
     clock.now = 1.0
     sweep = asyncio.create_task(relay.sweep())
     await wait_until(

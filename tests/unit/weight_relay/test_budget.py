@@ -6,9 +6,9 @@ import pytest
 
 from ebbtide.errors import NoCapacity
 from ebbtide.types.weights import PolicyVersion, TensorEntry
-from ebbtide.weight_relay.publishing import MAX_STAGES, MAX_STAGES_OF_RUN
-from ebbtide.weight_relay.records import BLOCK
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.intake.version_intake import MAX_STAGES, MAX_STAGES_OF_RUN
+from ebbtide.weight_relay.library.version_records import BLOCK
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import seal_manifest
 from tests.integration.weight_relay.lines import SIGNER, Line
 from tests.unit.weight_relay.relays import SMALL, Clock, publish, relay_at
@@ -16,13 +16,13 @@ from tests.unit.weight_relay.relays import SMALL, Clock, publish, relay_at
 BUDGET = 1 << 20
 
 
-async def opened(folder: Path) -> Relay:
+async def opened(folder: Path) -> WeightRelay:
     relay = relay_at(folder, budget_bytes=BUDGET, keep_versions=9)
     await relay.open()
     return relay
 
 
-async def publish_nothing(relay: Relay, run_id: str) -> None:
+async def publish_nothing(relay: WeightRelay, run_id: str) -> None:
     """A version of one empty tensor, signed."""
     entry = TensorEntry(name="empty", dtype="BF16", shape=(0,), size=0, digests=())
     manifest = SIGNER.sign(seal_manifest(run_id, PolicyVersion(policy="policy", version=1), [entry], 1 << 20))

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import InvalidRequest
-from ebbtide.rpc.security import ServerSettings
-from ebbtide.weight_relay.checks import check_settings
 from ebbtide.weight_relay.settings import RelaySettings
+from ebbtide.weight_relay.settings_checks import check_settings
 
 
 @pytest.mark.parametrize(

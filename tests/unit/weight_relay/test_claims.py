@@ -7,7 +7,7 @@ import pytest
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.types.weights import Manifest, Patch, TensorPatch
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import seal_manifest, seal_patch
 from tests.integration.weight_relay.lines import SIGNER, Line, Version
 from tests.unit.weight_relay.relays import SMALL, relay_at
@@ -39,13 +39,13 @@ def as_patch(line: Line, data: bytes, digest: bytes) -> Patch:
     return SIGNER.sign_patch(seal_patch(msgspec.structs.replace(patch, tensors=(first, *patch.tensors[1:]))))
 
 
-async def opened(folder: Path) -> Relay:
+async def opened(folder: Path) -> WeightRelay:
     relay = relay_at(folder, keep_versions=9)
     await relay.open()
     return relay
 
 
-async def publish(relay: Relay, version: Version) -> None:
+async def publish(relay: WeightRelay, version: Version) -> None:
     for digest in await relay.begin(version.manifest):
         await relay.put(digest, version.tiles[digest])
     await relay.commit(version.manifest.run_id, version.manifest.version)

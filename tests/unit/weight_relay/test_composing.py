@@ -11,23 +11,23 @@ from prometheus_client import REGISTRY
 from ebbtide.errors import VersionUnavailable
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import FoundWay
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import Planner, TileTask, Way, check_patch, places, tile_digest
-from ebbtide.weights.patch.layout import unit_width
-from ebbtide.weights.patch.tile import TileCodec
+from ebbtide.weights.patch.tile_codec import TileCodec
+from ebbtide.weights.patch.tile_format import unit_width
 from tests.integration.weight_relay.lines import Line, Version
 from tests.unit.weight_relay.relays import SMALL, held, patches, publish, publish_all, relay_at
 
 SLOW, FAST = 1.0, 1e12
 
 
-async def opened(folder: Path, **settings: Any) -> Relay:
+async def opened(folder: Path, **settings: Any) -> WeightRelay:
     relay = relay_at(folder, keep_versions=30, anchor_every=99, anchor_share=99.0, **settings)
     await relay.open()
     return relay
 
 
-async def follow(relay: Relay, found: FoundWay, base: Version, target: Version) -> None:
+async def follow(relay: WeightRelay, found: FoundWay, base: Version, target: Version) -> None:
     """Bring the base's tiles to the target by the way's patches, and compare."""
     steps, number = [], found.start
     for via in found.via:

@@ -7,8 +7,8 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.testing import wait_until
-from ebbtide.weight_relay.disk import FORMAT, Disk
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.library.relay_disk import FORMAT, RelayDisk
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import tile_sizes
 from tests.integration.weight_relay.lines import Line
@@ -18,11 +18,11 @@ from tests.unit.weight_relay.relays import SMALL, anchors, held, publish, relay_
 def test_a_directory_that_cannot_be_written_is_refused_by_field(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"^data_dir: .*file cannot be written"):
-        Disk(tmp_path / "file")
+        RelayDisk(tmp_path / "file")
 
 
 async def test_a_directory_of_another_format_is_refused_and_nothing_in_it_is_touched(tmp_path: Path) -> None:
-    relay = Relay(RelaySettings(data_dir=str(tmp_path)))
+    relay = WeightRelay(RelaySettings(data_dir=str(tmp_path)))
     await relay.close()
     assert (tmp_path / "format").read_text() == f"{FORMAT}\n"
     later = tmp_path / "versions" / "run" / "p" / "0000000001.manifest"
@@ -32,21 +32,21 @@ async def test_a_directory_of_another_format_is_refused_and_nothing_in_it_is_tou
     with pytest.raises(
         InvalidRequest, match=rf"^data_dir: .* has format '{FORMAT + 1}', and this relay knows {FORMAT} alone"
     ):
-        Disk(tmp_path)
+        RelayDisk(tmp_path)
     assert later.exists()
 
 
 async def test_a_directory_of_0_1_0_which_has_no_mark_is_taken_and_marked(tmp_path: Path) -> None:
     for name in ("tiles", "versions", "staging", "arriving", "keys"):
         (tmp_path / name).mkdir()
-    relay = Relay(RelaySettings(data_dir=str(tmp_path)))
+    relay = WeightRelay(RelaySettings(data_dir=str(tmp_path)))
     await relay.open()
     await relay.close()
     assert (tmp_path / "format").read_text() == "1\n"
 
 
 async def test_what_lies_in_the_way_of_a_start_is_named(tmp_path: Path) -> None:
-    relay = Relay(RelaySettings(data_dir=str(tmp_path)))
+    relay = WeightRelay(RelaySettings(data_dir=str(tmp_path)))
     (tmp_path / "tiles" / "folder").mkdir()
     with pytest.raises(InvalidRequest, match=r"^data_dir: .*/tiles/folder cannot be read or deleted"):
         await relay.open()
@@ -54,7 +54,7 @@ async def test_what_lies_in_the_way_of_a_start_is_named(tmp_path: Path) -> None:
 
 
 async def test_damaged_versions_and_strange_files_do_not_keep_a_relay_from_starting(tmp_path: Path) -> None:
-    relay = Relay(RelaySettings(data_dir=str(tmp_path)))
+    relay = WeightRelay(RelaySettings(data_dir=str(tmp_path)))
     (tmp_path / "versions" / "run" / "p").mkdir(parents=True)
     for name, content in (("0000000001", b"junk"), ("0000000002", b""), ("0000000003", bytes(4096))):
         (tmp_path / "versions" / "run" / "p" / f"{name}.manifest").write_bytes(content)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import LeaseSuperseded, NotReady, Unavailable
-from ebbtide.rpc.endings import EndedRun, RunsEnded
+from ebbtide.rpc.run_endings import EndedRun, RunsEnded
 from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
-from ebbtide.weight_relay import publishing
-from ebbtide.weight_relay.fanout import Fanout
-from ebbtide.weight_relay.following_ends import FollowingEnds
-from ebbtide.weight_relay.records import Stage, make_stage
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.intake import version_intake
+from ebbtide.weight_relay.library.run_end_follower import RunEndFollower
+from ebbtide.weight_relay.library.version_records import VersionStage, make_stage
+from ebbtide.weight_relay.outlets.fan_out import FanOut
+from ebbtide.weight_relay.service import WeightRelay
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, Clock, held, publish, put, relay_at
 
@@ -53,7 +53,7 @@ class Source:
 
 
 class House:
-    def __init__(self, folder: Path, relay: Relay, source: Source, clock: Clock, ends: FollowingEnds) -> None:
+    def __init__(self, folder: Path, relay: WeightRelay, source: Source, clock: Clock, ends: RunEndFollower) -> None:
         self.folder, self.relay, self.source, self.clock, self.ends = folder, relay, source, clock, ends
 
     def files(self) -> list[str]:
@@ -70,8 +70,8 @@ async def house_at(folder: Path, **settings: Any) -> AsyncIterator[House]:
     clock, source = Clock(), Source()
     relay = relay_at(folder, clock)
     await relay.open()
-    fanout = Fanout(relay)
-    ends = FollowingEnds(relay, fanout, source, clock=clock, **settings)  # type: ignore[arg-type]
+    fanout = FanOut(relay)
+    ends = RunEndFollower(relay, fanout, source, clock=clock, **settings)  # type: ignore[arg-type]
     running = asyncio.create_task(ends.run())
     try:
         yield House(folder, relay, source, clock, ends)
@@ -106,12 +106,12 @@ async def test_a_version_whose_run_ends_while_it_is_checked_is_not_taken(
 ) -> None:
     checking, checked = threading.Event(), threading.Event()
 
-    def slowly(*args: Any, **more: Any) -> Stage:
+    def slowly(*args: Any, **more: Any) -> VersionStage:
         checking.set()
         assert checked.wait(10)
         return make_stage(*args, **more)
 
-    monkeypatch.setattr(publishing, "make_stage", slowly)
+    monkeypatch.setattr(version_intake, "make_stage", slowly)
     async with house_at(tmp_path) as house:
         beginning = asyncio.create_task(house.relay.begin(line[1].manifest, arriving=arriving))
         await wait_until(checking.is_set)

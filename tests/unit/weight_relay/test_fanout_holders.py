@@ -3,12 +3,12 @@
 import pytest
 
 from ebbtide.errors import InvalidRequest, NoCapacity
-from ebbtide.rpc.convert import from_proto, to_proto
-from ebbtide.scheduling.sources import SEVERAL, Origin
+from ebbtide.scheduling.distribution.source_ranking import SEVERAL, BlobOrigin
 from ebbtide.types.weights import NAME_CHARS, SITE_CHARS, Holder, WeightsState
 from ebbtide.v1 import weights_pb2 as pb
-from ebbtide.weight_relay import holders as module
-from ebbtide.weight_relay.holders import AGAIN_S, LOST_S, Holders, WayRequest
+from ebbtide.weight_relay.outlets import holder_table as module
+from ebbtide.weight_relay.outlets.holder_table import AGAIN_S, LOST_S, HolderTable, WayRequest
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 STREAM = ("run", "policy")
 
@@ -27,8 +27,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def holders(clock: Clock) -> Holders:
-    return Holders(Origin(site="home", trainers=True), clock=clock)
+def holders(clock: Clock) -> HolderTable:
+    return HolderTable(BlobOrigin(site="home", trainers=True), clock=clock)
 
 
 def ask(name: str, *, site: str = "a", done: bool = False, lasting: bool = False, **more: object) -> WayRequest:
@@ -36,11 +36,11 @@ def ask(name: str, *, site: str = "a", done: bool = False, lasting: bool = False
     return WayRequest(run_id="run", policy="policy", holder=holder, done=done, **more)  # type: ignore[arg-type]
 
 
-def addresses(holders: Holders, request: WayRequest) -> list[str]:
+def addresses(holders: HolderTable, request: WayRequest) -> list[str]:
     return [source.address for source in holders.told(request, 5)]
 
 
-def test_the_first_of_a_site_reads_here_and_the_next_reads_from_the_first(holders: Holders) -> None:
+def test_the_first_of_a_site_reads_here_and_the_next_reads_from_the_first(holders: HolderTable) -> None:
     assert addresses(holders, ask("w0")) == [""]
     assert addresses(holders, ask("w1")) == ["w0:1"]
     assert addresses(holders, ask("other", site="b")) == [""]
@@ -48,7 +48,7 @@ def test_the_first_of_a_site_reads_here_and_the_next_reads_from_the_first(holder
 
 
 def test_a_dead_seed_is_replaced_at_once_for_those_it_failed_and_for_all_when_it_is_silent(
-    holders: Holders, clock: Clock
+    holders: HolderTable, clock: Clock
 ) -> None:
     for name in ("w0", "w1", "w2"):
         holders.told(ask(name), 5)
@@ -61,28 +61,28 @@ def test_a_dead_seed_is_replaced_at_once_for_those_it_failed_and_for_all_when_it
     assert addresses(holders, ask("w2")) == ["w1:1"]
 
 
-def test_an_address_that_failed_several_is_named_to_nobody(holders: Holders) -> None:
+def test_an_address_that_failed_several_is_named_to_nobody(holders: HolderTable) -> None:
     holders.told(ask("bad", done=True), 5)
     for number in range(SEVERAL):
         assert addresses(holders, ask(f"w{number}", failed=("bad:1",)))[0] != "bad:1"
     assert "bad:1" not in addresses(holders, ask("new"))
 
 
-def test_one_that_lost_what_it_held_stands_behind_its_readers(holders: Holders) -> None:
+def test_one_that_lost_what_it_held_stands_behind_its_readers(holders: HolderTable) -> None:
     holders.told(ask("w0", done=True), 5)
     assert addresses(holders, ask("w1")) == ["w0:1"]
     assert addresses(holders, ask("w0")) == ["w1:1"]
     assert addresses(holders, ask("w1")) == [""]
 
 
-def test_who_is_done_needs_no_sources_and_counts_as_a_copy_if_it_lasts(holders: Holders) -> None:
+def test_who_is_done_needs_no_sources_and_counts_as_a_copy_if_it_lasts(holders: HolderTable) -> None:
     assert holders.told(ask("kept", done=True, lasting=True), 5) == []
     assert holders.told(ask("spot", done=True), 5) == []
     holders.told(ask("slow"), 5)
     assert (holders.lasting(STREAM, 5), holders.fetching(STREAM, 5)) == (1, 1)
 
 
-def test_who_has_a_version_in_its_engine_alone_needs_the_way_from_it_and_is_nothing_else(holders: Holders) -> None:
+def test_who_has_a_version_in_its_engine_alone_needs_the_way_from_it_and_is_nothing_else(holders: HolderTable) -> None:
     holders.told(ask("w0"), 5)
     assert addresses(holders, ask("w1")) == ["w0:1"]
     held = Holder(name="w0", site="a", lasting=True)  # without an address
@@ -92,14 +92,14 @@ def test_who_has_a_version_in_its_engine_alone_needs_the_way_from_it_and_is_noth
     assert (holders.fetching(STREAM, 5), holders.lasting(STREAM, 5)) == (1, 0)
 
 
-def test_versions_that_live_holders_have_or_fetch_are_needed(holders: Holders, clock: Clock) -> None:
+def test_versions_that_live_holders_have_or_fetch_are_needed(holders: HolderTable, clock: Clock) -> None:
     holders.told(ask("w0", have=(2, 3)), 5)
     assert holders.needed() == {(STREAM, 2), (STREAM, 3), (STREAM, 5)}
     clock.now += LOST_S
     assert holders.needed() == set()
 
 
-def test_what_is_shown_of_a_holder_is_what_it_told_last(holders: Holders, clock: Clock) -> None:
+def test_what_is_shown_of_a_holder_is_what_it_told_last(holders: HolderTable, clock: Clock) -> None:
     holders.told(ask("w0", done=True), 5)
     clock.now += 2.0
     holders.told(ask("w1"), 5)
@@ -110,7 +110,7 @@ def test_what_is_shown_of_a_holder_is_what_it_told_last(holders: Holders, clock:
 
 
 def test_of_many_holders_those_heard_of_last_are_shown(
-    holders: Holders, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    holders: HolderTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SHOWN", 2)
     for name in ("b", "c", "a"):
@@ -120,7 +120,7 @@ def test_of_many_holders_those_heard_of_last_are_shown(
     assert ([state.holder.name for state in states], more) == (["a", "c"], 1)
 
 
-def test_the_longest_names_of_all_that_are_shown_fit_into_a_message(holders: Holders) -> None:
+def test_the_longest_names_of_all_that_are_shown_fit_into_a_message(holders: HolderTable) -> None:
     for number in range(module.MAX_SHOWN + 1):
         long = Holder(
             name=f"{number:04}" + "\U0001d11e" * (NAME_CHARS - 4),
@@ -135,7 +135,7 @@ def test_the_longest_names_of_all_that_are_shown_fit_into_a_message(holders: Hol
     assert message.ByteSize() < (4 << 20) - (512 << 10), "room for versions and links"
 
 
-def test_the_newest_of_very_many_versions_are_remembered(holders: Holders) -> None:
+def test_the_newest_of_very_many_versions_are_remembered(holders: HolderTable) -> None:
     holders.told(ask("w0", have=tuple(range(1, 1001))), 5)
     kept = {version for _, version in holders.needed()} - {5}
     assert kept == set(range(1001 - module.MAX_HAVE, 1001))
@@ -150,7 +150,7 @@ def test_no_number_that_cannot_be_is_taken_from_a_holder(field: str, number: flo
         from_proto(request, WayRequest)
 
 
-def test_holders_are_bounded(holders: Holders, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holders_are_bounded(holders: HolderTable, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_COPIES", 3)
     for name in ("w0", "w1", "w2"):
         holders.told(ask(name), 5)

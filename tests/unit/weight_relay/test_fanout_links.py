@@ -6,14 +6,14 @@ import time
 import pytest
 
 from ebbtide.types.weights import LinkState
-from ebbtide.weight_relay import links as module
-from ebbtide.weight_relay.links import OTHERS, Links, host_of
+from ebbtide.weight_relay.outlets import link_table as module
+from ebbtide.weight_relay.outlets.link_table import OTHERS, LinkTable, host_of
 
 KIB = 1 << 10
 
 
 async def test_two_readers_of_a_limited_link_get_half_each_and_together_its_rate() -> None:
-    links = Links({"a": 1000 * KIB}, 0.0)
+    links = LinkTable({"a": 1000 * KIB}, 0.0)
     link = links.name("a", "")
     sent = {"greedy": 0, "modest": 0}
 
@@ -38,7 +38,7 @@ async def test_two_readers_of_a_limited_link_get_half_each_and_together_its_rate
 
 
 async def test_a_reader_that_goes_away_while_it_waits_leaves_its_turn_to_others() -> None:
-    links = Links({"*": 100 * KIB}, 0.0)
+    links = LinkTable({"*": 100 * KIB}, 0.0)
     link = links.name("a", "")
     await links.turn(link, "one", 20 * KIB)
     gone = asyncio.create_task(links.turn(link, "gone", 1000 * KIB))
@@ -50,7 +50,7 @@ async def test_a_reader_that_goes_away_while_it_waits_leaves_its_turn_to_others(
 
 
 async def test_without_limits_nothing_waits() -> None:
-    links = Links({"slow": 1.0}, 0.0)
+    links = LinkTable({"slow": 1.0}, 0.0)
     link = links.name("a", "")
     await asyncio.wait_for(asyncio.gather(*(links.turn(link, "r", 1 << 20) for _ in range(100))), 1.0)
     shown = links.states()[0]
@@ -59,7 +59,7 @@ async def test_without_limits_nothing_waits() -> None:
 
 async def test_streams_that_begin_together_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LINKS", 2)
-    links = Links({}, 0.0)
+    links = LinkTable({}, 0.0)
     names = [links.name(site, "") for site in ("a", "b", "c", "a")]
     assert names == ["a", "b", OTHERS, "a"]
     for name in names:
@@ -71,7 +71,7 @@ async def test_links_are_bounded_and_those_without_a_site_are_told_by_their_host
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MAX_LINKS", 2)
-    links = Links({}, 0.0)
+    links = LinkTable({}, 0.0)
     for site, peer in (("a", "ipv4:10.0.0.1:5"), ("", "ipv4:10.0.0.2:5"), ("c", "ipv4:10.0.0.3:5")):
         await links.turn(links.name(site, peer), "r", 1)
     assert [state.site for state in links.states()] == ["10.0.0.2", "a", OTHERS]

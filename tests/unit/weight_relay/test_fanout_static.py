@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
-from ebbtide.transfer.http import Index
+from ebbtide.transfer.sources.static_source import StaticIndex
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weight_relay.export.static_copy import StaticVersion, Writer
+from ebbtide.weight_relay.export.static_copy import StaticCopyWriter, StaticVersion
 from ebbtide.weights import build_manifest, named_tensor, slice_tiles, tile_digest
 
 TILE = 1 << 12
@@ -27,8 +27,8 @@ class Made:
         self.blobs = {tile_digest(tile): bytes(tile) for tensor in tensors for tile in slice_tiles(tensor, TILE)}
 
 
-def write(made: Made, folder: Path, *, most: int = 1000) -> Writer:
-    writer = Writer(made.version, folder, file_bytes=2 * TILE)
+def write(made: Made, folder: Path, *, most: int = 1000) -> StaticCopyWriter:
+    writer = StaticCopyWriter(made.version, folder, file_bytes=2 * TILE)
     for digest in writer.missing[:most]:
         writer.add(digest, made.blobs[digest])
     writer.close()
@@ -36,7 +36,7 @@ def write(made: Made, folder: Path, *, most: int = 1000) -> Writer:
 
 
 def read(folder: Path, digest: bytes) -> bytes:
-    [spot] = Index((folder / "index").read_bytes()).spots([digest])
+    [spot] = StaticIndex((folder / "index").read_bytes()).spots([digest])
     return (folder / f"{spot.file:05d}.blobs").read_bytes()[spot.offset : spot.offset + spot.size]
 
 
@@ -75,9 +75,9 @@ def test_a_writer_that_died_leaves_what_was_there_and_the_next_one_succeeds(tmp_
 
 def test_a_wrong_blob_and_a_foreign_folder_are_refused(tmp_path: Path) -> None:
     made = Made(1, [1])
-    writer = Writer(made.version, tmp_path)
+    writer = StaticCopyWriter(made.version, tmp_path)
     with pytest.raises(ChunkCorrupt):
         writer.add(writer.missing[0], b"x" * TILE)
     (tmp_path / "index").write_bytes(b"something else")
     with pytest.raises(InvalidRequest, match="folder"):
-        Writer(made.version, tmp_path)
+        StaticCopyWriter(made.version, tmp_path)

@@ -9,9 +9,9 @@ from prometheus_client import REGISTRY
 from ebbtide.errors import InvalidRequest, NoCapacity
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import Holder
-from ebbtide.weight_relay.fanout import Fanout
-from ebbtide.weight_relay.holders import WayRequest
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.outlets.fan_out import FanOut
+from ebbtide.weight_relay.outlets.holder_table import WayRequest
+from ebbtide.weight_relay.service import WeightRelay
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, Clock, anchors, held, patches, publish, publish_all, relay_at
 
@@ -19,7 +19,7 @@ DENSE = 20_000 * 2 + 3_000 * 4
 STREAM = "run", "policy"
 
 
-async def opened(folder: Path, clock: Clock | None = None, **settings: Any) -> Relay:
+async def opened(folder: Path, clock: Clock | None = None, **settings: Any) -> WeightRelay:
     relay = relay_at(folder, clock, **settings)
     await relay.open()
     return relay
@@ -115,7 +115,7 @@ async def test_dense_and_patched_publishes_may_follow_each_other(tmp_path: Path)
 
 
 async def test_refusals_are_counted_by_reason(tmp_path: Path) -> None:
-    from ebbtide.weight_relay.refusals import refusals
+    from ebbtide.weight_relay.intake.publish_refusals import refusals
 
     def counted() -> float:
         return REGISTRY.get_sample_value("ebbtide_relay_refusals_total", {"reason": "malformed"}) or 0.0
@@ -142,7 +142,7 @@ async def test_anchors_and_patches_outlive_a_restart_that_comes_amid_the_making(
 
 async def test_what_a_lasting_holder_has_too_makes_room_before_what_only_spot_machines_have(tmp_path: Path) -> None:
     relay = await opened(tmp_path, budget_bytes=2_500_000)
-    line, holders = Line(4, sizes={"w": ("BF16", "<u2", 400_000)}, share=1.0), Fanout(relay).holders
+    line, holders = Line(4, sizes={"w": ("BF16", "<u2", 400_000)}, share=1.0), FanOut(relay).holders
     for number in (1, 2, 3):
         await publish(relay, line[number], whole=True)
     for name, version, lasting in (("spot", 1, False), ("reserved", 2, True)):

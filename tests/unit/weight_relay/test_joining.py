@@ -8,8 +8,8 @@ import pytest
 from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import Manifest
-from ebbtide.weight_relay.joining import MAX_JOINED, MAX_JOINED_OF_RUN, Joining
-from ebbtide.weights import Limits, ManifestPart, split_manifest
+from ebbtide.weight_relay.intake.publish_joiner import MAX_JOINED, MAX_JOINED_OF_RUN, JoinedPublish
+from ebbtide.weights import ManifestLimits, ManifestPart, split_manifest
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL
 
@@ -31,12 +31,12 @@ class Sending:
         self.waiting += 1
         await self.rest.wait()
 
-    def begin(self, joining: Joining) -> "asyncio.Task[tuple[Manifest, object]]":
+    def begin(self, joining: JoinedPublish) -> "asyncio.Task[tuple[Manifest, object]]":
         return asyncio.create_task(joining.join(self.parts()))
 
 
 async def test_beyond_a_number_of_manifests_publishers_are_told_to_come_later() -> None:
-    joining, sendings = Joining(Limits()), [Sending(run_id) for run_id in RUNS]
+    joining, sendings = JoinedPublish(ManifestLimits()), [Sending(run_id) for run_id in RUNS]
     begun = [sending.begin(joining) for sending in sendings]
     await wait_until(lambda: all(sending.waiting for sending in sendings))
     with pytest.raises(NoCapacity, match=f"{MAX_JOINED} manifests are .* retry later"):
@@ -49,7 +49,7 @@ async def test_beyond_a_number_of_manifests_publishers_are_told_to_come_later() 
 
 
 async def test_a_run_that_sends_many_manifests_is_told_to_come_later_and_no_other_is() -> None:
-    joining, greedy, other = Joining(Limits()), Sending("greedy"), Sending("other")
+    joining, greedy, other = JoinedPublish(ManifestLimits()), Sending("greedy"), Sending("other")
     begun = [greedy.begin(joining) for _ in range(MAX_JOINED_OF_RUN)]
     await wait_until(lambda: greedy.waiting == MAX_JOINED_OF_RUN)
     for _ in range(MAX_JOINED):
@@ -63,7 +63,7 @@ async def test_a_run_that_sends_many_manifests_is_told_to_come_later_and_no_othe
 
 
 async def test_who_sends_nothing_takes_nobodys_place_and_is_given_up() -> None:
-    joining, silent, other = Joining(Limits(), first_s=0.2), Sending(silent=True), Sending()
+    joining, silent, other = JoinedPublish(ManifestLimits(), first_s=0.2), Sending(silent=True), Sending()
     begun = [silent.begin(joining) for _ in range(2 * MAX_JOINED)]
     await wait_until(lambda: silent.waiting == 2 * MAX_JOINED)
     other.rest.set()
@@ -77,11 +77,11 @@ async def test_no_part_at_all_is_no_manifest() -> None:
     silent = Sending(silent=True)
     silent.rest.set()
     with pytest.raises(InvalidRequest, match="no part of a manifest came"):
-        await silent.begin(Joining(Limits()))
+        await silent.begin(JoinedPublish(ManifestLimits()))
 
 
 async def test_a_manifest_that_does_not_end_is_given_up() -> None:
-    joining, sending = Joining(Limits(), patience_s=0.05), Sending()
+    joining, sending = JoinedPublish(ManifestLimits(), patience_s=0.05), Sending()
     for _ in range(MAX_JOINED + 1):
         with pytest.raises(Unavailable, match="begin again"):
             await asyncio.wait_for(sending.begin(joining), 5.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest, PermissionDenied
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import Signer
 from tests.integration.weight_relay.lines import SIGNER, Line
 from tests.unit.weight_relay.relays import SMALL, publish, relay_at
@@ -13,7 +13,7 @@ from tests.unit.weight_relay.relays import SMALL, publish, relay_at
 OTHER = Signer(b"another publisher's secret seed!")
 
 
-async def opened(folder: Path, **settings: object) -> Relay:
+async def opened(folder: Path, **settings: object) -> WeightRelay:
     relay = relay_at(folder, **settings)  # type: ignore[arg-type]
     await relay.open()
     return relay

@@ -9,7 +9,7 @@ import pytest
 
 from ebbtide.errors import EbbtideError, VersionUnavailable
 from ebbtide.testing import wait_until
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import tile_digest, tile_sizes
 from tests.integration.weight_relay.crashes import Crash, Crasher
 from tests.integration.weight_relay.lines import Line
@@ -36,12 +36,12 @@ async def work(folder: Path) -> None:
         await die(relay)
 
 
-async def settled(relay: Relay) -> None:
+async def settled(relay: WeightRelay) -> None:
     if relay._anchors._task is not None:
         await relay._anchors._task
 
 
-async def die(relay: Relay) -> None:
+async def die(relay: WeightRelay) -> None:
     """What is left of a process is what lies on disk; its lock goes with it."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:

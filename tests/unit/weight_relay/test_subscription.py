@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unauthenticated, VersionUnavailable
-from ebbtide.scheduling.sources import Origin
+from ebbtide.scheduling.distribution.source_ranking import BlobOrigin
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import BlobSource, Holder
-from ebbtide.weight_relay import arrival, subscription
-from ebbtide.weight_relay.holders import Holders, WayRequest
-from ebbtide.weight_relay.service import Relay
-from ebbtide.weight_relay.subscription import Subscription
+from ebbtide.weight_relay.outlets.holder_table import HolderTable, WayRequest
+from ebbtide.weight_relay.service import WeightRelay
+from ebbtide.weight_relay.upstream import subscription, version_arrival
+from ebbtide.weight_relay.upstream.subscription import Subscription
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, held, relay_at
 from tests.unit.weight_relay.upstreams import LineUpstream
@@ -26,9 +26,9 @@ PEER = BlobSource(name="peer", address="peer:1", site="here")
 class Following:
     """A relay that follows an upstream."""
 
-    def __init__(self, relay: Relay, upstream: LineUpstream) -> None:
+    def __init__(self, relay: WeightRelay, upstream: LineUpstream) -> None:
         self.relay, self.upstream = relay, upstream
-        self.holders = Holders(Origin(site="here", trainers=False))
+        self.holders = HolderTable(BlobOrigin(site="here", trainers=False))
         self.subscription = Subscription(relay, self.holders, upstream, patience_s=5.0)
 
     def ask(self, version: int) -> asyncio.Task[int]:
@@ -70,7 +70,7 @@ async def test_an_upstream_with_an_odd_error_is_asked_again(tmp_path: Path) -> N
 
 
 async def test_a_slow_disk_here_is_no_silence_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrival, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(version_arrival, "_SILENCE_S", 0.05)
     upstream = LineUpstream(Line(1, sizes=SMALL), 0)
     async with following(tmp_path, upstream) as relay:
         put = relay.relay.put

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import build_manifest, named_tensor, slice_tiles, tile_digest
 from tests.integration.weight_relay.lines import SIGNER
 
 
-async def publish(relay: Relay, number: int) -> None:
+async def publish(relay: WeightRelay, number: int) -> None:
     tensor = named_tensor("weight", np.full(4, number, dtype=np.float32))
     manifest = SIGNER.sign(build_manifest("run", PolicyVersion(policy="policy", version=number), [tensor]))
     await relay.begin(manifest)
@@ -21,7 +21,7 @@ async def publish(relay: Relay, number: int) -> None:
 
 
 async def test_a_version_let_go_while_its_watcher_reads_does_not_end_the_watch(tmp_path: Path) -> None:
-    relay = Relay(RelaySettings(data_dir=str(tmp_path), keep_versions=2))
+    relay = WeightRelay(RelaySettings(data_dir=str(tmp_path), keep_versions=2))
     await relay.open()
     for number in (1, 2):
         await publish(relay, number)

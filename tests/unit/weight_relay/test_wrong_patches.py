@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.scheduling.retention import RetentionPlan
+from ebbtide.scheduling.distribution.retention import RetentionPlan
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import Manifest, Patch, TensorPatch
-from ebbtide.weight_relay.records import Edge
-from ebbtide.weight_relay.service import Relay
+from ebbtide.weight_relay.library.version_records import PatchEdge
+from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import blob_sizes, seal_patch
 from tests.integration.weight_relay.lines import SIGNER, Line
 from tests.unit.weight_relay.relays import SMALL, anchors, held, patches, publish_all, put, relay_at
@@ -19,13 +19,13 @@ from tests.unit.weight_relay.relays import SMALL, anchors, held, patches, publis
 STREAM = "run", "policy"
 
 
-async def opened(folder: Path, *, anchor_every: int = 99) -> Relay:
+async def opened(folder: Path, *, anchor_every: int = 99) -> WeightRelay:
     relay = relay_at(folder, keep_versions=9, anchor_every=anchor_every, anchor_share=99.0)
     await relay.open()
     return relay
 
 
-def lead(relay: Relay, patch: Patch, blobs: Mapping[bytes, bytes], *, composed: bool) -> None:
+def lead(relay: WeightRelay, patch: Patch, blobs: Mapping[bytes, bytes], *, composed: bool) -> None:
     """Have the relay hold a patch, be it right or not."""
     shelf, ends = relay._shelf, (patch.base.version, patch.version.version)
     if ends in relay.index.patches(STREAM):
@@ -35,7 +35,7 @@ def lead(relay: Relay, patch: Patch, blobs: Mapping[bytes, bytes], *, composed: 
         shelf.disk.put_tile(digest, data)
         shelf.stored(digest, len(data))
     shelf.disk.put_patch(patch, composed=composed)
-    relay.index.connect(Edge(patch=patch, blobs=blob_sizes(patch), composed=composed, used_at=0.0))
+    relay.index.connect(PatchEdge(patch=patch, blobs=blob_sizes(patch), composed=composed, used_at=0.0))
 
 
 def between(base: Manifest, target: Manifest, tensors: tuple[TensorPatch, ...]) -> Patch:

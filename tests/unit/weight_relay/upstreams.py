@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from ebbtide.errors import EbbtideError, Unavailable, VersionUnavailable
-from ebbtide.transfer.finding import Found
-from ebbtide.transfer.pool import UNLISTED, OpenSource, Pool
+from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource, SourcePool
+from ebbtide.transfer.version_finder import FoundVersion
 from ebbtide.types.weights import BlobSource, FoundWay, Holder, Manifest, VersionInfo
-from ebbtide.weight_relay.records import Stream
+from ebbtide.weight_relay.library.version_records import Stream
 from ebbtide.weights import Way
 from tests.integration.weight_relay.lines import Line
 
@@ -55,9 +55,9 @@ class LineUpstream:
         self.newest = max(self.newest, number)
         self.news.put_nowait(number)
 
-    def pool(self) -> Pool:
+    def pool(self) -> SourcePool:
         itself = OpenSource(self.blobs, "upstream", "up:1", UNLISTED)
-        return Pool(itself, lambda _source, _reader: self.peers_blobs, Holder(name="me", site="here"))
+        return SourcePool(itself, lambda _source, _reader: self.peers_blobs, Holder(name="me", site="here"))
 
     async def watch(self) -> AsyncIterator[VersionInfo]:
         while True:
@@ -65,11 +65,11 @@ class LineUpstream:
 
     async def find(
         self, stream: Stream, version: int, have: Sequence[int], *, failed: Sequence[str] = (), scratch: bool = False
-    ) -> Found:
+    ) -> FoundVersion:
         number = version or self.newest
         if number > self.newest or number in self.gone:
             raise VersionUnavailable(f"version {number} is not there")
-        return Found((FoundWay(start=number, anchor=True),), tuple(self._peers), 1.0)
+        return FoundVersion((FoundWay(start=number, anchor=True),), tuple(self._peers), 1.0)
 
     async def tell(self, stream: Stream, version: int) -> None:
         """It keeps no account."""

@@ -7,8 +7,8 @@ from msgspec import Struct
 
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion, TensorPatch
 from ebbtide.weights import NamedTensor, build_manifest, seal_patch, slice_tiles, tile_digest
-from ebbtide.weights.patch.layout import unit_width
-from ebbtide.weights.patch.tile import TileCodec
+from ebbtide.weights.patch.tile_codec import TileCodec
+from ebbtide.weights.patch.tile_format import unit_width
 
 TILE = 64
 #: name, dtype, shape, and the pieces that it is published in: none, or (start, shape) of each.

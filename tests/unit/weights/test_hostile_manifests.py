@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.types.weights import Manifest, PolicyVersion, TensorEntry
-from ebbtide.weights import Limits, ManifestJoiner, ManifestPart, check_manifest, root_digest
+from ebbtide.weights import ManifestJoiner, ManifestLimits, ManifestPart, check_manifest, root_digest
 
 D = bytes(32)
 
@@ -95,7 +95,7 @@ def test_the_sound_form_of_these_is_accepted() -> None:
 def test_limits_are_kept_while_parts_arrive() -> None:
     head = ManifestPart(run_id="run", version=PolicyVersion(policy="p", version=1, root=D), tile_bytes=16)
     tensors = tuple(entry(name=f"w{i}") for i in range(8))
-    for limits in (Limits(tensors=7), Limits(bytes=31), Limits(tiles=7)):
+    for limits in (ManifestLimits(tensors=7), ManifestLimits(bytes=31), ManifestLimits(tiles=7)):
         joiner = ManifestJoiner(limits)
         joiner.add(head)
         with pytest.raises(InvalidRequest, match="more than"):

@@ -8,7 +8,6 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from ebbtide.errors import ChunkCorrupt, EbbtideError
-from ebbtide.rpc.convert import from_proto, to_proto
 from ebbtide.types.weights import Manifest
 from ebbtide.v1 import weights_pb2
 from ebbtide.weights import (
@@ -23,6 +22,7 @@ from ebbtide.weights import (
     tile_digest,
     tile_sizes,
 )
+from ebbtide.wire.record_conversion import from_proto, to_proto
 
 
 def all_tiles(tensors: list[NamedTensor], tile_bytes: int = 16) -> dict[bytes, bytes]:

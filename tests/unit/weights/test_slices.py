@@ -70,7 +70,7 @@ def test_whole_tensors_are_all_tiles() -> None:
 
 
 def test_slices_of_huge_tensors_take_no_time_or_memory_of_their_size() -> None:
-    from ebbtide.weights.slices import _before
+    from ebbtide.weights.geometry.slices import _before
 
     shape = (1 << 20, 1 << 20)
     count = _before(np.array([0, 5 << 20, 1 << 40]), shape, ((10, 20), (3, 4)))

@@ -10,7 +10,7 @@ import zstandard
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import TILE_BYTES
 from ebbtide.weights.patch.alphabet import Array
-from ebbtide.weights.patch.layout import Bytes
+from ebbtide.weights.patch.tile_format import Bytes
 
 _FORM: Final = zstandard.FORMAT_ZSTD1_MAGICLESS
 _BARE: Final = {"format": _FORM, "write_content_size": True, "write_checksum": False, "write_dict_id": False}

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from msgspec import Struct
 
 from ebbtide.errors import Internal
-from ebbtide.rollout_worker.engine.boxes import Boxes
+from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
 

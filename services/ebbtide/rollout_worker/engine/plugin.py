@@ -1,62 +1,8 @@
-"""vLLM's general plugin (entry point `vllm.general_plugins`): it runs in every process that vLLM starts.
+"""The former path of vLLM's plugin."""
 
-It does nothing but name our weight transfer, except below a rollout-worker, where it ties each engine process's
-life to its parent's: a worker that is killed takes its engine with it. On CPUs an engine runs at a lower priority.
-"""
+from ebbtide.former_paths import warn_moved
+from ebbtide.rollout_worker.engine.vllm.vllm_plugin import register
 
-import multiprocessing
-import os
-import signal
-from typing import Final
+__all__ = ["register"]
 
-from ebbtide.rollout_worker.engine import cpu
-
-BACKEND: Final = "ebbtide"
-#: What answers our own calls in each of vLLM's workers.
-EXTENSION: Final = "ebbtide.rollout_worker.engine.transfer.WorkerExtension"
-#: Set by the rollout-worker that owns the engine processes below it.
-_OWNER: Final = "EBBTIDE_ENGINE_OWNER_PID"
-
-_registered = False
-
-
-def register() -> None:
-    """Called by vLLM once or more in each of its processes."""
-    global _registered  # noqa: PLW0603 - vLLM may load plugins twice, and refuses a name that is taken
-    if not _registered:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-        WeightTransferEngineFactory.register_engine(BACKEND, "ebbtide.rollout_worker.engine.transfer", "TileTransfer")
-        _registered = True
-    parent = multiprocessing.parent_process()
-    if os.environ.get(_OWNER) and parent is not None and parent.pid is not None:
-        from ebbtide.runtime import die_with_parent
-
-        die_with_parent(parent.pid)
-        if cpu.is_cpu_build():
-            cpu.yield_to(parent.pid)
-
-
-def own_engine_processes() -> None:
-    """Make this process the owner of the engine processes that it will start, spawned (see `register`) or forked.
-
-    The kernel ties a child to the thread that started it: start the engine from the main thread.
-    """
-    from ebbtide.runtime import die_with_parent
-
-    if os.environ.get(_OWNER) == str(os.getpid()):
-        return  # for the engine before
-    os.environ[_OWNER] = str(os.getpid())
-    parent, on_cpu = [0], cpu.is_cpu_build()
-
-    def before() -> None:
-        parent[0] = os.getpid()
-
-    def after_in_child() -> None:
-        die_with_parent(parent[0])
-        if on_cpu:
-            cpu.yield_to(parent[0])
-        # The event loop's wake-up pipe is shared with the parent, which would take the child's signals for its own.
-        signal.set_wakeup_fd(-1)
-
-    os.register_at_fork(before=before, after_in_child=after_in_child)
+warn_moved(__name__, "ebbtide.rollout_worker.engine.vllm.vllm_plugin")

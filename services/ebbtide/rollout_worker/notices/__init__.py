@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.notices.metadata import MetadataServer
-from ebbtide.rpc.retry import pauses
+from ebbtide.rpc.backoff import pauses
 
 log = telemetry.get_logger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.rollout_worker.notices import Notice
-from ebbtide.rollout_worker.notices.metadata import Answer, MetadataServer, parse_date
+from ebbtide.rollout_worker.notices.metadata import MetadataAnswer, MetadataServer, parse_date
 
 _TOKEN_TTL_S: Final = 21600
 _NOTICE_S: Final = 120.0
@@ -42,7 +42,7 @@ class SpotProbe:
         within_s = answer.seconds_until(parse_date(found.time), standard_s=_NOTICE_S)
         return [Notice(within_s, f"aws: {found.action} at {found.time or 'any moment'}")]
 
-    async def _ask(self) -> Answer:
+    async def _ask(self) -> MetadataAnswer:
         if not self._token or time.monotonic() > self._renew_at:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
             answer = await self._server.ask("PUT", "/latest/api/token", headers)

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from ebbtide.errors import Unavailable
 from ebbtide.rollout_worker.notices import Notice
-from ebbtide.rollout_worker.notices.metadata import Answer, MetadataServer, parse_date
+from ebbtide.rollout_worker.notices.metadata import MetadataAnswer, MetadataServer, parse_date
 
 _HEADERS: Final = {"Metadata": "true"}
 _EVENTS: Final = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -27,7 +27,7 @@ _FREEZE_S: Final = 10.0
 Text = Annotated[str, Meta(max_length=256)]
 
 
-class Event(Struct, frozen=True, rename="pascal"):
+class ScheduledEvent(Struct, frozen=True, rename="pascal"):
     """`not_before`: as in HTTP; empty once it has begun. `duration_in_seconds`: of the standstill; -1: unknown."""
 
     event_id: Text
@@ -47,8 +47,8 @@ class Event(Struct, frozen=True, rename="pascal"):
         return not name or not self.resources or name.casefold() in map(str.casefold, self.resources)
 
 
-class Document(Struct, frozen=True, rename="pascal"):
-    events: tuple[Event, ...] = ()
+class ScheduledEventsDocument(Struct, frozen=True, rename="pascal"):
+    events: tuple[ScheduledEvent, ...] = ()
 
 
 class ScheduledEventsProbe:
@@ -61,7 +61,7 @@ class ScheduledEventsProbe:
 
     async def ask(self) -> Sequence[Notice]:
         answer = await self._server.ask("GET", _EVENTS, _HEADERS, timeout_s=10.0 if self._answered else _FIRST_ANSWER_S)
-        events = msgspec.json.decode(answer.expect(200).body, type=Document).events
+        events = msgspec.json.decode(answer.expect(200).body, type=ScheduledEventsDocument).events
         self._answered = True
         taking = [event for event in events if event.takes_away]
         if taking and not self._name:
@@ -77,7 +77,7 @@ class ScheduledEventsProbe:
         return answer.body.decode("utf-8", "replace").strip()
 
 
-def _notice(event: Event, answer: Answer) -> Notice:
+def _notice(event: ScheduledEvent, answer: MetadataAnswer) -> Notice:
     begun = event.event_status == "Started"
     standard_s = 0.0 if begun else _NOTICE_S[event.event_type]
     within_s = answer.seconds_until(parse_date(event.not_before), standard_s=standard_s)

@@ -22,12 +22,12 @@ MARGIN_S: Final = 5.0
 _LEAST_S: Final = 2.0
 
 
-class Answer(NamedTuple):
+class MetadataAnswer(NamedTuple):
     status: int
     headers: Mapping[str, str]
     body: bytes
 
-    def expect(self, *statuses: int) -> "Answer":
+    def expect(self, *statuses: int) -> "MetadataAnswer":
         """Itself. Raises `Unavailable` for any other status."""
         if self.status not in statuses:
             raise Unavailable(f"the metadata server answered {self.status}")
@@ -73,7 +73,9 @@ class MetadataServer:
         if self._session is not None:
             await self._session.close()
 
-    async def ask(self, method: str, path: str, headers: Mapping[str, str], *, timeout_s: float = 0.0) -> Answer:
+    async def ask(
+        self, method: str, path: str, headers: Mapping[str, str], *, timeout_s: float = 0.0
+    ) -> MetadataAnswer:
         """One question, for `ANSWER_S` or longer. Raises `Unavailable`, `TimeoutError`, `aiohttp.ClientError`."""
         if self._session is None:
             raise Unavailable("ask within the context")
@@ -86,4 +88,4 @@ class MetadataServer:
                 body += chunk
                 if len(body) > _LIMIT:
                     raise Unavailable(f"the metadata server answers with more than {_LIMIT} bytes")
-            return Answer(response.status, response.headers, body)
+            return MetadataAnswer(response.status, response.headers, body)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from msgspec import Meta, Struct
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import EbbtideError, VersionUnavailable
-from ebbtide.rpc.security import ClientSecurity
 from ebbtide.settings import load
 
 if TYPE_CHECKING:
     from ebbtide.types.weights import Patch
     from ebbtide.weight_relay.export.static_copy import StaticVersion
-    from ebbtide.weight_relay.upstream import Upstream
+    from ebbtide.weight_relay.upstream.relay_upstream import Upstream
 
 
 #: Blobs asked for in one call.
@@ -47,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 async def export(settings: ExportSettings) -> None:
     """Copy what `settings` say. Raises `VersionUnavailable` if the relay has not got it so."""
     from ebbtide.types.weights import Holder
-    from ebbtide.weight_relay.upstream import RelayUpstream
-    from ebbtide.weights import Limits
+    from ebbtide.weight_relay.upstream.relay_upstream import RelayUpstream
+    from ebbtide.weights import ManifestLimits
 
-    relay = RelayUpstream(settings.relay, settings.security, Holder(name="weights-export"), Limits())
+    relay = RelayUpstream(settings.relay, settings.security, Holder(name="weights-export"), ManifestLimits())
     try:
         version = await _look_up(relay, settings)
         await _copy(relay, version, Path(settings.folder))
@@ -78,9 +78,9 @@ async def _look_up(relay: "Upstream", settings: ExportSettings) -> "StaticVersio
 
 
 async def _copy(relay: "Upstream", version: "StaticVersion", folder: Path) -> None:
-    from ebbtide.weight_relay.export.static_copy import Writer
+    from ebbtide.weight_relay.export.static_copy import StaticCopyWriter
 
-    writer = await asyncio.to_thread(Writer, version, folder)
+    writer = await asyncio.to_thread(StaticCopyWriter, version, folder)
     pool, digests = relay.pool(), writer.missing
     try:
         for start in range(0, len(digests), _MOST):

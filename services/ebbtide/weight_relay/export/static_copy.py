@@ -1,6 +1,7 @@
 """A static copy of versions: files that any web server or object store serves by ranges.
 
-    index, NNNNN.blobs as `ebbtide.weights.static` says; a patch's blobs before the dense tiles, each in the manifest's
+    index, NNNNN.blobs as `ebbtide.weights.manifest.static_index` says; a patch's blobs before the dense tiles, each in
+    the manifest's
                        order
     version-N.msgpack  the manifest of version N, and the patches to it
     versions.msgpack   what versions there are
@@ -21,7 +22,7 @@ from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.runtime import fsync
 from ebbtide.types.weights import Manifest, Patch, VersionInfo
 from ebbtide.weights import blob_sizes, check_tile, tile_sizes
-from ebbtide.weights.static import HEAD, INDEX, RECORD, blobs_file, index_records
+from ebbtide.weights.manifest.static_index import HEAD, INDEX, RECORD, blobs_file, index_records
 
 VERSIONS: Final = "versions.msgpack"
 #: Large enough that few files serve a policy of any size, small enough to be uploaded again after a break.
@@ -49,7 +50,7 @@ class StaticVersion(Struct, frozen=True, kw_only=True):
         return sizes | tile_sizes(self.manifest) if self.dense else sizes
 
 
-class Writer:
+class StaticCopyWriter:
     """Adds a version to the copy in `folder`, which it makes. Raises `InvalidRequest` if that cannot be written."""
 
     def __init__(self, version: StaticVersion, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:

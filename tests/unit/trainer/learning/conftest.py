@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ebbtide.trainer.characters import character_tokenizer
-from ebbtide.trainer.network import Network, save_network
+from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+from ebbtide.trainer.learning.network import Network, save_network
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.claimed_runs.model_directory import check_model_directory
+from ebbtide.environments import Message, Split, StepResult
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.base_model import BaseModelProgress, make_base_model
-from ebbtide.trainer.base_model_plan import BaseModelPlan
-from ebbtide.trainer.environments import Message, Split, StepResult
-from ebbtide.trainer.model_directory import check_model_directory
-from ebbtide.trainer.network import load_network, load_tokenizer
+from ebbtide.trainer.base_model.base_model import BaseModelProgress, make_base_model
+from ebbtide.trainer.base_model.base_model_plan import BaseModelPlan
+from ebbtide.trainer.learning.network import load_network, load_tokenizer
 
 PLAN = BaseModelPlan(
     layers=1,

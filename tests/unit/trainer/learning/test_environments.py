@@ -4,10 +4,10 @@ from types import ModuleType
 
 import pytest
 
+from ebbtide.environments import Message, StepResult, load_source
+from ebbtide.environments.problem_splits import split_of
+from ebbtide.environments.reasoning_gym import Questions, ReasoningGymSource
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.environments import Message, StepResult, load_source
-from ebbtide.trainer.environments.reasoning_gym import Questions, ReasoningGymSource
-from ebbtide.trainer.environments.splits import split_of
 
 WORDS = {
     "dataset": "spell_backward",

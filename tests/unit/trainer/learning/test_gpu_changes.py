@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ebbtide.client.snapshots import Snapshot
-from ebbtide.trainer import gpu_changes
-from ebbtide.trainer.gpu_changes import KeptTensor, KeptTensors, has_room
+from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
+from ebbtide.trainer.learning import gpu_changes
+from ebbtide.trainer.learning.gpu_changes import KeptTensor, KeptTensors, has_room
 from ebbtide.weights import NamedTensor, describe, named_tensor
-from ebbtide.weights.encode import Described, Encoded, Encoding, encode_version
-from ebbtide.weights.found import Found, apply_found
-from ebbtide.weights.patch.layout import Kind
+from ebbtide.weights.found_changes import Found, apply_found
+from ebbtide.weights.patch.tile_format import Kind
+from ebbtide.weights.version_encoding import Described, Encoded, Encoding, encode_version
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
@@ -101,7 +101,7 @@ def test_only_changes_are_brought_to_the_host_where_few_units_changed(device: st
     assert (into == 7).all()
 
 
-def take(snapshot: Snapshot, tensors: Any, base: Snapshot, described: Described | None) -> Encoded:
+def take(snapshot: TensorSnapshot, tensors: Any, base: TensorSnapshot, described: Described | None) -> Encoded:
     snapshot.follow(base.give_up())
     snapshot.take(tensors)
     encoding = Encoding(snapshot.tensors, described, found=snapshot.fetch())
@@ -124,7 +124,7 @@ def test_snapshots_that_follow_each_other_are_those_of_who_copies_all(device: st
         "empty": torch.zeros(0, 4, device=device),
         "elsewhere": np.ones(5, "f4"),
     }
-    ours, theirs = [Snapshot(), Snapshot()], [Snapshot(), Snapshot()]
+    ours, theirs = [TensorSnapshot(), TensorSnapshot()], [TensorSnapshot(), TensorSnapshot()]
     described: Described | None = None
     for number in range(5):
         keeper = KeptTensors(lambda: iter(weights.items()), device)

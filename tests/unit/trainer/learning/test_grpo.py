@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.grpo import (
+from ebbtide.trainer.learning.grpo import (
     group_advantages,
     permute_within_groups,
     policy_loss,

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from ebbtide.trainer.batches import Sample, collate, micro_batches, minibatches
-from ebbtide.trainer.learner import Learner, LearnerSettings
-from ebbtide.trainer.network import Network
+from ebbtide.trainer.learning.learner import Learner, LearnerSettings
+from ebbtide.trainer.learning.network import Network
+from ebbtide.trainer.learning.training_batches import TrainingSample, collate, micro_batches, minibatches
 
 
-def sample(length: int, sampled: int, *, advantage: float = 1.0, version: int = 3, seed: int = 0) -> Sample:
+def sample(length: int, sampled: int, *, advantage: float = 1.0, version: int = 3, seed: int = 0) -> TrainingSample:
     """Of the last `sampled` tokens the second was written by an environment."""
     rng = np.random.default_rng(seed * 1000 + length)
     mask = np.ones(sampled, dtype=np.bool_)
     mask[1:2] = False
-    return Sample(
+    return TrainingSample(
         ids=rng.integers(5, 90, length),
         mask=mask,
         logprobs=np.where(mask, -2.0, np.nan).astype(np.float32),
@@ -26,14 +26,14 @@ def sample(length: int, sampled: int, *, advantage: float = 1.0, version: int = 
     )
 
 
-def recorded(network: Network, one: Sample, *, shift: float = 0.0) -> Sample:
+def recorded(network: Network, one: TrainingSample, *, shift: float = 0.0) -> TrainingSample:
     """The sample with the logprobs that the network itself gives its tokens, plus `shift`."""
     with torch.no_grad():
         table = network(torch.from_numpy(one.ids)[None]).logits[0].log_softmax(-1)
     start = len(one.ids) - len(one.mask)
     own = [table[start + i - 1, one.ids[start + i]].item() for i in range(len(one.mask))]
     logprobs = np.where(one.mask, np.array(own) + shift, np.nan).astype(np.float32)
-    return Sample(one.ids, one.mask, logprobs, one.versions, one.advantage)
+    return TrainingSample(one.ids, one.mask, logprobs, one.versions, one.advantage)
 
 
 def test_padding_changes_no_logit_and_only_sampled_tokens_are_asked_for(network: Network) -> None:

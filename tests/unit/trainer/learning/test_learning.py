@@ -6,13 +6,13 @@ from random import Random
 import msgspec
 import pytest
 
-from ebbtide.client.snapshots import Keeper, Snapshot
-from ebbtide.trainer import gpu_changes
-from ebbtide.trainer.learning import Learning
+from ebbtide.client.publisher.tensor_snapshots import TensorKeeper, TensorSnapshot
+from ebbtide.trainer.learning import gpu_changes
+from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec
 from ebbtide.types.tokens import pack_ids, pack_tokens
-from ebbtide.weights.encode import Described, Encoding
+from ebbtide.weights.version_encoding import Described, Encoding
 
 
 def make_spec(model: Path, dtype: str) -> RunSpec:
@@ -40,7 +40,9 @@ def trajectories(step: int) -> list[Trajectory]:
     ]
 
 
-def publish(snapshot: Snapshot, learning: Learning, base: Snapshot, described: Described | None) -> Encoding:
+def publish(
+    snapshot: TensorSnapshot, learning: LocalLearning, base: TensorSnapshot, described: Described | None
+) -> Encoding:
     snapshot.follow(base.give_up())
     snapshot.take(learning.tensors())
     encoding = Encoding(snapshot.tensors, described, found=snapshot.fetch())
@@ -54,10 +56,10 @@ def test_what_is_kept_once_a_step_was_trained_publishes_what_copies_do(
 ) -> None:
     monkeypatch.setattr(gpu_changes, "has_room", lambda tensors, device: len(list(tensors)) > 0)
     spec, described = make_spec(checkpoint, dtype), None
-    learnings = [Learning(spec, source=checkpoint, device="cpu", keep_published=keep) for keep in (True, False)]
-    snapshots = [[Snapshot(), Snapshot()] for _ in learnings]
+    learnings = [LocalLearning(spec, source=checkpoint, device="cpu", keep_published=keep) for keep in (True, False)]
+    snapshots = [[TensorSnapshot(), TensorSnapshot()] for _ in learnings]
     for step in range(4):
-        assert [isinstance(one.tensors(), Keeper) for one in learnings] == [step > 0, False]
+        assert [isinstance(one.tensors(), TensorKeeper) for one in learnings] == [step > 0, False]
         kept, copied = (
             publish(own[step % 2], one, own[1 - step % 2], described)
             for one, own in zip(learnings, snapshots, strict=True)
@@ -72,6 +74,6 @@ def test_what_is_kept_once_a_step_was_trained_publishes_what_copies_do(
 
 
 def test_nothing_is_kept_where_there_is_no_room(checkpoint: Path) -> None:
-    learning = Learning(make_spec(checkpoint, "float32"), source=checkpoint, device="cpu")
+    learning = LocalLearning(make_spec(checkpoint, "float32"), source=checkpoint, device="cpu")
     learning.step(trajectories(0), step=0, steps={1: 0}, version=1)
-    assert not isinstance(learning.tensors(), Keeper)
+    assert not isinstance(learning.tensors(), TensorKeeper)

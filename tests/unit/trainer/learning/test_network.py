@@ -5,10 +5,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ebbtide.claimed_runs.model_directory import check_model_directory
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.characters import character_tokenizer
-from ebbtide.trainer.model_directory import check_model_directory
-from ebbtide.trainer.network import Network, load_network, load_tokenizer, save_network
+from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+from ebbtide.trainer.learning.network import Network, load_network, load_tokenizer, save_network
 
 
 def refusal(directory: Path) -> str:

@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.trainer.batches import Sample, micro_parts, shares
-from ebbtide.trainer.ranks.shards import weight_files
+from ebbtide.trainer.learning.training_batches import TrainingSample, micro_parts, shares
+from ebbtide.trainer.ranks.checkpoint_shards import weight_files
 
 
-def sample(length: int, number: int) -> Sample:
+def sample(length: int, number: int) -> TrainingSample:
     one = np.ones(1)
-    return Sample(np.full(length, number), one.astype(np.bool_), one.astype(np.float32), one.astype(np.int64), 1.0)
+    return TrainingSample(
+        np.full(length, number), one.astype(np.bool_), one.astype(np.float32), one.astype(np.int64), 1.0
+    )
 
 
-def samples(seed: int, count: int = 40) -> list[Sample]:
+def samples(seed: int, count: int = 40) -> list[TrainingSample]:
     draw = Random(seed)
     return [sample(draw.randrange(4, 200), number) for number in range(count)]
 

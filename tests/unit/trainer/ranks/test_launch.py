@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
+from ebbtide.claimed_runs.run_failure import RankLost
 from ebbtide.runtime import Shutdown
 from ebbtide.testing import wait_until
-from ebbtide.trainer.failure import RankLost
-from ebbtide.trainer.ranks import launch as module
-from ebbtide.trainer.ranks.launch import launch
+from ebbtide.trainer.ranks import rank_launcher as module
+from ebbtide.trainer.ranks.rank_launcher import launch
 from ebbtide.trainer.settings import TrainerSettings
 
 SETTINGS = TrainerSettings(ranks=3)

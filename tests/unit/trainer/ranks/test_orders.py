@@ -4,17 +4,27 @@ import msgspec
 import numpy as np
 import pytest
 
+from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.errors import InvalidRequest, NotFound
-from ebbtide.trainer.batches import Sample
-from ebbtide.trainer.checkpoint import CheckpointError
-from ebbtide.trainer.failure import RunFailed
-from ebbtide.trainer.ranks.orders import Begin, Over, Publish, Save, Train, pack, pack_samples, unpack, unpack_samples
+from ebbtide.trainer.learning.training_batches import TrainingSample
+from ebbtide.trainer.ranks.rank_orders import (
+    BeginOrder,
+    OverOrder,
+    PublishOrder,
+    SaveOrder,
+    TrainOrder,
+    pack,
+    pack_samples,
+    unpack,
+    unpack_samples,
+)
+from ebbtide.trainer.training_checkpoint import CheckpointError
 from ebbtide.types.run import EnvironmentSpec, RunSpec, TrainerSpec
 
 
-def sample(length: int, tail: int, advantage: float) -> Sample:
+def sample(length: int, tail: int, advantage: float) -> TrainingSample:
     rng = np.random.default_rng(length)
-    return Sample(
+    return TrainingSample(
         ids=rng.integers(0, 1 << 20, length),
         mask=rng.integers(0, 2, tail).astype(np.bool_),
         logprobs=rng.normal(size=tail).astype(np.float32),
@@ -27,9 +37,9 @@ SAMPLES = [sample(7, 4, 0.1), sample(3, 3, -2.5), sample(9, 1, 1 / 3)]
 
 
 @pytest.mark.parametrize("samples", [SAMPLES, SAMPLES[:1], []])
-def test_samples_come_out_bit_for_bit(samples: list[Sample]) -> None:
-    order = unpack(pack(Train(step=4, version=9, samples=pack_samples(samples))))
-    assert isinstance(order, Train)
+def test_samples_come_out_bit_for_bit(samples: list[TrainingSample]) -> None:
+    order = unpack(pack(TrainOrder(step=4, version=9, samples=pack_samples(samples))))
+    assert isinstance(order, TrainOrder)
     found = unpack_samples(order.samples)
     assert len(found) == len(samples)
     for ours, theirs in zip(found, samples, strict=True):
@@ -44,15 +54,15 @@ def test_a_spec_comes_out_as_it_was() -> None:
     trainer = TrainerSpec(steps=3, learning_rate=1e-5, kl_coefficient=0.25)
     spec = RunSpec(name="run", model="model", environment=EnvironmentSpec(name="any"), trainer=trainer)
     for order in (
-        Begin(run_id="r", spec=spec, source="/model", keep_published=False),
-        Publish(),
-        Save(directory="/folder"),
-        Over(),
+        BeginOrder(run_id="r", spec=spec, source="/model", keep_published=False),
+        PublishOrder(),
+        SaveOrder(directory="/folder"),
+        OverOrder(),
     ):
         assert unpack(pack(order)) == order
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "Boo"}), pack(Over())[:-1]])
+@pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "Boo"}), pack(OverOrder())[:-1]])
 def test_what_is_no_order_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="no order came from rank 0"):
         unpack(data)
@@ -66,7 +76,7 @@ def test_samples_of_the_wrong_length_are_refused(name: str) -> None:
 
 
 def test_an_error_of_another_rank_keeps_its_kind() -> None:
-    from ebbtide.trainer.ranks.crew import answer, read_answer
+    from ebbtide.trainer.ranks.rank_group import answer, read_answer
 
     assert read_answer(answer(None)) is None
     for error in (RunFailed("bad"), CheckpointError("damaged"), NotFound("gone"), InvalidRequest("no", field="model")):

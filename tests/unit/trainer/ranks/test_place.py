@@ -3,7 +3,7 @@
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.ranks.place import Place, place_of
+from ebbtide.trainer.ranks.rank_place import RankPlace, place_of
 
 WORLD = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
@@ -19,7 +19,7 @@ def test_a_world_of_one_is_none() -> None:
 
 @pytest.mark.parametrize("asked", [1, 4])
 def test_the_environment_gives_the_place(asked: int) -> None:
-    assert place_of(WORLD, asked) == Place(rank=3, size=4, local_rank=1)
+    assert place_of(WORLD, asked) == RankPlace(rank=3, size=4, local_rank=1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ebbtide.weights.patch.tile import TileCodec
+from ebbtide.weights.patch.tile_codec import TileCodec
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "compiled"])

@@ -9,8 +9,8 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.weights.dtypes import CARRIERS
-from ebbtide.weights.patch.layout import TILE_HEAD, unit_width
-from ebbtide.weights.patch.tile import TileCodec
+from ebbtide.weights.patch.tile_codec import TileCodec
+from ebbtide.weights.patch.tile_format import TILE_HEAD, unit_width
 from tests.unit.weights.patch.changes import Array, changed, units
 
 STRIDE = 2048

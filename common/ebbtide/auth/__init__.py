@@ -1,0 +1,1 @@
+"""Who may call what: roles, tokens, certificates, and admission before every call."""

@@ -1,0 +1,122 @@
+"""Who is calling, and whether they may: the decision before every call.
+
+A caller proves itself by a token: the secret that a cluster shares, which is any role, or a signed one, which is one
+role and perhaps one run. Where clients show certificates, the roles of those count too: both have to permit a call.
+Checked when a call begins; a stream goes on when its token expires.
+
+Invariant: `_known` has tokens that the present keys verified, and nothing of any call. A restart verifies them again.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+from ebbtide.auth.caller_roles import note_roles
+from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.role_tokens import SKEW_S, Claims, Keys, is_signed, verify
+from ebbtide.auth.roles import Role, is_open, permitted, told
+from ebbtide.auth.run_scope import OfOneRun, can_name_run, check_run, no_run_named
+from ebbtide.auth.security import AUTHORIZATION, TokenCheck
+from ebbtide.auth.tls import roles_of_peer
+from ebbtide.errors import PermissionDenied, Unauthenticated
+
+Metadata = Iterable[tuple[str, str | bytes]] | None
+#: Verified tokens that are remembered: a signature takes a tenth of a millisecond to check.
+_MOST: Final = 4096
+_SCHEME: Final = "Bearer "
+
+
+class Admission:
+    """`shared`: the check of the cluster's secret, or None while there is none; `keys`: of signed tokens;
+    `certificates`: clients show some.
+    """
+
+    def __init__(
+        self,
+        shared: ReloadedFiles[TokenCheck | None] | None,
+        keys: ReloadedFiles[Keys] | None = None,
+        *,
+        certificates: bool = False,
+    ) -> None:
+        self._shared, self._keys, self._certificates = shared, keys, certificates
+        self._known: dict[str, Claims] = {}
+        self._known_by: Keys | None = None
+
+    def admit(self, method: str, metadata: Metadata) -> None:
+        """What can be decided before the request is read. Raises `Unauthenticated` or `PermissionDenied`."""
+        claims = self._claims(metadata)
+        if claims is None:
+            return
+        if not permitted(method, (claims.role,)):
+            raise _not_for(method, "token", (claims.role,))
+        if claims.run_id and not is_open(method) and not can_name_run(method):
+            raise no_run_named()
+
+    def checked(self, method: str, request: Any, context: Any) -> Any:
+        """The request, or its iterator, of an admitted call. Raises `PermissionDenied` where the client's certificate
+        is for another role, or the request (any message of it) about another run than the token is."""
+        if self._keys is None and not self._certificates:
+            note_roles(None)
+            return request
+        claims = self._claims(context.invocation_metadata())
+        roles = roles_of_peer(context.auth_context()) if self._certificates else None
+        _check_certificate(method, claims, roles)
+        note_roles(roles if claims is None else frozenset({claims.role}))
+        if claims is None or not claims.run_id or is_open(method):
+            return request
+        if hasattr(request, "__aiter__"):
+            return OfOneRun(request, claims.run_id)
+        check_run(request, claims.run_id)
+        return request
+
+    def _claims(self, metadata: Metadata) -> Claims | None:
+        """What a caller's signed token says; None for the shared secret. Raises `Unauthenticated`."""
+        value = next((value for key, value in metadata or () if key == AUTHORIZATION), "")
+        secret = self._shared.get() if self._shared else None
+        if secret is not None and secret(value):
+            return None
+        text = value if isinstance(value, str) else value.decode(errors="replace")
+        token = text.removeprefix(_SCHEME)
+        if self._keys is None or not text.startswith(_SCHEME) or not is_signed(token):
+            raise Unauthenticated("the token is missing or wrong; set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE")
+        return self._verified(token, self._keys.get())
+
+    def _verified(self, token: str, keys: Keys) -> Claims:
+        if keys is not self._known_by or len(self._known) >= _MOST:
+            self._known, self._known_by = {}, keys
+        claims = self._known.get(token)
+        if claims is None or claims.expires + SKEW_S <= time.time():
+            claims = self._known[token] = verify(token, keys)
+        return claims
+
+
+def _check_certificate(method: str, claims: Claims | None, roles: frozenset[Role] | None) -> None:
+    if roles is None:
+        return
+    if claims is not None and claims.role not in roles:
+        raise PermissionDenied(
+            f"the token is for role {claims.role}, the certificate for {_listed(roles)}; use those of one role"
+        )
+    if claims is None and not permitted(method, roles):
+        raise _not_for(method, "certificate", roles)
+
+
+def _not_for(method: str, what: str, roles: Iterable[Role]) -> PermissionDenied:
+    name = method.rpartition("/")[2]
+    return PermissionDenied(
+        f"the {what} is for role {_listed(roles)}, and {name} is for {told(method)}; use one of those"
+    )
+
+
+def _listed(roles: Iterable[Role]) -> str:
+    return " or ".join(sorted(roles)) or "none that is known here"
+
+
+class Anyone:
+    """Instead of an `Admission` on a socket that only this user can open: its folder's mode is the check."""
+
+    def admit(self, method: str, metadata: Metadata) -> None: ...
+
+    def checked(self, _method: str, request: Any, _context: Any) -> Any:
+        note_roles(None)
+        return request

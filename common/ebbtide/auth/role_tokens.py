@@ -1,0 +1,155 @@
+"""Tokens with a role, an expiry, and where wanted one run: Ed25519-signed JWTs (RFC 7519, RFC 8037).
+
+Who has a public key can verify and not mint. Between machines' clocks a minute of difference is put up with.
+PyJWT comes with the services and the command line, so it is imported where it is needed: the SDK carries tokens alone.
+"""
+
+import base64
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
+from msgspec import Struct
+
+from ebbtide.auth.roles import Role
+from ebbtide.errors import InvalidRequest, Unauthenticated
+from ebbtide.types.ids import check_id
+
+_ALGORITHM: Final = "EdDSA"
+#: Issuer, audience and type at once: a JWT of anything else that is signed with the same key is none of ours.
+_KIND: Final = "ebbtide"
+_TYPE: Final = "ebbtide+jwt"
+SKEW_S: Final = 60
+#: The end of the year 9999 in Unix time, behind which there are no dates.
+_LAST: Final = 253402300800
+_PUBLIC: Final = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----", re.DOTALL)
+#: Verified public keys by their id.
+Keys = Mapping[str, Ed25519PublicKey]
+
+
+class Claims(Struct, frozen=True, kw_only=True):
+    """What a token says. `expires`: Unix time, `SKEW_S` before servers refuse it; `run_id`: the one run that it is
+    for, or empty; `name`: for people."""
+
+    role: Role
+    expires: float
+    run_id: str = ""
+    name: str = ""
+
+
+def mint(key: Ed25519PrivateKey, role: Role, *, ttl_s: float, run_id: str = "", name: str = "") -> str:
+    """A token that is good for `ttl_s` seconds from now. Raises `InvalidRequest` for a run that is no id."""
+    import jwt
+
+    now = time.time()
+    claims = {"iss": _KIND, "aud": _KIND, "role": str(role), "iat": int(now), "exp": int(now + ttl_s)}
+    claims |= {"jti": secrets.token_hex(8)}
+    claims |= {"run": check_id(run_id, field="run")} if run_id else {}
+    claims |= {"sub": check_id(name, field="name")} if name else {}
+    return jwt.encode(claims, key, _ALGORITHM, headers={"kid": key_id(key.public_key()), "typ": _TYPE})
+
+
+def verify(token: str, keys: Keys) -> Claims:
+    """What a token says that one of `keys` has signed. Raises `Unauthenticated` for any other, and for one that has
+    expired."""
+    import jwt
+
+    try:
+        header = jwt.get_unverified_header(token)
+        key = keys.get(str(header.get("kid")))
+        if key is None or header.get("typ") != _TYPE:
+            raise Unauthenticated("the token was signed by a key that this server does not know; ask for a new one")
+        claims = jwt.decode(
+            token,
+            key,
+            algorithms=[_ALGORITHM],
+            audience=_KIND,
+            issuer=_KIND,
+            leeway=SKEW_S,
+            options={"require": ["exp", "iat", "role"]},
+        )
+        return _claims(claims)
+    except jwt.ExpiredSignatureError:
+        raise Unauthenticated(
+            "the token has expired; issue another one (ebbtide tokens issue) into its file, which is read again "
+            "without a restart"
+        ) from None
+    except (jwt.PyJWTError, ValueError, TypeError):
+        raise Unauthenticated("the token is no valid one; issue another one (ebbtide tokens issue)") from None
+
+
+def unverified(token: str) -> Claims:
+    """What a token says, whoever made it. Raises `InvalidRequest` for what is none. Needs no PyJWT."""
+    try:
+        body = token.split(".")[1]
+        return _claims(msgspec.json.decode(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)), type=dict))
+    except (msgspec.MsgspecError, IndexError, KeyError, ValueError, TypeError):
+        raise InvalidRequest("is no token of a role; ebbtide tokens issue makes one", field="token") from None
+
+
+def _claims(found: Mapping[str, Any]) -> Claims:
+    """Raises `KeyError`, `TypeError` or `ValueError` for what no token of ours says."""
+    expires, run_id = found["exp"], found.get("run")
+    if not 0 <= expires < _LAST:
+        raise ValueError("no time")
+    # One that was meant for a run, and names none, must not be good for all.
+    if "run" in found and (not run_id or not isinstance(run_id, str)):
+        raise ValueError("no run")
+    return Claims(
+        role=Role(found["role"]),
+        expires=float(expires),
+        run_id=run_id or "",
+        name=str(found.get("sub", "")),
+    )
+
+
+def is_signed(token: str) -> bool:
+    """Whether a token looks like a JWT: one for its holder's calls, and no secret that a server compares with."""
+    return token.startswith("ey") and token.count(".") == 2
+
+
+def key_id(key: Ed25519PublicKey) -> str:
+    return hashlib.sha256(key.public_bytes(Encoding.Raw, PublicFormat.Raw)).hexdigest()[:16]
+
+
+def public_keys(pem: bytes, *, field: str) -> dict[str, Ed25519PublicKey]:
+    """The public keys of a PEM file, by their ids. Raises `InvalidRequest` naming `field`."""
+    if b"PRIVATE KEY-----" in pem:
+        raise InvalidRequest(
+            "holds a private key, with which anybody can mint: give servers the public ones", field=field
+        )
+    found = {}
+    for block in _PUBLIC.findall(pem):
+        try:
+            key = load_pem_public_key(block)
+        except (ValueError, UnsupportedAlgorithm):
+            raise InvalidRequest("holds a public key that cannot be read", field=field) from None
+        if not isinstance(key, Ed25519PublicKey):
+            raise InvalidRequest("holds a key that is not Ed25519; ebbtide tokens key makes one", field=field)
+        found[key_id(key)] = key
+    if not found:
+        raise InvalidRequest("holds no public key (PEM); ebbtide tokens key makes one", field=field)
+    return found
+
+
+def signing_key(pem: bytes, *, field: str) -> Ed25519PrivateKey:
+    """Raises `InvalidRequest` naming `field` for anything but an Ed25519 key in PEM."""
+    try:
+        key = load_pem_private_key(pem, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InvalidRequest("is no Ed25519 private key in PEM; ebbtide tokens key makes one", field=field)
+    return key

@@ -1,0 +1,84 @@
+"""Certificates: pairs that belong together, and the roles that they bear.
+
+A role is a URI among a certificate's alternative names, such as `ebbtide:role:worker`. A certificate without one is
+bound to no role.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from ebbtide.auth.roles import Role
+from ebbtide.errors import InvalidRequest
+
+ROLE_URI: Final = "ebbtide:role:"
+#: Private key and certificate chain, as gRPC takes them.
+Pair = tuple[bytes, bytes]
+
+
+def read_pair(cert: str, key: str) -> Pair | None:
+    """The key and the chain in two files, or None for none. Raises `InvalidRequest` naming the field that is wrong."""
+    if bool(cert) != bool(key):
+        raise InvalidRequest("tls_cert and tls_key go together", field="tls_key" if cert else "tls_cert")
+    if not cert:
+        return None
+    pair = read_pem(key, "tls_key"), read_pem(cert, "tls_cert")
+    _check_pair(*pair, key)
+    return pair
+
+
+def read_pem(path: str, field: str) -> bytes:
+    content = read_file(path, field)
+    if b"-----BEGIN " not in content:
+        raise InvalidRequest(f"{path} is no PEM file", field=field)
+    return content
+
+
+def read_authority(path: str) -> bytes:
+    """The certificates of a file, all of which can be read: of what gRPC cannot load it says so in no call, and every
+    handshake fails. Raises `InvalidRequest` naming `tls_ca`."""
+    from cryptography import x509
+
+    content = read_pem(path, "tls_ca")
+    try:
+        x509.load_pem_x509_certificates(content)
+    except ValueError:
+        raise InvalidRequest(f"{path} holds a certificate that cannot be read, or none", field="tls_ca") from None
+    return content
+
+
+def read_file(path: str, field: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{path}: {error.strerror or error}", field=field) from None
+
+
+def _check_pair(key: bytes, chain: bytes, path: str) -> None:
+    """gRPC would take halves that do not match, and every handshake would fail."""
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        certificate = x509.load_pem_x509_certificate(chain)
+    except ValueError:
+        raise InvalidRequest("holds no certificate that can be read", field="tls_cert") from None
+    try:
+        private = load_pem_private_key(key, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise InvalidRequest(f"{path} holds no private key without a password", field="tls_key") from None
+    if private.public_key() != certificate.public_key():
+        raise InvalidRequest(f"{path} is not the key of the certificate in tls_cert", field="tls_key")
+
+
+def roles_of(uris: Iterable[str]) -> frozenset[Role]:
+    """The roles among a certificate's URIs."""
+    known = {f"{ROLE_URI}{role}": role for role in Role}
+    return frozenset(known[uri] for uri in uris if uri in known)
+
+
+def roles_of_peer(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Role] | None:
+    """The roles of the other side's certificate, as gRPC tells of it; None for one that is bound to no role."""
+    uris = [uri.decode(errors="replace") for uri in auth_context.get("peer_uri", ())]
+    return roles_of(uris) if any(uri.startswith(ROLE_URI) for uri in uris) else None

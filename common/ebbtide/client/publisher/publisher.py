@@ -1,0 +1,300 @@
+"""Publishing policy versions at a weight-relay: a short copy of the tensors, and the rest while the trainer goes on.
+
+What changed since the version before is found by comparing bits, and only that is sent, wherever the relay still has
+that version; else all of it.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from msgspec import Struct
+
+from ebbtide.client.publisher.rank_exchange import RankExchange, RankStart, SingleRank
+from ebbtide.client.publisher.tensor_snapshots import Tensors, TensorSnapshot
+from ebbtide.client.publisher.version_assembler import VersionAssembler
+from ebbtide.client.publisher.version_staging import VersionStaging
+from ebbtide.client.publisher.version_upload import UploadBase, UploadResult, VersionUpload
+from ebbtide.client.service_peer import ServicePeer
+from ebbtide.errors import NotReady
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.weights.patch.tile_codec import warm_up
+from ebbtide.weights.version_encoding import Described
+
+__all__ = ["Authority", "PublishReport", "Publisher", "Publishing", "Tensors"]
+
+
+log = logging.getLogger(__name__)
+
+#: For the other ranks to hear that a version is given up, before this one leaves them.
+_TELL_S: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Authority:
+    """The right to give a policy its next version, as a lease has it.
+
+    `reserve` gives a number and the seed of the run's key (empty: it has none); `announce` makes a version that the
+    relay holds the newest.
+    """
+
+    reserve: Callable[[], Awaitable[tuple[int, bytes]]]
+    announce: Callable[[PolicyVersion], Awaitable[None]]
+
+
+class PublishReport(Struct, frozen=True, kw_only=True):
+    """How a version was published. Bytes and `density` (the share of elements that changed; 1 where there was nothing
+    to compare with) are of all ranks, seconds of this one: `pause_s` for the snapshot, while which tensors must not
+    change, then `encode_s` and `upload_s`, to the version's announcement. `base`: of the patch; 0 for an anchor."""
+
+    version: PolicyVersion
+    kind: Literal["patch", "anchor"]
+    base: int
+    bytes_sent: int
+    dense_bytes: int
+    density: float
+    pause_s: float
+    encode_s: float
+    upload_s: float
+
+
+class Publishing:
+    """A version on its way; its tensors may change again. Awaited, it gives the version once that is announced, or
+    raises why it is not; cancelling who waits cancels it.
+
+    `number` is the version's (0: rank 0 knows it).
+    """
+
+    def __init__(self, task: asyncio.Future[PublishReport], number: int, pause_s: float) -> None:
+        self._task, self.number, self.pause_s = task, number, pause_s
+
+    def cancel(self) -> None:
+        """Give the version up, unless it is announced. Other ranks hear of it, and publish no such version either."""
+        self._task.cancel()
+
+    def __await__(self) -> Generator[Any, None, PolicyVersion]:
+        return (yield from self._task.__await__()).version
+
+    @property
+    def done(self) -> bool:
+        return self._task.done()
+
+    @property
+    def report(self) -> PublishReport:
+        """Raises `NotReady` before the version is announced, and what went wrong if it never will be."""
+        if not self._task.done():
+            raise NotReady(f"version {self.number} is still on its way; await it first")
+        return self._task.result()
+
+
+class Publisher:
+    """Publishes one policy of a run, one version after another.
+
+    Invariant: `_base` is the last version that the relay confirmed, and `_shadow` holds its bits; `_spare` is the
+    memory for the next one, and belongs to nobody else. A version that fails leaves `_base` as it was. Each `publish`
+    makes its exchanges with the other ranks to their end, also when who called it has gone: `_last` does. Once closed,
+    this holds no weights. When the process dies, the next publisher has no base, and begins with an anchor.
+    """
+
+    def __init__(
+        self,
+        peer: ServicePeer,
+        run_id: str,
+        policy: str,
+        *,
+        authority: Authority | None,
+        exchange: RankExchange | None = None,
+        threads: int = 0,
+        forget: "Callable[[Publisher], None] | None" = None,
+    ) -> None:
+        """`authority` is rank 0's. `threads` encode; 0: half of the processors, eight at most. `forget` is called with
+        this once it is closed."""
+        #: The model's config.json, which travels with each version, so that workers can start an engine for it. Rank
+        #: 0's; empty: only workers whose model has just these tensors can serve the run.
+        self.config = b""
+        self._staging = VersionStaging(peer, run_id)
+        self._run_id, self._policy = run_id, policy
+        self._authority, self.exchange = authority, exchange or SingleRank()
+        self._forget = forget
+        self._threads = threads or max(1, min(8, (os.cpu_count() or 2) // 2))
+        self._base: UploadBase | None = None
+        self._shadow, self._spare = TensorSnapshot(), TensorSnapshot()
+        self._order = asyncio.Lock()
+        self._begun, self._closed = 0, False
+        self._last: asyncio.Task[PublishReport] | None = None
+        self._way: asyncio.Future[PublishReport] | None = None  # `_last`, or what is cancelled instead of it
+        self._readiness: asyncio.Task[None] | None = None
+        self._room = asyncio.Event()  # for the next version, or none is got
+        self._room.set()
+
+    async def publish(self, tensors: Tensors, *, step: int = 0, parent: int = 0) -> Publishing:
+        """Begin to publish `tensors`, which must not change before this returns; first, the version before must end.
+        A `Keeper` (`ebbtide.client.publisher.tensor_snapshots`) has them compared where they lie.
+
+        All ranks call it, with their own tensors; `step` and `parent` are rank 0's. Raises `InvalidRequest` naming the
+        tensor, and `LeaseSuperseded`; with several ranks, those come when the version is awaited. `NotReady` once this
+        is closed.
+        """
+        if self.exchange.size == 1:
+            return await self._begin(tensors, step, parent)
+        beginning = asyncio.create_task(self._begin(tensors, step, parent), name="beginning")
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            beginning.add_done_callback(_give_up)  # the other ranks have begun it, or will
+            raise
+
+    async def aclose(self, within_s: float = 0.0) -> None:
+        """Wait for the version that is on its way; give it up after so many seconds. No other comes after it, and
+        the copies of weights are let go.
+        """
+        self._closed = True
+        last, way = self._last, self._way
+        if last is not None and way is not None and not last.done():
+            await asyncio.wait({last}, timeout=within_s)
+            way.cancel()
+            await asyncio.wait({last}, timeout=_TELL_S)
+            last.cancel()
+            await asyncio.wait({last})
+        self._let_go()
+        if self._forget is not None:
+            self._forget(self)
+
+    def _let_go(self) -> None:
+        self._base, self._shadow, self._spare = None, TensorSnapshot(), TensorSnapshot()
+        self._last = self._way = None  # the error of one that failed has its snapshot
+
+    async def _begin(self, tensors: Tensors, step: int, parent: int) -> Publishing:
+        async with self._order:
+            if self._last is not None:
+                await asyncio.wait({self._last})
+            await self._room.wait()
+            if self._closed:
+                raise NotReady("this publisher is closed; make another")
+            self._begun += 1
+            snapshot, self._spare = self._spare, TensorSnapshot()  # whoever cancels this now may leave it half written
+            snapshot.follow(self._shadow.give_up())
+            began = time.monotonic()
+            taken, reserved = await asyncio.gather(
+                asyncio.to_thread(snapshot.take, tensors, first=self.exchange.rank == 0),
+                self._reserve(step, parent),
+                return_exceptions=True,
+            )
+            pause_s = time.monotonic() - began
+            failure = next((one for one in (reserved, taken) if isinstance(one, BaseException)), None)
+            if failure is not None and (self.exchange.size == 1 or not isinstance(failure, Exception)):
+                self._spare = snapshot
+                raise failure
+            start, head = RankStart(), None
+            if failure is None and not isinstance(reserved, BaseException):
+                start, head = self._head(reserved)
+            making = VersionUpload(self._staging, self.exchange, self._threads, self._begun, head, failure)
+            return self._set_out(making, start, snapshot, head, pause_s)
+
+    def _set_out(
+        self,
+        making: VersionUpload,
+        start: RankStart,
+        snapshot: TensorSnapshot,
+        head: VersionAssembler | None,
+        pause_s: float,
+    ) -> Publishing:
+        number = start.version.version if start.version else 0
+        last = asyncio.create_task(self._publish(making, start, snapshot, head, pause_s), name="publishing")
+        last.add_done_callback(lambda last: self._ended(last, number))
+        self._last = self._way = last
+        if self.exchange.size > 1:
+            self._way = asyncio.shield(last)
+            self._way.add_done_callback(lambda way: making.give_up() if way.cancelled() else way.exception())
+        return Publishing(self._way, number, pause_s)
+
+    def _ended(self, last: asyncio.Task[PublishReport], number: int) -> None:
+        _log(last, number)
+        if self._closed:  # while this one's copy was taken
+            self._let_go()
+
+    async def _reserve(self, step: int, parent: int) -> tuple[PolicyVersion, bytes] | None:
+        """The new version and the key's seed, on rank 0."""
+        if self._authority is None:
+            return None
+        number, seed = await self._authority.reserve()
+        return PolicyVersion(policy=self._policy, version=number, parent=parent, step=step), seed
+
+    def _head(self, reserved: tuple[PolicyVersion, bytes] | None) -> tuple[RankStart, VersionAssembler | None]:
+        if reserved is None or self._authority is None:
+            return RankStart(), None
+        version, seed = reserved
+        manifest = self._base.manifest if self._base else None
+        head = VersionAssembler(
+            self._staging, self._run_id, version, seed, manifest, self._authority.announce, self.config
+        )
+        return RankStart(version=version, base=self._base.version if self._base else 0), head
+
+    async def _publish(
+        self,
+        making: VersionUpload,
+        start: RankStart,
+        snapshot: TensorSnapshot,
+        head: VersionAssembler | None,
+        pause_s: float,
+    ) -> PublishReport:
+        if self._base is None:
+            self._room.clear()
+            self._readiness = asyncio.create_task(self._get_ready(self._spare, snapshot))
+        try:
+            made = await making.make(start, snapshot, self._base)
+        except asyncio.CancelledError:
+            self._spare = TensorSnapshot()
+            raise
+        except Exception:
+            self._spare = TensorSnapshot() if making.given_up else snapshot  # threads may read it still
+            raise
+        if self._base is not None:
+            self._spare = self._shadow
+        described = Described(snapshot.tensors, made.encoded.entries)
+        self._base = UploadBase(made.end.version.version, described, head.manifest if head else None)
+        self._shadow = snapshot
+        return _report(made, pause_s)
+
+    async def _get_ready(self, spare: TensorSnapshot, snapshot: TensorSnapshot) -> None:
+        """While the first version is on its way: memory for the next, and compiled kernels, take seconds to get."""
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            try:
+                spare.make_room(snapshot.room)
+            finally:
+                loop.call_soon_threadsafe(self._room.set)  # by nobody else: until here it is written to
+            warm_up()
+
+        await asyncio.to_thread(work)
+
+
+def _give_up(beginning: asyncio.Task[Publishing]) -> None:
+    if not beginning.cancelled() and beginning.exception() is None:
+        beginning.result().cancel()
+
+
+def _log(last: asyncio.Task[PublishReport], number: int) -> None:
+    """Nobody may be waiting for it."""
+    if not last.cancelled() and (error := last.exception()) is not None:
+        log.warning("version %s was not published: %s", number or "of rank 0", error)
+
+
+def _report(made: UploadResult, pause_s: float) -> PublishReport:
+    end = made.end
+    return PublishReport(
+        version=end.version,
+        kind="patch" if end.base else "anchor",
+        base=end.base,
+        bytes_sent=end.sent,
+        dense_bytes=end.dense,
+        density=end.changed / end.elements if end.elements else 0.0,
+        pause_s=pause_s,
+        encode_s=made.encode_s,
+        upload_s=made.upload_s,
+    )

@@ -1,0 +1,191 @@
+"""What rank 0 does for a version that all ranks make: puts their shares together, seals, signs, stages, commits."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final, TypeVar
+
+from msgspec import Struct
+
+from ebbtide.client.publisher.rank_exchange import RankEnd, RankFailure, RankPut, RankShare, RankWanted
+from ebbtide.client.publisher.version_staging import VersionStaging
+from ebbtide.errors import EbbtideError, Internal, NoCapacity, NotReady, Unavailable
+from ebbtide.rpc.backoff import pauses
+from ebbtide.types.weights import KEY_BYTES, Manifest, Patch, PolicyVersion, TensorEntry, TensorPatch
+from ebbtide.weights import Signer, same_geometry, seal_manifest, seal_patch
+from ebbtide.weights.version_encoding import Encoded
+
+T = TypeVar("T")
+
+#: A patch of more than this share of the dense version is not worth that readers must have its base.
+_CLEARLY: Final = 0.9
+#: How often a relay may forget the stage, or refuse what was put, before that is an error.
+_ROUNDS: Final = 8
+#: Signs what a coordinator gave no key for: another one in each process.
+_OWN_SEED: Final = os.urandom(KEY_BYTES)
+
+
+class _Piece(Struct, frozen=True):
+    entry: TensorEntry
+    patch: TensorPatch
+
+
+class VersionAssembler:
+    """Invariant: `failed` is what this rank met, once a `RankWanted` told it to all."""
+
+    def __init__(
+        self,
+        staging: VersionStaging,
+        run_id: str,
+        version: PolicyVersion,
+        seed: bytes,
+        base: Manifest | None,
+        announce: Callable[[PolicyVersion], Awaitable[None]],
+        config: bytes = b"",
+    ) -> None:
+        """`config`: the model's config.json, if it is to travel with the version."""
+        self._config = config
+        self._staging, self._run_id, self._version, self._announce = staging, run_id, version, announce
+        self._signer = Signer(seed or _OWN_SEED)
+        self._base = base
+        self._patch: Patch | None = None
+        self._changed = self._elements = self._sent = 0
+        self._refusals, self._lacking = 0, -1
+        self._pauses, self._give_up = pauses(), 0.0
+        self.failed: Exception | None = None
+        self.manifest: Manifest | None = None
+
+    async def assemble(self, shares: Sequence[RankShare]) -> RankWanted:
+        """Seal and stage what the ranks have encoded."""
+        if failures := [share.failure for share in shares if share.failure]:
+            return RankWanted(failure=failures[0])
+        encoded = [share.encoded for share in shares if share.encoded]
+        if len(encoded) != len(shares):
+            return RankWanted(failure=RankFailure.of(Internal("a rank told neither its share nor why it has none")))
+        return await self._told(self._assemble(encoded))
+
+    async def go_on(self, puts: Sequence[RankPut]) -> RankWanted:
+        """Have put what is still missing; once that is nothing, commit and announce."""
+        sent = sum(put.sent for put in puts)
+        self._sent += sent
+        if failures := [put.failure for put in puts if put.failure]:
+            return RankWanted(failure=failures[0])
+        return await self._told(self._go_on([put.again for put in puts if put.again], sent))
+
+    async def _told(self, work: Awaitable[RankWanted]) -> RankWanted:
+        try:
+            return await work
+        except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised here when they know
+            self.failed = error
+            return RankWanted(failure=RankFailure.of(error))
+
+    async def _assemble(self, shares: Sequence[Encoded]) -> RankWanted:
+        self.manifest, self._patch = await asyncio.to_thread(self._seal, shares)
+        return await self._next()
+
+    def _seal(self, shares: Sequence[Encoded]) -> tuple[Manifest, Patch | None]:
+        entries, patches = _joined(shares)
+        self._changed = sum(share.changed for share in shares)
+        self._elements = sum(share.elements for share in shares)
+        manifest = self._signer.sign(seal_manifest(self._run_id, self._version, entries, config=self._config))
+        if self._base is None or not same_geometry(manifest, self._base):
+            return manifest, None
+        patch = Patch(
+            run_id=self._run_id,
+            base=self._base.version,
+            version=manifest.version,
+            tensors=patches,
+            changed=self._changed,
+            elements=self._elements,
+        )
+        if patch.size > _CLEARLY * _size(manifest):
+            return manifest, None
+        return manifest, self._signer.sign_patch(seal_patch(patch))
+
+    async def _go_on(self, again: Sequence[RankFailure], sent: int) -> RankWanted:
+        before = self._lacking
+        if again:
+            await self._wait(again[0].error())
+        wanted = await self._next()
+        if not (again or sent) and len(wanted.digests) >= before:
+            text = f"the relay still lacks {len(wanted.digests)} blobs, and no rank has them; publish again"
+            await self._wait(NotReady(text))
+        return wanted
+
+    async def _wait(self, error: EbbtideError) -> None:
+        """Before trying again. Raises `error` when that is not worth it any more."""
+        now = time.monotonic()
+        if not isinstance(error, Unavailable | NoCapacity):
+            self._refusals += 1
+            if self._refusals == _ROUNDS:
+                raise error
+        if not self._give_up:
+            self._pauses, self._give_up = pauses(), now + self._staging.peer.patience_s
+        pause = max(next(self._pauses), getattr(error, "retry_after_s", 0.0))
+        if now + pause > self._give_up:
+            raise error
+        await asyncio.sleep(pause)
+
+    async def _next(self) -> RankWanted:
+        """What the relay lacks now, or the version's end."""
+        manifest = self._sealed()
+        while True:
+            if missing := await self._begin(manifest):
+                if len(missing) < self._lacking:  # it goes on, however slowly
+                    self._give_up = 0.0
+                self._lacking = len(missing)
+                return RankWanted(digests=tuple(missing))
+            try:
+                version = await self._attempt(lambda: self._staging.commit(manifest))
+                break
+            except NotReady as error:  # a relay that restarted in between forgot the stage
+                await self._wait(error)
+        await self._announce(version)
+        return RankWanted(
+            end=RankEnd(
+                version=version,
+                base=self._patch.base.version if self._patch else 0,
+                sent=self._sent,
+                dense=_size(manifest),
+                changed=self._changed,
+                elements=self._elements,
+            )
+        )
+
+    async def _begin(self, manifest: Manifest) -> list[bytes]:
+        try:
+            return await self._attempt(lambda: self._staging.begin(manifest, self._patch))
+        except NotReady:
+            if self._patch is None:
+                raise
+            self._patch = None  # the relay does not hold the base any more: publish all of it
+            return await self._attempt(lambda: self._staging.begin(manifest, None))
+
+    async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await self._staging.peer.attempt(call, on=(Unavailable, NoCapacity))
+
+    def _sealed(self) -> Manifest:
+        if self.manifest is None:
+            raise NotReady("the version is not sealed yet")
+        return self.manifest
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.tensors)
+
+
+def _joined(shares: Iterable[Encoded]) -> tuple[list[TensorEntry], tuple[TensorPatch, ...]]:
+    """All ranks' entries in the order of their names' first appearance, pieces by where they start, and their patches.
+
+    A piece that several ranks hold, as replicas outside of their mesh do, stands there once.
+    """
+    found: dict[str, list[_Piece]] = {}
+    ranks: dict[TensorEntry, int] = {}
+    for rank, share in enumerate(shares):
+        for entry, patch in zip(share.entries, share.patches, strict=True):
+            pieces = found.setdefault(entry.name, [])
+            if ranks.setdefault(entry, rank) == rank:
+                pieces.append(_Piece(entry, patch))
+    ordered = [piece for pieces in found.values() for piece in sorted(pieces, key=lambda one: one.entry.start)]
+    return [piece.entry for piece in ordered], tuple(piece.patch for piece in ordered)

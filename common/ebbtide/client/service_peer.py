@@ -1,0 +1,103 @@
+"""One service as the SDK sees it: calls that are repeated, and streams that are resumed, while the service is away.
+
+Every call of the contracts that the SDK makes may be repeated; an error that outlives the patience names the service,
+its address and what to do.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol, TypeVar
+
+import grpc
+
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.rpc.backoff import pauses, retrying
+from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S
+from ebbtide.rpc.leader_channel import LeaderChannel
+
+T = TypeVar("T")
+Request_contra = TypeVar("Request_contra", contravariant=True)
+Response_co = TypeVar("Response_co", covariant=True)
+
+#: A stream that lasted longer was connected: keepalive would have ended a dead one before.
+_CONNECTED_S: Final = 30.0
+
+
+class Unary(Protocol[Request_contra, Response_co]):
+    def __call__(self, request: Request_contra, /, *, timeout: float | None = None) -> Awaitable[Response_co]: ...
+
+
+class ServicePeer:
+    """A service by its name and address (of coordinators: several, with commas between them), and the channel to it,
+    which connects with the first call.
+    """
+
+    def __init__(self, service: str, target: str, security: ClientSecurity, patience_s: float) -> None:
+        self.service, self.patience_s = service, patience_s
+        self.security = security
+        self.channel = LeaderChannel(target, security, field=service)
+
+    @property
+    def target(self) -> str:
+        """The address that is called now."""
+        return self.channel.target
+
+    async def close(self) -> None:
+        await self.channel.close()
+
+    def translated(self) -> AbstractContextManager[None]:
+        """Turns gRPC's errors inside the block into the service's own."""
+        return self.channel.translated(self.service)
+
+    async def call(
+        self,
+        method: Unary[Request_contra, Response_co],
+        request: Request_contra,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Response_co:
+        """The answer, asked for again while the service is away, for `patience_s`. Raises what it raised last."""
+
+        async def once() -> Response_co:
+            return await method(request, timeout=timeout_s)
+
+        return await self.attempt(once)
+
+    async def attempt(
+        self, work: Callable[[], Awaitable[T]], *, on: tuple[type[EbbtideError], ...] = (Unavailable,)
+    ) -> T:
+        """Like `call`, for several calls that may be repeated as a whole, and on other errors."""
+
+        async def once() -> T:
+            with self.translated():
+                return await work()
+
+        return await retrying(once, patience_s=self.patience_s, on=on, pause=self.channel.pause)
+
+    async def follow(self, resume: Callable[[], "grpc.aio.UnaryStreamCall[Any, T]"]) -> AsyncGenerator[T, None]:
+        """The messages of a stream that `resume` opens behind the last one seen, until the service ends it.
+
+        Raises the service's error when it was away for `patience_s`, and any error but `Unavailable` at once.
+        """
+        give_up: float | None = None
+        waits = pauses()
+        while True:
+            opened = time.monotonic()
+            stream = resume()
+            try:
+                with self.translated():
+                    async for message in stream:
+                        give_up, waits = None, pauses()
+                        yield message
+                    return
+            except Unavailable:
+                now, wait = time.monotonic(), next(waits)
+                if give_up is None or now - opened > _CONNECTED_S:
+                    give_up = now + self.patience_s
+                if now + wait > give_up:
+                    raise
+            finally:
+                stream.cancel()
+            await self.channel.pause(wait)

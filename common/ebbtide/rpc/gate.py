@@ -1,0 +1,166 @@
+"""What stands before every servicer: admission, status table, a deadline for unary calls, and a record of each call.
+
+Handlers are wrapped once per method; what is left per call is the admission, and per message of a stream one
+generator step.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import grpc
+from grpc import StatusCode
+
+from ebbtide.auth.admission import Admission, Anyone
+from ebbtide.errors import Draining, EbbtideError, Unavailable
+from ebbtide.rpc.status_table import to_status
+
+#: Told of each call that ended: full method name, status name, seconds. Must not raise.
+Observer = Callable[[str, str, float], None]
+if TYPE_CHECKING:  # generic in the stubs alone
+    Handler = grpc.RpcMethodHandler[Any, Any]
+    Context = grpc.aio.ServicerContext[Any, Any]
+else:
+    Handler, Context = grpc.RpcMethodHandler, grpc.aio.ServicerContext
+#: (request streams, response streams) to the handler's attribute and to what makes such a handler.
+_KINDS: Final[dict[tuple[bool, bool], tuple[str, Any]]] = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+#: gRPC's own services, of which a closed server's health is one.
+_OWN: Final = "/grpc."
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Refuses who may not call, turns exceptions into statuses, and ends streams when the server leaves."""
+
+    def __init__(self, admission: Admission | Anyone, *, max_unary_s: float, observe: Observer | None = None) -> None:
+        self._admission, self._max_unary_s, self._observe = admission, max_unary_s, observe
+        self._wrapped: dict[str, Handler] = {}  # at most one per method that exists
+        self._waiting: set[asyncio.Task[Any]] = set()  # response streams whose servicer runs, not gRPC's sending
+        self._leaving = False
+        self.closed: EbbtideError | None = None  # see `Server.closed`
+
+    def end_streams(self) -> None:
+        """End response streams as `Draining`: most have no end of their own to wait for.
+
+        Cancelled in the midst of a message, gRPC would tell the client nothing; those end behind the message.
+        """
+        self._leaving = True
+        for task in self._waiting:
+            task.cancel()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        method = handler_call_details.method
+        handler = self._wrapped.get(method)
+        if handler is None:
+            inner = await continuation(handler_call_details)
+            if inner is None:
+                return None  # gRPC answers UNIMPLEMENTED
+            handler = self._wrapped[method] = self._wrap(method, inner)
+        try:
+            self._admission.admit(method, handler_call_details.invocation_metadata)
+        except EbbtideError as error:
+            if self._observe:
+                self._observe(method, to_status(error).code.name, 0.0)
+            return _answering(handler, error)
+        return handler if self.closed is None or method.startswith(_OWN) else _answering(handler, self.closed)
+
+    def _wrap(self, method: str, handler: Handler) -> Handler:
+        kind = handler.request_streaming, handler.response_streaming
+        name, make = _KINDS[kind]
+        behaviour = getattr(handler, name)
+        if inspect.isasyncgenfunction(behaviour):
+            wrapped: Any = self._generator(method, behaviour)
+        else:
+            wrapped = self._coroutine(method, behaviour, None if any(kind) else self._max_unary_s)
+        made: Handler = make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return made
+
+    def _coroutine(self, method: str, behaviour: Callable[..., Awaitable[Any]], limit: float | None) -> Any:
+        async def call(request: Any, context: Context) -> Any:
+            with self._recorded(method, context):
+                try:
+                    async with asyncio.timeout(limit) as clock:
+                        return await behaviour(self._admission.checked(method, request, context), context)
+                except (asyncio.CancelledError, grpc.aio.AbortError):
+                    raise
+                except Exception as error:  # noqa: BLE001 - the last one to see it; logged by the table
+                    late = isinstance(error, TimeoutError) and clock.expired()
+                    await _abort(context, Unavailable(f"not done within {limit} s; retry") if late else error)
+
+        return call
+
+    def _generator(self, method: str, behaviour: Callable[..., AsyncGenerator[Any, None]]) -> Any:
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            task = cast("asyncio.Task[Any]", asyncio.current_task())
+            self._waiting.add(task)
+            with self._recorded(method, context):
+                try:
+                    requests = self._admission.checked(method, request, context)
+                    async with aclosing(behaviour(requests, context)) as responses:
+                        async for response in responses:
+                            self._waiting.discard(task)
+                            yield response
+                            if self._leaving:
+                                break
+                            self._waiting.add(task)
+                except asyncio.CancelledError:
+                    if not self._leaving:
+                        raise
+                except grpc.aio.AbortError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - the last one to see it; logged by the table
+                    await _abort(context, error)
+                finally:
+                    self._waiting.discard(task)
+                if self._leaving:
+                    await _abort(context, Draining("the service is leaving; connect again"))
+
+        return stream
+
+    @contextmanager
+    def _recorded(self, method: str, context: Context) -> Iterator[None]:
+        start, code = time.monotonic(), "OK"
+        try:
+            yield
+        except grpc.aio.AbortError:
+            code = _name(context.code())
+            raise
+        except BaseException:
+            code = StatusCode.CANCELLED.name
+            raise
+        finally:
+            if self._observe:
+                self._observe(method, code, time.monotonic() - start)
+
+
+async def _abort(context: Context, error: Exception) -> None:
+    status = to_status(error)
+    await context.abort(status.code, status.details, status.metadata)
+
+
+def _answering(handler: Handler, error: EbbtideError) -> Handler:
+    """One of the same kind that raises `error`, and parses no request."""
+
+    async def answer(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind
+        await _abort(context, error)
+
+    make = _KINDS[handler.request_streaming, handler.response_streaming][1]
+    made: Handler = make(answer)
+    return made
+
+
+def _name(code: object) -> str:
+    """gRPC's context gives a code back as its integer."""
+    return next((known.name for known in StatusCode if code in (known, known.value[0])), StatusCode.UNKNOWN.name)

@@ -1,0 +1,243 @@
+"""How much rollout work may run in the next step of an engine that borrows from a serving engine.
+
+After ROSE's co-serving executor (arXiv 2605.06534, section on the executor as reported in notes on it), which admits
+rollouts or not by the slack of served requests. Here the budget is sized to the slack, the rollout step's own duration
+is taken off it, and predictions are learnt online.
+
+Invariant: every request is in `_book` from its arrival to its end, and no decision lets a step begin that is predicted
+to end later than the slack of any of them allows. Lost with the process: a new governor knows nothing, and begins
+carefully.
+"""
+
+from math import inf
+from typing import Final
+
+from ebbtide.scheduling.coserving.budget_decider import (
+    NOTHING_INSIDE,
+    BudgetDecider,
+    BudgetDecision,
+    LatencyTargets,
+    LearntCosts,
+    StepLimits,
+)
+from ebbtide.scheduling.coserving.latency_model import LatencyModel
+from ebbtide.scheduling.coserving.ramp import Quiet, Ramp
+from ebbtide.scheduling.coserving.request_slack import SlackBook
+from ebbtide.scheduling.coserving.step_time import StepTime
+from ebbtide.scheduling.coserving.traffic_rhythm import TrafficRhythm
+from ebbtide.scheduling.coserving.unloaded_latency import UnloadedLatency
+from ebbtide.types.grants import GRANT_S, Budget
+
+__all__ = [
+    "NOTHING_INSIDE",
+    "BudgetDecider",
+    "BudgetDecision",
+    "Governor",
+    "LatencyTargets",
+    "LearntCosts",
+    "StepLimits",
+]
+
+#: A quiet period: in so much calm a budget grows by one step of its ramp.
+_PERIOD_S: Final = 0.01
+#: So much of the slack is for the step itself, at most: the rest is for it to begin in.
+_OF_SLACK: Final = 0.8
+#: One request in so many that come while nothing is inside is served without rollouts, to learn what that takes. Where
+#: sharing is not worth it, one in so many is served with them: too few to be seen in a 99th percentile.
+_PROBED, _RISKED = 16, 256
+#: An aim that is so near what it was stays, for the deadlines of all inside follow from it.
+_SAME: Final = 0.05
+#: Sharing has to bring so much per second of it, to begin and to go on: less than that idle time brings too, later, and
+#: served tokens are not slowed down for it. Under load it brings more: what is held up decodes in larger batches, and
+#: idle time is scarce.
+_WORTH, _WORTH_LESS = 0.4, 0.3
+_BATCHING: Final = 0.75
+#: Overlapping that delays a request by more than the overlap makes waiting for the step's end the better choice.
+_HARMFUL: Final = 1.5
+
+
+class Governor(BudgetDecider):
+    """See the module and `BudgetDecider`."""
+
+    def __init__(self, targets: LatencyTargets, limits: StepLimits) -> None:
+        self._targets, self._limits = targets, limits
+        self._least = max(1, min(limits.first_tokens, limits.tokens))
+        self._unloaded, self._steps = UnloadedLatency(), StepTime(self._least)
+        self._lessons = LatencyModel(self._unloaded, self._steps)
+        self._book = SlackBook(self._unloaded)
+        self._quiet = Quiet(limits.quiet_s, limits.quiet_least_s, limits.quiet_most_s)
+        self._alone, self._beside = Ramp(_PERIOD_S), Ramp(_PERIOD_S)
+        self._rhythm = TrafficRhythm(1.0 - targets.percentile / 100.0)
+        self._ttft, self._tpot = targets.ttft_s, targets.tpot_s  # resolved; 0.0: not yet
+        self._aim = 0.0  # of a request's mean TPOT; 0.0: no sharing
+        self._seen = (0, 0)  # from outside: inside, waiting
+        self._others = 0  # requests inside that other governors know
+        self._others_came = self._others_left = -inf  # when there were some, and none any more
+        self._left = self._came_at = -inf  # when the last request left, and one came while nothing was inside
+        self._probe: str | None = None  # one that is served the other way, to learn what that is like
+        self._sized: int | None = None  # tokens of a step, by its own duration alone; None: to be computed
+        self._worth = True  # sharing is, as far as is known
+        self._lone_ones = 0
+        self._granted = False
+
+    def arrived(self, now: float, request: str, prompt_tokens: int, *, streamed: bool = True) -> None:
+        first = not self._book
+        if first:
+            self._lone_ones += 1
+            self._probe = request if self._lone_ones % (_PROBED if self._worth else _RISKED) == 0 else None
+            self._came(now)
+        alone = first and not self._others
+        self._book.arrive(request, self._lessons.arrived(now, prompt_tokens, alone=alone, streamed=streamed))
+
+    def produced(self, now: float, request: str, tokens: int) -> None:
+        before = self._book.last(request)
+        beside = self._book.beside(request)
+        served = self._book.produce(request, now, tokens, self._lessons.beside)
+        if served is None:
+            return
+        if before is None:
+            self._lessons.began(served, self._ttft or inf)
+            return
+        if not self._book.waiting and not self._others:
+            self._lessons.went_on(served, before, self._book.decoding, self._lessons.beside - beside)
+
+    def ended(self, now: float, request: str, ok: bool) -> None:
+        served = self._book.end(request)
+        if served is None:
+            return
+        self._lessons.ended(now, served, self._tpot or inf, ok=ok)
+        self._rhythm.served(now, missed=served.missed)
+        self._resolve(now)
+        if served.missed:
+            self._beside.cut(now, self._beside.level)
+        if request == self._probe:
+            self._probe = None
+        if not self._book:
+            self._went(now)
+
+    def elsewhere(self, now: float, inside: int) -> None:
+        before, self._others = self._others, inside
+        if inside != before:
+            self._lessons.disturbed(now)
+        if inside and not before:
+            self._others_came = now
+        elif before and not inside:
+            self._others_left = now
+
+    def observed(self, now: float, inside: int, waiting: int) -> None:
+        before, self._seen = self._seen[0], (inside, waiting)
+        if inside and not before:
+            self._came(now)
+        elif before and not inside:
+            self._went(now)
+
+    def stepped(self, now: float, tokens: int, seconds: float) -> None:
+        begin = now - seconds
+        busy = self._busy or self._others > 0
+        beside = busy or max(self._left, self._others_left) > begin
+        since = min(self._came_at if self._busy else inf, self._others_came if self._others else inf)
+        wholly = beside == busy and not (busy and since > begin)
+        if self._steps.overran(tokens, seconds, beside=beside):
+            if beside:
+                self._beside.cut(now, self._beside.level)
+            else:
+                self._alone.cut(now, tokens / self._limits.tokens)
+        self._lessons.stepped(now, tokens, seconds, beside=beside if wholly else None)
+        self._sized = None
+
+    def decide(self, now: float) -> BudgetDecision:
+        decision = self._shared(now) if self._busy else self._idle(now)
+        granted = decision.budget.tokens > 0
+        if granted:
+            self._lessons.may_step(decision.budget.until)
+        elif self._granted:
+            self._lessons.stand(now)
+        if granted != self._granted:
+            self._granted = granted
+            self._rhythm.grant(now, granted)
+        return decision
+
+    def hold_s(self, now: float, stepping_since: float | None) -> float:
+        if stepping_since is None or self._lessons.contention < _HARMFUL:
+            return 0.0
+        return min(self._limits.hold_s, max(0.0, stepping_since + self._steps.usual_s - now))
+
+    def learnt(self, now: float) -> LearntCosts:
+        return LearntCosts(
+            ttft_target_s=self._ttft,
+            tpot_target_s=self._tpot,
+            unloaded_ttft_s=self._unloaded.ttft_s(self._targets.percentile),
+            unloaded_tpot_s=self._unloaded.tpot_s(self._targets.percentile),
+            step_s=self._steps.most_s,
+            forecast=self._rhythm.forecast(now),
+        )
+
+    def pays(self, now: float, wake_s: float) -> bool:
+        return self._rhythm.pays(now, wake_s)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._book) or self._seen[0] > 0
+
+    def _came(self, now: float) -> None:
+        """The first request is inside."""
+        self._came_at = now
+        self._quiet.came(now - self._left, self._steps.usual_s)
+        self._rhythm.turn(now, busy=True)
+
+    def _went(self, now: float) -> None:
+        """Nothing is inside any more."""
+        self._left = now
+        self._rhythm.turn(now, busy=False)
+
+    def _idle(self, now: float) -> BudgetDecision:
+        self._rhythm.turn(now, busy=False)
+        quiet_until = self._left + self._quiet.seconds
+        if now < quiet_until:
+            return BudgetDecision(Budget(), "quiet", NOTHING_INSIDE, quiet_until)
+        level = self._alone.calm(now)
+        tokens = self._most(level)
+        budget = Budget(tokens, min(self._limits.sequences, tokens), now + GRANT_S)
+        return BudgetDecision(budget, "idle", NOTHING_INSIDE, now + (GRANT_S / 3 if level == 1.0 else _PERIOD_S))
+
+    def _most(self, level: float) -> int:
+        """Tokens of a step, whatever goes on beside it: of a size that is known, within its share of the TTFT target,
+        and on the ramp's level."""
+        most = self._limits.tokens
+        if self._sized is None:
+            within = self._steps.tokens_within(self._limits.step_share * self._ttft if self._ttft else inf)
+            self._sized = min(most, self._steps.tokens_within(inf), within)
+        return max(self._least, min(self._sized, int(level * most)))
+
+    def _shared(self, now: float) -> BudgetDecision:
+        aim_tpot = self._aim if self._worth == (self._probe is None) else 0.0
+        aim_gap = self._targets.aim_gap * self._tpot
+        point = self._book.point(self._targets.aim_ttft * self._ttft, aim_tpot, aim_gap) if not self._seen[0] else -inf
+        slack = max(0.0, point - now)
+        level = self._beside.calm(now) if slack > 0.0 else self._beside.level
+        room = slack - (1.0 - level) * aim_gap
+        tokens = 0
+        if room > 0.0 and now >= self._left + self._quiet.seconds:
+            tokens = min(self._most(self._alone.level), self._steps.tokens_within(_OF_SLACK * room, beside=True))
+        if tokens < self._least:
+            return BudgetDecision(Budget(), "reclaimed", slack, now + GRANT_S / 3)
+        until = min(now + GRANT_S, now + room - self._steps.predicted(tokens, beside=True))
+        budget = Budget(tokens, min(self._limits.sequences, tokens), until)
+        return BudgetDecision(budget, "shared", slack, min(until, now + GRANT_S / 3))
+
+    def _resolve(self, now: float) -> None:
+        """Targets that are factors, aims, and whether to share at all follow what was learnt."""
+        targets, self._sized = self._targets, None
+        if not targets.ttft_s:
+            self._ttft = targets.ttft_factor * self._unloaded.ttft_s(targets.percentile)
+        if not targets.tpot_s:
+            self._tpot = targets.tpot_factor * self._unloaded.tpot_s(targets.percentile)
+        gained, load = self._lessons.gained, self._rhythm.load(now)
+        if gained is not None:
+            self._worth = gained + _BATCHING * load * load > (_WORTH_LESS if self._worth else _WORTH)
+        usual = self._unloaded.usual_decode_s
+        aim = 0.0
+        if usual < self._tpot and targets.aim_tpot > 0.0:
+            aim = min(usual + targets.aim_tpot * (self._tpot - usual), targets.aim_slowed * usual)
+        if abs(aim - self._aim) > _SAME * aim:
+            self._aim = aim

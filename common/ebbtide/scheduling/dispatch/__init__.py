@@ -1,0 +1,1 @@
+"""Which queued rollout goes to which worker, in which order, and which move."""

@@ -1,0 +1,65 @@
+"""How many tokens a rollout will probably still make, given how many it has: learnt from the run's finished ones.
+
+Responses have a heavy tail: the longer one has grown, the longer it will yet grow (its mean residual life rises).
+Invariant: `_count` and `_sum` hold the finished lengths, older ones fading, in bins that grow by a tenth. Lost with
+the process; a few dozen finished rollouts teach it again.
+"""
+
+from math import log
+from typing import Final
+
+_GROWTH: Final = 1.1
+_BINS: Final = 160  # up to some four million tokens
+#: So many finished lengths are remembered in full; beyond, older ones count half.
+_MEMORY: Final = 16_384
+#: What is assumed before anything is known: that a response is as far from its end as from its start, but so much at
+#: least; it weighs as much as so many finished ones.
+_LEAST_TOKENS: Final = 256.0
+_PRIOR: Final = 4.0
+
+
+class ResponseLengths:
+    def __init__(self) -> None:
+        self._count = [0.0] * _BINS
+        self._sum = [0.0] * _BINS
+        self._total = 0.0
+        self._above: list[tuple[float, float]] | None = None
+
+    def finished(self, tokens: int) -> None:
+        """A rollout ended by itself or by its budget, with a response of so many tokens."""
+        number = _bin(tokens)
+        self._count[number] += 1.0
+        self._sum[number] += tokens
+        self._total += 1.0
+        if self._total > _MEMORY:
+            self._count = [0.5 * count for count in self._count]
+            self._sum = [0.5 * total for total in self._sum]
+            self._total *= 0.5
+        self._above = None
+
+    def rest(self, made: int, budget: int | None = None) -> float:
+        """Expected tokens still to come of a response that has `made`; at most `budget`."""
+        if self._above is None:
+            self._above = self._tails()
+        number = _bin(made)
+        count, total = self._above[number]
+        start, end = _GROWTH**number, _GROWTH ** (number + 1)
+        longer = self._count[number] * max(0.0, min(1.0, (end - made) / (end - start)))  # of its own bin, evenly spread
+        count, total = count + longer, total + longer * 0.5 * (max(made, start) + end)
+        beyond = max(0.0, total - count * made)
+        rest = (beyond + _PRIOR * max(_LEAST_TOKENS, float(made))) / (count + _PRIOR)
+        return rest if budget is None else min(rest, float(budget))
+
+    def _tails(self) -> list[tuple[float, float]]:
+        """For each bin, how many lengths lie in the bins above it, and their sum."""
+        tails = [(0.0, 0.0)] * _BINS
+        count = total = 0.0
+        for number in reversed(range(_BINS)):
+            tails[number] = (count, total)
+            count += self._count[number]
+            total += self._sum[number]
+        return tails
+
+
+def _bin(tokens: int) -> int:
+    return min(_BINS - 1, int(log(max(1, tokens)) / log(_GROWTH)))

@@ -1,0 +1,160 @@
+"""Which run each worker serves. A worker holds the weights of one run at a time, so runs share workers, not slots.
+
+Each run is due a number of workers, seldom a whole one: its share of the fleet, and more or less as it is owed tokens
+or has had too many (`accounts`). Whole numbers nearest to that are kept by changing workers over: from the run that is
+furthest above what it is due to that which is furthest below, where both come nearer to it by more than a margin; the
+rest is corrected over time. That is weighted fair queueing in the manner of start-time fair queueing (Goyal, Vin and
+Cheng, SIGCOMM 1996) with tokens for bytes, as in the virtual token counter of Sheng et al. (OSDI 2024), but with few,
+slow servers that cost something to change over. So what is owed counts the less the longer a change takes: turns last
+about `slice_s`, or ten times the change.
+
+The run "" is rest: what ceilings keep everybody from. Its workers are given nothing.
+"""
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.scheduling.fair_share.shares import EPSILON, Demand, entitled
+
+#: By how much more than one worker two runs must be apart for a worker to change over: it keeps shares that no whole
+#: number fits from being rounded up and down all the time.
+_MARGIN: Final = 0.25
+#: A turn lasts so many times what the change to it costs, so that changes take a tenth of the time at most.
+_TURNS: Final = 10.0
+#: A worker that has just changed over stays for so large a part of `slice_s`; and for the time of a turn, or, if a run
+#: lacks a whole worker for good, for so many times what the change costs.
+_SETTLED: Final = 0.25
+_WORTH: Final = 2.0
+
+
+class WorkerPost(Struct, frozen=True, kw_only=True):
+    """A worker: the run it serves ("" for none) since when, the run whose weights it `has`, and runs whose weights it
+    could not install. `change_s`: until it serves another run of its architecture, `restart_s`: of another one.
+    """
+
+    worker_id: str
+    run_id: str
+    since: float
+    running: int
+    has: str = ""
+    unfit: frozenset[str] = frozenset()
+    architecture: str = ""
+    change_s: float = 0.0
+    restart_s: float = 0.0
+
+    def cost_s(self, to: Demand | None) -> float:
+        """Seconds in which it serves nobody if it changes over."""
+        if to is None or to.run_id == self.has:
+            return 0.0
+        return self.restart_s if to.architecture and to.architecture != self.architecture else self.change_s
+
+
+def turn_s(slice_s: float, cost_s: float) -> float:
+    """How long a worker serves a run at least, in the mean, if a change takes so long and others wait."""
+    return max(slice_s, _TURNS * cost_s)
+
+
+def allot(
+    posts: Sequence[WorkerPost], demands: Sequence[Demand], *, now: float, slice_s: float, rest_owed_s: float = 0.0
+) -> dict[str, str]:
+    """Run of each worker; one that no run wants stays where it is. `rest_owed_s`: of the run "", as `Demand.owed_s`."""
+    if not posts or not demands:
+        return {post.worker_id: post.run_id for post in posts}
+    return _Allotment(posts, demands, now, slice_s, rest_owed_s).decided()
+
+
+class _Allotment:
+    def __init__(
+        self, posts: Sequence[WorkerPost], demands: Sequence[Demand], now: float, slice_s: float, rest_owed_s: float
+    ) -> None:
+        self._now, self._slice_s = now, slice_s
+        self._wanted = {demand.run_id: demand for demand in demands}
+        shares = entitled(demands, len(posts))
+        self._short = {run_id: share * len(posts) for run_id, share in shares.items()}  # workers that it lacks
+        self._owed_s = {demand.run_id: demand.owed_s for demand in demands}
+        if (rest := 1.0 - sum(shares.values())) > EPSILON:
+            self._short[""], self._owed_s[""] = rest * len(posts), rest_owed_s
+        self._runs = {post.worker_id: post.run_id for post in posts}
+        self._held: dict[str, list[WorkerPost]] = {run_id: [] for run_id in self._short}
+        free: list[WorkerPost] = []
+        for post in posts:
+            if post.run_id in self._held and post.run_id not in post.unfit:
+                self._give(post, post.run_id)
+            else:
+                free.append(post)
+        self._free = free
+        for held in self._held.values():
+            held.sort(key=attrgetter("running", "worker_id"))
+
+    def decided(self) -> dict[str, str]:
+        for post in sorted(self._free, key=lambda one: (one.has not in self._short, one.running, one.worker_id)):
+            self._place(post)
+        while self._change():
+            pass
+        return self._runs
+
+    def _give(self, post: WorkerPost, run_id: str) -> None:
+        self._runs[post.worker_id] = run_id
+        self._held[run_id].append(post)
+        self._short[run_id] -= 1.0
+
+    def _distance(self, run_id: str, turn: float) -> float:
+        """Workers that the run lacks, with what it is owed to be paid back within two turns."""
+        return self._short[run_id] + self._owed_s[run_id] / (2.0 * turn)
+
+    def _place(self, post: WorkerPost) -> None:
+        """A worker without a run that wants it: to whom it is worth most, if that is worth the change."""
+        fit = [run_id for run_id in self._short if run_id not in post.unfit]
+        if not fit:
+            return
+        most = max(self._distance(run_id, self._slice_s) for run_id in fit)
+        near = [run_id for run_id in fit if self._distance(run_id, self._slice_s) > most - _MARGIN]
+        run_id = min(near, key=lambda one: (one != post.has, -self._distance(one, self._slice_s), one))
+        if self._worth(post, run_id):
+            self._give(post, run_id)
+
+    def _worth(self, post: WorkerPost, run_id: str) -> bool:
+        """Whether the run's work, or what it is owed, or its wait, is more than the change costs."""
+        demand = self._wanted.get(run_id)
+        cost_s = post.cost_s(demand)
+        if demand is None or cost_s <= 0.0:
+            return True
+        return demand.work_s > cost_s or demand.starved_s > cost_s or demand.owed_s > cost_s
+
+    def _change(self) -> bool:
+        """Change one worker over; False if none is to."""
+        ranked = sorted(self._short, key=lambda run_id: (-self._distance(run_id, self._slice_s), run_id))
+        for to in ranked:
+            for source in reversed(ranked):
+                apart = self._distance(to, self._slice_s) - self._distance(source, self._slice_s)
+                if apart <= 1.0 + _MARGIN or source == to:
+                    break
+                if (post := self._leaver(source, to)) is not None:
+                    self._held[source].remove(post)
+                    self._short[source] += 1.0
+                    self._give(post, to)
+                    return True
+        return False
+
+    def _leaver(self, source: str, to: str) -> WorkerPost | None:
+        """Whose change is cheapest, of the source's workers that may go; of those, one with little to hand over."""
+        best: WorkerPost | None = None
+        best_s = 0.0
+        for post in self._held[source]:
+            cost_s = post.cost_s(self._wanted.get(to))
+            if (best is None or cost_s < best_s) and self._may_leave(post, source, to, cost_s):
+                best, best_s = post, cost_s
+                if cost_s <= 0.0:
+                    break
+        return best
+
+    def _may_leave(self, post: WorkerPost, source: str, to: str, cost_s: float) -> bool:
+        if to in post.unfit or not self._worth(post, to):
+            return False
+        turn, enough = turn_s(self._slice_s, cost_s), 1.0 + _MARGIN
+        lacking = self._short[to] - self._short[source] > enough
+        stays_s = max(_SETTLED * self._slice_s, (_WORTH if lacking else _TURNS) * cost_s)
+        return self._now - post.since >= stays_s and self._distance(to, turn) - self._distance(source, turn) > enough

@@ -1,0 +1,1 @@
+"""Which served hosts are worth borrowing."""

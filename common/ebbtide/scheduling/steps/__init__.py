@@ -1,0 +1,1 @@
+"""How a run goes step by step: open steps, groups, and which run a trainer claims."""

@@ -1,0 +1,299 @@
+"""One pipelined connection to Redis, which comes back by itself.
+
+Invariant: commands go out in the order of `call`, and replies come back in that order, so `_sent` pairs them. `life`
+names the server and its data, and is learnt before anything else is sent over a new link. When a link breaks, all of
+`_sent` ends as broken; each caller sends again on the next link of the same life, so everything sent here must be safe
+to repeat: reads, and scripts that are fenced. In another life the store may have forgotten what the caller went by: the
+call fails, and the caller decides. With `replicas`, no reply is given before so many of them have confirmed what was
+written before it. Nothing here outlives the process; what a broken link had sent may or may not have been done.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, cast
+
+import hiredis
+import redis.exceptions
+from redis.asyncio.connection import AbstractConnection
+
+from ebbtide.errors import StoreUnavailable
+from ebbtide.store.link.dialer import dialer
+from ebbtide.store.link.greeting import greet
+from ebbtide.store.link.store_faults import TermSuperseded, estranges, fault
+from ebbtide.store.lua_scripts import LuaScript
+
+Argument = bytes | str | int | float
+#: Between attempts to connect; a local store is back within the first.
+_BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
+#: A store that answers nothing for so long is given up, and reached anew.
+_SILENCE_S: Final = 10.0
+#: Commands gather for so long at most while the store is busy with earlier ones.
+_GATHER_S: Final = 0.002
+#: How often it is looked whether the store is silent, and whether Sentinels name another primary.
+_LOOK_S: Final = 1.0
+#: How long replicas are waited for in one go; then it is said that they are away, and waited on.
+_CONFIRM_MS: Final = 500
+#: How long a rare write waits for a replica that need not be waited for, before it waits for all that it takes.
+_RARE_MS: Final = 200
+
+
+class _LinkBroke(Exception):
+    pass
+
+
+class StoreConnection:
+    """`await call("GET", key)`; `await run(script, prefix, ...)`. Start it with `open`, end it with `close`."""
+
+    def __init__(self, url: str, *, patience_s: float = 3.0, replicas: int = 0) -> None:
+        """`patience_s`: how long a call waits for a store that is away before it raises `StoreUnavailable`.
+
+        Raises `InvalidRequest` for a URL that names no Redis.
+        """
+        self._dialer = dialer(url)
+        self.where = self._dialer.where  # no password in messages
+        self.sentinel = self._dialer.sentinel
+        self.patience_s, self.replicas = patience_s, replicas
+        self.life = ""  # of the store as it is, or was last; empty before the first link
+        self.durable_after_s = self.synced_after_s = 0.0  # see `Condition`
+        self.on_link: Callable[[], None] = lambda: None  # called when a link came up: earlier calls may have been lost
+        self.superseded = asyncio.Event()  # set when the store belongs to another coordinator
+        self._up = asyncio.Event()
+        self._why = f"the store at {self.where} was not reached yet"
+        self._out: list[bytes] = []
+        self._outgoing, self._idle = asyncio.Event(), asyncio.Event()
+        self._sent: deque[asyncio.Future[Any]] = deque()
+        self._held: list[tuple[asyncio.Future[Any], Any]] = []  # answered, and not confirmed by the replicas
+        self._confirming: asyncio.Future[int] | None = None
+        self._heard = 0.0  # when the store answered last, or was first asked since
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def open(self, *, patience_s: float | None = None) -> None:
+        """Begin to connect, and wait until the store answers. Raises `StoreUnavailable` when patience ends."""
+        self._keeper = asyncio.create_task(self._keep(), name="store connection")
+        try:
+            await self.call("PING", patience_s=patience_s)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+            self._keeper = None
+            await self._dialer.close()
+
+    @property
+    def away_s(self) -> float:
+        """For how long the store has owed an answer, or was out of reach; 0 while it owes none."""
+        return time.monotonic() - self._heard if self._heard and (self._sent or not self._up.is_set()) else 0.0
+
+    async def lost(self) -> None:
+        """Wait, once open, until what keeps the connection fails, and raise why: the store is out of reach for good."""
+        if self._keeper is not None:
+            await asyncio.shield(self._keeper)
+
+    async def run(self, script: LuaScript, prefix: str, *args: Argument, patience_s: float | None = None) -> Any:
+        """Run a script on the run whose keys begin with `prefix`. Raises `Refused`, `TermSuperseded`,
+        `StoreUnavailable`.
+        """
+        try:
+            return await self.call("EVALSHA", script.sha, 1, prefix, *args, patience_s=patience_s)
+        except redis.exceptions.NoScriptError:
+            return await self.call("EVAL", script.text, 1, prefix, *args, patience_s=patience_s)
+
+    async def durable(self) -> None:
+        """Wait until all that was answered before would survive the store. Raises `StoreUnavailable` if the store came
+        back meanwhile, and may have forgotten it.
+        """
+        if self.durable_after_s:
+            life, rest_s = self.life, self.durable_after_s
+            if self.synced_after_s < rest_s and await self.call("WAIT", 1, _RARE_MS, life=life):
+                rest_s = self.synced_after_s
+            await asyncio.sleep(rest_s)
+            await self.call("PING", life=life)
+
+    async def call(self, *command: Argument, patience_s: float | None = None, life: str = "") -> Any:
+        """Send one command, again after each broken link, and return its reply. `life`: the one that the caller goes
+        by, unless it is the present one. Raises `StoreUnavailable` when patience ends, or the store came back.
+        """
+        packed, life = hiredis.pack_command(cast("tuple[bytes]", command)), life or self.life
+        try:
+            async with asyncio.timeout(self.patience_s if patience_s is None else patience_s):
+                while True:
+                    await self._up.wait()
+                    life = life or self.life
+                    if life != self.life:
+                        raise StoreUnavailable(f"the store at {self.where} came back; it may know less, so ask again")
+                    try:
+                        return await self._send(packed)
+                    except _LinkBroke:
+                        continue
+        except TimeoutError:
+            raise StoreUnavailable(self._excuse()) from None
+
+    def _excuse(self) -> str:
+        if not self._up.is_set():
+            return self._why
+        if self._confirming is not None:
+            return f"fewer than {self.replicas} replicas of the store at {self.where} confirm what it takes; start them"
+        return f"the store at {self.where} is connected but does not answer in time"
+
+    async def _send(self, packed: bytes) -> Any:
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._put(packed, reply)
+        try:
+            return await reply
+        except redis.exceptions.NoScriptError:
+            raise
+        except redis.exceptions.RedisError as error:
+            found = fault(error, where=self.where)
+            if isinstance(found, TermSuperseded):
+                self.superseded.set()
+            raise found from None
+
+    def _put(self, packed: bytes, reply: asyncio.Future[Any]) -> None:
+        if not self._sent:
+            self._heard = time.monotonic()
+        self._out.append(packed)
+        self._sent.append(reply)
+        self._outgoing.set()
+
+    async def _keep(self) -> None:
+        failures = 0
+        while True:
+            link: AbstractConnection | None = None
+            try:
+                link = await self._dialer.dial()
+                self.life = await greet(link)
+                failures = 0
+                await self._serve(link)
+            except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
+                self._why = str(_reason(error, self.where))
+            finally:
+                self._break()
+                if link is not None:
+                    await link.disconnect(nowait=True)
+            await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
+            failures += 1
+
+    async def _serve(self, link: AbstractConnection) -> None:
+        """Use the link until it breaks; raises what broke it."""
+        self._up.set()
+        self.on_link()
+        tasks = [asyncio.create_task(work) for work in (self._write(link), self._read(link), self._watch())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, link: AbstractConnection) -> None:
+        while True:
+            await self._outgoing.wait()
+            if len(self._sent) > len(self._out):
+                await self._gather()
+            self._outgoing.clear()
+            batch, self._out = self._out, []
+            if not batch:  # what was to be sent ended with the last link
+                continue
+            await _write(link, b"".join(batch))
+            if self.replicas:
+                await self._confirm(link)
+
+    async def _gather(self) -> None:
+        """Let commands gather while earlier ones are unanswered: the store then wakes and fsyncs once for all of them,
+        which costs it more than a small script does.
+        """
+        self._idle.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GATHER_S):
+                await self._idle.wait()
+
+    async def _confirm(self, link: AbstractConnection) -> None:
+        """Wait for the replicas behind one batch, and let its replies go; the next batch gathers meanwhile."""
+        wait = hiredis.pack_command(cast("tuple[bytes]", ("WAIT", self.replicas, _CONFIRM_MS)))
+        confirmed = 0
+        while confirmed < self.replicas:
+            self._confirming = asyncio.get_running_loop().create_future()
+            # Behind the batch just written, before what is still to be written.
+            self._sent.insert(len(self._sent) - len(self._out), self._confirming)
+            await _write(link, wait)
+            confirmed = await self._confirming
+        self._confirming = None
+        held, self._held = self._held, []
+        for waiting, reply in held:
+            _settle(waiting, reply)
+
+    async def _read(self, link: AbstractConnection) -> None:
+        while True:
+            try:
+                reply = await link.read_response(disconnect_on_error=False)
+            except redis.exceptions.ResponseError as error:
+                if estranges(error):
+                    raise
+                self._answer(error)
+            else:
+                self._answer(reply)
+
+    async def _watch(self) -> None:
+        """Break a link whose store is silent or is not the primary any more: without this, a half-open connection would
+        hold its callers for ever, and a primary that was cut off would take what nobody will ever see.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if await self._dialer.moved():
+                raise redis.exceptions.ConnectionError("the Sentinels name another primary")
+            if not self._sent:
+                self._put(hiredis.pack_command(("PING",)), asyncio.get_running_loop().create_future())
+            elif time.monotonic() - self._heard > _SILENCE_S:
+                raise TimeoutError(f"silent for {_SILENCE_S:g} s")
+
+    def _answer(self, reply: Any) -> None:
+        self._heard = time.monotonic()
+        waiting = self._sent.popleft()
+        if len(self._sent) <= len(self._out):
+            self._idle.set()
+        if self.replicas and waiting is not self._confirming:
+            self._held.append((waiting, reply))
+        else:
+            _settle(waiting, reply)
+
+    def _break(self) -> None:
+        self._up.clear()
+        self._out.clear()
+        self._confirming = None
+        broken = [*(waiting for waiting, _ in self._held), *self._sent]
+        self._held.clear()
+        self._sent.clear()
+        for waiting in broken:
+            _settle(waiting, _LinkBroke())
+            waiting.exception() if waiting.done() and not waiting.cancelled() else None
+
+
+async def _write(link: AbstractConnection, packed: bytes) -> None:
+    try:
+        await link.send_packed_command(packed, check_health=False)
+    except RuntimeError as error:  # what uvloop raises for a transport that has just closed
+        raise ConnectionError(str(error)) from error
+
+
+def _settle(waiting: asyncio.Future[Any], reply: Any) -> None:
+    if waiting.done():  # its caller went away
+        return
+    if isinstance(reply, Exception):
+        waiting.set_exception(reply)
+    else:
+        waiting.set_result(reply)
+
+
+def _reason(error: Exception, where: str) -> Exception:
+    if isinstance(error, redis.exceptions.RedisError):
+        return fault(error, where=where)
+    return StoreUnavailable(f"the store at {where} does not answer ({error}); start it, or mend the store URL")

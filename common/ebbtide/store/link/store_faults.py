@@ -1,0 +1,86 @@
+"""What the store answers when it refuses: turned into errors that say what is wrong and what to do."""
+
+from typing import Final
+
+import redis.exceptions
+
+from ebbtide.errors import Draining, Internal, StoreUnavailable
+
+
+class TermSuperseded(Draining):
+    """Another coordinator has taken this store over: nothing this one sends is taken any more, so it must end."""
+
+    def __init__(self) -> None:
+        super().__init__("another coordinator has taken over this store; this one must stop")
+
+
+class StoreRefused(Exception):
+    """A script's own refusal: its `code` (see `lua/`) and what it said about it. Wrappers turn it into a caller's
+    error.
+    """
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(f"{code} {detail}")
+        self.code, self.detail = code, detail
+
+
+_REFUSALS: Final = frozenset({
+    "NORUN", "ENDED", "LEASE", "TAKEN", "HELD", "UNSETTLED", "LIVE", "UNRESERVED", "OLD", "QUOTA", "QUEUE", "OPEN",
+    "UNKNOWN", "TRAJECTORY",
+})  # fmt: skip
+_REMEDIES: Final = {
+    "OOM": "is full (maxmemory); raise maxmemory, or let trainers commit and acknowledge so that it empties",
+    "MISCONF": "cannot write to its disk; free disk space or mend the volume of its append-only file",
+    "READONLY": "is a read-only replica; point the coordinator at the primary",
+    "NOAUTH": "wants a user or password that is not in the store URL, or is wrong there",
+    "NOPERM": "refuses a command to the user in the store URL; allow it all commands on keys ebbtide:*",
+    "LOADING": "is still loading its data and answers when done",
+    "BUSY": "is busy with a script and answers when done",
+    "MASTERDOWN": "has lost its primary",
+    "CLUSTERDOWN": "is a cluster that is down",
+    "NOREPLICAS": "has fewer replicas than its min-replicas-to-write; start them",
+}
+#: The client library strips the code of replies that it has a class for.
+_CLASSES: Final = (
+    (redis.exceptions.OutOfMemoryError, "OOM"),
+    (redis.exceptions.ReadOnlyError, "READONLY"),
+    (redis.exceptions.NoPermissionError, "NOPERM"),
+    (redis.exceptions.AuthenticationError, "NOAUTH"),
+    (redis.exceptions.BusyLoadingError, "LOADING"),
+    (redis.exceptions.MasterDownError, "MASTERDOWN"),
+    (redis.exceptions.ClusterDownError, "CLUSTERDOWN"),
+)
+#: While connecting it keeps nothing but the text.
+_PHRASES: Final = (
+    ("Authentication required", "NOAUTH"),
+    ("invalid username-password", "NOAUTH"),
+    ("loading the dataset", "LOADING"),
+)
+
+
+#: What a server says that is not the primary any more, or not yet one: it is to be left, and the primary found.
+_ESTRANGING: Final = ("READONLY", "MASTERDOWN", "LOADING")
+
+
+def estranges(error: redis.exceptions.RedisError) -> bool:
+    """Whether the error means that the server at the other end of the link is not the one to ask."""
+    code = next((name for kind, name in _CLASSES if isinstance(error, kind)), str(error).partition(" ")[0])
+    return code in _ESTRANGING or any(f"-{name} " in str(error) for name in _ESTRANGING)
+
+
+def fault(error: redis.exceptions.RedisError, *, where: str) -> Exception:
+    """The exception to raise for an error of the store at `where`."""
+    text = str(error)
+    code, _, detail = text.partition(" ")
+    if code == "TERM":
+        return TermSuperseded()
+    if code in _REFUSALS:
+        return StoreRefused(code, detail)
+    code = next((name for kind, name in _CLASSES if isinstance(error, kind)), code)
+    code = next((name for phrase, name in _PHRASES if phrase in text), code)
+    for name, remedy in _REMEDIES.items():
+        if code == name or f"-{name} " in text:  # the latter: raised inside a script
+            return StoreUnavailable(f"the store at {where} {remedy}")
+    if isinstance(error, redis.exceptions.ResponseError):
+        return Internal(f"the store at {where} refused a command: {text[:200]}")
+    return StoreUnavailable(f"the store at {where} does not answer ({text[:200]}); start it, or mend the store URL")

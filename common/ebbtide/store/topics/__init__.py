@@ -1,0 +1,1 @@
+"""Typed wrappers of the scripts, one per topic."""

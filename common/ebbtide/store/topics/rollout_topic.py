@@ -1,0 +1,159 @@
+"""Rollouts from submit to end: queued, running, finished, over. Each move is one script, safe to repeat."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+import msgspec
+
+from ebbtide.errors import AlreadyExists, InvalidRequest, NoCapacity
+from ebbtide.store.link.store_faults import StoreRefused
+from ebbtide.store.record_codec import body_digest, pack, unpack
+from ebbtide.store.rollout_rows import (
+    AcceptedRollout,
+    AdoptedAttempt,
+    AttemptFate,
+    EndedAttempt,
+    EndReason,
+    OpenRollout,
+    PlacedRollout,
+    RequeuedRollout,
+    RolloutState,
+)
+from ebbtide.store.topics.topic import Topic
+from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOutcome
+from ebbtide.types.run import LeaseRef
+
+_PAGE: Final = 256
+#: How long a caller waits before it tries a full run again: about one flush of finished rollouts.
+_RETRY_AFTER_S: Final = 1.0
+
+
+class RolloutTopic(Topic):
+    async def submit(
+        self, lease: LeaseRef, requests: Sequence[RolloutRequest], *, quota_bytes: int, max_open: int
+    ) -> list[AcceptedRollout]:
+        """Take all, or none: `AlreadyExists` for an id with another body, `NoCapacity` for a full quota or queue."""
+        parts: list[bytes | str] = []
+        for request in requests:
+            kind = "eval" if request.kind is RolloutKind.EVAL else "train"
+            bare = msgspec.structs.replace(request, prompt_ids=b"")
+            parts += [request.rollout_id, body_digest(request), kind, pack(bare), request.prompt_ids]
+        try:
+            found = await self._leased("submit", lease, quota_bytes, max_open, *parts)
+        except StoreRefused as refused:
+            if refused.code == "TAKEN":
+                taken = requests[int(refused.detail)].rollout_id
+                raise AlreadyExists(f"rollout {taken} was submitted with another body; choose another id") from None
+            what = {
+                "QUOTA": f"{refused.detail} of its quota_bytes ({quota_bytes})",
+                "QUEUE": f"{refused.detail} of {max_open} places in its queue",
+            }[refused.code]
+            raise NoCapacity(
+                f"run {lease.run_id} uses {what}; complete, commit or acknowledge what is finished",
+                retry_after_s=_RETRY_AFTER_S,
+            ) from None
+        return [_accepted(outcome, rest) for outcome, rest in found]
+
+    async def place(self, run_id: str, placements: Sequence[tuple[str, str, str]]) -> list[PlacedRollout | None]:
+        """Give queued rollouts to workers, as (rollout, attempt, worker); None for one that is no longer queued."""
+        found = await self._write("place", run_id, *(part for placement in placements for part in placement))
+        return [None if row == 0 else _placed(*row) for row in found]
+
+    async def requeue(
+        self, run_id: str, attempts: Sequence[EndedAttempt], why: EndReason
+    ) -> list[RequeuedRollout | None]:
+        """End attempts; None for one that does not run."""
+        flat = (part for one in attempts for part in (one.rollout_id, one.attempt_id, one.tokens))
+        noticed = "" if why.noticed_s is None else f"{why.noticed_s:.3f}"
+        flags = (int(why.blame), int(why.avoid), int(why.moved))
+        found = await self._write("requeue", run_id, why.reason, *flags, noticed, *flat)
+        return [
+            None if row == 0 else RequeuedRollout(row[0], row[1], row[2].decode(), _workers(row[3])) for row in found
+        ]
+
+    async def tally(self, run_id: str, observations: Sequence[tuple[str, float]]) -> None:
+        """Count what only the coordinator sees, as (histogram, value). Not safe to repeat: better lost than doubled."""
+        await self._write("tally", run_id, *(part for name, value in observations for part in (name, f"{value:.3f}")))
+
+    async def adopt(
+        self, run_id: str, attempts: Sequence[tuple[str, str, str]], *, newer: bool
+    ) -> list[AdoptedAttempt]:
+        """Let attempts that go on at their workers run, as (rollout, attempt, worker), though the store may have
+        forgotten it. `newer`: they are known to be newer than any that the store has.
+        """
+        flat = (part for attempt in attempts for part in (*attempt, int(newer)))
+        found = await self._write("adopt", run_id, *flat)
+        return [AdoptedAttempt(AttemptFate(fate), stored) for fate, stored in found]
+
+    async def dead_letter(self, run_id: str, letters: Sequence[tuple[str, str]]) -> int:
+        """Finish queued rollouts as dead letters, as (rollout, evidence); returns how many were."""
+        return int(await self._write("dead_letter", run_id, *(part for letter in letters for part in letter)))
+
+    async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> list[tuple[str, str]]:
+        """Drop rollouts in whatever state; returns (rollout, attempt) of those that were running."""
+        return _pairs(await self._leased("cancel", lease, reason, *rollout_ids))
+
+    async def acknowledge(
+        self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str, *, vouched: bool = False
+    ) -> None:
+        """End finished rollouts and delete them. Raises `InvalidRequest` for ones unfinished (unless `vouched`: see
+        `Trajectories.complete`) or unknown; then none is taken.
+        """
+        try:
+            await self._leased("acknowledge", lease, drop_reason, int(vouched), *rollout_ids)
+        except StoreRefused as refused:
+            raise open_or_unknown(refused, rollout_ids, field="rollout_ids") from None
+
+    async def open_rollouts(self, run_id: str) -> AsyncIterator[OpenRollout]:
+        """All queued and running rollouts, oldest first."""
+        last = 0
+        while rows := await self._run("read_open", run_id, last, _PAGE):
+            for row in rows:
+                yield _open(row)
+            last = int(rows[-1][0])
+
+
+def open_or_unknown(refused: StoreRefused, rollout_ids: Sequence[str], *, field: str) -> InvalidRequest:
+    """The error for `OPEN` and `UNKNOWN`, whose detail is an index into `rollout_ids`."""
+    index = int(refused.detail)
+    what = "is not finished; cancel it, or wait" if refused.code == "OPEN" else "was never submitted to this run"
+    return InvalidRequest(f"{rollout_ids[index]} {what}", field=f"{field}[{index}]")
+
+
+def _accepted(outcome: int, rest: bytes | int) -> AcceptedRollout:
+    match SubmitOutcome(outcome):
+        case SubmitOutcome.ACCEPTED:
+            return AcceptedRollout(SubmitOutcome.ACCEPTED, place=int(rest))
+        case SubmitOutcome.KNOWN:
+            return AcceptedRollout(SubmitOutcome.KNOWN, state=RolloutState(bytes(rest).decode()))
+        case SubmitOutcome.COMPLETED:
+            return AcceptedRollout(SubmitOutcome.COMPLETED)
+
+
+def _placed(request: bytes, prompt: bytes, partial: bytes, attempts: int) -> PlacedRollout:
+    whole = msgspec.structs.replace(unpack(request, RolloutRequest), prompt_ids=prompt)
+    return PlacedRollout(whole, partial, attempts)
+
+
+def _open(row: list[bytes | int]) -> OpenRollout:
+    place, state, attempt, request, prompt_len, stored, barren, avoid = row
+    return OpenRollout(
+        place=int(place),
+        request=unpack(bytes(request), RolloutRequest),
+        prompt_len=int(prompt_len),
+        state=RolloutState(bytes(state).decode()),
+        attempt_id=bytes(attempt).decode(),
+        stored=int(stored),
+        barren=int(barren),
+        avoid=_workers(bytes(avoid)),
+    )
+
+
+def _workers(listed: bytes) -> frozenset[str]:
+    """Names with a comma behind each."""
+    return frozenset(listed.decode().split(",")[:-1])
+
+
+def _pairs(flat: list[bytes]) -> list[tuple[str, str]]:
+    names = [name.decode() for name in flat]
+    return list(zip(names[::2], names[1::2], strict=True))

@@ -1,0 +1,166 @@
+"""Runs: their records, ends, and policy versions."""
+
+from typing import Final
+
+import msgspec
+
+from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, StoreUnavailable
+from ebbtide.store.link.store_faults import StoreRefused
+from ebbtide.store.lua_scripts import script
+from ebbtide.store.record_codec import json_record, pack, unpack
+from ebbtide.store.store_keys import FLEET, INDEX, LIFE, PUBLISHERS, run_key
+from ebbtide.store.topics.topic import Topic, no_run
+from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
+from ebbtide.types.weights import PolicyVersion
+
+_SWEEP_PAGE: Final = 500
+_DROPPED: Final = "dropped:"
+
+
+class RunTopic(Topic):
+    async def take_over(self) -> list[str]:
+        """Take every run over, as the coordinator that leads: whoever did is refused from here on. Returns the live
+        runs, oldest first.
+        """
+        live = [run_id for run_id in await self.ids() if await self._write("claim_term", run_id)]
+        await self._durable()
+        return live
+
+    async def life(self) -> str:
+        """The store's life that `settle` was last done for, of all runs; see `Connection.life`."""
+        return (await self._link.call("GET", LIFE) or b"").decode()
+
+    async def keep_life(self, life: str) -> None:
+        await self._link.run(script("keep_life"), FLEET, self._term, life)
+
+    async def secret(self, ours: bytes) -> bytes:
+        """The fleet's secret: the store's, or `ours` from now on if it has none."""
+        life = self._link.life
+        await self._link.call("SET", PUBLISHERS, ours, "NX", life=life)
+        found: bytes = await self._link.call("GET", PUBLISHERS, life=life)
+        return found
+
+    async def settle(self, run_id: str, ttl_s: float) -> bool:
+        """Make a run that its store may have forgotten a part of safe to go on with: what its watchers have seen is not
+        given another meaning, and leases that could not be renewed last for `ttl_s` again. False if it is over or gone.
+        """
+        return bool(await self._write("settle", run_id, round(ttl_s * 1000), *ROLES))
+
+    async def ids(self) -> list[str]:
+        """All runs with a record, oldest first."""
+        return [member.decode() for member in await self._link.call("ZRANGE", INDEX, 0, -1)]
+
+    async def submit(self, run_id: str, spec: RunSpec) -> bool:
+        """Make the run; False if the same one is there. Raises `AlreadyExists` for another spec under this id."""
+        try:
+            made = bool(await self._write("submit_run", run_id, run_id, json_record(spec)))
+        except StoreRefused:
+            made = False
+            if (await self.read(run_id)).spec != spec:  # an older release wrote it without what has its default here
+                raise AlreadyExists(f"run {run_id} exists with another spec; choose another run_id") from None
+        await self._durable()
+        return made
+
+    async def check_specs(self) -> None:
+        """See that this program can read the spec of every live run. Raises `StoreUnavailable`."""
+        for run_id in await self.ids():
+            spec = await self._link.call("HGET", run_key(run_id, "RUN"), "spec")
+            if spec and await self.lives(run_id):
+                try:
+                    _spec(run_id, spec)
+                except NotReady as error:
+                    raise StoreUnavailable(str(error)) from None
+
+    async def lives(self, run_id: str) -> bool:
+        """Whether the run is there, and has not ended."""
+        return bool(await self._link.call("EXISTS", run_key(run_id, "FENCE")))
+
+    async def read(self, run_id: str) -> Run:
+        """Raises `NotFound`; `NotReady` if another release wrote the record, and this one cannot read it."""
+        found = await self._run("read_run", run_id, *ROLES)
+        if not found:
+            raise no_run(run_id)
+        record, counts, age_ms, holders = found
+        have = {key.decode(): value for key, value in zip(record[::2], record[1::2], strict=True)}
+        counters = {key.decode(): int(value) for key, value in zip(counts[::2], counts[1::2], strict=True)}
+        return Run(
+            run_id=run_id,
+            spec=_spec(run_id, have["spec"]),
+            status=RunStatus[have["status"].decode()],
+            message=have["message"].decode(),
+            age_s=age_ms / 1000,
+            newest=unpack(have["newest_record"], PolicyVersion) if "newest_record" in have else None,
+            counters={name: value for name, value in counters.items() if not name.startswith(_DROPPED)},
+            dropped={name.removeprefix(_DROPPED): n for name, n in counters.items() if name.startswith(_DROPPED)},
+            holders={role: holder.decode() for role, holder in zip(ROLES, holders, strict=True) if holder},
+        )
+
+    async def waiting(self, run_id: str) -> tuple[int, int]:
+        """Bytes of a run that count towards its quota, and trajectories that no trainer has committed."""
+        held, trajectories = await self._link.call("HMGET", run_key(run_id, "COUNT"), "bytes", "trajectories")
+        return int(held or 0), int(trajectories or 0)
+
+    async def forget(self, run_id: str) -> None:
+        """Take a run whose record has expired off the list."""
+        await self._write("delist", run_id, run_id)
+
+    async def end(
+        self, run_id: str, status: RunStatus, message: str, *, drop: str, lease: LeaseRef | None, keep_s: float
+    ) -> None:
+        """End the run: open training rollouts are dropped as `drop`. FINISHED with open ones raises `NotReady`.
+        Idempotent.
+        """
+        role, fence = (lease.role, lease.fence) if lease else ("", "")
+        strict = int(status is RunStatus.FINISHED)
+        try:
+            await self._write("end_run", run_id, role, fence, status.name, message, drop, strict, round(keep_s), *ROLES)
+        except StoreRefused as refused:
+            raise NotReady(
+                f"{refused.detail} training rollouts of run {run_id} are neither trained nor dropped; "
+                "commit, acknowledge or cancel them first"
+            ) from None
+        await self._durable()
+
+    async def sweep(self, run_id: str) -> bool:
+        """Delete a page of an ended run's data; False when all is gone, or the run lives: one whose submission a former
+        coordinator began and this one has done.
+        """
+        try:
+            return bool(await self._write("sweep_run", run_id, _SWEEP_PAGE))
+        except StoreRefused as refused:
+            if refused.code != "LIVE":
+                raise
+            return False
+
+    async def reserve_version(self, lease: LeaseRef) -> int:
+        """A number that no version of the run has or will have: it is durable before it is given out."""
+        number = int(await self._leased("reserve_version", lease))
+        await self._durable()
+        return number
+
+    async def announce(self, lease: LeaseRef, version: PolicyVersion) -> bool:
+        """Make `version` the newest; False for a repeat. Raises `AlreadyExists`, `InvalidRequest`."""
+        try:
+            return bool(await self._leased("announce_version", lease, version.version, pack(version), version.step))
+        except StoreRefused as refused:
+            if refused.code == "TAKEN":
+                raise AlreadyExists(f"version {version.version} was announced with another content") from None
+            remedy = (
+                "reserve it first" if refused.code == "UNRESERVED" else f"{refused.detail} is newer; reserve a new one"
+            )
+            raise InvalidRequest(f"{version.version} cannot be announced: {remedy}", field="version.version") from None
+
+    async def versions(self, run_id: str) -> dict[int, PolicyVersion]:
+        """All announced versions of a live run."""
+        flat = await self._link.call("HGETALL", run_key(run_id, "VERSIONS"))
+        return {int(key): unpack(value, PolicyVersion) for key, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _spec(run_id: str, data: bytes) -> RunSpec:
+    try:
+        return msgspec.json.decode(data, type=RunSpec)
+    except msgspec.ValidationError as error:
+        raise NotReady(
+            f"the spec of run {run_id} is of another release of Ebbtide, and cannot be read by this one ({error}); "
+            "start a coordinator of that release to go on with the run, or to end it"
+        ) from None

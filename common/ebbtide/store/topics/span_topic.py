@@ -1,0 +1,37 @@
+"""A run's timeline: one entry per attempt that has ended, written by the script that ended it."""
+
+import struct
+from typing import Final
+
+from ebbtide.store.store_keys import run_key
+from ebbtide.store.topics.topic import Topic
+from ebbtide.types.run import AttemptSpan
+
+#: Spans per page: what one read may hold in memory.
+PAGE: Final = 512
+
+
+class SpanTopic(Topic):
+    async def page(self, run_id: str, cursor: str) -> list[AttemptSpan]:
+        """Up to `PAGE` spans after `cursor` (empty: from the first kept), in the order in which attempts ended."""
+        key = run_key(run_id, "SPANS")
+        entries = await self._link.call("XRANGE", key, f"({cursor or '0-0'}", "+", "COUNT", PAGE)
+        return [_span(entry.decode(), fields) for entry, fields in entries]
+
+
+def _span(cursor: str, fields: list[bytes]) -> AttemptSpan:
+    have = dict(zip(fields[::2], fields[1::2], strict=True))
+    first_version, last_version = struct.unpack("<II", have[b"v"]) if have[b"v"] else (0, 0)
+    return AttemptSpan(
+        cursor=cursor,
+        rollout_id=have[b"r"].decode(),
+        attempt_id=have[b"a"].decode(),
+        worker_id=have[b"w"].decode(),
+        first=int(have[b"f"]),
+        last=int(have[b"l"]),
+        begin_s=int(have[b"b"]) / 1000,
+        end_s=int(have[b"e"]) / 1000,
+        end=have[b"why"].decode(),
+        first_version=first_version,
+        last_version=last_version,
+    )

@@ -1,0 +1,55 @@
+"""What the typed wrappers share: running scripts under the coordinator's term, and the refusals that mean the same
+everywhere.
+"""
+
+from typing import Any
+
+from ebbtide.errors import EbbtideError, LeaseSuperseded, NotFound
+from ebbtide.store.link.store_connection import Argument, StoreConnection
+from ebbtide.store.link.store_faults import StoreRefused
+from ebbtide.store.lua_scripts import script
+from ebbtide.store.store_keys import run_prefix
+from ebbtide.types.run import LeaseRef
+
+
+class Topic:
+    """Base of the wrappers. All raise `StoreUnavailable`, `TermSuperseded`, `NotFound` (no such run) and
+    `LeaseSuperseded`.
+    """
+
+    def __init__(self, link: StoreConnection, term: str) -> None:
+        self._link = link
+        self._term = term
+
+    async def _write(self, name: str, run_id: str, *args: Argument) -> Any:
+        """Run a script that checks the term."""
+        return await self._run(name, run_id, self._term, *args)
+
+    async def _leased(self, name: str, lease: LeaseRef, *args: Argument) -> Any:
+        """Run a script that checks the term and the lease."""
+        return await self._run(name, lease.run_id, self._term, lease.role, lease.fence, *args)
+
+    async def _durable(self) -> None:
+        """Behind a rare write whose answer nobody will ask for again: see `StoreConnection.durable`."""
+        await self._link.durable()
+
+    async def _run(self, name: str, run_id: str, *args: Argument) -> Any:
+        try:
+            return await self._link.run(script(name), run_prefix(run_id), *args)
+        except StoreRefused as refused:
+            raise _common(refused, run_id) or refused from None
+
+
+def _common(refused: StoreRefused, run_id: str) -> EbbtideError | None:
+    match refused.code:
+        case "NORUN":
+            return no_run(run_id)
+        case "ENDED":
+            return LeaseSuperseded(f"run {run_id} has ended ({refused.detail.lower()}); step down")
+        case "LEASE":
+            return LeaseSuperseded(f"the lease on run {run_id} was claimed by another holder; step down")
+    return None
+
+
+def no_run(run_id: str) -> NotFound:
+    return NotFound(f"there is no run {run_id}; it was never submitted here, or its record has expired")

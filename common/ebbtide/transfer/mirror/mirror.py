@@ -1,0 +1,332 @@
+"""The host's copy of a version: one safetensors file of whole tensors in memory, brought along tile by tile.
+
+Invariant: a tile whose state is KNOWN has the digest recorded for it, at every instruction: before it is written its
+state becomes WRITING, and only behind it digest and state are set; a state is one byte, so never half. A process killed
+anywhere leaves every tile KNOWN and right, or WRITING, which `mend` looks at again: as at all of a mirror that no
+process had for a while, or that is in doubt. Nothing is written that was not verified. Only who has `hold` may `apply`,
+in as many threads as it likes, each place in one of them. The count of beats is a hint, written by whoever holds it.
+"""
+
+import asyncio
+import fcntl
+import json
+import mmap
+import os
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+from msgspec import Meta
+
+from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity
+from ebbtide.rpc.backoff import pauses
+from ebbtide.transfer.mirror.element_changes import ElementChanges, leads
+from ebbtide.transfer.mirror.mirror_memory import Buffer, MirrorMemory, PrivateMemory, SharedMemory
+from ebbtide.transfer.mirror.patch_scratch import Own
+from ebbtide.types.weights import DIGEST_BYTES, Manifest, TensorEntry
+from ebbtide.weights import FileLayout, NamedTensor, Place, TileTask, places, same_geometry, tile_digest
+from ebbtide.weights.geometry.file_layout import Bytes
+from ebbtide.weights.patch.tile_format import unit_width
+from ebbtide.weights.tiles import tile_size
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_CONTEXT: Final = "ebbtide 2026-11 geometry"
+#: Bytes of the digests' file before them: the geometry, written when all else is in place, and the count of beats.
+_HEAD: Final = 64
+_UNKNOWN, _WRITING, _KNOWN = 0, 1, 2
+#: Versions remembered: pulls broken off one after another, each of which left some tiles.
+_VERSIONS: Final = 8
+#: Threads that look at tiles again, and tiles for which it takes another one.
+_MENDERS: Final = 4
+_FEW: Final = 64
+
+
+#: As it stands in a file: run and policy, versions.
+_Remembered: TypeAlias = tuple[tuple[str, str], list[Annotated[int, Meta(ge=1, le=(1 << 32) - 1)]]]
+
+
+class Mirror:
+    def __init__(self, manifest: Manifest, folder: Path | None) -> None:
+        """Room for the versions of a policy in `manifest`'s geometry: in `folder`, shared by all processes of this user
+        that name it and left there while one of them lives, or without one in memory of this process alone.
+
+        Raises `InvalidRequest` for a folder that others may enter, `NoCapacity` if it has no room.
+        """
+        self.layout = FileLayout(manifest)
+        self.manifest = manifest
+        self._first = list(accumulate((len(entry.digests) for entry in manifest.tensors), initial=0))
+        tiles = self._first[-1]
+        room = self.layout.size, _HEAD + tiles * (DIGEST_BYTES + 1), self.layout.header
+        self._memory: MirrorMemory = (
+            PrivateMemory(*room) if folder is None else SharedMemory(folder, made(manifest), *room, _distrust)
+        )
+        try:
+            self._file: Bytes = np.frombuffer(mmap.mmap(self._memory.weights, self.layout.size), np.uint8)
+        except OSError as error:
+            self._memory.close()
+            text = f"{self.layout.size} bytes of weights cannot be mapped ({error.strerror}): raise the limit of memory"
+            raise NoCapacity(text, retry_after_s=10.0) from None
+        table = np.frombuffer(self._memory.table, np.uint8)[_HEAD:]
+        self._digests = table[: tiles * DIGEST_BYTES].reshape(tiles, DIGEST_BYTES)
+        self._states = table[tiles * DIGEST_BYTES :]
+        self._beats = np.frombuffer(self._memory.table, np.uint64, 1, DIGEST_BYTES)
+        self._own = Own(self.layout.tile_bytes)
+        self._rows = threading.Lock()
+        self._changes: list[int] = []
+        self._closed = False
+
+    @property
+    def path(self) -> Path:
+        """The safetensors file, for this user's processes on this host; good until `close`, whatever others do."""
+        return _descriptor(self._memory.weights)
+
+    @asynccontextmanager
+    async def hold(self, *, shared: bool = False) -> AsyncIterator[None]:
+        """Keep all others, in this and other processes, from changing the weights: while pulling, while installing.
+
+        `shared` with others who only read, too.
+        """
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for pause in pauses(0.002, 0.1):
+                try:
+                    fcntl.flock(lock, kind | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(pause)
+            if not shared:
+                self.beat()
+            try:
+                yield
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also where a forked child has inherited the descriptor
+        finally:
+            os.close(lock)
+
+    def beat(self) -> None:
+        """Show those who wait that the one who holds it goes on. Of two at once one may be lost."""
+        self._beats += np.uint64(1)
+
+    @property
+    def beats(self) -> int:
+        """Changes when somebody gets hold of it alone, or goes on with what he does."""
+        return int(self._beats[0])
+
+    # -- what is here --------------------------------------------------------------------------------------------
+
+    def held(self) -> dict[Place, bytes]:
+        """The digests of the tiles that are known now."""
+        known, table = self._states.tobytes(), self._digests.tobytes()
+        found: dict[Place, bytes] = {}
+        for row, place in enumerate(places(self.manifest)):
+            if known[row] == _KNOWN:
+                found[place] = table[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
+        return found
+
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether every tile is that version's."""
+        if not same_geometry(manifest, self.manifest):
+            return False
+        digests = b"".join(digest for entry in manifest.tensors for digest in entry.digests)
+        return bool((self._states == _KNOWN).all()) and self._digests.tobytes() == digests
+
+    def versions(self, run_id: str, policy: str) -> list[int]:
+        """The versions of a policy that the tiles come from, as last remembered. For hints, not for trust."""
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            whose, numbers = msgspec.json.decode(self._memory.read("versions"), type=_Remembered)
+            return numbers[-_VERSIONS:] if whose == (run_id, policy) else []
+        return []
+
+    def remember(self, run_id: str, policy: str, versions: Iterable[int]) -> None:
+        """Say so, the last ones last; where memory is full, nothing is remembered."""
+        text = json.dumps([[run_id, policy], list(dict.fromkeys(versions))[-_VERSIONS:]]).encode()
+        with suppress(OSError):
+            self._memory.replace("versions", lambda file: _write(file, text))
+
+    def read(self, digest: bytes) -> bytes | None:
+        """A dense tile that is here, verified; None if it is not, or is being written over."""
+        if len(digest) != DIGEST_BYTES:
+            return None
+        key = np.frombuffer(digest, np.uint64)
+        rows = np.flatnonzero(self._digests.view(np.uint64)[:, 0] == key[0])
+        for row in rows[self._states[rows] == _KNOWN][:4].tolist():
+            data = self.layout.read(self._file, *self._place(row)).tobytes()
+            if tile_digest(data) == digest:
+                return data
+        return None
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """Views of the whole tensors, by name. They outlive `close`, and show what is written later."""
+        data, begin = self._file.data, len(self.layout.header)
+        header = json.loads(self.layout.header[8:])
+        for name, tensor in header.items():
+            start, end = tensor["data_offsets"]
+            shape = tuple(tensor["shape"])
+            yield NamedTensor(name=name, dtype=tensor["dtype"], shape=shape, data=data[begin + start : begin + end])
+
+    # -- what changes it -----------------------------------------------------------------------------------------
+
+    def mend(self, wanted: Iterable[Place] | None = None) -> None:
+        """Look again at the tiles whose writing was cut off, or at those wanted, and record what they are."""
+        rows = (
+            np.flatnonzero(self._states == _WRITING).tolist()
+            if wanted is None
+            else [self._first[tensor] + tile for tensor, tile in wanted]
+        )
+        if not rows:
+            return
+        count = min(_MENDERS, os.cpu_count() or 1, len(rows) // _FEW + 1)
+        with ThreadPoolExecutor(count, "ebbtide-mend") as threads:
+            for _ in threads.map(self._look, [rows[at::count] for at in range(count)]):
+                pass
+
+    def _look(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._states[row] = _WRITING
+            self._record(row, tile_digest(self.layout.read(self._file, *self._place(row)).data))
+
+    def doubt(self) -> None:
+        """Believe nothing that is recorded, until `mend`; and lay out the header anew. Under `hold`."""
+        header = np.frombuffer(self.layout.header, np.uint8)
+        self._file[: len(header)] = header
+        _distrust(self._memory.table)
+        with suppress(OSError):
+            self._memory.replace("changes", lambda _: None)
+
+    def apply(
+        self,
+        task: TileTask,
+        blobs: Mapping[bytes, bytes],
+        changes: ElementChanges | None = None,
+        *,
+        checked: bool = False,
+    ) -> float:
+        """Make a tile what `task` says, out of `blobs` by digest; `checked` if these match their digests already.
+
+        Returns the seconds that its digest took. Raises `ChunkCorrupt`, and nothing is written then, if what comes out
+        is not what the manifest says.
+        """
+        tensor, tile = task.place
+        entry = self.layout.entries[tensor]
+        if tile_size(entry, tile, self.layout.tile_bytes) != task.length:
+            raise InvalidRequest("is of another geometry than the mirror", field="task")
+        new, took = self._made(task, entry, blobs), 0.0
+        if not (checked and task.dense == task.digest and not task.patches):
+            start = time.perf_counter()
+            if blake3(new.data).digest() != task.digest:
+                raise ChunkCorrupt(
+                    f"tile {tile} of {entry.name} is not the version's after its patches: fetch it whole"
+                )
+            took = time.perf_counter() - start
+        row = self._first[tensor] + tile
+        with self._lone(tensor):
+            if changes is not None:
+                old = self.layout.read(self._file, tensor, tile)
+                changes.add(task.place, old, new)
+            self._states[row] = _WRITING
+            self.layout.write(self._file, tensor, tile, new)
+            self._record(row, task.digest)
+        return took
+
+    def _record(self, row: int, digest: bytes) -> None:
+        self._digests[row] = np.frombuffer(digest, np.uint8)
+        self._states[row] = _KNOWN
+
+    def _made(self, task: TileTask, entry: TensorEntry, blobs: Mapping[bytes, bytes]) -> Bytes:
+        """The tile's new bytes: those of a blob, or this thread's scratch."""
+        if task.dense and len(blobs[task.dense]) != task.length:
+            raise ChunkCorrupt(f"a tile of {entry.name} has {len(blobs[task.dense])} bytes, not {task.length}")
+        dense = np.frombuffer(blobs[task.dense], np.uint8) if task.dense else None
+        if dense is not None and not task.patches:
+            return dense
+        width = unit_width(entry.dtype)
+        new = self._own.bytes[: task.length]
+        new[:] = self.layout.read(self._file, *task.place) if dense is None else dense
+        try:
+            units = new.view(f"<u{width}")
+            for patch in task.patches:
+                self._own.codec(width).apply(blobs[patch], units)
+        except (InvalidRequest, ValueError) as error:
+            raise ChunkCorrupt(f"a patch of {entry.name} cannot be applied ({error}): fetch the tile whole") from None
+        return new
+
+    @contextmanager
+    def _lone(self, tensor: int) -> Iterator[None]:
+        """Alone with a piece whose tiles share rows: writing one writes what lies beside it again."""
+        if self.layout.together(tensor):
+            yield
+        else:
+            with self._rows:
+                yield
+
+    def _place(self, row: int) -> Place:
+        tensor = bisect_right(self._first, row) - 1
+        return tensor, row - self._first[tensor]
+
+    # -- what changed, for engines that change their own copy ----------------------------------------------------
+
+    def keep_changes(self, base_root: bytes, root: bytes, changes: ElementChanges) -> bool:
+        """Keep, under `hold`, what leads from one version to another for the other engines of the host; False if there
+        is no room, or it has given up. Takes the place of what was kept before."""
+        if changes.given_up:
+            return False
+        try:
+            self._memory.replace("changes", lambda file: changes.write(_descriptor(file), base_root, root))
+        except OSError:
+            return False
+        return True
+
+    def changes(self, base_root: bytes, root: bytes) -> Path | None:
+        """The file of `ElementChanges.write` that leads from one version to another, if it is the one kept; its path
+        is good until `close`, or until this is called again."""
+        for file in self._changes:
+            os.close(file)
+        self._changes = []
+        if (found := self._memory.open("changes")) is None:
+            return None
+        self._changes = [found]
+        return _descriptor(found) if leads(found, base_root, root) else None
+
+    def close(self) -> None:
+        """Give it up; the last one to do so removes the files. Views of it stay good."""
+        if not self._closed:
+            self._closed = True
+            for file in self._changes:
+                os.close(file)
+            self._memory.close()
+
+
+def made(manifest: Manifest) -> bytes:
+    """The digest, 32 bytes, of all that makes two mirrors one: policy, geometry, and the boot of the machine. What a
+    file outside memory kept of the boot before may be half of what was written to it."""
+    text = [[entry.name, entry.dtype, entry.shape, entry.start, entry.full] for entry in manifest.tensors]
+    boot = _BOOT.read_text() if _BOOT.is_file() else ""
+    whole = [manifest.run_id, manifest.version.policy, manifest.tile_bytes, text, boot]
+    return blake3(json.dumps(whole).encode(), derive_key_context=_CONTEXT).digest()
+
+
+def _distrust(table: Buffer) -> None:
+    """Have a table's tiles looked at again."""
+    states = np.frombuffer(table, np.uint8)[_HEAD:]
+    states = states[len(states) // (DIGEST_BYTES + 1) * DIGEST_BYTES :]
+    states[states == _KNOWN] = _WRITING
+
+
+def _write(file: int, data: bytes) -> None:
+    with open(file, "wb", closefd=False) as out:
+        out.write(data)
+
+
+def _descriptor(file: int) -> Path:
+    """A path of an open file, for this user's processes on this host."""
+    return Path(f"/proc/{os.getpid()}/fd/{file}")

@@ -1,0 +1,162 @@
+"""Where a mirror's bytes lie: in memory of this process alone, or in files that the processes of this user share.
+
+Invariant: `weights` is a file of `size` bytes and, where it is shared, has memory of its own for each of them, so that
+no write to its mapping can fail; `table` is of zeros when the weights were laid out anew, and was distrusted before
+anybody saw it when they were nobody's. The header is right when somebody has joined. Small files change whole.
+"""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
+
+from ebbtide.errors import NoCapacity
+from ebbtide.transfer.mirror.shared_folder import UNCHECKED, SharedFolder, refused, reserve
+
+Buffer: TypeAlias = bytearray | mmap.mmap
+#: Writes to a descriptor all that a file is to hold.
+Writer: TypeAlias = Callable[[int], None]
+#: Has a table say of nothing that it is known.
+Distrust: TypeAlias = Callable[[Buffer], None]
+#: Most of a small file that is read.
+_SMALL: Final = 1 << 16
+
+
+class MirrorMemory(Protocol):
+    weights: int  # a descriptor of the file
+    table: Buffer
+
+    def read(self, name: str) -> bytes:
+        """A small file whole; nothing if it is not there."""
+        ...
+
+    def replace(self, name: str, write: Writer) -> None:
+        """Make what `write` puts into a new file all of a file, at once; raises what it does, and the old one stays."""
+        ...
+
+    def open(self, name: str) -> int | None:
+        """A descriptor of a file, to be closed by the caller; None if it is not there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PrivateMemory:
+    """Memory that ends with the process. It comes as it is written, so parts that are not cost nothing."""
+
+    def __init__(self, size: int, table: int, header: bytes) -> None:
+        """Raises `NoCapacity` if there is no room."""
+        self.table: Buffer = bytearray(table)
+        self._files: dict[str, int] = {}
+
+        def lay_out(file: int) -> None:
+            os.ftruncate(file, size)
+            os.pwrite(file, header, 0)
+
+        try:
+            self.weights = _memory("weights", lay_out)
+        except OSError as error:
+            text = f"{size} bytes of weights cannot be kept in memory ({error.strerror}): raise the limit that says so"
+            raise NoCapacity(text, retry_after_s=10.0) from None
+
+    def read(self, name: str) -> bytes:
+        return os.pread(self._files[name], _SMALL, 0) if name in self._files else b""
+
+    def replace(self, name: str, write: Writer) -> None:
+        new = _memory(name, write)
+        if (old := self._files.get(name)) is not None:
+            os.close(old)
+        self._files[name] = new
+
+    def open(self, name: str) -> int | None:
+        return os.dup(self._files[name]) if name in self._files else None
+
+    def close(self) -> None:
+        for file in (self.weights, *self._files.values()):
+            os.close(file)
+
+
+def _memory(name: str, write: Writer) -> int:
+    """A descriptor of memory that `write` has filled."""
+    file = os.memfd_create(f"ebbtide-{name}")
+    try:
+        write(file)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+class SharedMemory:
+    """Files below `folder` for the mirrors that are `made` alike (32 bytes); see `shared`."""
+
+    def __init__(self, folder: Path, made: bytes, size: int, table: int, header: bytes, distrust: Distrust) -> None:
+        """Raises `InvalidRequest` for a folder that is not this user's alone, `NoCapacity` if it has no room."""
+        self._folder = SharedFolder(folder, made)
+        self.weights = -1
+        try:
+            self.weights = self._folder.open("weights")
+            self.table: Buffer = self._lay_out(folder, made, size, table, header, distrust)
+        except OSError as error:
+            self.close()
+            raise refused(folder, error) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _lay_out(
+        self, folder: Path, made: bytes, size: int, table: int, header: bytes, distrust: Distrust
+    ) -> mmap.mmap:
+        """The table, once all is in place."""
+        digests = self._folder.open("digests")
+        try:
+            fcntl.flock(digests, fcntl.LOCK_EX)  # for as long as it takes
+            sizes = os.fstat(digests).st_size, os.fstat(self.weights).st_size
+            if sizes != (table, size) or os.pread(digests, len(made), 0) != made:
+                os.ftruncate(digests, 0)
+                reserve(digests, table, str(folder))
+                reserve(self.weights, size, str(folder))
+                os.pwrite(self.weights, header, 0)
+                os.pwrite(digests, made, 0)  # last: who is killed before has it done again
+            if os.pread(self.weights, len(header), 0) != header:
+                os.pwrite(self.weights, header, 0)
+            mapped = mmap.mmap(digests, table)
+            if (found := self._folder.find(UNCHECKED)) is not None:
+                os.close(found)
+                distrust(mapped)
+                self._folder.drop("changes")
+                self._folder.drop(UNCHECKED)  # last, too
+            return mapped
+        finally:
+            fcntl.flock(digests, fcntl.LOCK_UN)  # the mapping keeps a copy of the descriptor
+            os.close(digests)
+
+    def read(self, name: str) -> bytes:
+        if (file := self._folder.find(name)) is None:
+            return b""
+        with os.fdopen(file, "rb") as whole:
+            return whole.read(_SMALL)
+
+    def replace(self, name: str, write: Writer) -> None:
+        new = self._folder.open(f"{name}.new")
+        try:
+            os.ftruncate(new, 0)
+            write(new)
+            self._folder.rename(f"{name}.new", name)
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(new, 0)  # give back the room that it took
+            raise
+        finally:
+            os.close(new)
+
+    def open(self, name: str) -> int | None:
+        return self._folder.find(name)
+
+    def close(self) -> None:
+        if self.weights >= 0:
+            os.close(self.weights)
+        self._folder.leave()

@@ -1,0 +1,276 @@
+"""The sources of one pull, and which of them is asked next.
+
+Invariant: of those that have not failed only the nearest are asked, each time the one with the fewest streams: so that
+nothing comes from far that is near, until all that is near has failed, was busy for long, or sends far more slowly than
+what is far. The relay comes last if it was not listed. A source that failed is asked again only if the relay names it
+again when it was asked after that.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+from ebbtide.errors import EbbtideError, NoCapacity, NotReady, Unavailable
+from ebbtide.transfer.sources.source_pace import SourcePace
+from ebbtide.transfer.sources.tile_source import Opener, TileSource
+from ebbtide.types.weights import FAR, BlobSource, Holder, distance
+
+log = logging.getLogger(__name__)
+
+#: A source may be silent for this many times its longest pause so far, on top of the patience with silence.
+_PAUSES: Final = 4.0
+#: Slowest rate at which a first blob may come: below it, a source is taken for dead.
+_FIRST_BYTES_PER_S: Final = 1 << 16
+_LONGEST_S: Final = 60.0
+#: A source that is busy is asked again after what it says, within these bounds.
+_SHORTEST_WAIT_S: Final = 0.05
+_LONGEST_WAIT_S: Final = 2.0
+#: So long is waited for what is near and busy before what is far is asked.
+_BUSY_S: Final = 20.0
+#: A source is slow below this rate, or so many times below what comes from others: then it is passed over for a while.
+_SLOW_BYTES_PER_S: Final = 1 << 16
+_SLOWER: Final = 8.0
+_SLOW_S: Final = 30.0
+#: The tier of what comes last.
+UNLISTED: Final = FAR + 1
+
+
+class OpenSource:
+    """A source in use. `tier`: its distance from the reader; `UNLISTED`: the relay, which was not listed."""
+
+    def __init__(self, source: TileSource, name: str, address: str, tier: int) -> None:
+        self.source, self.name, self.address, self.tier = source, name, address, tier
+        self.streams = 0
+        self.pace = SourcePace()
+        self._clocks: dict[asyncio.Timeout, int] = {}  # and the largest blob that their streams wait for
+        self._heard = 0.0
+        self._pause = 0.0
+        self._largest = 0
+
+    @asynccontextmanager
+    async def patience(self, silence_s: float, largest: int) -> AsyncIterator[asyncio.Timeout]:
+        """Ends the block with `Unavailable` when nothing has come from the source, in this stream or another, for
+        `silence_s` and some more: as long as its pauses were so far, or as a first blob of `largest` bytes may take."""
+        clock, loop = asyncio.timeout(None), asyncio.get_running_loop()
+        if not self.streams:
+            self.pace.reading.start(loop.time())
+        self.streams += 1
+        try:
+            async with clock:
+                self._wait(clock, silence_s, largest)
+                yield clock
+        except TimeoutError:
+            raise Unavailable(f"{self.name} at {self.address} has stalled") from None
+        finally:
+            self._rest(clock)
+            self.streams -= 1
+            if not self.streams:
+                self.pace.reading.stop(loop.time())
+
+    @contextmanager
+    def resting(self, clock: asyncio.Timeout, silence_s: float) -> Iterator[None]:
+        """The stream of a `clock` from `patience` does something else; that is none of the source's silence."""
+        largest = self._rest(clock)
+        if not clock.expired():
+            clock.reschedule(None)
+        try:
+            yield
+        finally:
+            self._wait(clock, silence_s, largest)
+
+    def _wait(self, clock: asyncio.Timeout, silence_s: float, largest: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if not self._clocks:
+            self._heard = now  # the way to the first blob is a pause, too
+            self.pace.waiting.start(now)
+        self._clocks[clock] = largest
+        self._wind(clock, silence_s)
+
+    def _rest(self, clock: asyncio.Timeout) -> int:
+        largest = self._clocks.pop(clock, 0)
+        if largest and not self._clocks:
+            self.pace.waiting.stop(asyncio.get_running_loop().time())
+        return largest
+
+    def heard(self, silence_s: float, size: int = 0) -> None:
+        """A blob of `size` bytes has come."""
+        now = asyncio.get_running_loop().time()
+        self._pause = max(self._pause, now - self._heard)
+        self._heard = now
+        self._largest = max(self._largest, size)
+        self.pace.came(size, now)
+        for clock in self._clocks:
+            self._wind(clock, silence_s)
+
+    def _wind(self, clock: asyncio.Timeout, silence_s: float) -> None:
+        if not clock.expired():
+            allowed = min(_LONGEST_S, self._usual(self._clocks[clock]))
+            clock.reschedule(asyncio.get_running_loop().time() + silence_s + allowed)
+
+    def _usual(self, largest: int) -> float:
+        if not self._largest:
+            return largest / _FIRST_BYTES_PER_S
+        return _PAUSES * self._pause * max(1.0, largest / self._largest)
+
+
+class SourcePool:
+    def __init__(
+        self, relay: OpenSource, open_source: Opener, reader: Holder, rates: dict[int, float] | None = None
+    ) -> None:
+        """`rates`: bytes/s of each tier in pulls before, to which this one's are added when it ends."""
+        self._relay, self._open_source, self._reader = relay, open_source, reader
+        self._rates = {} if rates is None else rates
+        self._listed: list[BlobSource] = []
+        self._open: dict[str, OpenSource] = {}
+        self._failed: dict[str, EbbtideError] = {}
+        self._busy: dict[str, float] = {}  # until when
+        self._slow: dict[str, float] = {}  # until when
+        self._waiting_since: float | None = None
+        self._closed: list[OpenSource] = []
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Addresses that broke, stalled or lied since the relay last named its sources; not those that merely had not
+        got what was asked of them."""
+        return tuple(at for at, error in self._failed.items() if not isinstance(error, NotReady))
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Addresses that are not asked before the relay names them again."""
+        return tuple(self._failed)
+
+    def renew(self, sources: Sequence[BlobSource], dropped: Collection[str] | None = None) -> None:
+        """What the relay names now, best first; `dropped` when it was asked (None: all that are)."""
+        self._listed = list(sources)
+        for address in self.dropped if dropped is None else dropped:
+            self._failed.pop(address, None)
+
+    def pick(self, without: Collection[str] = ()) -> OpenSource:
+        """Whom to ask next, but for some addresses. Raises why nobody is left: the relay's own error, or `Unavailable`
+        if that one merely has not got what others should have had."""
+        found = self._alive(without)
+        free = [source for source in found if not self._busy_for(source)]
+        if all(self._is_slow(source) for source in free) and self._is_free(self._relay, without):
+            free = [*free, self._relay]
+        if not free and found:
+            wait = min(self._busy_for(source) for source in found)
+            raise NoCapacity("all sources of weights are busy", retry_after_s=wait)
+        if not free and self._failed:
+            raise self._failed.get(self._relay.address) or Unavailable("all others that had it have failed")
+        if not free:
+            raise NotReady("no source of weights has what is wanted of it")
+        swift = [source for source in free if not self._is_slow(source)] or free
+        nearest = min(source.tier for source in swift)
+        return min((source for source in swift if source.tier == nearest), key=lambda source: source.streams)
+
+    def busy_s(self, without: Collection[str] = ()) -> float:
+        """For how many seconds to wait before `pick`, since all that is near is busy: not for ever, but rather than ask
+        what is far."""
+        found = [source for source in self._alive(without) if not self._is_slow(source)]
+        nearest = min((source.tier for source in found), default=0)
+        wait = min((self._busy_for(source) for source in found if source.tier == nearest), default=0.0)
+        if not wait:
+            return 0.0
+        now = time.monotonic()
+        self._waiting_since = self._waiting_since or now
+        return wait if now - self._waiting_since < _BUSY_S else 0.0
+
+    def served(self) -> None:
+        """Somebody has sent something."""
+        self._waiting_since = None
+
+    def lags(self, source: OpenSource, without: Collection[str] = ()) -> bool:
+        """Whether a source is so slow that others, no nearer than it, are to be asked instead; but for some addresses.
+
+        What comes from farther is compared as it was in pulls before, too. What is nearer is not: a neighbour that is
+        itself still fetching over a slow link is as fast as that link, and no slower than who crosses it again.
+        """
+        others = {one.address: one for one in (*self._alive(without), self._relay)}
+        rivals = [
+            one
+            for one in others.values()
+            if one is not source and self._is_free(one, without) and not self._is_slow(one) and one.tier >= source.tier
+        ]
+        if rivals and not self._is_slow(source):
+            rates = [one.pace.bytes_per_s for one in rivals]
+            rates += [self._rates.get(one.tier, 0.0) for one in rivals if one.tier > source.tier]
+            if source.pace.lately < max(_SLOW_BYTES_PER_S, max(rates) / _SLOWER):
+                log.warning("source of weights is slow: %s at %s", source.name, source.address)
+                self._slow[source.address] = time.monotonic() + _SLOW_S
+                source.pace.forget()
+        return bool(rivals) and self._is_slow(source)
+
+    def _is_slow(self, source: OpenSource) -> bool:
+        return self._slow.get(source.address, 0.0) > time.monotonic()
+
+    def _is_free(self, source: OpenSource, without: Collection[str]) -> bool:
+        return self._is_alive(source, without) and not self._busy_for(source)
+
+    def _busy_for(self, source: OpenSource) -> float:
+        return max(0.0, self._busy.get(source.address, 0.0) - time.monotonic())
+
+    def _alive(self, without: Collection[str]) -> list[OpenSource]:
+        listed = [source for one in self._listed if (source := self._ready(one)) is not None]
+        found = [source for source in listed if source.address not in without]
+        return found or ([self._relay] if self._is_alive(self._relay, without) else [])
+
+    def _is_alive(self, source: OpenSource, without: Collection[str]) -> bool:
+        return source.address not in self._failed and source.address not in without
+
+    def _ready(self, listed: BlobSource) -> OpenSource | None:
+        address = listed.address or self._relay.address
+        if address in self._failed:
+            return None
+        if address == self._relay.address:
+            self._relay.tier = distance(listed, self._reader)
+            return self._relay
+        if address not in self._open:
+            try:
+                source = self._open_source(listed, self._reader)
+            except EbbtideError as error:
+                self._failed[address] = error
+                return None
+            self._open[address] = OpenSource(source, listed.name, address, distance(listed, self._reader))
+        return self._open[address]
+
+    @contextmanager
+    def blaming(self, source: OpenSource, lacking: set[str]) -> Iterator[None]:
+        """Whatever error the source answers with is its own: it is dropped for it, and others go on. What it has not
+        got makes it one of `lacking`, since it may well have other blobs."""
+        try:
+            yield
+        except NotReady:
+            lacking.add(source.address)
+        except EbbtideError as error:
+            self.drop(source, error)
+
+    def drop(self, source: OpenSource, error: EbbtideError) -> None:
+        """It has failed; or it is busy, which passes."""
+        if isinstance(error, NoCapacity):
+            wait = min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, error.retry_after_s))
+            self._busy[source.address] = time.monotonic() + wait
+            return
+        if source is not self._relay:
+            if self._open.get(source.address) is not source:
+                return  # another of its streams has told it
+            self._closed.append(self._open.pop(source.address))
+        log.warning("source of weights dropped: %s at %s (%s)", source.name, source.address, error)
+        self._failed[source.address] = error
+
+    async def close_dropped(self) -> None:
+        """Close those that failed and that nobody reads from any more."""
+        idle = [source for source in self._closed if not source.streams]
+        self._closed = [source for source in self._closed if source.streams]
+        for source in idle:
+            await source.source.close()
+
+    async def close(self) -> None:
+        opened = *self._open.values(), *self._closed
+        for source in (*opened, self._relay):
+            if source.pace.bytes_per_s:
+                self._rates[source.tier] = source.pace.bytes_per_s
+        for source in opened:
+            await source.source.close()

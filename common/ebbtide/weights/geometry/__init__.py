@@ -1,0 +1,1 @@
+"""Geometry: which elements, pieces and tiles of a tensor lie where."""

@@ -1,0 +1,138 @@
+"""The append stream's messages: columns on the wire, deltas and acknowledgements at its ends.
+
+Attempts have numbers on a stream, given by the sender with the attempt's first delta, so that its three names travel
+once. An answer names what was not stored as it was sent, and nothing else.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.types.append_delta import AppendAck, AppendDelta
+from ebbtide.types.fleet import AppendStatus, AttemptRef, check_attempt
+from ebbtide.types.rollout import FinishReason
+from ebbtide.types.tokens import TOKEN_BYTES
+from ebbtide.v1 import fleet_pb2, types_pb2
+
+#: Deltas of one message, and numbers of one stream: a script's arguments must fit on Lua's stack.
+MAX_DELTAS: Final = 1024
+
+
+class AppendSender:
+    """Numbers the attempts of one stream. With all numbers given, the one used longest ago is given anew."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}  # by attempt id, the one used last at the end
+
+    def request(self, sequence: int, deltas: Sequence[AppendDelta], *, session: str = "") -> fleet_pb2.AppendRequest:
+        """One message; at most `MAX_DELTAS` deltas."""
+        opened: list[fleet_pb2.Opened] = []
+        numbers = [self._number(delta.ref, opened) for delta in deltas]
+        return fleet_pb2.AppendRequest(
+            session=session,
+            sequence=sequence,
+            opened=opened,
+            numbers=numbers,
+            offsets=[delta.offset for delta in deltas],
+            counts=[len(delta.tokens) // TOKEN_BYTES for delta in deltas],
+            tokens=b"".join(delta.tokens for delta in deltas),
+            finishes=[
+                fleet_pb2.Finish(index=index, reason=types_pb2.FinishReason.ValueType(delta.finish))
+                for index, delta in enumerate(deltas)
+                if delta.finish
+            ],
+        )
+
+    def _number(self, ref: AttemptRef, opened: list[fleet_pb2.Opened]) -> int:
+        number = self._numbers.pop(ref.attempt_id, None)
+        if number is None:
+            number = len(self._numbers)
+            if number == MAX_DELTAS:
+                number = self._numbers.pop(next(iter(self._numbers)))
+            attempt = fleet_pb2.AttemptRef(run_id=ref.run_id, rollout_id=ref.rollout_id, attempt_id=ref.attempt_id)
+            opened.append(fleet_pb2.Opened(number=number, attempt=attempt))
+        self._numbers[ref.attempt_id] = number
+        return number
+
+
+class AppendReceiver:
+    """The attempts behind the numbers of one stream."""
+
+    def __init__(self) -> None:
+        self._attempts: dict[int, AttemptRef] = {}
+
+    def attempts(self, request: fleet_pb2.AppendRequest) -> list[AttemptRef]:
+        """The attempt of each delta. Raises `InvalidRequest` naming the column for a message that does not add up."""
+        for index, one in enumerate(request.opened):
+            if one.number >= MAX_DELTAS:
+                raise InvalidRequest(f"must be below {MAX_DELTAS}", field=f"opened[{index}].number")
+            ref = AttemptRef(one.attempt.run_id, one.attempt.rollout_id, one.attempt.attempt_id)
+            check_attempt(ref, field=f"opened[{index}].attempt")
+            self._attempts[one.number] = ref
+        numbers = request.numbers
+        if len(numbers) > MAX_DELTAS:
+            raise InvalidRequest(f"at most {MAX_DELTAS} deltas in one message", field="numbers")
+        if not len(numbers) == len(request.offsets) == len(request.counts):
+            raise InvalidRequest("the columns of a message are of one length", field="numbers")
+        if sum(request.counts) * TOKEN_BYTES != len(request.tokens):
+            raise InvalidRequest(
+                f"{len(request.tokens)} bytes are not the {TOKEN_BYTES}-byte token records counted", field="tokens"
+            )
+        try:
+            return [self._attempts[number] for number in numbers]
+        except KeyError as error:
+            index = list(numbers).index(error.args[0])
+            raise InvalidRequest("no attempt was given this number", field=f"deltas[{index}].number") from None
+
+    def deltas(self, request: fleet_pb2.AppendRequest) -> list[AppendDelta]:
+        """The message's deltas. Raises `InvalidRequest`."""
+        ends = finishes(request)
+        found, at = [], 0
+        for index, ref in enumerate(self.attempts(request)):
+            size = request.counts[index] * TOKEN_BYTES
+            found.append(AppendDelta(ref, request.offsets[index], request.tokens[at : at + size], ends.get(index)))
+            at += size
+        return found
+
+
+def finishes(request: fleet_pb2.AppendRequest) -> dict[int, FinishReason]:
+    """How the deltas that end their rollout end it. Raises `InvalidRequest` for an ending that is not a worker's."""
+    ends = {one.index: int(one.reason) for one in request.finishes}
+    for index, reason in ends.items():
+        if index >= len(request.numbers):
+            raise InvalidRequest(f"there is no delta {index}", field="finishes")
+        if reason not in {FinishReason.STOP, FinishReason.LENGTH}:
+            raise InvalidRequest("a worker ends a rollout by STOP or LENGTH", field=f"deltas[{index}].finish")
+    return {index: FinishReason(reason) for index, reason in ends.items()}
+
+
+def answer(
+    sequence: int, deltas: Sequence[AppendDelta], acks: Sequence[AppendAck], *, durable: bool
+) -> fleet_pb2.AppendResponse:
+    """The answer to a message of `deltas`; `acks` in their order."""
+    others = [
+        fleet_pb2.AppendAck(
+            index=index,
+            status=fleet_pb2.AppendAck.Status.ValueType(ack.status),
+            stored=ack.stored,
+            finished=ack.finished,
+        )
+        for index, (delta, ack) in enumerate(zip(deltas, acks, strict=True))
+        if ack != _as_sent(delta, ack.message)
+    ]
+    return fleet_pb2.AppendResponse(sequence=sequence, others=others, durable=durable)
+
+
+def acks(deltas: Sequence[AppendDelta], response: fleet_pb2.AppendResponse) -> list[AppendAck]:
+    """What became of the deltas of the message that `response` answers."""
+    found = [_as_sent(delta, response.sequence) for delta in deltas]
+    for other in response.others:
+        attempt_id = deltas[other.index].ref.attempt_id
+        status = AppendStatus(other.status)
+        found[other.index] = AppendAck(attempt_id, status, other.stored, other.finished, response.sequence)
+    return found
+
+
+def _as_sent(delta: AppendDelta, message: int) -> AppendAck:
+    end = delta.offset + len(delta.tokens) // TOKEN_BYTES
+    return AppendAck(delta.ref.attempt_id, AppendStatus.STORED, end, delta.finish is not None, message)

@@ -1,0 +1,1 @@
+"""Working on claimed runs: what trainer and driver share."""

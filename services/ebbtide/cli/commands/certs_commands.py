@@ -1,0 +1,99 @@
+"""Commands on the certificates of a cluster: a development authority in a folder, and what it issues."""
+
+import datetime as dt
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbtide.auth.roles import Role
+from ebbtide.errors import InvalidRequest
+
+_PANEL = "Security"
+
+Folder = Annotated[Path, typer.Option("--dir", help="Folder of the authority.")]
+
+certs = typer.Typer(help="Make certificates whose roles say who may call what.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(certs, name="certs", rich_help_panel=_PANEL)
+
+
+@certs.command()
+def init(
+    folder: Folder,
+    days: Annotated[int, typer.Option(min=1, max=36500, help="How long the authority is good for.")] = 3650,
+) -> None:
+    """Make an authority: ca.pem, which all programs are given as tls_ca, and ca.key, which stays here."""
+    from ebbtide.cli.credentials import certificates
+
+    typer.echo(certificates.init(folder, days))
+
+
+@certs.command()
+def issue(
+    folder: Folder,
+    role: Annotated[list[Role], typer.Option(help="What its holder is; may be given again.")],
+    name: Annotated[str, typer.Option(help="Of the files NAME.pem and NAME.key.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name or IP address under which others reach it; may be given again. None: it only calls."),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, max=36500, help="How long it is good for.")] = 90,
+) -> None:
+    """Issue a certificate for one program: tls_cert is NAME.pem, tls_key is NAME.key."""
+    from ebbtide.cli.credentials import certificates
+
+    typer.echo(certificates.issue(folder, name, role, host or [], days))
+
+
+@certs.command()
+def renew(
+    folder: Folder,
+    name: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Which. None: see --within.")] = None,
+    within: Annotated[int, typer.Option(min=0, max=36500, help="Without names: those that end in so many days.")] = 30,
+    days: Annotated[
+        int, typer.Option(min=0, max=36500, help="How long they are good for then; 0: as long as before.")
+    ] = 0,
+) -> None:
+    """Replace certificates by new ones with new keys, and the same roles and hosts. Running programs take them up."""
+    from ebbtide.cli.credentials import certificates
+
+    now = dt.datetime.now(dt.UTC)
+    found, faults = ([], []) if name else certificates.read_all(folder)
+    ends = now + dt.timedelta(days=within)
+    due = [one.name for one in found if one.name != certificates.CA and one.expires <= ends]
+    for one in name or due:
+        typer.echo(certificates.renew(folder, one, days))
+    if not (name or due):
+        typer.echo(f"none ends within {within} days", err=True)
+    _tell(faults)
+
+
+@certs.command()
+def show(folder: Folder) -> None:
+    """List the certificates of a folder, and when they end."""
+    from rich.table import Table
+
+    from ebbtide.cli.credentials import certificates
+    from ebbtide.cli.views.tables import print_table
+
+    now = dt.datetime.now(dt.UTC)
+    table = Table("name", "roles", "hosts", "ends", "in", box=None, header_style="bold")
+    found, faults = certificates.read_all(folder)
+    for one in found:
+        left = one.left(now)
+        cells = (", ".join(one.roles) or "-", ", ".join(one.hosts) or "-", f"{one.expires:%Y-%m-%d %H:%M} UTC")
+        told = f"{left.days} days" if left.days > 0 else "less than a day" if left > dt.timedelta() else "ENDED"
+        table.add_row(one.name, *cells, told, style="" if left.days > 0 else "red")
+    print_table(table)
+    _tell(faults)
+
+
+def _tell(faults: list[InvalidRequest]) -> None:
+    """What is at fault, once all else is done."""
+    for fault in faults:
+        typer.echo(f"ebbtide: {fault}", err=True)
+    if faults:
+        raise typer.Exit(2)

@@ -1,0 +1,76 @@
+"""`ebbtide drain`: asks a worker to leave, and tells how it does."""
+
+import asyncio
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Console
+
+from ebbtide.cli.views.tables import GONE, plain
+from ebbtide.errors import EbbtideError
+from ebbtide.types.fleet import Worker, WorkerState
+
+if TYPE_CHECKING:
+    from ebbtide.client import Client
+
+_LOOK_S: Final = 0.25
+#: Beyond the deadline, for the worker to close its streams and the coordinator to hear of it.
+_GRACE_S: Final = 10.0
+
+
+async def drain_worker(client: "Client", worker_id: str, within_s: float, *, wait: bool) -> None:
+    """Raises `NotFound` for a worker that is not attached, and `EbbtideError` if it is still there after its time, or
+    gone without having left.
+    """
+    before = await _find(client, worker_id) if wait else None
+    count = await client.drain_worker(worker_id, within_s)
+    if not wait:
+        print(f"{worker_id} was told to leave within {within_s:g} s; {_rollouts(count)} to hand over")  # noqa: T201
+        return
+    began, most, now = time.monotonic(), count, before
+    console = Console(file=sys.stderr)
+    with console.status("") as status:
+        while (now := await _find(client, worker_id)) is not None and not _left(before, now):
+            passed = time.monotonic() - began
+            if passed > within_s + _GRACE_S:
+                raise EbbtideError(
+                    f"{worker_id} is still there after {passed:.0f} s with {_rollouts(now.running)}: its log says why; "
+                    "they go elsewhere when it ends"
+                )
+            most = max(most, now.running)
+            status.update(f"{worker_id} drains: {_rollouts(now.running)} left, {max(0.0, within_s - passed):.0f} s")
+            await asyncio.sleep(_LOOK_S)
+    if now is not None and now.state in GONE:
+        _check_end(now)
+    taken = time.monotonic() - began
+    print(f"{worker_id} has left after {taken:.1f} s; it handed over {_rollouts(most)}")  # noqa: T201 - a command
+
+
+async def _find(client: "Client", worker_id: str) -> Worker | None:
+    return next((worker for worker in await client.workers() if worker.worker_id == worker_id), None)
+
+
+def _check_end(gone: Worker) -> None:
+    """Raises `EbbtideError` for a worker that did not leave of its own accord, with everything handed over."""
+    why = plain(gone.reason) or "no reason known"
+    if gone.running:
+        raise EbbtideError(
+            f"{gone.worker_id} was lost before it had handed over {_rollouts(gone.running)} ({why}); "
+            "they go on elsewhere behind what was stored"
+        )
+    if gone.state is WorkerState.SUSPECTED:
+        raise EbbtideError(
+            f"{gone.worker_id} was given up ({why}) and has not said that it left; it had no rollouts. "
+            "It may attach again when it wakes: end its process, or drain it then"
+        )
+
+
+def _left(before: Worker | None, now: Worker) -> bool:
+    """Also when another process came under its name meanwhile."""
+    reborn = before is not None and now.uptime_s < before.uptime_s
+    return now.state in GONE or reborn
+
+
+def _rollouts(count: int) -> str:
+    return f"{count} rollout" + ("" if count == 1 else "s")

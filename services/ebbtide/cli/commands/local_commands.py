@@ -1,0 +1,134 @@
+"""Commands that run a cluster on this machine, and the base model that it may begin with."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def register(app: typer.Typer) -> None:
+    app.command(rich_help_panel="This machine")(demo)
+    app.command("demo-coserving", rich_help_panel="This machine")(demo_coserving)
+    app.command(rich_help_panel="This machine")(up)
+    app.command("base-model", context_settings=dict(_PASS_ON), rich_help_panel="This machine")(base_model)
+
+
+def demo(
+    seed: Annotated[int | None, typer.Option(min=0, help="Of problems, base model and lots.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="vLLM workers.")] = 2,
+    run_dir: Annotated[Path, typer.Option(help="Where the report, logs and checkpoints go.")] = Path("runs/demo"),
+    cache: Annotated[Path, typer.Option(help="Where base models are kept.")] = Path(".cache/base-models"),
+    spec: Annotated[Path | None, typer.Option(help="Another run's spec (TOML) than the demo's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
+    eval_problems: Annotated[int | None, typer.Option(min=0, help="Problems of each evaluation.")] = None,
+    control: Annotated[
+        bool, typer.Option("--control", help="Permute rewards inside each group: nothing should be learnt.")
+    ] = False,
+    kill: Annotated[bool, typer.Option(help="SIGKILL a worker in the middle of its responses.")] = True,
+    kill_coordinator: Annotated[bool, typer.Option("--kill-coordinator", help="SIGKILL the coordinator too.")] = False,
+    kill_trainer: Annotated[bool, typer.Option("--kill-trainer", help="SIGKILL the trainer too.")] = False,
+) -> None:
+    """Train a policy with GRPO on vLLM workers, kill one of them midway, and report what became of it."""
+    from ebbtide.demo.demo import DemoOptions
+    from ebbtide.demo.demo_command import run
+
+    options = DemoOptions(
+        run_dir=run_dir,
+        cache=cache,
+        spec=spec,
+        seed=seed,
+        steps=steps,
+        workers=workers,
+        temperature=temperature,
+        top_p=top_p,
+        eval_problems=eval_problems,
+        control=control,
+        kill_worker=kill,
+        kill_coordinator=kill_coordinator,
+        kill_trainer=kill_trainer,
+    )
+    raise typer.Exit(run(options))
+
+
+def demo_coserving(
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Request trace to replay: CSV with t_s,input_tokens,output_tokens. Without: made-up bursts."),
+    ] = None,
+    window: Annotated[str, typer.Option(metavar="START:END", help="Seconds of the trace.")] = "0:45",
+    speed: Annotated[float, typer.Option(min=0.001, help="Times its own pace.")] = 1.0,
+    prompts: Annotated[float, typer.Option(min=0.001, help="Factor on the trace's prompt lengths.")] = 0.25,
+    outputs: Annotated[float, typer.Option(min=0.001, help="Factor on the trace's answer lengths.")] = 0.5,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of the run.")] = 16,
+    eval_problems: Annotated[int, typer.Option(min=0, help="Problems of each evaluation.")] = 160,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of problems, base model and made-up traffic.")] = None,
+    run_dir: Annotated[Path, typer.Option(help="Where the report, timeline and logs go.")] = Path(
+        "runs/demo-coserving"
+    ),
+    cache: Annotated[Path, typer.Option(help="Where models are kept.")] = Path(".cache/base-models"),
+) -> None:
+    """Serve a model under replayed traffic while a training run borrows its idle time, and tell what users noticed."""
+    from ebbtide.demo.coserving.coserving_command import run
+    from ebbtide.demo.coserving.coserving_options import CoservingOptions
+
+    options = CoservingOptions(
+        run_dir=run_dir,
+        cache=cache,
+        seed=seed,
+        steps=steps,
+        eval_problems=eval_problems,
+        trace=trace,
+        window=window,
+        speed=speed,
+        prompts=prompts,
+        outputs=outputs,
+    )
+    raise typer.Exit(run(options))
+
+
+def up(
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint that the workers boot from; the demo's base model if not given.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="vLLM workers.")] = 2,
+    slots: Annotated[int, typer.Option(min=1, help="Rollouts that each worker holds at most.")] = 64,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that train together, a GPU each where there are.")] = 1,
+    run_dir: Annotated[Path, typer.Option(help="Where logs and data go.")] = Path("runs/up"),
+    cache: Annotated[Path, typer.Option(help="Where base models are kept.")] = Path(".cache/base-models"),
+    coordinator: Annotated[
+        str, typer.Option(help="Address of the coordinator; port 0: a free one.")
+    ] = "127.0.0.1:7600",
+    standby: Annotated[
+        bool, typer.Option(help="Run a second coordinator, which takes over when the first is gone.")
+    ] = False,
+    relay: Annotated[str, typer.Option(help="Address of the weight-relay; port 0: a free one.")] = "127.0.0.1:7610",
+    worker_config: Annotated[
+        Path | None, typer.Option(help="TOML file of settings for the workers (see ebbtide rollout-worker --help).")
+    ] = None,
+) -> None:
+    """Run a cluster on this machine until Ctrl-C; what dies in it is started again."""
+    from ebbtide.cli.commands.up_command import run
+    from ebbtide.local_cluster.local_cluster import ClusterShape
+
+    shape = ClusterShape(
+        model=model or Path(),
+        workers=workers,
+        slots=slots,
+        ranks=ranks,
+        coordinator=coordinator,
+        standby=f"{coordinator.rpartition(':')[0]}:0" if standby else "",
+        relay=relay,
+        worker_config=worker_config,
+    )
+    raise typer.Exit(run(shape, run_dir, cache))
+
+
+def base_model(context: typer.Context) -> None:
+    """Make a small model that half masters the environment of a run, and print its path."""
+    from importlib import import_module
+
+    import_module("ebbtide.trainer.base_model.__main__").main(context.args)

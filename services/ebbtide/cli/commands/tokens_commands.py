@@ -1,0 +1,71 @@
+"""Commands that make signing keys and tokens."""
+
+import datetime as dt
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbtide.auth.roles import Role
+
+_PANEL = "Security"
+
+Folder = Annotated[Path, typer.Option("--dir", help="Folder of the signing key.")]
+
+tokens = typer.Typer(help="Make tokens with which programs and people prove their role.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(tokens, name="tokens", rich_help_panel=_PANEL)
+
+
+@tokens.command()
+def key(
+    folder: Folder,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Another signing key; the former public keys stay trusted.")
+    ] = False,
+    retire: Annotated[bool, typer.Option("--retire", help="Trust the present key alone.")] = False,
+) -> None:
+    """Make a signing key: tokens.key, which stays here, and tokens.pub, which servers are given as token_keys."""
+    from ebbtide.cli.credentials import signing_keys
+
+    if rotate and retire:
+        raise typer.BadParameter("rotate first; retire the former keys once nobody shows their tokens any more")
+    act = signing_keys.retire if retire else signing_keys.rotate if rotate else signing_keys.make
+    typer.echo(act(folder))
+
+
+@tokens.command()
+def issue(
+    folder: Folder,
+    role: Annotated[Role, typer.Option(help="What its bearer is.")],
+    run: Annotated[str, typer.Option(metavar="RUN", help="The one run that it is for (roles user, trainer).")] = "",
+    ttl: Annotated[str, typer.Option(metavar="DURATION", help="How long it is good for: 30m, 12h or 90d.")] = "12h",
+    name: Annotated[str, typer.Option(help="Whose it is, for people.")] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="File to put in its place, which running clients read again. None: print it.")
+    ] = None,
+) -> None:
+    """Issue a token. Clients take it from EBBTIDE_TOKEN_FILE or EBBTIDE_TOKEN."""
+    from ebbtide.cli.credentials import signing_keys
+    from ebbtide.cli.durations import seconds
+
+    made = signing_keys.issue(folder, role, run_id=run, ttl_s=seconds(ttl, field="--ttl"), name=name)
+    if out is None:
+        typer.echo(made)
+    else:
+        signing_keys.put_token(out, made)
+
+
+@tokens.command()
+def show(file: Annotated[Path, typer.Argument(help="File that holds a token.")]) -> None:
+    """Tell what a token says: role, run, and when it ends. Whether it is genuine only servers tell."""
+    from ebbtide.cli.credentials import signing_keys
+
+    claims = signing_keys.read_token(file)
+    ends = dt.datetime.fromtimestamp(claims.expires, dt.UTC)
+    ended = " (ENDED)" if ends < dt.datetime.now(dt.UTC) else ""
+    rows = {"role": claims.role, "run": claims.run_id or "any", "name": claims.name or "-"}
+    for label, value in (rows | {"ends": f"{ends:%Y-%m-%d %H:%M} UTC{ended}"}).items():
+        typer.echo(f"{label:<5} {value}")

@@ -1,0 +1,56 @@
+"""`ebbtide up`: a local cluster that stays until it is interrupted."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from ebbtide.cli.interrupts import INTERRUPTED
+from ebbtide.cli.interrupts import run as run_interruptible
+from ebbtide.demo.demo import DemoOptions, demo_spec
+from ebbtide.local_cluster.cluster_base_model import base_model
+from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, local_cluster
+
+_ENVIRONMENT = "env"
+
+
+def run(shape: ClusterShape, directory: Path, cache: Path) -> int:
+    """Exit status: 0 once it was interrupted and all is gone."""
+    console = Console(highlight=False)
+    addresses = {"coordinator": free_address(shape.coordinator), "relay": free_address(shape.relay)}
+    addresses |= {"standby": free_address(shape.standby)} if shape.standby else {}
+    shape = msgspec.structs.replace(shape, **addresses)
+
+    async def main() -> int:
+        async with local_cluster(directory, console.print) as cluster:
+            await _boot(cluster, shape, cache, console)
+            await cluster.launcher.during(asyncio.Event().wait())
+        return 0
+
+    status = run_interruptible(main)
+    if status == INTERRUPTED:
+        print(f"All processes are gone. Logs: {directory / 'logs'}", file=sys.stderr)  # noqa: T201 - a command
+        return 0
+    return status
+
+
+async def _boot(cluster: LocalCluster, shape: ClusterShape, cache: Path, console: Console) -> None:
+    with console.status("booting") as status:
+        if shape.model == Path():
+            spec = demo_spec(DemoOptions())
+            found = await base_model(cluster, spec, cache, lambda text: status.update(f"base model: {text}"))
+            shape = msgspec.structs.replace(shape, model=found)
+            status.update("booting")
+        await cluster.boot(shape)
+    exports = {
+        "EBBTIDE_COORDINATOR": shape.coordinators,
+        "EBBTIDE_RELAY": shape.relay,
+        "EBBTIDE_TOKEN_FILE": str(cluster.token_file.resolve()),
+    }
+    file = cluster.directory / _ENVIRONMENT
+    file.write_text("".join(f"export {name}={value}\n" for name, value in exports.items()))
+    console.print(f"The cluster is up: {shape.workers} workers on {shape.model}. In another terminal:\n")
+    console.print(f"    source {file}\n    ebbtide submit RUN.toml --watch\n")
+    console.print(f"Logs are in {cluster.directory / 'logs'}. Ctrl-C ends it.")

@@ -1,0 +1,100 @@
+"""The key that tokens are signed with, in a folder: `tokens.key`, and `tokens.pub` with the public keys to be trusted.
+
+Invariant: the first key of `tokens.pub` is that of `tokens.key`; those behind it are former ones. Both are replaced as
+a whole, `tokens.pub` first: who dies between the two leaves a key trusted that nobody has.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from ebbtide.auth.role_tokens import Claims, is_signed, mint, public_keys, signing_key, unverified
+from ebbtide.auth.roles import OF_ONE_RUN, Role
+from ebbtide.cli.credentials.certificates import make_folder, write_file
+from ebbtide.errors import AlreadyExists, InvalidRequest
+
+_PRIVATE: Final = "tokens.key"
+_PUBLIC: Final = "tokens.pub"
+_LONGEST_S: Final = 10 * 365 * 86400.0
+
+
+def make(folder: Path) -> Path:
+    """The first key of a folder. Raises `AlreadyExists` where there is one, or the public half of one."""
+    if (folder / _PRIVATE).exists():
+        raise AlreadyExists(f"{folder} has a signing key already; --rotate makes another one beside it")
+    if (folder / _PUBLIC).exists():
+        text = (
+            f"{folder} has public keys ({_PUBLIC}) and no {_PRIVATE} of theirs; name another folder, or take them away"
+        )
+        raise AlreadyExists(f"{text} first")
+    make_folder(folder)
+    return _write(folder, Ed25519PrivateKey.generate(), [])
+
+
+def rotate(folder: Path) -> Path:
+    """Another signing key; tokens of the former ones stay good. Raises `InvalidRequest` where there is none yet."""
+    _signing(folder)
+    return _write(folder, Ed25519PrivateKey.generate(), list(_trusted(folder)))
+
+
+def retire(folder: Path) -> Path:
+    """Trust the present signing key alone. Raises `InvalidRequest` where there is none."""
+    return _write(folder, _signing(folder), [])
+
+
+def issue(folder: Path, role: Role, *, run_id: str, ttl_s: float, name: str) -> str:
+    """A token. Raises `InvalidRequest` for a role that cannot be bound to a run, and for a time that is none."""
+    if run_id and role not in OF_ONE_RUN:
+        roles = " and ".join(sorted(OF_ONE_RUN))
+        raise InvalidRequest(f"a {role}'s work is not that of one run; only tokens of {roles} take one", field="--run")
+    if ttl_s > _LONGEST_S:
+        raise InvalidRequest(
+            "is more than ten years; a token that long is a secret that is never changed", field="--ttl"
+        )
+    return mint(_signing(folder), role, ttl_s=ttl_s, run_id=run_id, name=name)
+
+
+def put_token(file: Path, token: str) -> None:
+    """Put a token into a file, in place of another token or of nothing. Raises `AlreadyExists` for a file of anything
+    else, and `InvalidRequest` where it cannot be written."""
+    if file.exists():
+        found = _read(file).strip()
+        if found and not is_signed(found.decode(errors="replace")):
+            raise AlreadyExists(
+                f"{file} holds something else than a signed token; name another file, or remove it first"
+            )
+    write_file(file, f"{token}\n".encode(), mode=0o600)
+
+
+def read_token(file: Path) -> Claims:
+    """Raises `InvalidRequest` for a file that holds no token of a role."""
+    return unverified(_read(file).decode(errors="replace").strip())
+
+
+def _signing(folder: Path) -> Ed25519PrivateKey:
+    path = folder / _PRIVATE
+    if not path.exists():
+        raise InvalidRequest(f"{folder} has no signing key; ebbtide tokens key makes one", field="--dir")
+    return signing_key(_read(path), field=str(path))
+
+
+def _trusted(folder: Path) -> list[Ed25519PublicKey]:
+    path = folder / _PUBLIC
+    return list(public_keys(_read(path), field=str(path)).values())
+
+
+def _write(folder: Path, key: Ed25519PrivateKey, former: list[Ed25519PublicKey]) -> Path:
+    public = [one.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo) for one in (key.public_key(), *former)]
+    write_file(folder / _PUBLIC, b"".join(public), mode=0o644)
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_file(folder / _PRIVATE, private, mode=0o600)
+    return folder / _PUBLIC
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot be read ({error.strerror})", field=str(path)) from None

@@ -1,0 +1,124 @@
+"""The fleet on one screen, live; plain lines where the output is no terminal.
+
+Invariant: it only reads what the coordinator lists, and leaves nothing behind.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ebbtide.cli.views.run_progress import standing
+from ebbtide.cli.views.tables import GONE, cell, plain
+from ebbtide.cli.views.watch_loop import watch
+from ebbtide.types.fleet import Worker, WorkerState
+
+if TYPE_CHECKING:
+    from ebbtide.client import Client
+
+_STYLES: Final = {
+    WorkerState.LOST: "red",
+    WorkerState.SUSPECTED: "red",
+    WorkerState.SHUNNED: "yellow",
+    WorkerState.DRAINING: "yellow",
+}
+_RIGHT: Final = ("load", "plateau", "tok/s", "version", "heard", "tokens")
+_WORDS: Final = {
+    WorkerState.INSTALLING: "installs new weights",
+    WorkerState.DRAINING: "hands over",
+}
+
+
+def fleet_table(workers: Sequence[Worker]) -> Table:
+    """All that is known of each worker. `load`: its rollouts / those of them that have no token yet / its slots;
+    `plateau`: rollouts at which its throughput flattens, once that is known; `heard`: its last heartbeat. Where some
+    are borrowed, `lent`: the share of its time that a host lends, and for how long it will (+), or will not (-), now.
+    """
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    lent = any(worker.borrowed is not None for worker in workers)
+    right = (*_RIGHT, "lent") if lent else _RIGHT
+    for column in ("worker", "kind", "is doing", *right):
+        wraps = column == "is doing"
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=not wraps, overflow="fold")
+    for worker in workers:
+        numbers = _numbers(worker)
+        if worker.state in GONE:
+            numbers = ("",) * (len(_RIGHT) - 1) + numbers[-1:]
+        style = "dim" if _went(worker) else "yellow" if worker.given_up else _STYLES.get(worker.state, "")
+        cells = (worker.worker_id, worker.kind.name.lower(), state(worker), *numbers)
+        cells += (_lent(worker),) if lent else ()
+        table.add_row(*map(cell, cells), style=style)
+    return table
+
+
+def state(worker: Worker) -> str:
+    """What it is about, and why if that is no good."""
+    match worker.state:
+        case WorkerState.READY | WorkerState.INSTALLING if why := standing(worker):
+            words = why
+        case WorkerState.READY:
+            words = "generates" if worker.running else "waits for work"
+        case WorkerState.SHUNNED:
+            words = f"gets no work for {worker.shunned_s:.0f} s"
+        case WorkerState.LOST | WorkerState.SUSPECTED if worker.running:
+            words = f"{worker.state.name.lower()} with {worker.running} rollouts"
+        case WorkerState.LOST:
+            words = "gone"
+        case other:
+            words = _WORDS.get(other, other.name.lower())
+    return f"{words}: {worker.reason}" if worker.reason else words
+
+
+def _went(worker: Worker) -> bool:
+    """Whether it left nothing behind."""
+    return worker.state is WorkerState.LOST and not worker.running
+
+
+def _numbers(worker: Worker) -> tuple[str, ...]:
+    version = max((installed.version for installed in worker.installed), default=0)
+    return (
+        f"{worker.running}/{worker.waiting}/{worker.slots}",
+        f"{worker.plateau or '-'}",
+        f"{worker.tokens_per_s:,.0f}",
+        f"{version or '-'}",
+        f"{worker.last_heartbeat_s:.1f} s",
+        f"{worker.tokens_generated:,}",
+    )
+
+
+def _lent(worker: Worker) -> str:
+    if worker.borrowed is None or worker.state in GONE:
+        return ""
+    return f"{worker.borrowed.share:.0%} {'+' if worker.borrowed.granted else '-'}{worker.borrowed.spell_s:.0f} s"
+
+
+def fleet_line(workers: Sequence[Worker]) -> str:
+    """The whole fleet in a line."""
+    there = [worker for worker in workers if worker.state not in GONE]
+    running, slots = sum(worker.running for worker in there), sum(worker.slots for worker in there)
+    speed = sum(worker.tokens_per_s for worker in there)
+    gone = len(workers) - len(there)
+    lately = f", {gone} gone lately" if gone else ""
+    return f"{len(there)} workers{lately} · {running}/{slots} rollouts · {speed:,.0f} tokens/s"
+
+
+def worker_line(worker: Worker) -> str:
+    """One worker in a line, for output that is no terminal."""
+    told = plain(f"{worker.worker_id} {state(worker)}")
+    if worker.state in GONE:
+        return told
+    numbers = dict(zip(_RIGHT, _numbers(worker), strict=True))
+    if worker.borrowed is not None:
+        numbers["lent"] = _lent(worker)
+    return "; ".join((told, *(f"{name} {value}" for name, value in numbers.items())))
+
+
+def fleet_picture(workers: Sequence[Worker]) -> Group:
+    return Group(Text(fleet_line(workers), style="bold"), Text(), fleet_table(workers))
+
+
+async def watch_fleet(client: "Client", every_s: float, console: Console | None = None) -> None:
+    """Show the fleet until cancelled. Raises `Unavailable` when the coordinator stays away."""
+    await watch(client.workers, fleet_picture, lambda workers: map(worker_line, workers), every_s, console)

@@ -1,0 +1,114 @@
+"""What became of one run's rollouts and tokens, out of its counters."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+from msgspec import Struct
+from rich.table import Table
+
+from ebbtide.cli.views.tables import cell, clock
+from ebbtide.types.run import Run
+
+
+class Histogram(Struct, frozen=True):
+    """Observations by the upper bound of their bucket, bounds ascending; the last may be infinite."""
+
+    buckets: tuple[tuple[float, int], ...]
+
+    @property
+    def count(self) -> int:
+        return sum(count for _, count in self.buckets)
+
+    def at_most(self, share: float) -> float | None:
+        """What this share of the observations does not exceed: the bound of its bucket. None without observations."""
+        wanted, seen = share * self.count, 0
+        for bound, count in self.buckets:
+            seen += count
+            if count and seen >= wanted:
+                return bound
+        return None
+
+
+def histogram(counters: Mapping[str, int], name: str) -> Histogram:
+    """Out of the counters `NAME:le:BOUND`, each of which counts what lies between the bound before and its own."""
+    prefix = f"{name}:le:"
+    found = {float(key.removeprefix(prefix)): count for key, count in counters.items() if key.startswith(prefix)}
+    return Histogram(tuple(sorted(found.items())))
+
+
+def finite(bound: float | None) -> float | None:
+    """The bound, if there is one: for JSON, which knows no infinity."""
+    return bound if bound is not None and math.isfinite(bound) else None
+
+
+def detail_table(run: Run) -> Table:
+    """A row for each thing that is known of the run."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    for name, text in _lines(run):
+        table.add_row(cell(name), cell(text))
+    return table
+
+
+def _lines(run: Run) -> Iterator[tuple[str, str]]:
+    counts = run.counters
+    yield "run", f"{run.run_id}, {run.status.name.lower()} after {clock(run.age_s)}"
+    if run.message:
+        yield "", run.message
+    if run.newest is not None:
+        yield "policy", f"version {run.newest.version}, step {run.newest.step} of {run.spec.trainer.steps}"
+    yield "share", _share(run)
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(run.dropped.items()) if count) or "none"
+    count = {name: counts.get(name, 0) for name in ("submitted", "trained", "queued", "running", "finished")}
+    yield "rollouts", f"{count['submitted']:,} submitted, {count['trained']:,} trained; dropped: {dropped}"
+    yield "now", f"{count['queued']:,} wait, {count['running']:,} run, {count['finished']:,} finished"
+    yield from _migration(counts)
+    yield from sorted(run.holders.items())
+
+
+def _share(run: Run) -> str:
+    share, spec = run.share, run.spec.share
+    bounds = f"weight {spec.weight:g}, priority {spec.priority}, floor {spec.floor:.0%}"
+    bounds += "" if spec.ceiling is None else f", ceiling {spec.ceiling:.0%}"
+    if share is None:
+        return bounds
+    return f"{share.lately:.1%} of the tokens lately, {share.due:.1%} due, {share.workers:,} workers ({bounds})"
+
+
+def _migration(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    yield "attempts", f"{counts.get('attempts', 0):,}{_attempts_per_rollout(counts)}"
+    moved, midway = counts.get("moved", 0), counts.get("resumed_midway", 0)
+    yield "migrated", f"{midway:,} resumed midway; {moved:,} moved to balance the fleet"
+    saved, lost = counts.get("tokens_resumed", 0), counts.get("tokens_lost_at_most", 0)
+    yield "tokens", f"{counts.get('tokens_stored', 0):,} stored"
+    yield "saved", f"{saved:,} tokens that were not generated again"
+    yield "lost", f"at most {lost:,} tokens, with workers that died without notice"
+    for name, what in (("detection", "from a worker's silence or loss to its notice"), ("resume", "until it goes on")):
+        found = histogram(counts, name)
+        if found.count:
+            shares = ", ".join(f"p{share} {_bound(found.at_most(share / 100))}" for share in (50, 90, 99))
+            yield name, f"{shares} ({found.count:,} observed, {what})"
+
+
+def _attempts_per_rollout(counts: Mapping[str, int]) -> str:
+    found = histogram(counts, "attempts")
+    if not found.count:
+        return ""
+    below = [0.0, *(bound for bound, _ in found.buckets)]
+    told = [
+        f"{count:,} had {_numbers(low, high)}"
+        for low, (high, count) in zip(below, found.buckets, strict=False)
+        if count
+    ]
+    return f"; of finished rollouts {', '.join(told)}"
+
+
+def _numbers(below: float, last: float) -> str:
+    """The whole numbers above `below` up to `last`."""
+    if not math.isfinite(last):
+        return "more"
+    return f"{last:g}" if last == below + 1 else f"{below + 1:g}-{last:g}"
+
+
+def _bound(value: float | None) -> str:
+    return "beyond all bounds" if value is None or not math.isfinite(value) else f"≤ {value:g} s"

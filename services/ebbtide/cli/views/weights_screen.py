@@ -1,0 +1,134 @@
+"""What a relay knows of a run's versions, for a person and for programs."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from ebbtide.cli.views.tables import amount, cell, clock, plain, wide_console
+from ebbtide.cli.views.watch_loop import watch
+from ebbtide.types.weights import HolderState, LinkState, PatchState, VersionState, WeightsState
+
+if TYPE_CHECKING:
+    from ebbtide.client import Client
+
+_VERSIONS: Final = ("version", "step", "age", "dense", "", "from", "patch", "smaller", "changed", "")
+_HOLDERS: Final = ("holder", "site", "version", "", "stood still", "heard")
+_LINKS: Final = ("to site", "sent", "lately", "limit")
+_LEFT: Final = ("", "holder", "site", "to site")
+
+
+def pictures(state: WeightsState) -> Group:
+    """All of it: a line on the whole, then tables of versions, of who has them, and of links."""
+    tables = [_table(_VERSIONS, [row for one in state.versions for row in _version_rows(one, state)])]
+    tables += [_table(_HOLDERS, [_holder_row(one, state) for one in state.holders])] if state.holders else []
+    tables += [_table(_LINKS, [_link_row(one) for one in state.links])] if state.links else []
+    spaced = [part for table in tables for part in (Text(), table)]
+    return Group(Text(plain(head(state)), style="bold"), *spaced)
+
+
+def head(state: WeightsState) -> str:
+    """The versions in a line: what the newest takes, and who has it."""
+    if not state.versions:
+        return "no version is here yet"
+    newest = state.versions[-1]
+    info = newest.info.version
+    have = [one for one in state.holders if (one.policy, one.version) == (info.policy, info.version)]
+    whole = sum(one.done for one in have)
+    best = min(newest.patches, key=lambda patch: patch.size, default=None)
+    told = f"; a patch from {best.base} takes {_smaller(best, newest)} less" if best and best.size else ""
+    coming = f", {len(have) - whole} fetch it" if len(have) > whole else ""
+    return (
+        f"{len(state.versions)} versions, the newest {_name(info.policy, info.version, state)} "
+        f"of {amount(newest.info.size)}{told}; {whole} have it{coming}"
+    )
+
+
+def lines(state: WeightsState) -> Iterator[str]:
+    """A line on the whole, and one for each version, holder and link: for output that is no terminal."""
+    yield plain(head(state))
+    for version in state.versions:
+        (row, *more) = _version_rows(version, state)
+        patches = [f"from {one[5]} {one[6]} ({one[7]} smaller, {one[8]} changed)" for one in (row, *more) if one[5]]
+        told = "; ".join([f"step {row[1]}", row[3] + (f", {row[4]}" if row[4] else ""), *patches])
+        yield plain(f"version {row[0]}: {told}")
+    for holder in state.holders:
+        name, site, version_name, does, stood, heard = _holder_row(holder, state)
+        at = f" at {site}" if site else ""
+        yield plain(f"{name}{at} {does} version {version_name}; stood still {stood}; heard {heard} ago")
+    for link in state.links:
+        site, sent, lately, limit = _link_row(link)
+        yield plain(f"to site {site or '(unnamed)'}: {sent} sent, lately {lately}, limit {limit}")
+
+
+def tell(state: WeightsState, *, as_json: bool) -> None:
+    if as_json:
+        print(to_json(state))  # noqa: T201 - this is a command
+    else:
+        wide_console().print(pictures(state))
+
+
+def to_json(state: WeightsState) -> str:
+    """The records as they are; digests in hexadecimal."""
+    tree: Any = msgspec.to_builtins(state, builtin_types=(bytes,))
+    return json.dumps(tree, default=bytes.hex, indent=2)
+
+
+async def watch_weights(client: "Client", run_id: str, every_s: float, console: Console | None = None) -> None:
+    """Show it until cancelled. Raises `Unavailable` when the relay stays away."""
+    await watch(lambda: client.describe_weights(run_id), pictures, lines, every_s, console)
+
+
+def _version_rows(one: VersionState, state: WeightsState) -> list[tuple[str, ...]]:
+    """A row for the version, with its first patch; one more for each further patch."""
+    info = one.info.version
+    head = (
+        _name(info.policy, info.version, state),
+        str(info.step),
+        clock(one.age_s),
+        amount(one.info.size),
+        "anchor" if one.anchor else "",
+    )
+    patches = [_patch_cells(patch, one) for patch in one.patches] or [("",) * 5]
+    return [(head if not index else ("",) * len(head)) + cells for index, cells in enumerate(patches)]
+
+
+def _patch_cells(patch: PatchState, to: VersionState) -> tuple[str, ...]:
+    composed = "composed" if patch.composed else ""
+    return (str(patch.base), amount(patch.size), _smaller(patch, to), f"{patch.density:.2%}", composed)
+
+
+def _smaller(patch: PatchState, to: VersionState) -> str:
+    """How many times smaller than the dense version."""
+    return f"{to.info.size / patch.size:,.3g}x" if patch.size else "-"
+
+
+def _holder_row(one: HolderState, state: WeightsState) -> tuple[str, ...]:
+    does = "has" if one.done else "fetches"
+    stood = f"{1000 * one.install_s:,.0f} ms" if one.install_s else "-"
+    version = _name(one.policy, one.version, state)
+    return (one.holder.name, one.holder.site, version, does, stood, f"{one.seen_s:.0f} s")
+
+
+def _link_row(one: LinkState) -> tuple[str, ...]:
+    limit = f"{amount(one.limit)}/s" if one.limit else "none"
+    return (one.site, amount(one.bytes), f"{amount(one.bytes_per_s)}/s", limit)
+
+
+def _name(policy: str, version: int, state: WeightsState) -> str:
+    """The version's number, with its policy where there are several."""
+    several = len({one.info.version.policy for one in state.versions} | {one.policy for one in state.holders}) > 1
+    return f"{policy} {version}" if several else str(version)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=column not in _LEFT)
+    for row in rows:
+        table.add_row(*map(cell, row))
+    return table

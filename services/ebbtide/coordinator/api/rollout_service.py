@@ -1,0 +1,194 @@
+"""Rollouts, episodes and trajectories: what the `Rollouts` service does."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from ebbtide.coordinator.api.request_checks import (
+    check_batch,
+    check_cursor,
+    check_lease,
+    check_reason,
+    check_rollouts,
+)
+from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.state.attempt_transitions import waiting
+from ebbtide.coordinator.state.coordinator_state import RunState
+from ebbtide.coordinator.state.notifier import follow, rung_or_late
+from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, StoreUnavailable
+from ebbtide.store.rollout_rows import RolloutState
+from ebbtide.types.ids import check_id
+from ebbtide.types.rollout import (
+    DropReason,
+    Episode,
+    FinishedRollout,
+    RolloutRequest,
+    SubmitOutcome,
+    TokenChunk,
+    Trajectory,
+    TrajectoryOutcome,
+)
+from ebbtide.types.run import LeaseRef
+from ebbtide.types.tokens import token_count
+
+
+class RolloutService:
+    """Holds nothing of its own. All methods raise `StoreUnavailable`, `NotFound` and `LeaseSuperseded`."""
+
+    def __init__(self, parts: CoordinatorParts) -> None:
+        self._settings, self._state, self._store, self._bells = parts.settings, parts.state, parts.store, parts.bells
+        self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
+
+    async def submit(self, lease: LeaseRef, requests: Sequence[RolloutRequest]) -> list[SubmitOutcome]:
+        """Queue rollouts, all or none. Raises `InvalidRequest`, `AlreadyExists`, `NoCapacity`."""
+        run = await self._recovery.live(check_lease(lease).run_id)
+        check_rollouts(requests, self._fleet.engines(), run.spec)
+        async with run.changing():
+            accepted = await self._store.rollouts.submit(
+                lease, requests, quota_bytes=run.spec.quota_bytes, max_open=self._settings.max_open
+            )
+            for request, row in zip(requests, accepted, strict=True):
+                if request.rollout_id in run.widows:
+                    run.stale = True  # its worker goes on with it
+                elif row.outcome is SubmitOutcome.ACCEPTED:
+                    group = run.group_place(request.group_id, row.place)
+                    length = len(request.prompt_ids) // 4
+                    run.line.add(waiting(request, place=row.place, group=group, length=length))
+                elif row.state is RolloutState.QUEUED and request.rollout_id not in run.line:
+                    run.stale = True  # taken by a call whose answer was lost
+        self._state.wake.set()
+        return [row.outcome for row in accepted]
+
+    async def finished(self, run_id: str, cursor: str) -> AsyncIterator[FinishedRollout]:
+        """Finished rollouts after `cursor`, oldest first, until the run has ended."""
+        await self._recovery.live(check_id(run_id, field="run_id"))
+        topic = ("finished", run_id)
+        async for one in follow(
+            self._bells, topic, lambda last: self._store.trajectories.finished(run_id, last), cursor, self._over(run_id)
+        ):
+            yield one
+
+    async def tokens(self, run_id: str, rollout_id: str, offset: int) -> AsyncIterator[TokenChunk]:
+        """The rollout's tokens from `offset`; the last chunk has the reason. `LeaseSuperseded` when the run ends."""
+        check_id(run_id, field="run_id")
+        check_id(rollout_id, field="rollout_id")
+        with self._bells.listening("tokens", run_id, rollout_id) as rung:
+            while True:
+                rung.clear()
+                await self._recovery.live(run_id)
+                with self._in_doubt(NotFound, InvalidRequest):
+                    chunk = await self._store.trajectories.tokens(run_id, rollout_id, offset)
+                if chunk.tokens or chunk.reason:
+                    yield chunk
+                if chunk.reason:
+                    return
+                offset += token_count(chunk.tokens)
+                if not chunk.tokens:
+                    await rung_or_late(rung)
+
+    async def acknowledge(self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str) -> None:
+        """End finished rollouts as trained, or dropped with a reason, and delete them."""
+        check_lease(lease)
+        self._check_ids(rollout_ids)
+        drop_reason = check_reason(drop_reason, field="drop_reason")
+        with self._in_doubt(InvalidRequest):
+            await self._store.rollouts.acknowledge(lease, rollout_ids, drop_reason, vouched=self._state.doubtful)
+
+    async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> None:
+        """Drop rollouts in whatever state; workers stop generating them."""
+        run = await self._recovery.live(check_lease(lease).run_id)
+        self._check_ids(rollout_ids)
+        reason = check_reason(reason, field="reason") or DropReason.CANCELLED
+        async with run.changing():
+            ran = await self._store.rollouts.cancel(lease, rollout_ids, reason)
+            self._attempts.over(run, ran)
+            self._forget(run, rollout_ids)
+
+    async def complete(self, lease: LeaseRef, episodes: Sequence[Episode]) -> None:
+        """End episodes, each once. An error names the first that is refused; the others are done."""
+        run = await self._recovery.live(check_lease(lease).run_id)
+        check_batch(episodes, field="episodes")
+        for index, episode in enumerate(episodes):
+            _check_episode(episode, f"episodes[{index}]")
+        async with run.changing():
+            calls = [self._complete(run, lease, index, episode) for index, episode in enumerate(episodes)]
+            found = await asyncio.gather(*calls, return_exceptions=True)
+            for error in found:
+                if error is not None:
+                    raise error
+        self._bells.ring("trajectories", run.run_id)
+
+    async def _complete(self, run: RunState, lease: LeaseRef, index: int, episode: Episode) -> None:
+        try:
+            with self._in_doubt(InvalidRequest):
+                ran = await self._store.trajectories.complete(lease, episode, vouched=self._state.doubtful)
+        except InvalidRequest as error:
+            text = str(error).removeprefix(f"{error.field}: ")
+            raise InvalidRequest(text, field=f"episodes[{index}].{error.field}") from None
+        self._attempts.over(run, ran)
+        self._forget(run, episode.rollout_ids)
+        run.homes.pop(episode.episode_id, None)
+
+    async def trajectories(self, run_id: str, cursor: str) -> AsyncIterator[Trajectory]:
+        """Uncommitted trajectories after `cursor`, in the order of their completion, until the run has ended."""
+        await self._recovery.live(check_id(run_id, field="run_id"))
+        topic = ("trajectories", run_id)
+        async for one in follow(
+            self._bells, topic, lambda last: self._store.trajectories.page(run_id, last), cursor, self._over(run_id)
+        ):
+            yield one
+
+    async def commit(self, lease: LeaseRef, outcomes: Sequence[TrajectoryOutcome]) -> None:
+        """Count trajectories as trained or dropped, and delete them."""
+        check_lease(lease, role="trainer")
+        check_batch(outcomes, field="outcomes")
+        for index, outcome in enumerate(outcomes):
+            check_cursor(outcome.cursor, field=f"outcomes[{index}].cursor")
+            check_reason(outcome.drop_reason, field=f"outcomes[{index}].drop_reason")
+        await self._store.trajectories.commit(lease, outcomes)
+
+    @contextmanager
+    def _in_doubt(self, *refusals: type[EbbtideError]) -> Iterator[None]:
+        """For calls on what the caller saw stored: a store that came back may have to be told of it first, by the
+        workers and leases that send again what it forgot. So the call is to be made again, too.
+        """
+        try:
+            yield
+        except refusals as error:
+            if not self._state.doubtful:
+                raise
+            raise StoreUnavailable(
+                f"the store came back and may have forgotten something ({error}); ask again"
+            ) from None
+
+    def _over(self, run_id: str) -> Callable[[], bool]:
+        return lambda: run_id not in self._state.runs
+
+    def _check_ids(self, rollout_ids: Sequence[str]) -> None:
+        check_batch(rollout_ids, field="rollout_ids")
+        for index, rollout_id in enumerate(rollout_ids):
+            check_id(rollout_id, field=f"rollout_ids[{index}]")
+
+    def _forget(self, run: RunState, rollout_ids: Sequence[str]) -> None:
+        """The store deleted these; whoever streams their tokens is told."""
+        for rollout_id in rollout_ids:
+            run.end(rollout_id)
+            self._bells.ring("tokens", run.run_id, rollout_id)
+
+
+def _check_episode(episode: Episode, field: str) -> None:
+    check_id(episode.episode_id, field=f"{field}.episode_id")
+    for number, rollout_id in enumerate(episode.rollout_ids):
+        check_id(rollout_id, field=f"{field}.rollout_ids[{number}]")
+    check_reason(episode.drop_reason, field=f"{field}.drop_reason")
+    trajectory = episode.trajectory
+    if trajectory is None:
+        return
+    if episode.drop_reason:
+        raise InvalidRequest("leave it out: a dropped episode has no trajectory", field=f"{field}.trajectory")
+    if trajectory.episode_id != episode.episode_id:
+        raise InvalidRequest(f"must be the episode's ({episode.episode_id})", field=f"{field}.trajectory.episode_id")
+    if len(trajectory.tokens) % 12 or token_count(trajectory.tokens) != len(trajectory.loss_mask):
+        raise InvalidRequest("must have one byte per token of tokens", field=f"{field}.trajectory.loss_mask")
+    if len(trajectory.prompt_ids) % 4:
+        raise InvalidRequest("is no run of little-endian u32 token ids", field=f"{field}.trajectory.prompt_ids")

@@ -1,0 +1,242 @@
+"""Runs and their leases: what the `Runs` service does."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import PurePath
+
+import msgspec
+
+from ebbtide import telemetry
+from ebbtide.coordinator.api.request_checks import check_batch, check_lease
+from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.state.coordinator_state import StoreIncarnation
+from ebbtide.coordinator.state.notifier import follow
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
+from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
+from ebbtide.scheduling.fair_share.shares import check_floor
+from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
+from ebbtide.types.ids import check_id
+from ebbtide.types.rollout import DropReason
+from ebbtide.types.run import ROLES, AttemptSpan, LeaseRef, Run, RunEvent, RunShare, RunSpec, RunStatus, check_spec
+from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
+
+log = telemetry.get_logger(__name__)
+
+
+class RunService:
+    """Holds nothing but a lock. All methods raise `StoreUnavailable`, and `NotFound` for a run that is not there."""
+
+    def __init__(self, parts: CoordinatorParts) -> None:
+        self._settings, self._state, self._store, self._bells = parts.settings, parts.state, parts.store, parts.bells
+        self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
+        self._publishers = parts.publishers
+        self._promising = asyncio.Lock()
+
+    @property
+    def store_life(self) -> StoreIncarnation:
+        return self._state.life
+
+    async def submit(self, run_id: str, spec: RunSpec) -> Run:
+        """Make a run, once per id. Raises `NotReady` if its floor cannot be promised."""
+        check_id(run_id, field="run_id")
+        check_spec(spec)
+        await self._publishers.keep()
+        if spec.share.floor:
+            async with self._promising:  # the store says what is promised, and nobody promises meanwhile
+                await self._check_floor(run_id, spec)
+                made = await self._store.runs.submit(run_id, spec)
+        else:
+            made = await self._store.runs.submit(run_id, spec)
+        run = await self._store.runs.read(run_id)
+        if not run.status.ended:
+            await self._recovery.add(run)
+        if made:
+            log.info("run submitted", run_id=run_id, model=spec.model)
+            await self._hint(run)
+        return run
+
+    async def _check_floor(self, run_id: str, spec: RunSpec) -> None:
+        runs = await self.list()
+        if all(run.run_id != run_id for run in runs):
+            floors = {run.run_id: run.spec.share.floor for run in runs if not run.status.ended}
+            check_floor(run_id, spec.share.floor, floors)
+
+    async def _hint(self, run: Run) -> None:
+        """Warn of a fleet that seems to serve another model; its workers say for sure when they install a version."""
+        models = {worker.engine.model for worker in self._fleet.workers() if worker.engine}
+        if models and models.isdisjoint({run.spec.model, PurePath(run.spec.model).name}):  # workers name no paths
+            text = f"no attached worker names the model {run.spec.model}; attached: {', '.join(sorted(models))}"
+            await self._store.events.note(run.run_id, RunEvent(kind="warning", key="model", message=text))
+            self._bells.ring("events", run.run_id)
+
+    async def get(self, run_id: str) -> Run:
+        """The run as it stands. One that ended by a call whose answer was lost leaves the mirror here."""
+        run = await self._store.runs.read(check_id(run_id, field="run_id"))
+        if run.status.ended:
+            await self._attempts.run_over(run_id, run.status)
+        return msgspec.structs.replace(run, message=run.message or self._waits_for(run), share=self._share(run))
+
+    def _share(self, run: Run) -> RunShare | None:
+        live = None if run.status.ended else self._state.runs.get(run.run_id)
+        return live.share if live else None
+
+    def _waits_for(self, run: Run) -> str:
+        """What a live run cannot go on without."""
+        if run.status.ended:
+            return ""
+        if run.newest is None:
+            return "waits for its first policy version"
+        return self._fleet.lacking()
+
+    async def list(self) -> list[Run]:
+        """All runs with a record, oldest first; those whose record has expired leave the list. Ended ones that another
+        release wrote, and this one cannot read, are passed over.
+        """
+        runs = []
+        for run_id in await self._store.runs.ids():
+            try:
+                run = await self._store.runs.read(run_id)
+                runs.append(msgspec.structs.replace(run, share=self._share(run)))
+            except NotFound:
+                await self._store.runs.forget(run_id)
+            except NotReady as error:
+                log.warning("run not listed", run_id=run_id, reason=str(error))
+        return runs
+
+    async def cancel(self, run_id: str) -> Run:
+        check_id(run_id, field="run_id")
+        await self._attempts.end_run(run_id, RunStatus.CANCELLED, "cancelled", drop=DropReason.CANCELLED)
+        return await self.get(run_id)
+
+    async def finish(self, lease: LeaseRef, wanted: int, message: str) -> Run:
+        """End a run as FINISHED (all training rollouts accounted for) or FAILED."""
+        if wanted not in {RunStatus.FINISHED, RunStatus.FAILED}:
+            raise InvalidRequest("must be FINISHED or FAILED", field="status")
+        status = RunStatus(wanted)
+        run = await self.get(check_lease(lease).run_id)
+        if run.status.ended:
+            if run.status is not status:
+                raise LeaseSuperseded(f"run {run.run_id} has ended ({run.status.name.lower()}); step down")
+            return run
+        await self._attempts.end_run(lease.run_id, status, message, drop=DropReason.RUN_ENDED, lease=lease)
+        return await self.get(lease.run_id)
+
+    async def watch(self, run_id: str, cursor: str) -> AsyncIterator[RunEvent]:
+        """Events after `cursor` until the run has ended."""
+        await self.get(run_id)
+        async for event in follow(
+            self._bells,
+            ("events", run_id),
+            lambda last: self._store.events.page(run_id, last),
+            cursor,
+            lambda: run_id not in self._state.runs,
+        ):
+            yield event
+
+    async def watch_ended(self, held: Sequence[str]) -> AsyncIterator[RunsEnded]:
+        """What is known of the runs that somebody holds data of, then each run that ends, for ever."""
+        check_held(tuple(held))
+        with self._state.endings.listening() as endings:
+            # Those first: of one that ends while the others are looked for, the listener tells how.
+            live, life = tuple(self._state.runs), self._state.life.name
+            ended = [run for run_id in held if (run := await self._ended(run_id)) is not None]
+            yield RunsEnded(ended=tuple(ended), live=live, store_life=life)
+            while True:
+                yield RunsEnded(ended=(await endings.get(),))
+
+    async def _ended(self, run_id: str) -> EndedRun | None:
+        """The run, if it is known to have ended."""
+        if run_id in self._state.runs:
+            return None
+        try:
+            status = (await self._store.runs.read(run_id)).status
+        except NotFound:
+            return None
+        return EndedRun(run_id, status) if status.ended else None
+
+    async def timeline(self, run_id: str, cursor: str) -> AsyncIterator[AttemptSpan]:
+        """The attempts that have ended, after `cursor`, oldest first."""
+        await self._store.runs.read(check_id(run_id, field="run_id"))
+        while spans := await self._store.spans.page(run_id, cursor):
+            for span in spans:
+                yield span
+            cursor = spans[-1].cursor
+
+    async def claim(self, run_id: str, role: str, holder: str, waited_s: float) -> tuple[LeaseRef, Run]:
+        """The role's lease on the run; without an id, on the one of `scheduling.claims` that is not external.
+
+        Raises `NotReady` if it is held, or there is none.
+        """
+        if role not in ROLES:
+            raise InvalidRequest(f"must be one of {', '.join(ROLES)}", field="role")
+        check_id(holder, field="holder")
+        if run_id:
+            await self._recovery.live(check_id(run_id, field="run_id"))
+            lease = await self._store.leases.claim(run_id, role, holder, self._settings.lease_ttl_s)
+        else:
+            lease = await self._claim_any(role, holder, waited_s)
+            run_id = lease.run_id
+        log.info("claimed", run_id=run_id, role=role, holder=holder)
+        self._bells.ring("events", run_id)
+        return lease, await self.get(run_id)
+
+    async def _claim_any(self, role: str, holder: str, waited_s: float) -> LeaseRef:
+        while True:
+            anybodys = [name for name, run in self._state.runs.items() if not run.spec.external]
+            claimable = await asyncio.gather(*(self._claimable(name, role) for name in anybodys))
+            run_id = choose(claimable, role=role, holder=holder, waited_s=waited_s)
+            try:
+                return await self._store.leases.claim(run_id, role, holder, self._settings.lease_ttl_s)
+            except (LeaseSuperseded, NotFound):  # over in the store, and here not yet
+                await self._attempts.run_over(run_id)
+
+    async def _claimable(self, run_id: str, role: str) -> ClaimableRun:
+        held = await self._store.leases.held(run_id)
+        mine = held.pop(role, None)
+        if mine is None:
+            return ClaimableRun(run_id=run_id, paired=bool(held))
+        renewed_s = self._settings.lease_ttl_s - mine.rest_s
+        return ClaimableRun(run_id=run_id, holder=mine.holder, renewed_s=renewed_s, paired=bool(held))
+
+    async def renew(self, lease: LeaseRef) -> Run:
+        await self._store.leases.renew(check_lease(lease), self._settings.lease_ttl_s)
+        return await self.get(lease.run_id)
+
+    async def release(self, lease: LeaseRef) -> None:
+        try:
+            await self._store.leases.release(check_lease(lease))
+        except LeaseSuperseded:  # the run has ended: there is nothing to release
+            return
+
+    async def reserve_version(self, lease: LeaseRef) -> tuple[int, bytes]:
+        """A number for the next version, and the seed of the key to sign it with."""
+        seed = await self._publishers.seed(check_lease(lease, role="trainer").run_id)
+        return await self._store.runs.reserve_version(lease), seed
+
+    async def announce(self, lease: LeaseRef, version: PolicyVersion) -> None:
+        """Make a version the newest: workers are told to install it."""
+        check_lease(lease, role="trainer")
+        run = await self._recovery.live(lease.run_id)
+        if version.version < 1:
+            raise InvalidRequest("versions start at 1: reserve one", field="version.version")
+        if version.policy != run.spec.policy:
+            raise InvalidRequest(f"the run trains {run.spec.policy}, not {version.policy}", field="version.policy")
+        if len(version.root) not in {0, DIGEST_BYTES}:
+            raise InvalidRequest(f"must be {DIGEST_BYTES} bytes", field="version.root")
+        await self._recovery.refresh(run)  # else its event is numbered as one that a store that came back forgot
+        async with run.changing():
+            await self._store.runs.announce(lease, version)
+            run.versions[version.version] = version
+        self._bells.ring("events", run.run_id)
+        self._state.wake.set()
+        log.info("version", run_id=run.run_id, version=version.version, step=version.step)
+
+    async def report(self, lease: LeaseRef, events: Sequence[RunEvent]) -> None:
+        check_lease(lease)
+        check_batch(events, field="events")
+        for index, event in enumerate(events):
+            check_id(event.kind, field=f"events[{index}].kind")
+        if run := self._state.runs.get(lease.run_id):
+            await self._recovery.refresh(run)  # as `announce`
+        await self._store.events.report(lease, events)
+        self._bells.ring("events", lease.run_id)

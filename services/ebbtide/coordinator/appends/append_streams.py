@@ -1,0 +1,175 @@
+"""The append path: from a worker's message to stored and acknowledged tokens.
+
+A message is checked whole before any of it is stored; the bytes of the tokens are not looked at. A store that is away
+holds the message back until it is there again and knows what lives on, and with it that worker's stream alone. When the
+store came back the stream ends, so that the worker sends again what was not durable.
+"""
+
+import asyncio
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, suppress
+from typing import Final
+
+from ebbtide.coordinator import metrics
+from ebbtide.coordinator.appends.append_batcher import AppendBatcher
+from ebbtide.coordinator.fleet.stream_cut import StreamCut
+from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.state.coordinator_state import (
+    CoordinatorState,
+    RunningAttempt,
+    StoreIncarnation,
+    WorkerSession,
+)
+from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.errors import InvalidRequest, StoreUnavailable
+from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.store.store import Store
+from ebbtide.store.topics.append_topic import AppendColumns
+from ebbtide.types.append_delta import AppendAck
+from ebbtide.types.fleet import AppendStatus, AttemptRef
+from ebbtide.types.rollout import FinishReason
+from ebbtide.types.tokens import TOKEN_BYTES
+from ebbtide.v1 import fleet_pb2
+from ebbtide.wire.append_columns import AppendReceiver, finishes
+
+Responses = AsyncIterator[fleet_pb2.AppendResponse]
+_OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for status in AppendStatus}
+
+
+class AppendStreams:
+    def __init__(self, state: CoordinatorState, store: Store, fleet: WorkerRegistry, bells: Notifier) -> None:
+        self._state, self._fleet, self._link = state, fleet, store.link
+        self._storing = AppendBatcher(state, store, bells)
+
+    def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
+        """Answer a worker's messages in their order."""
+        answers = self._answers(requests)
+        life = self._state.life
+        return _twice(answers, life, self._link) if life.durable_after_s else answers
+
+    async def _answers(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
+        receiver, name = AppendReceiver(), ""
+        with ExitStack() as stack, StreamCut() as cut:
+            messages = aiter(requests)
+            while (request := await cut.next(messages)) is not None:
+                session = self._fleet.session(request.session or name)
+                if session.session_id != name:
+                    name = session.session_id
+                    stack.enter_context(session.appending())
+                    cut.by(session)
+                session.storing += 1
+                try:
+                    answer = await self._append(session, receiver, request)
+                finally:
+                    session.storing -= 1
+                yield answer
+
+    async def _append(
+        self, session: WorkerSession, receiver: AppendReceiver, request: fleet_pb2.AppendRequest
+    ) -> fleet_pb2.AppendResponse:
+        """Store one message. Raises `InvalidRequest`."""
+        start = time.monotonic()
+        refs, ends = receiver.attempts(request), finishes(request)
+        others: dict[int, AppendAck] = {}
+        life = self._state.life
+        if refs:
+            if request.tokens:
+                session.progressed = start
+            works = _by_run(request, refs, ends)
+            checked = [self._checked(columns, places) for places, columns in works]
+            pairs = zip(works, checked, strict=True)
+            stores = [self._storing.keep(session, columns, attempts) for (_, columns), attempts in pairs]
+            found = [await stores[0]] if len(stores) == 1 else await asyncio.gather(*stores)
+            for (places, _), some in zip(works, found, strict=True):
+                others.update({places[i]: ack for i, ack in some.items()})
+        _count(len(refs), len(request.tokens), others, time.monotonic() - start)
+        answers = [_answer(place, ack) for place, ack in others.items()] if others else None
+        return fleet_pb2.AppendResponse(sequence=request.sequence, others=answers, durable=life.durable())
+
+    def _checked(self, deltas: AppendColumns, places: Sequence[int]) -> list[RunningAttempt | None]:
+        """What the mirror has of each delta's attempt. Raises `InvalidRequest` for more than a rollout's tokens."""
+        run = self._state.runs.get(deltas.attempts[0].run_id)
+        running = run.running if run else {}
+        found: list[RunningAttempt | None] = []
+        started, now = False, time.monotonic()
+        for ref, offset, count in zip(deltas.attempts, deltas.offsets, deltas.counts, strict=True):
+            attempt = running.get(ref.rollout_id)
+            if attempt is not None and attempt.attempt_id == ref.attempt_id:
+                if offset + count > attempt.max_tokens:
+                    field = f"deltas[{places[len(found)]}].tokens"
+                    raise InvalidRequest(f"more than the rollout's max_tokens ({attempt.max_tokens})", field=field)
+                if count and not attempt.started:
+                    attempt.begun(now)
+                    started = True
+            else:
+                attempt = None
+            found.append(attempt)
+        if started and run and run.line:
+            self._state.wake.set()  # its worker may take one that waits
+        return found
+
+
+async def _twice(answers: Responses, life: StoreIncarnation, link: StoreConnection) -> Responses:
+    """Each answer at once, and again, without its particulars, when it has become durable."""
+    out: asyncio.Queue[fleet_pb2.AppendResponse | None] = asyncio.Queue()
+    unsure: deque[tuple[float, int]] = deque()  # messages, by when they are durable if the store lives on
+    came = asyncio.Event()
+
+    async def read() -> None:
+        try:
+            async for answer in answers:
+                out.put_nowait(answer)
+                unsure.append((time.monotonic() + life.durable_after_s, answer.sequence))
+                came.set()
+        finally:
+            out.put_nowait(None)
+
+    async def confirm() -> None:
+        """Not before the store says that it lives: one that died in time, and is not back yet, has forgotten it."""
+        while not life.over.is_set():  # else the stream ends, and the worker sends again
+            came.clear()
+            if not unsure:
+                await came.wait()
+            await asyncio.sleep(max(0.0, unsure[0][0] - time.monotonic()))
+            asked = time.monotonic()
+            with suppress(StoreUnavailable):
+                await link.call("PING", life=life.name)
+                while unsure and unsure[0][0] <= asked:
+                    out.put_nowait(fleet_pb2.AppendResponse(sequence=unsure.popleft()[1], durable=True))
+
+    reader, confirmer = asyncio.create_task(read()), asyncio.create_task(confirm())
+    try:
+        while (answer := await out.get()) is not None:
+            yield answer
+        reader.result()
+    finally:
+        reader.cancel()
+        confirmer.cancel()
+
+
+def _by_run(
+    request: fleet_pb2.AppendRequest, refs: list[AttemptRef], ends: dict[int, FinishReason]
+) -> list[tuple[Sequence[int], AppendColumns]]:
+    """The message's deltas run by run, each with the places that they have in the message."""
+    whole = AppendColumns(refs, list(request.offsets), list(request.counts), request.tokens, ends)
+    if len({ref.run_id for ref in refs}) == 1:
+        return [(range(len(refs)), whole)]
+    places: dict[str, list[int]] = defaultdict(list)
+    for place, ref in enumerate(refs):
+        places[ref.run_id].append(place)
+    return [(mine, whole.pick(mine)) for mine in places.values()]
+
+
+def _count(deltas: int, size: int, others: dict[int, AppendAck], seconds: float) -> None:
+    metrics.append_seconds.observe(seconds)
+    metrics.tokens.inc(size // TOKEN_BYTES)
+    _OUTCOMES[AppendStatus.STORED].inc(deltas - len(others))
+    for ack in others.values():
+        _OUTCOMES[ack.status].inc()
+
+
+def _answer(index: int, ack: AppendAck) -> fleet_pb2.AppendAck:
+    status = fleet_pb2.AppendAck.Status.ValueType(ack.status)
+    return fleet_pb2.AppendAck(index=index, status=status, stored=ack.stored, finished=ack.finished)

@@ -1,0 +1,23 @@
+"""What the services of a coordinator share."""
+
+from typing import NamedTuple
+
+from ebbtide.coordinator.failover.run_recovery import RunRecovery
+from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.publisher_keys import PublisherKeys
+from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.store.store import Store
+
+
+class CoordinatorParts(NamedTuple):
+    settings: CoordinatorSettings
+    state: CoordinatorState
+    store: Store
+    bells: Notifier
+    fleet: WorkerRegistry
+    attempts: AttemptTransitions
+    recovery: RunRecovery
+    publishers: PublisherKeys

@@ -1,0 +1,1 @@
+"""Decisions put into practice: placement, moves, shares and borrowed hosts."""

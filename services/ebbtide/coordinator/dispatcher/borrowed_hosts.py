@@ -1,0 +1,108 @@
+"""Borrowed workers, put into practice: what leaves one whose host has itself back, and which hosts are borrowed.
+
+Invariant: each borrowed worker has been told whether its host is wanted, and again at each change. Of what goes on at a
+serving host only the forecast in its worker's heartbeats comes here. Lost with the process: all hosts are borrowed
+again, and workers are told so.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.fleet.release_requests import free
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
+from ebbtide.coordinator.state.run_event_writer import RunEventWriter
+from ebbtide.scheduling.dispatch.attempt_endings import MOVED
+from ebbtide.scheduling.dispatch.host_view import HostView, may_take
+from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S, leaving
+from ebbtide.scheduling.lenders.lender_selection import Lender, LenderSelection
+from ebbtide.types.fleet import WorkerState
+from ebbtide.v1 import fleet_pb2
+
+log = telemetry.get_logger(__name__)
+#: Which hosts to borrow is decided so often: what it hangs on are means over minutes.
+_JUDGE_EVERY_S: Final = 2.0
+_RECLAIMED: Final = f"{MOVED}: its host took itself back"
+_GIVEN_UP: Final = f"{MOVED}: its host is given up"
+
+
+class BorrowedHosts:
+    def __init__(self, state: CoordinatorState, moves: Rebalancer, news: RunEventWriter) -> None:
+        self._state, self._moves, self._news = state, moves, news
+        self._borrowing = LenderSelection()
+        self._next = float("-inf")
+
+    def judge(self, now: float) -> None:
+        """Decide every few seconds which hosts to borrow, tell the workers, and take all from those given up."""
+        borrowed = [session for session in self._state.sessions.values() if session.borrowed and not session.draining]
+        if not borrowed:
+            return
+        if now >= self._next:
+            self._next = now + _JUDGE_EVERY_S
+            self._borrowing.decide([self._lender(one) for one in borrowed], self._wanting(), now)
+        for session in borrowed:
+            self._tell(session)
+            if session.given_up:
+                free(session, session.attempts.values(), _GIVEN_UP, now)
+
+    def release(self, run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], now: float) -> None:
+        """Take from workers whose host has itself back for long what others could go on with. `hosts`: the run's."""
+        standing = [one for one, _ in hosts if one.standing and one.attempts and now - one.turned >= SHORT_S]
+        if not standing:
+            return
+        takers = [host for session, host in hosts if not host.shut and not session.gone]
+        room = sum(max(0, host.slots - host.running) for host in takers if not host.held) - len(run.line)
+        for session in standing:
+            lent = session.lent(now)
+            mine = [
+                attempt
+                for attempt in session.attempts.values()
+                if attempt.run_id == run.run_id
+                and attempt.attempt_id not in session.freed
+                and any(may_take(attempt.waiting, host) for host in takers)
+            ]
+            if lent is None or not mine:
+                continue
+            freed = [mine[at] for at in leaving(lent, [one.length for one in mine], room=room)]
+            room -= len(freed)
+            free(session, freed, _RECLAIMED, now)
+
+    def _tell(self, session: WorkerSession) -> None:
+        verdict = self._borrowing.verdict(session.worker_id)
+        if session.wanted is verdict.wanted:
+            return
+        first, session.wanted = session.wanted is None, verdict.wanted
+        session.given_up = "" if verdict.wanted else verdict.reason
+        message = fleet_pb2.Borrow(wanted=verdict.wanted, reason=verdict.reason)
+        session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(borrow=message))
+        if first and verdict.wanted:
+            return
+        words = "borrowed again" if verdict.wanted else f"given up: {verdict.reason}"
+        text = f"worker {session.worker_id} is {words}"
+        log.info("borrowing", worker_id=session.worker_id, wanted=verdict.wanted, reason=verdict.reason)
+        self._news.of_worker(session, text, "borrowed" if verdict.wanted else "given_up")
+        self._state.wake.set()
+
+    def _lender(self, session: WorkerSession) -> Lender:
+        said = session.beat.borrowed
+        speed, context = self._moves.speed(session)
+        return Lender(
+            worker_id=session.worker_id,
+            slots=session.hello.slots,
+            share=said.share if said else 0.0,
+            disturbance=said.disturbance if said else 0.0,
+            known=said is not None and (said.share > 0.0 or said.spell_s > 0.0),
+            speed=speed,
+            context=context,
+        )
+
+    def _wanting(self) -> int:
+        """Rollouts that wait, or that borrowed workers have, and that no other worker has a free slot for."""
+        steady = [one for one in self._state.sessions.values() if not one.borrowed and not one.draining]
+        free = sum(
+            max(0, one.hello.slots - len(one.attempts)) for one in steady if one.state is not WorkerState.SHUNNED
+        )
+        waiting = sum(len(run.line) for run in self._state.runs.values())
+        lent = sum(len(one.attempts) for one in self._state.sessions.values() if one.borrowed)
+        return max(0, waiting + lent - free)

@@ -1,0 +1,187 @@
+"""Several runs on one fleet, put into practice: which run each worker is to serve, and what becomes of the rollouts of
+the run that it leaves.
+
+Invariant: `WorkerSession.run_id` is written here alone while the session lives (but for a run's end, and for a worker
+that attaches with rollouts); a worker is given rollouts of that run only, and installs its weights once it holds none
+of another. What it holds of the run that it leaves is finished there if that is soon, else handed over with its tokens.
+Lost with the process: nobody is owed anything then, and what changes cost is learnt anew.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import ceil, inf
+from typing import Final
+
+import msgspec
+
+from ebbtide import telemetry
+from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.fleet.engine_changes import EngineChanges
+from ebbtide.coordinator.fleet.release_requests import free, remind
+from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
+from ebbtide.scheduling.dispatch.attempt_endings import MOVED
+from ebbtide.scheduling.dispatch.move_costs import finishes_first
+from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot, turn_s
+from ebbtide.scheduling.fair_share.share_accounts import REST, RunDue, ShareAccounts, WorkerDemand
+from ebbtide.scheduling.fair_share.shares import Demand, entitled
+from ebbtide.types.run import RunShare
+
+log = telemetry.get_logger(__name__)
+#: Deciding takes at most so much of the time: a large fleet is looked at less often.
+_LOAD: Final = 0.05
+_LEAVES: Final = f"{MOVED}: its worker goes over to another run"
+
+
+class FleetSharing:
+    """`slice_s`: see `Settings.slice_s`."""
+
+    def __init__(
+        self,
+        state: CoordinatorState,
+        fleet: WorkerRegistry,
+        moves: Rebalancer,
+        changes: EngineChanges,
+        *,
+        slice_s: float,
+    ) -> None:
+        self._state, self._fleet, self._moves, self._slice_s = state, fleet, moves, slice_s
+        self._changes = changes
+        self._accounts, self._wants = ShareAccounts(time.monotonic()), WorkerDemand()
+        self._due: dict[str, RunDue] = {}
+        self._starved: dict[str, float] = {}  # run -> since when it has work and no worker
+        self._next = 0.0
+        self._settled = time.monotonic()
+
+    def decide(self, now: float) -> None:
+        """Settle who is owed what, and say which run each worker is to serve."""
+        if now < self._next:
+            return
+        sessions = [one for one in self._state.sessions.values() if not one.draining]
+        trusted = [one for one in sessions if self._fleet.trusts(one)]
+        self._settle(trusted, now)
+        demands = self._demands(trusted, now)
+        held = self._allot(trusted, demands, now)
+        # Apart: they pull, and a run that has none but them is not served.
+        self._allot([one for one in sessions if one not in trusted], demands, now)
+        self._tell(entitled(demands, len(trusted)), held)
+        self._next = now + (time.monotonic() - now) / _LOAD
+
+    def hand_over(self, now: float) -> None:
+        """Have workers hand back what they would not soon finish of runs that they are to leave."""
+        for session in self._state.sessions.values():
+            remind(session, now)
+            if session.gone or all(run_id == session.run_id for run_id, _ in session.held):
+                continue
+            rate = self._moves.rate(session)
+            left = [
+                one
+                for one in session.attempts.values()
+                if one.run_id != session.run_id
+                and (run := self._state.runs.get(one.run_id))
+                and not finishes_first(
+                    rest_s=run.lengths.rest(one.stored, one.max_tokens - one.stored) / rate if rate else inf,
+                    length=one.length,
+                    started=one.started,
+                    waited_s=now - session.since,
+                )
+            ]
+            free(session, left, _LEAVES, now)
+
+    def _settle(self, sessions: Sequence[WorkerSession], now: float) -> None:
+        made: dict[str, int] = {}
+        for run in self._state.runs.values():
+            if run.made:
+                made[run.run_id], run.made = run.made, 0
+        resting = sum(one.run_id == REST for one in sessions)
+        # Rollouts may be shorter than the time between two looks.
+        worked = (one for one in sessions if one.attempts or one.progressed >= self._settled)
+        working, self._settled = sum(one.run_id != REST for one in worked), now
+        turn = turn_s(self._slice_s, self._state.changes.typical())
+        self._accounts.tick(made, self._due, workers=working + resting, resting=resting, turn_s=turn, now=now)
+        self._state.changes.keep({one.worker_id for one in self._state.sessions.values()})
+
+    def _demands(self, sessions: Sequence[WorkerSession], now: float) -> list[Demand]:
+        """Of the runs with work and a version to do it with."""
+        slots = sum(one.hello.slots for one in sessions) / len(sessions) if sessions else 1.0
+        runs = [run for run in self._state.runs.values() if run.versions]
+        wanted = {run.run_id: float(ceil((len(run.line) + len(run.running)) / slots)) for run in runs}
+        believed = self._wants.believed(wanted, change_s=self._state.changes.typical(), now=now)
+        served = {one.run_id for one in sessions}
+        starved = {run_id: self._starved.get(run_id, now) for run_id in believed if run_id not in served}
+        self._starved = starved
+        rate = self._accounts.rate
+        return [
+            msgspec.structs.replace(
+                _demand(run),
+                wants=believed[run.run_id],
+                owed_s=self._accounts.owed_s(run.run_id),
+                work_s=_tokens(run) / rate if rate else inf,
+                starved_s=now - starved.get(run.run_id, now),
+            )
+            for run in runs
+            if run.run_id in believed
+        ]
+
+    def _allot(self, sessions: Sequence[WorkerSession], demands: Sequence[Demand], now: float) -> Counter[str]:
+        """Share these workers out; returns how many each run has. Who may borrow none gets none that is borrowed. While
+        nobody has work, those that serve nobody get weights for when somebody has.
+        """
+        live = self._state.runs
+        barred = {run.run_id for run in live.values() if run.spec.borrow.max_rollouts == 0}
+        held = Counter(one.run_id for one in sessions)
+        if not demands:
+            demands = [_demand(run) for run in live.values() if run.versions]
+            sessions = [one for one in sessions if one.run_id not in live]
+        posts = [self._post(one, barred if one.borrowed else set(), now) for one in sessions]
+        rest_s = self._accounts.owed_s(REST)
+        runs = allot(posts, demands, now=now, slice_s=self._slice_s, rest_owed_s=rest_s)
+        for session in sessions:
+            run_id = runs[session.session_id]
+            if session.run_id != run_id:
+                log.info("worker serves", worker_id=session.worker_id, run_id=run_id)
+                held.subtract((session.run_id,))
+                held.update((run_id,))
+                session.run_id, session.since = run_id, now
+        return held
+
+    def _post(self, session: WorkerSession, barred: set[str], now: float) -> WorkerPost:
+        change_s = self._state.changes.estimate(session.worker_id)
+        unfit = frozenset(run_id for run_id, until in session.unfit.items() if until > now)
+        return WorkerPost(
+            worker_id=session.session_id,
+            run_id=session.run_id,
+            since=session.since,
+            running=len(session.attempts),
+            has=session.installed[0] if session.installed else "",
+            unfit=unfit | barred | self._changes.barred(session, now),
+            architecture=session.hello.engine.architecture,
+            change_s=change_s,
+            restart_s=change_s + session.beat.restart_s,
+        )
+
+    def _tell(self, shares: Mapping[str, float], held: Mapping[str, int]) -> None:
+        self._due = {}
+        for run in self._state.runs.values():
+            share = shares.get(run.run_id, 0.0)
+            if run.run_id in shares:
+                self._due[run.run_id] = RunDue(share, waits=bool(run.line))
+            run.share = RunShare(lately=self._accounts.lately(run.run_id), due=share, workers=held.get(run.run_id, 0))
+
+
+def _demand(run: RunState) -> Demand:
+    share = run.spec.share
+    return Demand(
+        run_id=run.run_id,
+        weight=share.weight,
+        floor=share.floor,
+        ceiling=share.ceiling,
+        priority=share.priority,
+        architecture=run.architecture,
+    )
+
+
+def _tokens(run: RunState) -> float:
+    """Those that the run's rollouts will probably still make."""
+    return run.lengths.rest(0) * (len(run.line) + len(run.running))

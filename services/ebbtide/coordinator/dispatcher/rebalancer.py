@@ -1,0 +1,282 @@
+"""Balancing, put into practice: how fast each worker is, and which rollouts are to go from one to another.
+
+Invariant: an attempt has a `target` from when its worker was asked to release it until it ends or the worker's time is
+up, and a rollout is asked for once in a while only. Lost with the process: what was asked for is handed back all the
+same and goes to any worker, and speeds are learnt anew.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+from statistics import median
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from ebbtide import telemetry
+from ebbtide.coordinator.state.coordinator_state import (
+    CoordinatorState,
+    RunningAttempt,
+    RunState,
+    WorkerSession,
+)
+from ebbtide.coordinator.state.worker_reports import HeartbeatReport
+from ebbtide.scheduling.dispatch.attempt_endings import MOVED
+from ebbtide.scheduling.dispatch.host_view import HostView
+from ebbtide.scheduling.dispatch.rebalancing import EngineLoad, RolloutMove, RunningRollout, rebalance
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.types.fleet import WorkerState
+from ebbtide.v1 import fleet_pb2
+from ebbtide.wire.record_conversion import to_proto
+
+log = telemetry.get_logger(__name__)
+#: A few times a second: moves are for seconds to come.
+_EVERY_S: Final = 0.25
+#: How long a worker may take to hand back what it was asked for; and until the same rollout is asked for again, be it
+#: of another worker: each move costs a prefill.
+_HANDOVER_S: Final = 10.0
+_AGAIN_S: Final = 30.0
+#: A span of which so large a share of the rollouts began or ended says little about its speed.
+_CHURN: Final = 0.25
+#: Nor does one of several heartbeats: who knows what began and ended in it.
+_LONGEST_S: Final = 10.0
+#: Nor does one that we looked into less often than this, or one in which a message waited so long for the store.
+_BLIND_S: Final = 0.5
+_STORING_S: Final = 0.25
+#: Nor does one that ended with so large a share of it without a token.
+_QUIET: Final = 0.5
+#: What is known of a worker that has gone is kept for so long: it may come back under its name.
+_REMEMBERED_S: Final = 600.0
+
+
+class _Asked(Struct, frozen=True):
+    attempt: RunningAttempt
+    source: str
+    target: str
+    when: float
+
+    @property
+    def here(self) -> bool:
+        """Whether the attempt is still with whom it was asked of."""
+        session = self.attempt.session
+        return session is not None and session.session_id == self.source
+
+
+class _Beat(Struct):
+    """A heartbeat, and which attempts ran then. `disturbed`: since then, something else than its speed told how many
+    tokens it made.
+    """
+
+    beat: HeartbeatReport
+    running: frozenset[str]
+    disturbed: bool = False
+
+
+class Rebalancer:
+    def __init__(self, state: CoordinatorState, *, on: bool) -> None:
+        self._state, self._on = state, on
+        self._speeds: dict[str, WorkerThroughput] = {}  # by worker id
+        self._seen: dict[str, float] = {}  # when those were attached last
+        self._beats: dict[str, _Beat] = {}  # by session
+        self._contexts: dict[str, float] = {}
+        self._rates: dict[tuple[str, int], float] = {}  # by session ("": a typical one) and concurrency; of this round
+        self._asked: dict[tuple[str, str], _Asked] = {}  # by run and rollout
+        self._next = float("-inf")
+
+    def rate(self, session: WorkerSession) -> float:
+        """Tokens/s that each of its rollouts would make with one more; of a worker that is not known yet, those of a
+        typical one, so that it is not passed over. 0.0 while no worker is known.
+        """
+        running = len(session.attempts) + 1
+        found = self._rates.get((session.session_id, running))
+        if found is None:
+            speed, context = self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
+            found = (speed.rate(running, context) if speed else 0.0) or self._typical(running)
+            self._rates[session.session_id, running] = found
+        return found
+
+    def speed(self, session: WorkerSession) -> tuple[WorkerThroughput | None, float]:
+        """What was learnt of the worker's speed, if anything, and the mean context of what it has."""
+        return self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
+
+    def _typical(self, running: int) -> float:
+        found = self._rates.get(("", running))
+        if found is None:
+            sessions = self._state.sessions.values()
+            known = [self._speeds[one.worker_id] for one in sessions if one.worker_id in self._speeds]
+            context = sum(self._contexts.values()) / max(1, len(self._contexts))
+            rates = [rate for speed in known if (rate := speed.rate(running, context))]
+            found = self._rates["", running] = median(rates) if rates else 0.0
+        return found
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for the next round; if so, what heartbeats told is taken in."""
+        if now < self._next:
+            return False
+        blind = now - self._next > _BLIND_S
+        self._next = now + _EVERY_S
+        sessions = self._state.sessions
+        for session in sessions.values():
+            self._observe(session, disturbed=blind or self._disturbed(session, now))
+        for gone in self._beats.keys() - sessions.keys():
+            del self._beats[gone]
+            self._contexts.pop(gone, None)
+        self._forget(now)
+        self._rates.clear()
+        for key, asked in list(self._asked.items()):
+            self._expire(key, asked, now)
+        return True
+
+    def _forget(self, now: float) -> None:
+        """Drop the speeds of workers that have not been there for long: new machines have new names."""
+        self._seen.update((session.worker_id, now) for session in self._state.sessions.values())
+        for worker_id, seen in list(self._seen.items()):
+            if now - seen > _REMEMBERED_S:
+                del self._seen[worker_id]
+                self._speeds.pop(worker_id, None)
+
+    def _disturbed(self, session: WorkerSession, now: float) -> bool:
+        """Whether the worker is held up now: it is held, installs, or waits for the store to take what it sent."""
+        run = self._state.runs.get(session.run_id)
+        unsettled = run is not None and not run.settled.is_set()
+        stored_late = session.storing > 0 and now - session.progressed > _STORING_S
+        return session.beat.held or session.state is WorkerState.INSTALLING or unsettled or stored_late
+
+    def _observe(self, session: WorkerSession, *, disturbed: bool) -> None:
+        """Learn a worker's speed from two heartbeats, if between them it did nothing but generate."""
+        last, beat = self._beats.get(session.session_id), session.beat
+        if last is not None:
+            last.disturbed |= disturbed
+            if last.beat is beat:
+                return
+        running = frozenset(session.attempts.keys() - session.pending.keys())
+        self._beats[session.session_id] = _Beat(beat, running, disturbed)
+        context = self._contexts[session.session_id] = _context(session)
+        if last is None or last.disturbed or not running or not last.running:
+            return
+        seconds, busy_s = beat.uptime_s - last.beat.uptime_s, beat.busy_s - last.beat.busy_s
+        tokens = beat.tokens_generated - last.beat.tokens_generated
+        churn = len(running ^ last.running) + len(session.pending)
+        steady = busy_s >= 0.9 * seconds and beat.quiet_s <= _QUIET * seconds
+        if not 0 < seconds <= _LONGEST_S or churn > _CHURN * len(running) or not steady:
+            return
+        speed = self._speeds.setdefault(session.worker_id, WorkerThroughput())
+        speed.observe((len(running) + len(last.running)) / 2, context, tokens, seconds)
+        session.plateau = speed.plateau(context)
+
+    def _expire(self, key: tuple[str, str], asked: _Asked, now: float) -> None:
+        attempt = asked.attempt
+        forgotten = attempt.session is not None and not asked.here  # its worker attached again, and knows nothing of it
+        if forgotten or now - asked.when > _AGAIN_S:
+            del self._asked[key]
+            if attempt.session is not None:
+                attempt.target = ""
+        elif asked.here and attempt.target and now - asked.when > _HANDOVER_S:
+            log.info("move given up", run_id=attempt.run_id, rollout_id=attempt.waiting.rollout_id)
+            attempt.target = ""
+
+    def decide(self, run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], now: float) -> None:
+        """Ask for what is better off elsewhere. Call when nobody in the run's line could take the hosts' free slots.
+
+        A worker whose host has itself back is left out: what leaves it does so for that.
+        """
+        hosts = [(session, host) for session, host in hosts if not session.standing]
+        if not self._on or len(hosts) < 2 or all(host.running >= host.slots for _, host in hosts):
+            return
+        running, pending = Counter[str](), Counter[str]()  # more, or fewer, once those asked for have moved
+        for asked in self._asked.values():
+            if asked.here and asked.attempt.target:
+                running[asked.source] -= 1
+                running[asked.target] += 1
+                pending[asked.source] -= not asked.attempt.started
+                pending[asked.target] += not asked.attempt.started
+        engines = [
+            self._engine(session, host, running[session.session_id], pending[session.session_id])
+            for session, host in hosts
+        ]
+        sessions = {host.worker_id: session for session, host in hosts if not session.gone}
+        self._ask(run, rebalance(engines, run.lengths, now=now), sessions, now)
+
+    def _engine(self, session: WorkerSession, host: HostView, running: int, pending: int) -> EngineLoad:
+        host = msgspec.structs.replace(
+            host,
+            running=max(0, host.running + running),
+            pending=max(0, host.pending + pending),
+            plateau=session.plateau,
+        )
+        return EngineLoad(
+            host=host,
+            speed=self._speeds.setdefault(session.worker_id, WorkerThroughput()),
+            context=self._contexts.get(session.session_id, 0.0),
+            rollouts=lambda: self._movable(session),
+        )
+
+    def _movable(self, session: WorkerSession) -> Iterator[RunningRollout]:
+        for attempt in session.attempts.values():
+            if not attempt.target and not attempt.leaving and attempt.attempt_id not in session.freed:
+                yield RunningRollout(
+                    attempt_id=attempt.attempt_id,
+                    waiting=attempt.waiting,
+                    length=attempt.length,
+                    made=attempt.stored,
+                    budget=attempt.max_tokens - attempt.stored,
+                    since=attempt.given if attempt.started else max(attempt.given, session.turned),
+                    started=attempt.started,
+                    stays=(attempt.run_id, attempt.waiting.rollout_id) in self._asked,
+                )
+
+    def _ask(
+        self, run: RunState, moves: Sequence[RolloutMove], sessions: Mapping[str, WorkerSession], now: float
+    ) -> None:
+        batches: dict[str, list[fleet_pb2.AttemptRef]] = {}
+        room = borrowable(run) - self._lending(run)
+        for move in moves:
+            source, target = sessions.get(move.source), sessions.get(move.target)
+            attempt = source.attempts.get(move.attempt_id) if source else None
+            if source is None or target is None or attempt is None:
+                continue  # it left since its host was looked at
+            if target.borrowed and not source.borrowed:
+                if room <= 0:
+                    continue
+                room -= 1
+            attempt.target = target.worker_id
+            self._asked[attempt.run_id, attempt.waiting.rollout_id] = _Asked(attempt, move.source, move.target, now)
+            batches.setdefault(move.source, []).append(to_proto(attempt.ref, fleet_pb2.AttemptRef))
+            log.info(
+                "moves",
+                run_id=run.run_id,
+                rollout_id=attempt.waiting.rollout_id,
+                source=source.worker_id,
+                target=target.worker_id,
+                gain_s=round(move.gain_s, 1),
+            )
+        for source_id, refs in batches.items():
+            release = fleet_pb2.Release(attempts=refs, reason=MOVED)
+            sessions[source_id].outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
+
+    def _lending(self, run: RunState) -> int:
+        """Rollouts of the run that are on their way from other workers to borrowed ones."""
+        borrowed = {name: session.borrowed for name, session in self._state.sessions.items()}
+        return sum(
+            key[0] == run.run_id
+            and bool(asked.attempt.target)
+            and asked.here
+            and borrowed.get(asked.target, False)
+            and not borrowed.get(asked.source, False)
+            for key, asked in self._asked.items()
+        )
+
+
+def borrowable(run: RunState) -> float:
+    """How many more of the run's rollouts may go to borrowed workers."""
+    most = run.spec.borrow.max_rollouts
+    if most is None:
+        return inf
+    there = sum(one.session is not None and one.session.borrowed for one in run.running.values())
+    return most - there
+
+
+def _context(session: WorkerSession) -> float:
+    """Mean tokens of prompt and response of what the worker has."""
+    return sum(attempt.length for attempt in session.attempts.values()) / max(1, len(session.attempts))

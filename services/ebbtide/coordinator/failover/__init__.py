@@ -1,0 +1,1 @@
+"""Taking over: the lease of the fleet, runs read back, and stores that forgot."""

@@ -1,0 +1,104 @@
+"""Leading, and standing by: the lease of the fleet, taken, renewed and given up.
+
+Invariant: whether this coordinator leads is the store's to say, which checks each of its writes. The lease tells others
+when to take over, and clients whom to ask: one whose lease may be over says that it does not serve, until the store has
+renewed it. When the process dies, the lease ends by itself.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.coordinator import metrics
+from ebbtide.errors import StoreUnavailable
+from ebbtide.runtime import race
+from ebbtide.scheduling.health.leader_election import LOOK_S, RENEW_S, TTL_S, LeaderTenure, StandbyWatch
+from ebbtide.store.link.store_faults import TermSuperseded
+from ebbtide.store.store import Store
+
+log = telemetry.get_logger(__name__)
+#: Giving the lease up saves the next one a wait, and is not worth a longer one here.
+_RELEASE_S: Final = 1.0
+
+
+class Election:
+    """`stand_by` or `seize`, then `keep`, then `release`. A store that this program cannot read is left to who can."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._lease = store, store.leadership
+        self._address, self._leads = "", False
+        self._tenure = LeaderTenure(-math.inf)
+
+    async def stand_by(self, address: str, heard: Callable[[str], None]) -> None:
+        """Wait until nobody holds the lease, and take it. `heard` is told who does, by its address, when it changes."""
+        log.info("standing by")
+        await race(self._wait(address, heard), self._store.link.lost())
+
+    async def _wait(self, address: str, heard: Callable[[str], None]) -> None:
+        watch, leader, waits, hindrance = StandbyWatch(), "", True, ""
+        while waits:
+            asked = time.monotonic()
+            try:
+                held = await self._lease.leader()
+                if watch.free(time.monotonic(), held=held is not None):
+                    await self._store.check()
+                    asked = time.monotonic()
+                    held = await self._lease.take(address, TTL_S)
+                    waits = bool(held)
+                if held and held != leader:
+                    heard(leader := held)
+                    log.info("another coordinator leads", at=leader)
+                hindrance = ""
+            except StoreUnavailable as error:
+                if str(error) != hindrance:
+                    hindrance = str(error)
+                    log.warning("could not lead", reason=hindrance)
+            if waits:
+                await asyncio.sleep(LOOK_S)
+        self._begin(address, asked)
+
+    async def seize(self, address: str) -> None:
+        """Take the lease, whoever holds it. Raises `StoreUnavailable`."""
+        await self._store.check()
+        asked = time.monotonic()
+        await self._lease.seize(address, TTL_S)
+        self._begin(address, asked)
+
+    def _begin(self, address: str, asked: float) -> None:
+        self._address, self._leads, self._tenure = address, True, LeaderTenure(asked)
+        metrics.leads.set(1)
+        log.info("leads", at=address)
+
+    async def keep(self, serving: Callable[[bool], Awaitable[None]]) -> None:
+        """Renew the lease for ever. `serving` is told whenever it is over without anybody having said so, and renewed
+        again. Raises `TermSuperseded` once another has taken over.
+        """
+        tenure, certain = self._tenure, True
+        superseded = self._store.link.superseded
+        while not superseded.is_set():
+            asked = time.monotonic()
+            with suppress(StoreUnavailable):  # full, or away
+                await self._lease.renew(self._address, TTL_S, patience_s=tenure.patience_s(asked))
+                tenure.renewed = asked
+            if certain is not (tenure.rest_s(time.monotonic()) > 0):
+                certain = not certain
+                metrics.leads.set(certain)
+                log.warning("the lease is renewed again" if certain else "the lease could not be renewed in time")
+                await serving(certain)
+            rest_s = tenure.rest_s(time.monotonic())
+            with suppress(TimeoutError):  # of a lease that is nearly over the end is said in time
+                async with asyncio.timeout(rest_s if 0.0 < rest_s < RENEW_S else RENEW_S):
+                    await superseded.wait()
+        raise TermSuperseded
+
+    async def release(self) -> None:
+        """Let another take over at once; all loops that write have ended. An attempt."""
+        if self._leads and not self._store.link.superseded.is_set():
+            with suppress(StoreUnavailable, TermSuperseded):
+                await self._lease.release(patience_s=_RELEASE_S)
+        self._leads = False
+        metrics.leads.set(0)

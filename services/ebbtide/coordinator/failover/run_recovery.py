@@ -1,0 +1,161 @@
+"""Reading runs back from the store: at the start, and whenever the mirror may have missed something.
+
+A store that came back may have missed something itself: then it is told first what lives on (`lives`). Attempts that
+the store has as running, and that no attached worker holds, wait for their worker until `grace`; then they are
+re-queued like any orphan.
+"""
+
+import math
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from ebbtide import telemetry
+from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
+from ebbtide.coordinator.state.attempt_transitions import standing
+from ebbtide.coordinator.state.coordinator_state import (
+    CoordinatorState,
+    OrphanedAttempt,
+    RunningAttempt,
+    RunState,
+)
+from ebbtide.errors import LeaseSuperseded
+from ebbtide.store.rollout_rows import OpenRollout, RolloutState
+from ebbtide.store.store import Store
+from ebbtide.types.run import Run
+
+log = telemetry.get_logger(__name__)
+
+
+class RunRecovery:
+    """`over`: called when the store says that a live run of the mirror has ended."""
+
+    def __init__(
+        self,
+        state: CoordinatorState,
+        store: Store,
+        lives: StoreIncarnations,
+        over: Callable[[str], Awaitable[None]],
+        *,
+        grace_s: float,
+    ) -> None:
+        self._state, self._store, self._lives, self._over = state, store, lives, over
+        self._grace_s = grace_s
+        self._until = math.inf
+
+    def serving(self) -> None:
+        """Workers can come back from now on: the grace begins."""
+        before, self._until = self._until, time.monotonic() + self._grace_s
+        for run in self._state.runs.values():
+            for attempt in run.running.values():
+                if attempt.orphaned is not None and attempt.orphaned.due == before:
+                    attempt.orphaned = msgspec.structs.replace(attempt.orphaned, due=self._until)
+
+    async def take_over(self) -> None:
+        """Become the store's coordinator, bring its data to the newest schema, and load every live run; ended ones are
+        noted for deletion.
+        """
+        live = await self._store.runs.take_over()
+        if steps := await self._store.schema.migrate():
+            log.info("store migrated", schema=self._store.schema.newest, steps=steps)
+        await self._lives.begin()
+        for run_id in live:
+            await self.add(await self._store.runs.read(run_id))
+        for run_id in set(await self._store.runs.ids()) - set(live):
+            self._state.ended.add(run_id)
+        log.info(
+            "took over", runs=len(live), rollouts=sum(len(r.line) + len(r.running) for r in self._state.runs.values())
+        )
+
+    async def add(self, run: Run) -> RunState:
+        """Mirror a live run."""
+        found = self._state.runs.setdefault(run.run_id, RunState(run.run_id, run.spec))
+        found.fitted |= run.counters.get("tokens_stored", 0) > 0
+        await self.refresh(found)
+        return found
+
+    async def live(self, run_id: str) -> RunState:
+        """The live run. Raises `LeaseSuperseded` after its end, `NotFound` if there never was one."""
+        if (run := self._state.runs.get(run_id)) is not None:
+            return run
+        record = await self._store.runs.read(run_id)
+        if record.status.ended:
+            raise LeaseSuperseded(f"run {run_id} has ended ({record.status.name.lower()}); step down")
+        return await self.add(record)
+
+    async def refresh(self, run: RunState) -> None:
+        """Make a stale mirror true again, and first the store that came back."""
+        self._lives.expire(run)
+        if not run.stale or run.ended:
+            return
+        async with run.lock:
+            live = run.ended or await self._refresh(run)
+        if not live:
+            log.warning("run over or gone in the store", run_id=run.run_id)
+            await self._over(run.run_id)
+            return
+        await self._lives.settled()
+        self._state.wake.set()
+        self._state.reap.set()
+
+    async def _refresh(self, run: RunState) -> bool:
+        life, ended = self._state.life, set[str]()
+        run.stale = False
+        run.ended_lately = ended
+        try:
+            settled = run.settled.is_set()
+            if not await (self._store.runs.lives(run.run_id) if settled else self._lives.settle(run)):
+                return False
+            await self._lives.remarry(run)
+            await self._read(run, ended)
+        except BaseException:
+            run.stale = True
+            raise
+        finally:
+            run.ended_lately = None
+        self._lives.rejoin(run)
+        if life is self._state.life:
+            run.settled.set()
+        return True
+
+    async def _read(self, run: RunState, ended: set[str]) -> None:
+        known = await self._store.runs.versions(run.run_id)
+        rows = [row async for row in self._store.rollouts.open_rollouts(run.run_id)]
+        # From here on nothing is awaited: what ended while rows were read is in `ended`.
+        run.versions = {v: record for v, record in known.items() if v in run.versions or v not in run.failed_installs}
+        rows = [row for row in rows if row.request.rollout_id not in ended]
+        before, run.running = run.running, {}
+        for stood in list(run.line):
+            run.line.remove(stood.rollout_id)
+        for row in rows:
+            rollout_id = row.request.rollout_id
+            group = run.group_place(row.request.group_id, row.place)
+            if row.state is RolloutState.QUEUED:
+                run.line.add(standing(row, group=group))
+            else:
+                run.running[rollout_id] = self._attempt(row, run, group, before.get(rollout_id))
+        self._drop_lost(run, before)
+
+    def _attempt(self, row: OpenRollout, run: RunState, group: int, before: RunningAttempt | None) -> RunningAttempt:
+        if before is not None and before.attempt_id == row.attempt_id:
+            return before
+        due, reason = self._until, "its worker did not come back to the restarted coordinator"
+        if not run.settled.is_set() and due < (later := time.monotonic() + self._grace_s):
+            due, reason = later, "the store forgot how it went on, and its worker does not say"
+        return RunningAttempt(
+            run_id=run.run_id,
+            attempt_id=row.attempt_id,
+            waiting=standing(row, group=group),
+            start=row.stored,
+            max_tokens=row.request.sampling.max_tokens,
+            given=time.monotonic(),  # not known; as if now, so that it is not taken for one that waits
+            orphaned=OrphanedAttempt(due, reason, False),
+        )
+
+    def _drop_lost(self, run: RunState, before: dict[str, RunningAttempt]) -> None:
+        """Attempts that workers hold and the store does not: they are over."""
+        for rollout_id, attempt in before.items():
+            if run.running.get(rollout_id) is not attempt and attempt.session is not None:
+                attempt.session.cancel([attempt.ref])
+                attempt.part()

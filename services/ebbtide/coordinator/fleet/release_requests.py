@@ -1,0 +1,51 @@
+"""Asking workers for rollouts back.
+
+Invariant: an attempt is asked for on account of its worker once (`WorkerSession.freed`), and again only if it is not
+handed back for long; who does not obey then is no longer trusted (`health`).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.coordinator.state.coordinator_state import ReleaseRequest, RunningAttempt, WorkerSession
+from ebbtide.types.fleet import AttemptRef
+from ebbtide.v1 import fleet_pb2
+from ebbtide.wire.record_conversion import to_proto
+
+log = telemetry.get_logger(__name__)
+#: What was asked for and has not come back is asked for again.
+_AGAIN_S: Final = 15.0
+
+
+def free(session: WorkerSession, attempts: Iterable[RunningAttempt], reason: str, now: float) -> None:
+    """Have the worker hand these back, unless it was asked to already."""
+    refs = [
+        one
+        for one in attempts
+        if not one.leaving and not one.target and one.session is session and one.attempt_id not in session.freed
+    ]
+    if not refs or session.gone:
+        return
+    session.freed.update((one.attempt_id, ReleaseRequest(reason, now, now)) for one in refs)
+    _ask(session, [one.ref for one in refs], reason)
+
+
+def remind(session: WorkerSession, now: float) -> None:
+    """Ask again for what the worker still has long after it was asked for it."""
+    if not session.freed:
+        return
+    session.freed = {name: freed for name, freed in session.freed.items() if name in session.attempts}
+    late: dict[str, list[AttemptRef]] = {}
+    for name, freed in session.freed.items():
+        if now - freed.last >= _AGAIN_S:
+            freed.last = now
+            late.setdefault(freed.reason, []).append(session.attempts[name].ref)
+    for reason, refs in late.items():
+        _ask(session, refs, reason)
+
+
+def _ask(session: WorkerSession, refs: Sequence[AttemptRef], reason: str) -> None:
+    release = fleet_pb2.Release(attempts=[to_proto(ref, fleet_pb2.AttemptRef) for ref in refs], reason=reason)
+    session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
+    log.info("freed", worker_id=session.worker_id, rollouts=len(refs), reason=reason)

@@ -1,0 +1,113 @@
+"""Which workers can be trusted with work: those heard lately, that make tokens.
+
+Invariant: every attached session is watched, and no other. Lost with the process: workers attach anew, and all are
+trusted again.
+"""
+
+from collections.abc import Iterable
+from math import inf
+from typing import Final, NamedTuple
+
+from ebbtide.coordinator.state.coordinator_state import WorkerSession
+from ebbtide.coordinator.state.worker_reports import HeartbeatReport
+from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness
+from ebbtide.scheduling.health.token_progress import FLOOR_S, PAUSE_S, TokenProgress, WorkerActivity
+
+#: What a worker was asked to hand back, it hands back within this, or it is stuck; it was asked several times then.
+_OBEYS_S: Final = 45.0
+#: Of its time a borrowed worker is taken to have at least this share.
+_LEAST_SHARE: Final = 0.05
+
+
+class SuspectWorker(NamedTuple):
+    """A worker to be given up, why, and for how long it has shown no sign of life, or of work."""
+
+    session_id: str
+    reason: str
+    quiet_s: float
+
+
+class WorkerHealth:
+    def __init__(self, heartbeat_timeout_s: float, heartbeat_s: float = 1.0) -> None:
+        #: Often enough to tell a worker's silence from our own sleep, and to be late by a tenth at most.
+        self.judge_every_s = min(JUDGE_EVERY_S, heartbeat_timeout_s / 10)
+        self._timeout_s = heartbeat_timeout_s
+        self._liveness = Liveness(heartbeat_timeout_s)
+        # A worker heard every few seconds is judged by what several heartbeats say.
+        self._progress = TokenProgress(floor_s=max(FLOOR_S, 2 * heartbeat_s), pause_s=PAUSE_S * max(1.0, heartbeat_s))
+        self._progressed: dict[str, float] = {}
+        self._beats: dict[str, tuple[HeartbeatReport, float]] = {}  # the last one, and when its engine had made a token
+
+    def heard(self, session: WorkerSession, now: float) -> None:
+        """Any message came."""
+        self._liveness.heard(session.session_id, now)
+
+    def quiet_s(self, session: WorkerSession, now: float) -> float:
+        """Seconds since the last message."""
+        return self._liveness.since(session.session_id, now)
+
+    def gone(self, session: WorkerSession) -> None:
+        """The session is over."""
+        self._liveness.forget(session.session_id)
+        self._progress.forget(session.session_id)
+        self._progressed.pop(session.session_id, None)
+        self._beats.pop(session.session_id, None)
+
+    def judge(self, sessions: Iterable[WorkerSession], now: float) -> list[SuspectWorker]:
+        """The workers to give up. Call it every `judge_every_s`."""
+        watched = {session.session_id: session for session in sessions}
+        for session in watched.values():
+            if self._progressed.get(session.session_id) != session.progressed:
+                self._progressed[session.session_id] = session.progressed
+                self._progress.arrived(session.session_id, session.progressed)
+        found = {
+            session_id: SuspectWorker(
+                session_id, f"no heartbeat for {self._timeout_s:g} s", self._liveness.since(session_id, now)
+            )
+            for session_id in self._liveness.silent(now)
+        }
+        for session_id in self._progress.stalled([self._doing(session, now) for session in watched.values()], now):
+            quiet_s = self._progress.quiet_s(session_id, now)
+            but = "it is held all that time" if watched[session_id].beat.held else "its heartbeats go on"
+            reason = f"no token for {quiet_s:.1f} s, though it has work and {but}"
+            found.setdefault(session_id, SuspectWorker(session_id, reason, quiet_s))
+        for session_id, session in watched.items():
+            if (late_s := _late_s(session, now)) > _OBEYS_S:
+                reason = f"it has not handed back what it was asked for {late_s:.0f} s ago"
+                found.setdefault(session_id, SuspectWorker(session_id, reason, late_s))
+        return list(found.values())
+
+    def _doing(self, session: WorkerSession, now: float) -> WorkerActivity:
+        heard = now - self._liveness.since(session.session_id, now)
+        return WorkerActivity(
+            session=session.session_id,
+            started=len(session.attempts) - len(session.pending),
+            pending=len(session.pending),
+            unread=_unread(session),
+            heard=heard,
+            made=self._made(session, heard),
+            held=session.beat.held and not session.standing,
+            excused=session.storing > 0,
+            standing=session.standing,
+        )
+
+    def _made(self, session: WorkerSession, heard: float) -> float:
+        """When the worker's engine made its last token, as its last heartbeat says; one without work says nothing."""
+        beat, made = self._beats.get(session.session_id, (None, -inf))
+        if beat is not session.beat:
+            made = heard - session.beat.quiet_s if session.beat.quiet_s > 0 else -inf
+            self._beats[session.session_id] = (session.beat, made)
+        return made
+
+
+def _unread(session: WorkerSession) -> int:
+    """Tokens that the worker has to read before it makes any; a borrowed one has a share of the time for it."""
+    tokens = sum(attempt.waiting.length for attempt in session.pending.values())
+    said = session.beat.borrowed
+    return int(tokens / max(_LEAST_SHARE, said.share)) if session.borrowed and said else tokens
+
+
+def _late_s(session: WorkerSession, now: float) -> float:
+    """For how long the worker has kept what it was asked for; 0.0 while it waits for the store to take its tokens."""
+    kept = [freed.first for name, freed in session.freed.items() if name in session.attempts]
+    return now - min(kept) if kept and not session.storing else 0.0

@@ -1,0 +1,72 @@
+"""The `Rollouts` service on the wire."""
+# ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
+
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from ebbtide.coordinator.api.request_checks import check_cursor
+from ebbtide.coordinator.api.rollout_service import RolloutService
+from ebbtide.types.rollout import Episode, RolloutRequest, TrajectoryOutcome
+from ebbtide.types.run import LeaseRef
+from ebbtide.v1 import rollouts_pb2, rollouts_pb2_grpc, runs_pb2
+from ebbtide.wire.record_conversion import from_proto, to_proto
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = "ebbtide.v1.Rollouts"
+
+
+class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
+    def __init__(self, rollouts: RolloutService) -> None:
+        self._rollouts = rollouts
+
+    async def Submit(self, request: rollouts_pb2.SubmitRequest, context: Context) -> rollouts_pb2.SubmitResponse:
+        asked = [from_proto(one, RolloutRequest, field=f"rollouts[{i}]") for i, one in enumerate(request.rollouts)]
+        outcomes = await self._rollouts.submit(_lease(request.lease), asked)
+        return rollouts_pb2.SubmitResponse(outcomes=[outcome.value for outcome in outcomes])  # type: ignore[misc]
+
+    async def WatchFinished(
+        self, request: rollouts_pb2.WatchFinishedRequest, context: Context
+    ) -> AsyncIterator[rollouts_pb2.FinishedRollout]:
+        async for one in self._rollouts.finished(request.run_id, check_cursor(request.cursor)):
+            yield to_proto(one, rollouts_pb2.FinishedRollout)
+
+    async def StreamTokens(
+        self, request: rollouts_pb2.StreamTokensRequest, context: Context
+    ) -> AsyncIterator[rollouts_pb2.TokenChunk]:
+        async for chunk in self._rollouts.tokens(request.run_id, request.rollout_id, request.offset):
+            yield to_proto(chunk, rollouts_pb2.TokenChunk)
+
+    async def Acknowledge(self, request: rollouts_pb2.AcknowledgeRequest, context: Context) -> runs_pb2.Empty:
+        await self._rollouts.acknowledge(_lease(request.lease), list(request.rollout_ids), request.drop_reason)
+        return runs_pb2.Empty()
+
+    async def Cancel(self, request: rollouts_pb2.CancelRequest, context: Context) -> runs_pb2.Empty:
+        await self._rollouts.cancel(_lease(request.lease), list(request.rollout_ids), request.reason)
+        return runs_pb2.Empty()
+
+    async def CompleteEpisodes(self, request: rollouts_pb2.CompleteEpisodesRequest, context: Context) -> runs_pb2.Empty:
+        episodes = [from_proto(one, Episode, field=f"episodes[{i}]") for i, one in enumerate(request.episodes)]
+        await self._rollouts.complete(_lease(request.lease), episodes)
+        return runs_pb2.Empty()
+
+    async def WatchTrajectories(
+        self, request: rollouts_pb2.WatchTrajectoriesRequest, context: Context
+    ) -> AsyncIterator[rollouts_pb2.Trajectory]:
+        async for one in self._rollouts.trajectories(request.run_id, check_cursor(request.cursor)):
+            yield to_proto(one, rollouts_pb2.Trajectory)
+
+    async def CommitTrajectories(
+        self, request: rollouts_pb2.CommitTrajectoriesRequest, context: Context
+    ) -> runs_pb2.Empty:
+        outcomes = [
+            from_proto(one, TrajectoryOutcome, field=f"outcomes[{i}]") for i, one in enumerate(request.outcomes)
+        ]
+        await self._rollouts.commit(_lease(request.lease), outcomes)
+        return runs_pb2.Empty()
+
+
+def _lease(message: runs_pb2.LeaseRef) -> LeaseRef:
+    return from_proto(message, LeaseRef, field="lease")

@@ -1,0 +1,100 @@
+"""The `Runs` service on the wire."""
+# ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
+
+import math
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+
+from ebbtide.coordinator.api.request_checks import check_cursor
+from ebbtide.coordinator.api.run_service import RunService
+from ebbtide.errors import InvalidRequest
+from ebbtide.types.run import LeaseRef, Run, RunEvent, RunSpec, RunStatus
+from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.v1 import runs_pb2, runs_pb2_grpc, types_pb2
+from ebbtide.wire.record_conversion import from_proto, to_proto
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = "ebbtide.v1.Runs"
+
+
+class RunsServicer(runs_pb2_grpc.RunsServicer):
+    def __init__(self, runs: RunService, *, lease_ttl_s: float) -> None:
+        self._runs, self._ttl_s = runs, lease_ttl_s
+
+    async def SubmitRun(self, request: runs_pb2.SubmitRunRequest, context: Context) -> runs_pb2.Run:
+        spec = from_proto(request.spec, RunSpec, field="spec")
+        return to_proto(await self._runs.submit(request.run_id, spec), runs_pb2.Run)
+
+    async def GetRun(self, request: runs_pb2.GetRunRequest, context: Context) -> runs_pb2.Run:
+        return to_proto(await self._runs.get(request.run_id), runs_pb2.Run)
+
+    async def ListRuns(self, request: runs_pb2.ListRunsRequest, context: Context) -> runs_pb2.ListRunsResponse:
+        return runs_pb2.ListRunsResponse(runs=[to_proto(run, runs_pb2.Run) for run in await self._runs.list()])
+
+    async def CancelRun(self, request: runs_pb2.CancelRunRequest, context: Context) -> runs_pb2.Run:
+        return to_proto(await self._runs.cancel(request.run_id), runs_pb2.Run)
+
+    async def WatchRun(self, request: runs_pb2.WatchRunRequest, context: Context) -> AsyncIterator[runs_pb2.RunEvent]:
+        async for event in self._runs.watch(request.run_id, check_cursor(request.cursor)):
+            yield to_proto(event, runs_pb2.RunEvent)
+
+    async def ReadTimeline(
+        self, request: runs_pb2.ReadTimelineRequest, context: Context
+    ) -> AsyncIterator[runs_pb2.AttemptSpan]:
+        async for span in self._runs.timeline(request.run_id, check_cursor(request.cursor)):
+            yield to_proto(span, runs_pb2.AttemptSpan)
+
+    async def ClaimRun(self, request: runs_pb2.ClaimRunRequest, context: Context) -> runs_pb2.Lease:
+        waited_s = request.waited_s if request.HasField("waited_s") else math.inf
+        lease, run = await self._runs.claim(request.run_id, request.role, request.holder, waited_s)
+        return self._lease(to_proto(lease, runs_pb2.LeaseRef), run)
+
+    async def RenewLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Lease:
+        run = await self._runs.renew(from_proto(request, LeaseRef))
+        return self._lease(request, run)
+
+    def _lease(self, ref: runs_pb2.LeaseRef, run: Run) -> runs_pb2.Lease:
+        life = self._runs.store_life
+        return runs_pb2.Lease(
+            ref=ref,
+            ttl_s=self._ttl_s,
+            run=to_proto(run, runs_pb2.Run),
+            store_life=life.name,
+            durable_after_s=life.durable_after_s,
+        )
+
+    async def ReleaseLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Empty:
+        await self._runs.release(from_proto(request, LeaseRef))
+        return runs_pb2.Empty()
+
+    async def ReserveVersion(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.ReserveVersionResponse:
+        version, seed = await self._runs.reserve_version(from_proto(request, LeaseRef))
+        return runs_pb2.ReserveVersionResponse(version=version, publisher_seed=seed)
+
+    async def AnnounceVersion(self, request: runs_pb2.AnnounceVersionRequest, context: Context) -> runs_pb2.Empty:
+        lease = from_proto(request.lease, LeaseRef, field="lease")
+        await self._runs.announce(lease, from_proto(request.version, PolicyVersion, field="version"))
+        return runs_pb2.Empty()
+
+    async def Report(self, request: runs_pb2.ReportRequest, context: Context) -> runs_pb2.Empty:
+        for index, event in enumerate(request.events):
+            if event.ByteSize() > MAX_EVENT_BYTES:
+                raise InvalidRequest(f"more than {MAX_EVENT_BYTES} bytes", field=f"events[{index}]")
+        events = [from_proto(event, RunEvent, field=f"events[{i}]") for i, event in enumerate(request.events)]
+        await self._runs.report(from_proto(request.lease, LeaseRef, field="lease"), events)
+        return runs_pb2.Empty()
+
+    async def WatchEnded(
+        self, request: types_pb2.WatchEndedRequest, context: Context
+    ) -> AsyncIterator[types_pb2.RunsEnded]:
+        async for ended in self._runs.watch_ended(request.held):
+            yield to_proto(ended, types_pb2.RunsEnded)
+
+    async def FinishRun(self, request: runs_pb2.FinishRunRequest, context: Context) -> runs_pb2.Run:
+        lease = from_proto(request.lease, LeaseRef, field="lease")
+        status = request.status or RunStatus.FINISHED
+        return to_proto(await self._runs.finish(lease, status, shortened(request.message)), runs_pb2.Run)

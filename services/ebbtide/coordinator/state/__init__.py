@@ -1,0 +1,1 @@
+"""What a coordinator remembers, and who is told when it changes."""

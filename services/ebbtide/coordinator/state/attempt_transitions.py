@@ -1,0 +1,343 @@
+"""The moves of attempts: given to a worker, adopted, orphaned, re-queued, ended.
+
+Invariant: the store moves first, the mirror follows under the run's lock; so whatever this process dies in the midst
+of, the next one reads from the store what had been done.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Final
+
+import msgspec
+
+from ebbtide import telemetry
+from ebbtide.coordinator import metrics
+from ebbtide.coordinator.state.coordinator_state import (
+    CoordinatorState,
+    OrphanedAttempt,
+    RunningAttempt,
+    RunState,
+    WorkerSession,
+)
+from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.coordinator.state.unconfirmed_attempts import keep_unconfirmed
+from ebbtide.errors import LeaseSuperseded, NotFound, StoreUnavailable
+from ebbtide.rpc.run_endings import EndedRun
+from ebbtide.scheduling.dispatch.attempt_endings import dead_letter
+from ebbtide.scheduling.dispatch.placement import Placement
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.store.rollout_rows import EndedAttempt, EndReason, OpenRollout, PlacedRollout, RequeuedRollout
+from ebbtide.store.store import Store
+from ebbtide.types.fleet import AttemptRef
+from ebbtide.types.ids import new_fence
+from ebbtide.types.rollout import RolloutKind, RolloutRequest
+from ebbtide.types.run import LeaseRef, RunStatus
+from ebbtide.types.tokens import token_count
+from ebbtide.v1 import fleet_pb2, types_pb2
+from ebbtide.wire.record_conversion import to_proto
+
+log = telemetry.get_logger(__name__)
+#: Bytes of assignments per message, well under a message's limit together with one rollout of the largest size.
+_BATCH_BYTES: Final = 256 << 10
+
+
+def waiting(request: RolloutRequest, *, place: int, group: int, length: int) -> QueuedRollout:
+    """A new rollout as it stands in line from now on. `group`: the place of the first of its group."""
+    return QueuedRollout(
+        rollout_id=request.rollout_id,
+        episode_id=request.episode_id,
+        bounds=VersionBounds(request.min_version, request.max_version),
+        length=length,
+        place=place,
+        priority=request.priority,
+        since=time.monotonic(),
+        budget=request.sampling.max_tokens,
+        group=group,
+        evaluation=request.kind is RolloutKind.EVAL,
+    )
+
+
+def standing(row: OpenRollout, *, group: int) -> QueuedRollout:
+    """A rollout that the store has already, as it stands in line from now on. `group`: see `waiting`."""
+    fresh = waiting(row.request, place=row.place, group=group, length=row.prompt_len + row.stored)
+    budget = max(1, row.request.sampling.max_tokens - row.stored)
+    return msgspec.structs.replace(fresh, avoid=row.avoid, barren=row.barren, made=row.stored, budget=budget)
+
+
+class AttemptTransitions:
+    """`barren_limit`, `keep_ended_s`: see `Settings`."""
+
+    def __init__(
+        self, state: CoordinatorState, store: Store, bells: Notifier, *, barren_limit: int, keep_ended_s: float
+    ) -> None:
+        self._state, self._store, self._bells = state, store, bells
+        self._barren_limit, self._keep_ended_s = barren_limit, keep_ended_s
+        self._ending: set[asyncio.Future[None]] = set()  # runs that are being ended
+
+    async def start(self, run: RunState, placements: Sequence[Placement], by_worker: dict[str, WorkerSession]) -> None:
+        """Give queued rollouts to workers. Call with the run's lock held."""
+        chosen = [(one.rollout_id, new_fence(), by_worker[one.worker_id]) for one in placements]
+        rows = [(rollout_id, attempt_id, session.worker_id) for rollout_id, attempt_id, session in chosen]
+        placed = await self._store.rollouts.place(run.run_id, rows)
+        batches: dict[WorkerSession, list[fleet_pb2.Assignment]] = defaultdict(list)
+        for (rollout_id, attempt_id, session), given in zip(chosen, placed, strict=True):
+            stood = run.line.take(rollout_id)
+            if given is None or stood is None:
+                run.stale |= stood is not None  # it does not wait any more in the store: read what it does
+                continue
+            attempt = RunningAttempt(
+                run_id=run.run_id,
+                attempt_id=attempt_id,
+                waiting=stood,
+                start=token_count(given.partial),
+                max_tokens=given.request.sampling.max_tokens,
+                number=given.attempts,
+                given=time.monotonic(),
+            )
+            run.running[rollout_id] = attempt
+            run.settle_at(stood.episode_id, session.session_id)
+            _record(attempt, given, session)
+            if session.gone:
+                attempt.orphan(
+                    OrphanedAttempt(time.monotonic(), "its worker left as the rollout was given to it", False)
+                )
+                self._state.reap.set()
+                continue
+            attempt.give(session)
+            batches[session].append(_assignment(attempt, given, run.spec.policy))
+        for session, assignments in batches.items():
+            _send(session, assignments)
+        self._bells.ring("events", run.run_id)
+
+    async def requeue_due(self, now: float) -> float | None:
+        """Put orphans that are due back in line. Returns when the next one is due, if any waits."""
+        next_due: float | None = None
+        for run in list(self._state.runs.values()):
+            due: dict[OrphanedAttempt, list[RunningAttempt]] = defaultdict(list)
+            for attempt in run.running.values():
+                if attempt.orphaned is None:
+                    continue
+                if attempt.orphaned.due <= now:
+                    attempt.leaving = True
+                    due[attempt.orphaned].append(attempt)
+                else:
+                    next_due = min(next_due or attempt.orphaned.due, attempt.orphaned.due)
+            async with self.while_it_lives(run):
+                for orphaned, attempts in due.items():
+                    await self._requeue(run, attempts, orphaned.why)
+        return next_due
+
+    async def _requeue(self, run: RunState, attempts: Sequence[RunningAttempt], why: EndReason) -> None:
+        async with run.changing():
+            lost = [EndedAttempt(one.waiting.rollout_id, one.attempt_id, one.lost) for one in attempts]
+            found = await self._store.rollouts.requeue(run.run_id, lost, why)
+            rows = [(one, row) for one, row in zip(attempts, found, strict=True) if self._back_in_line(run, one, row)]
+            for attempt, row in rows:
+                log.info(
+                    "requeued",
+                    run_id=run.run_id,
+                    rollout_id=attempt.waiting.rollout_id,
+                    offset=row.stored if row else 0,
+                    reason=why.reason,
+                )
+            if rows:
+                metrics.count_requeued(why, len(rows), sum(attempt.lost for attempt, _ in rows))
+            letters = [
+                (attempt.waiting.rollout_id, message)
+                for attempt, row in rows
+                if row and (message := dead_letter(row.barren, row.evidence, limit=self._barren_limit))
+            ]
+            if letters:
+                await self.bury(run, letters)
+        self._state.wake.set()
+
+    def _back_in_line(self, run: RunState, attempt: RunningAttempt, row: RequeuedRollout | None) -> bool:
+        """The store answered `row` for an attempt that was to end; False if the store knows better."""
+        rollout_id = attempt.waiting.rollout_id
+        if run.running.get(rollout_id) is attempt:
+            del run.running[rollout_id]
+        if row is None:  # it finished while the store was asked
+            run.stale = True
+            return False
+        stood = msgspec.structs.replace(
+            attempt.waiting,
+            length=attempt.waiting.length + row.stored - attempt.start,
+            since=time.monotonic(),
+            avoid=row.avoid,
+            barren=row.barren,
+            prefer=attempt.target,
+            made=row.stored,
+            budget=max(1, attempt.max_tokens - row.stored),
+        )
+        run.line.add(stood)
+        return True
+
+    async def bury(self, run: RunState, letters: Sequence[tuple[str, str]]) -> None:
+        """Make dead letters of queued rollouts. Call with the run's lock held."""
+        ended = await self._store.rollouts.dead_letter(run.run_id, letters)
+        metrics.dead_letters.inc(ended)
+        for rollout_id, message in letters:
+            log.warning("dead letter", run_id=run.run_id, rollout_id=rollout_id, evidence=message)
+            run.end(rollout_id)
+            self._bells.ring("tokens", run.run_id, rollout_id)
+        self._bells.ring("finished", run.run_id)
+        self._bells.ring("events", run.run_id)
+
+    def adopt(self, session: WorkerSession, held: Iterable[AttemptRef]) -> tuple[list[AttemptRef], list[AttemptRef]]:
+        """Sort what a worker still has into attempts that go on and attempts that are over."""
+        adopted, superseded = [], []
+        for ref in held:
+            run = self._state.runs.get(ref.run_id)
+            attempt = run.running.get(ref.rollout_id) if run else None
+            if run is not None and keep_unconfirmed(self._state, run, ref, session):
+                adopted.append(ref)
+            elif attempt is None or attempt.attempt_id != ref.attempt_id or not _free(attempt, session):
+                superseded.append(ref)
+            else:
+                attempt.give(session)
+                adopted.append(ref)
+        return adopted, superseded
+
+    def over(self, run: RunState, ended: Iterable[tuple[str, str]]) -> None:
+        """The store ended these running rollouts (rollout, attempt): their workers may stop."""
+        for rollout_id, attempt_id in ended:
+            attempt = run.running.get(rollout_id)
+            session = attempt.session if attempt and attempt.attempt_id == attempt_id else None
+            run.end(rollout_id)
+            if session is not None:
+                session.cancel([AttemptRef(run.run_id, rollout_id, attempt_id)])
+        self._state.wake.set()
+
+    async def end_run(
+        self, run_id: str, status: RunStatus, message: str, *, drop: str, lease: LeaseRef | None = None
+    ) -> None:
+        """End a run and all attempts in it, also if who asks goes away meanwhile: the store may have ended it by then,
+        and all that it took is to be given back. Raises `NotReady`: see `Runs.end`.
+        """
+        ending = asyncio.ensure_future(self._end_run(run_id, status, message, drop, lease))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ended)
+        await asyncio.shield(ending)
+
+    def _ended(self, ending: asyncio.Future[None]) -> None:
+        self._ending.discard(ending)
+        if not ending.cancelled() and (error := ending.exception()) is not None:
+            log.debug("run not ended", reason=str(error))
+
+    async def _end_run(self, run_id: str, status: RunStatus, message: str, drop: str, lease: LeaseRef | None) -> None:
+        try:
+            await self._store.runs.end(run_id, status, message, drop=drop, lease=lease, keep_s=self._keep_ended_s)
+        except StoreUnavailable:
+            if (run := self._state.runs.get(run_id)) is not None:  # it may have ended all the same: look
+                run.stale = True
+                self._state.wake.set()
+            raise
+        log.info("run ended", run_id=run_id, status=status.name, reason=message)
+        await self.run_over(run_id, status)
+
+    @asynccontextmanager
+    async def while_it_lives(self, run: RunState) -> AsyncIterator[None]:
+        """What is done to one run holds up no other: one that the store has ended (the answer was lost, or waits to be
+        durable) or lost leaves the mirror then.
+        """
+        try:
+            yield
+        except (LeaseSuperseded, NotFound) as error:
+            log.info("run is over", run_id=run.run_id, reason=str(error))
+            await self.run_over(run.run_id)
+
+    async def run_over(self, run_id: str, status: RunStatus | None = None) -> None:
+        """The store ended the whole run; without a `status`, or lost it. Nothing happens the second time."""
+        if (run := self._state.runs.get(run_id)) is not None:
+            async with run.lock:
+                self._drop_run(run)
+            with suppress(NotFound, StoreUnavailable):
+                status = status or (await self._store.runs.read(run_id)).status
+            if status is not None and status.ended:  # who keeps its data elsewhere is never told of one that is lost
+                self._state.endings.tell(EndedRun(run_id, status))
+
+    def _drop_run(self, run: RunState) -> None:
+        run.ended = True
+        run.settled.set()  # appends that wait are told that it is over
+        self._state.runs.pop(run.run_id, None)
+        for session in self._state.sessions.values():
+            session.forget(run.run_id)
+        for topic in ("events", "finished", "trajectories"):
+            self._bells.ring(topic, run.run_id)
+        for rollout_id in (*run.running, *(one.rollout_id for one in run.line)):
+            self._bells.ring("tokens", run.run_id, rollout_id)
+        self._state.ended.add(run.run_id)
+        self._state.wake.set()
+        self._state.reap.set()
+
+    async def tally(self) -> None:
+        """Count how long rollouts took to go on, as seen since the last time. What cannot be counted now is not."""
+        seen, self._state.resumes[:] = list(self._state.resumes), []
+        by_run: dict[str, list[tuple[str, float]]] = defaultdict(list)
+        for run_id, seconds in seen:
+            metrics.resume_seconds.observe(seconds)
+            by_run[run_id].append(("resume", seconds))
+        for run_id, observations in by_run.items():
+            if (run := self._state.runs.get(run_id)) is not None:
+                async with self.while_it_lives(run):
+                    await self._store.rollouts.tally(run_id, observations)
+
+    async def sweep_ended(self) -> None:
+        """Delete what ended runs have left."""
+        for run_id in list(self._state.ended):
+            while await self._store.runs.sweep(run_id):
+                pass
+            self._state.ended.discard(run_id)
+
+
+def _free(attempt: RunningAttempt, session: WorkerSession) -> bool:
+    """Whether the worker that shows up with the attempt may go on with it: nobody else has it, nor is it leaving."""
+    other = attempt.session is not None and attempt.session.worker_id != session.worker_id
+    taken = attempt.orphaned is not None and attempt.orphaned.avoid
+    return not other and not taken and not attempt.leaving
+
+
+def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSession) -> None:
+    metrics.attempts.inc()
+    metrics.placement_seconds.observe(time.monotonic() - attempt.waiting.since)
+    if given.attempts > 1:
+        if given.partial:
+            metrics.resumptions.inc()
+            metrics.tokens_resumed.inc(token_count(given.partial))
+        log.info(
+            "resumed",
+            run_id=attempt.run_id,
+            rollout_id=attempt.waiting.rollout_id,
+            worker_id=session.worker_id,
+            offset=token_count(given.partial),
+            attempt=given.attempts,
+        )
+
+
+def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> fleet_pb2.Assignment:
+    request = given.request
+    return fleet_pb2.Assignment(
+        attempt=to_proto(attempt.ref, fleet_pb2.AttemptRef),
+        policy=policy,
+        prompt_ids=request.prompt_ids,
+        partial=given.partial,
+        sampling=to_proto(request.sampling, types_pb2.Sampling),
+        min_version=request.min_version,
+        max_version=request.max_version,
+        priority=request.priority,
+    )
+
+
+def _send(session: WorkerSession, assignments: Sequence[fleet_pb2.Assignment]) -> None:
+    batch: list[fleet_pb2.Assignment] = []
+    size = 0
+    for one in assignments:
+        batch.append(one)
+        size += one.ByteSize()
+        if size >= _BATCH_BYTES or one is assignments[-1]:
+            session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(assign=fleet_pb2.AssignBatch(assignments=batch)))
+            batch, size = [], 0

@@ -1,0 +1,104 @@
+"""What workers say on the control stream, as checked records: a number that cannot be is refused here, by its name, so
+that nobody who reckons with one has to doubt it. A text that is too long is cut instead: nobody is kept from leaving by
+what they have to say.
+"""
+
+from typing import Annotated, Final, TypeAlias
+
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
+
+from ebbtide.types.fleet import AttemptRef, BorrowedState, EngineInfo, WorkerKind, WorkerState
+from ebbtide.types.text_bounds import shortened
+from ebbtide.types.weights import PolicyVersion
+
+#: Thirty years of seconds; counts that a float holds exactly; more tokens/s than any machine makes.
+_Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+_Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
+_Rate: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+#: Two clocks are not read at once.
+_SLACK_S: Final = 1.0
+#: What a worker says of itself; the rest is said of it.
+_SAID: Final = frozenset({WorkerState.READY, WorkerState.INSTALLING, WorkerState.DRAINING})
+
+
+class HeldAttempt(Struct, frozen=True, kw_only=True):
+    attempt: AttemptRef
+    offset: int = 0
+
+
+class AttachReport(Struct, frozen=True, kw_only=True):
+    worker_id: str
+    kind: WorkerKind
+    protocol_version: int
+    slots: Annotated[int, Meta(ge=1, le=1 << 16)]
+    engine: EngineInfo
+    site: Annotated[str, Meta(max_length=128)] = ""
+    capabilities: tuple[str, ...] = ()
+    held: tuple[HeldAttempt, ...] = ()
+    installed: Annotated[tuple[PolicyVersion, ...], Meta(max_length=64)] = ()
+    flush_tokens: int = 0
+    run_id: str = ""
+
+
+class HeartbeatReport(Struct, frozen=True, kw_only=True):
+    state: WorkerState = WorkerState.READY
+    tokens_per_s: _Rate = 0.0
+    tokens_generated: _Tokens = 0
+    busy_s: _Seconds = 0.0
+    uptime_s: _Seconds = 0.0
+    held: bool = False
+    quiet_s: _Seconds = 0.0
+    install_s: _Seconds = 0.0
+    restart_s: _Seconds = 0.0
+    borrowed: BorrowedState | None = None
+
+    def __post_init__(self) -> None:
+        if self.state not in _SAID:
+            raise ValueError(f"state is not a worker's to say ({self.state.name})")
+        if self.busy_s > self.uptime_s + _SLACK_S:
+            raise ValueError(f"busy_s is more than uptime_s ({self.busy_s:g} > {self.uptime_s:g})")
+
+
+class InstalledReport(Struct, frozen=True, kw_only=True):
+    version: PolicyVersion
+    run_id: str
+    pull_s: _Seconds = 0.0
+    pause_s: _Seconds = 0.0
+
+
+class InstallFailedReport(Struct, frozen=True, kw_only=True):
+    """`architecture`: of the version, where it is not the engine's. `unreachable`: the relay was away, and nothing is
+    known against the version.
+    """
+
+    version: PolicyVersion
+    run_id: str
+    message: str = ""
+    architecture: Annotated[str, Meta(max_length=128)] = ""
+    unreachable: bool = False
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "message", shortened(self.message))
+
+
+class EngineChangedReport(Struct, frozen=True, kw_only=True):
+    engine: EngineInfo
+    run_id: str
+    seconds: _Seconds = 0.0
+
+
+class ReleasedReport(Struct, frozen=True, kw_only=True):
+    attempts: tuple[AttemptRef, ...] = ()
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "reason", shortened(self.reason))
+
+
+class DrainNotice(Struct, frozen=True, kw_only=True):
+    deadline_s: Annotated[float, Meta(ge=0)] = 0.0  # a cloud may give any notice, and nobody reckons with it
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "reason", shortened(self.reason))

@@ -1,0 +1,281 @@
+"""`ebbtide demo-coserving`: a served model under replayed traffic, while a training run borrows its idle time.
+
+Invariant: the traffic comes from a process of its own, through the guard, whatever the run does. All that the demo
+leaves lies in its run directory. If it dies here, so do its programs, and the next one clears the directory.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+from msgspec import Struct
+
+from ebbtide.cli.views.guard_client import GuardClient, guard_client
+from ebbtide.cli.views.guard_screen import head, small_picture
+from ebbtide.cli.views.run_progress import RunProgress, follow
+from ebbtide.cli.views.run_screen import RunScreen
+from ebbtide.client import Client
+from ebbtide.demo.coserving.coserving_client import TrafficPlan
+from ebbtide.demo.coserving.coserving_options import CoservingOptions, CoservingTraffic, traffic
+from ebbtide.demo.coserving.coserving_records import (
+    ReplayRecord,
+    ServedAnswer,
+    TimeStretch,
+    percentile,
+    tpots,
+    ttfts,
+)
+from ebbtide.demo.coserving.coserving_report import CoservingReport, HarvestFigures, make_coserving
+from ebbtide.demo.coserving.coserving_traffic import TrafficRequest, laps
+from ebbtide.demo.coserving.guarded_pausing import GuardedPausing, pausing
+from ebbtide.demo.demo import BASE_MODEL, DemoOptions, demo_spec
+from ebbtide.demo.demo_report import DemoReport, make_report
+from ebbtide.demo.foreign_load import CoreUse, cores, share_of_others
+from ebbtide.demo.token_accounts import TokenAccounts, read_attempts, settle
+from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.grants import Page, page_path, socket_path
+from ebbtide.local_cluster.cluster_base_model import base_model
+from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, local_cluster
+from ebbtide.local_cluster.served_model import served_model
+from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.types.grants import GuardStatus
+from ebbtide.types.run import Run, RunSpec, RunStatus
+
+_RUN_ID: Final = "coserving"
+_SERVED: Final = "served"
+#: ROSE's own multiples of the percentiles alone.
+_TTFT_FACTOR, _TPOT_FACTOR = LatencyTargets().ttft_factor, LatencyTargets().tpot_factor
+#: What an engine that has just booted does for the first time is no measure: one request each of these prompt lengths.
+_WARM_UP: Final = (16, 64, 256, 1024, 2048, 512, 128, 1024)
+_WARM_UP_APART_S: Final = 0.6
+#: The window is replayed over and over beside the run, so often by one client.
+_LAPS: Final = 40
+_LOOK_S: Final = 0.25
+#: A trainer that is stopped for so long in bursts keeps its run.
+_LEASE_S: Final = 120.0
+
+
+class CoservingOutcome(Struct, frozen=True, kw_only=True):
+    """As written to `report.json`, but for the replay."""
+
+    coserving: CoservingReport
+    run: DemoReport
+    replay: ReplayRecord
+
+
+async def run_coserving(options: CoservingOptions) -> tuple[CoservingOutcome, Path]:
+    """The whole demo. Returns what came out, and the file of the report. Raises `EbbtideError` where there is none."""
+    sent, spec, screen = traffic(options), _spec(options), RunScreen("Ebbtide beside a served model")
+    async with screen.shown():
+        async with local_cluster(options.run_dir, screen.note) as cluster:
+            shutil.rmtree(options.run_dir / _RUN_ID, ignore_errors=True)
+            demo = _Demo(options, spec, sent, cluster, screen)
+            run, progress = await cluster.launcher.during(demo.run())
+            screen.phase("shutdown")
+        screen.phase("")
+    accounts = settle(read_attempts(cluster.ledgers, run.run_id), set())
+    report = make_report(
+        progress, run, accounts, kills=(), seconds=screen.phases, flush_tokens=cluster.shape.flush_tokens
+    )
+    outcome = demo.outcome(report, accounts)
+    path = options.run_dir / "report.json"
+    written = {"coserving": outcome.coserving, "run": outcome.run}
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(written), indent=2))
+    return outcome, path
+
+
+def _spec(options: CoservingOptions) -> RunSpec:
+    demo = DemoOptions(
+        run_dir=options.run_dir, seed=options.seed, steps=options.steps, eval_problems=options.eval_problems
+    )
+    return demo_spec(demo)
+
+
+class _Demo:
+    def __init__(
+        self, options: CoservingOptions, spec: RunSpec, sent: CoservingTraffic, cluster: LocalCluster, screen: RunScreen
+    ) -> None:
+        self._options, self._spec, self._sent = options, spec, sent
+        self._cluster, self._screen = cluster, screen
+        self._status = GuardStatus()
+        self._answers: list[ServedAnswer] = []
+        self._stretches: list[TimeStretch] = []
+        self._targets = (0.0, 0.0)
+        self._users_end = asyncio.Event()
+        self._pausing: GuardedPausing
+        self._trainer_cpu_s = self._steps_s = 0.0
+
+    async def run(self) -> tuple[Run, RunProgress]:
+        """Up to the end of the run, and what is known of it then. Raises `EbbtideError` if the run failed."""
+        spec = await self._with_model()
+        self._screen.phase("boot")
+        address, relay = free_address(), free_address()
+        upstream = await self._boot(Path(spec.model), address, relay)
+        await self._alone(upstream)
+        self._screen.phase("beside")
+        ttft_s, tpot_s = self._targets
+        url = await self._cluster.guard(upstream, model=_SERVED, ttft_ms=1e3 * ttft_s, tpot_ms=1e3 * tpot_s)
+        async with Client(address, relay, token=self._cluster.token_file.read_text()) as client:
+            run, progress = await self._beside(client, spec, url)
+        if run.status is not RunStatus.FINISHED:
+            raise EbbtideError(f"the run ended as {run.status.name.lower()}: {run.message}")
+        return run, progress
+
+    def outcome(self, report: DemoReport, accounts: TokenAccounts) -> CoservingOutcome:
+        replay = ReplayRecord(
+            title="serving alone, then beside a training run",
+            answers=tuple(self._answers),
+            moments=tuple(self._pausing.moments),
+            stretches=tuple(self._stretches),
+            ttft_s=self._targets[0],
+            tpot_s=self._targets[1],
+        )
+        harvest = HarvestFigures(
+            generated=accounts.generated,
+            lost=accounts.twice,
+            steps_s=self._steps_s,
+            trainer_cpu_s=self._trainer_cpu_s,
+        )
+        found = make_coserving(self._sent.what, replay, harvest, self._status)
+        return CoservingOutcome(coserving=found, run=report, replay=replay)
+
+    async def _with_model(self) -> RunSpec:
+        if self._spec.model != BASE_MODEL:
+            return self._spec
+        self._screen.phase("models")
+        path = await base_model(self._cluster, self._spec, self._options.cache, self._screen.detail)
+        return msgspec.structs.replace(self._spec, model=str(path))
+
+    async def _boot(self, model: Path, address: str, relay: str) -> str:
+        """Everything but the guard. Returns the serving engine's URL. Raises `LaunchFailed`."""
+        served = await asyncio.to_thread(served_model, self._options.cache)
+        shape = ClusterShape(
+            model=model, workers=1, coordinator=address, relay=relay, borrowed=True, lease_ttl_s=_LEASE_S, slots=64
+        )
+        serving = asyncio.create_task(self._cluster.serve(served, _SERVED))
+        try:
+            await self._cluster.boot(shape)
+            return await serving
+        finally:
+            serving.cancel()
+            await asyncio.wait({serving})
+
+    # -- the traffic -----------------------------------------------------------------------------------------------
+
+    async def _alone(self, upstream: str) -> None:
+        """The window without anything beside it: what it measures makes the targets."""
+        self._screen.phase("alone")
+        self._screen.detail(f"{len(self._sent.requests)} requests in {self._sent.seconds:.0f} s: {self._sent.what}")
+        first = [TrafficRequest(_WARM_UP_APART_S * at, prompt, 16) for at, prompt in enumerate(_WARM_UP)]
+        await self._send("warm-up", upstream, first)
+        begin = cores()
+        answers = await self._send("alone", upstream, self._sent.requests)
+        self._add("serving alone", answers, begin)
+        ttft, tpot = ttfts(answers), tpots(answers)
+        if not ttft:
+            raise EbbtideError(f"no request was served: {answers[0].failed if answers else 'none was sent'}")
+        self._targets = (_TTFT_FACTOR * percentile(ttft), _TPOT_FACTOR * percentile(tpot))
+
+    async def _send(self, name: str, url: str, requests: Sequence[TrafficRequest]) -> list[ServedAnswer]:
+        """The answers to all of them, or to those that were sent until the client was asked to end."""
+        folder = self._cluster.directory
+        plan, out = folder / f"{name}-plan.json", folder / f"{name}.json"
+        plan.write_bytes(msgspec.json.encode(TrafficPlan(requests=list(requests))))
+        arguments = ("--url", url, "--model", _SERVED, "--plan", str(plan), "--out", str(out))
+        await self._cluster.run_once(name, "ebbtide.demo.coserving.coserving_client", *arguments, watch=lambda: None)
+        return msgspec.json.decode(out.read_bytes(), type=list[ServedAnswer])
+
+    def _add(self, name: str, answers: Sequence[ServedAnswer], begin: CoreUse) -> None:
+        end = cores()
+        self._answers += answers
+        self._stretches.append(TimeStretch(name, begin.at_s, end.at_s, share_of_others(begin, end)))
+
+    # -- the run beside it -----------------------------------------------------------------------------------------
+
+    async def _beside(self, client: Client, spec: RunSpec, url: str) -> tuple[Run, RunProgress]:
+        run = await client.submit(spec, _RUN_ID)
+        progress = RunProgress(run.run_id, run=run)
+        self._screen.attach(progress)
+        begin = cores()
+        async with self._watched(), self._paced():
+            window = laps(self._sent.requests, self._sent.seconds, _LAPS)
+            users = asyncio.create_task(again_until(self._users_end, lambda: self._send("beside", url, window)))
+            following = asyncio.create_task(follow(client, progress))
+            try:
+                await asyncio.wait({following, users}, return_when=asyncio.FIRST_COMPLETED)
+                if users.done():
+                    users.result()  # what kept them from their work, if anything did
+                run = await following
+                self._end_users()
+                self._add("beside a training run", await users, begin)
+            finally:
+                users.cancel()
+                following.cancel()
+                await asyncio.wait({users, following})
+        return run, progress
+
+    def _end_users(self) -> None:
+        self._users_end.set()
+        with suppress(ProcessLookupError, KeyError):
+            os.kill(self._cluster.launcher.process("beside").pid, signal.SIGTERM)
+
+    @asynccontextmanager
+    async def _watched(self) -> AsyncIterator[None]:
+        """Inside the block the guard's state is known and shown."""
+        async with guard_client(socket_path(self._cluster.grants)) as guard:
+            task = asyncio.create_task(self._watch(guard))
+            self._screen.beside = lambda: small_picture(self._status)
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.wait({task})
+                self._screen.beside = None
+
+    async def _watch(self, guard: GuardClient) -> None:
+        while True:
+            with suppress(Unavailable):
+                self._status = await guard.status()
+                self._pausing.generated = sum(one.tokens_harvested for one in self._status.borrowers)
+                self._screen.detail(head(self._status))
+            await asyncio.sleep(_LOOK_S)
+
+    @asynccontextmanager
+    async def _paced(self) -> AsyncIterator[None]:
+        """Inside the block the trainer runs while nothing is inside the serving engine."""
+        launcher, (worker,) = self._cluster.launcher, self._cluster.workers
+        page = Page(page_path(self._cluster.grants, worker))
+        cpu_s, busy_s = _cpu_s(launcher.process("trainer").pid), page.steps().busy_s
+
+        def pid() -> int | None:
+            trainer = launcher.process("trainer")
+            return trainer.pid if trainer.returncode is None else None
+
+        with pausing(page, pid) as self._pausing:
+            yield
+        self._trainer_cpu_s = _cpu_s(launcher.process("trainer").pid) - cpu_s
+        self._steps_s = page.steps().busy_s - busy_s
+
+
+async def again_until(over: asyncio.Event, send: Callable[[], Awaitable[list[ServedAnswer]]]) -> list[ServedAnswer]:
+    """The answers to all that is sent, over and over until `over` is set: a run that lasts longer than its traffic
+    would count time as idle that no users left so."""
+    answers: list[ServedAnswer] = []
+    while not over.is_set():
+        answers += await send()
+    return answers
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return times.user + times.system

@@ -1,0 +1,170 @@
+"""The demo's report: each figure comes from the run's events and counters, the fleet's heartbeats or the ledgers."""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from ebbtide.cli.views.run_detail import finite, histogram
+from ebbtide.cli.views.run_progress import EvaluationResult, RunProgress, WorkerSample
+from ebbtide.demo.token_accounts import TokenAccounts
+from ebbtide.demo.weights_report import WeightsFigures, weights_figures
+from ebbtide.types.run import Run
+
+#: Of the trainer's step, the seconds that it spent waiting for trajectories.
+_WAIT = "seconds_wait"
+
+
+class KillRecord(Struct, frozen=True, kw_only=True):
+    """A program that was killed on purpose; `generating` counts a worker's rollouts in the middle of a response."""
+
+    program: str
+    at_s: float
+    step: int
+    generating: int = 0
+
+
+class DemoReport(Struct, frozen=True, kw_only=True):
+    """As written to `report.json`. Accuracies are shares of answers right on problems never trained on; `logprob_gap`
+    is the mean absolute difference, in nats, between the logprobs of workers and trainer on the same tokens. Of
+    `tokens_saved` no one was generated again; a percentile is the bound that it does not exceed, None where none does.
+    """
+
+    run_id: str
+    status: str
+    seed: int
+    steps: int
+    control: bool
+    accuracy_before: float | None
+    accuracy_after: float | None
+    evaluations: list[EvaluationResult]
+    rewards: list[float]
+    mean_response_tokens: float
+    rollouts_submitted: int
+    rollouts_trained: int
+    rollouts_dropped: dict[str, int]
+    rollouts_accounted_for: bool
+    workers_killed: int
+    kills: list[KillRecord]
+    rollouts_interrupted: int
+    rollouts_resumed_midway: int
+    resumed: list[dict[str, str | int]]
+    tokens_generated: int
+    tokens_stored: int
+    tokens_saved: int
+    tokens_lost_at_most: int
+    rollouts_moved: int
+    attempts: int
+    detection_p99_s: float | None
+    resume_p50_s: float | None
+    tokens_generated_twice: int
+    tokens_generated_twice_at_most_per_rollout: int
+    flush_tokens: int
+    logprob_gap: float | None
+    logprob_gap_worst_step: float | None
+    policy_versions: int
+    weights: WeightsFigures
+    tokens_per_s: dict[str, float]
+    idle_share: dict[str, float]
+    seconds: dict[str, float]
+    checkpoint: str
+
+
+def make_report(
+    progress: RunProgress,
+    run: Run,
+    accounts: TokenAccounts,
+    *,
+    kills: Sequence[KillRecord],
+    seconds: Mapping[str, float],
+    flush_tokens: int,
+) -> DemoReport:
+    """The report of an ended run. `seconds` by phase, as the launcher measured them."""
+    spec, counters = run.spec, run.counters
+    submitted, trained = counters.get("submitted", 0), counters.get("trained", 0)
+    dropped = {reason: count for reason, count in run.dropped.items() if count}
+    accuracies = {found.step: found.accuracy for found in progress.evaluations}
+    gaps = [(values["logprob_gap"], values["tokens"]) for values in progress.steps.values() if "logprob_gap" in values]
+    workers = {name: busy(samples) for name, samples in progress.samples.items()}
+    return DemoReport(
+        run_id=run.run_id,
+        status=run.status.name.lower(),
+        seed=spec.seed,
+        steps=max(progress.steps, default=0),
+        control=spec.trainer.permute_rewards,
+        accuracy_before=accuracies.get(0),
+        accuracy_after=accuracies.get(spec.trainer.steps),
+        evaluations=progress.evaluations,
+        rewards=progress.rewards,
+        mean_response_tokens=mean_response_tokens(progress.steps),
+        rollouts_submitted=submitted,
+        rollouts_trained=trained,
+        rollouts_dropped=dropped,
+        rollouts_accounted_for=submitted == trained + sum(dropped.values()),
+        workers_killed=sum(kill.program.startswith("worker") for kill in kills),
+        kills=list(kills),
+        rollouts_interrupted=accounts.interrupted,
+        rollouts_resumed_midway=counters.get("resumed_midway", 0),
+        resumed=[
+            {"rollout": one.rollout, "from": one.source, "to": one.target, "offset": one.offset}
+            for one in progress.resumed
+        ],
+        tokens_generated=accounts.generated,
+        tokens_stored=counters.get("tokens_stored", 0),
+        tokens_saved=counters.get("tokens_resumed", 0),
+        tokens_lost_at_most=counters.get("tokens_lost_at_most", 0),
+        rollouts_moved=counters.get("moved", 0),
+        attempts=counters.get("attempts", 0),
+        detection_p99_s=finite(histogram(counters, "detection").at_most(0.99)),
+        resume_p50_s=finite(histogram(counters, "resume").at_most(0.5)),
+        tokens_generated_twice=accounts.twice,
+        tokens_generated_twice_at_most_per_rollout=max(accounts.lost.values(), default=0),
+        flush_tokens=flush_tokens,
+        logprob_gap=weighted_mean(gaps),
+        logprob_gap_worst_step=max((gap for gap, _ in gaps), default=None),
+        policy_versions=run.newest.version if run.newest else 0,
+        weights=weights_figures(progress),
+        tokens_per_s={name: round(rate, 1) for name, (rate, _) in workers.items()},
+        idle_share={"trainer": trainer_idle(progress.steps)} | {name: idle for name, (_, idle) in workers.items()},
+        seconds={name: round(value, 1) for name, value in phases(seconds, progress).items()},
+        checkpoint=progress.checkpoint,
+    )
+
+
+def weighted_mean(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Mean of the first of each pair, weighted by the second; None without weight."""
+    weight = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / weight if weight else None
+
+
+def mean_response_tokens(steps: Mapping[int, Mapping[str, float]]) -> float:
+    """Over all trained responses."""
+    pairs = [(values["response_length"], values["trained"]) for values in steps.values() if "response_length" in values]
+    return round(weighted_mean(pairs) or 0.0, 1)
+
+
+def trainer_idle(steps: Mapping[int, Mapping[str, float]]) -> float:
+    """Share of its time that the trainer waited for trajectories, behind the first step, which waits for evaluation."""
+    later = [values for step, values in steps.items() if step > 1]
+    total = sum(value for values in later for name, value in values.items() if name.startswith("seconds_"))
+    return round(sum(values.get(_WAIT, 0.0) for values in later) / total, 3) if total else 0.0
+
+
+def busy(samples: Sequence[WorkerSample]) -> tuple[float, float]:
+    """Tokens per second while it had something to generate, and the share of its time that it had nothing."""
+    first, last = samples[0], samples[-1]
+    worked, lived = last.busy_s - first.busy_s, last.uptime_s - first.uptime_s
+    rate = (last.tokens - first.tokens) / worked if worked > 0 else 0.0
+    return rate, round(1 - worked / lived, 3) if lived > 0 else 0.0
+
+
+def phases(measured: Mapping[str, float], progress: RunProgress) -> dict[str, float]:
+    """The phases with `run` in its parts, where it has them: up to the first evaluation, training up to the last step,
+    and the last evaluation. `total` is all but what came before the demo, such as an installation."""
+    named = {name.replace(" ", "_"): seconds for name, seconds in measured.items()}
+    if progress.step_at_s and progress.evaluations and "run" in named:
+        before, after = progress.evaluations[0].at_s, max(progress.step_at_s.values())
+        parts = {"evaluation_before": before, "training": after - before, "evaluation_after": named["run"] - after}
+        at = list(named).index("run")
+        items = list(named.items())
+        named = dict([*items[:at], *parts.items(), *items[at + 1 :]])
+    return named | {"total": sum(named.values())}

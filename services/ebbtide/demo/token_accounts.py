@@ -1,0 +1,98 @@
+"""What was generated, and what of it twice: the workers' own ledgers against what the coordinator stored."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.ledger import AttemptRecord, read_ledger
+
+#: How training rollouts are called (evaluation's begin otherwise); a step's number follows.
+TRAINING_PREFIX: Final = "s"
+#: More than a worker ever generates at once, and few enough to be read many times a second.
+_NEWEST: Final = 512
+
+
+class LedgerAttempt(Struct, frozen=True):
+    """One worker's try at a rollout: `generated` tokens behind the first `start`."""
+
+    worker: str
+    start: int
+    generated: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.generated
+
+
+class TokenAccounts(Struct, frozen=True, kw_only=True):
+    """`lost`: rollout -> tokens that one of its attempts generated and the next had to generate again. `interrupted`:
+    rollouts that a killed worker left to others, `lost` or not. Counts are of tokens."""
+
+    generated: int
+    by_worker: dict[str, int]
+    lost: dict[str, int]
+    interrupted: int
+
+    @property
+    def twice(self) -> int:
+        return sum(self.lost.values())
+
+
+def read_attempts(ledgers: Mapping[str, Path], run_id: str) -> dict[str, list[LedgerAttempt]]:
+    """rollout -> its attempts, worker by worker in the order of `ledgers`. A worker that never wrote has none."""
+    found: dict[str, list[LedgerAttempt]] = defaultdict(list)
+    for worker, path in ledgers.items():
+        for record in read_ledger(path) if path.exists() else []:
+            if record.run_id == run_id:
+                found[record.rollout_id].append(LedgerAttempt(worker, record.start, record.generated))
+    return found
+
+
+def settle(attempts: Mapping[str, Sequence[LedgerAttempt]], killed: Collection[str]) -> TokenAccounts:
+    """The sums. `killed`: workers whose attempts had to be taken over.
+
+    An attempt begins behind what was stored of the one before, so the attempts of a rollout in the order of their
+    starts are a chain, and what reaches behind the next one's start was generated twice. Of two that start alike, the
+    one on a killed worker came first.
+    """
+    lost: dict[str, int] = {}
+    by_worker: dict[str, int] = defaultdict(int)
+    interrupted = 0
+    for rollout, unordered in attempts.items():
+        chain = sorted(unordered, key=lambda attempt: (attempt.start, attempt.worker not in killed))
+        for attempt in chain:
+            by_worker[attempt.worker] += attempt.generated
+        for attempt, successor in pairwise(chain):
+            interrupted += attempt.worker in killed
+            if again := max(0, attempt.end - successor.start):
+                lost[rollout] = lost.get(rollout, 0) + again
+    return TokenAccounts(
+        generated=sum(by_worker.values()), by_worker=dict(by_worker), lost=lost, interrupted=interrupted
+    )
+
+
+class InFlightTokens:
+    """Looks at a worker's ledger again and again, and tells which training rollouts it is in the middle of."""
+
+    def __init__(self, ledger: Path) -> None:
+        self._ledger = ledger
+        self._before: dict[str, int] = {}
+        self._begun = 0
+
+    def look(self, tokens: range) -> int:
+        """How many rollouts grew since the last look and have so many tokens, among the worker's newest attempts."""
+        if not self._ledger.exists():
+            return 0
+        skip = max(0, self._begun - _NEWEST)
+        records = read_ledger(self._ledger, skip=skip)
+        self._begun = skip + len(records)
+        grown = [record for record in records if self._grew(record) and record.start + record.generated in tokens]
+        self._before = {record.attempt_id: record.generated for record in records}
+        return sum(record.rollout_id.startswith(TRAINING_PREFIX) for record in grown)
+
+    def _grew(self, record: AttemptRecord) -> bool:
+        return record.generated > self._before.get(record.attempt_id, record.generated)

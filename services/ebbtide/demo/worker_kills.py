@@ -1,0 +1,88 @@
+"""What the demo does to its own programs: SIGKILL in the middle of the run.
+
+Invariant: each planned kill happens at most once, and is in `done` from then on.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from ebbtide.cli.views.run_progress import RunProgress
+from ebbtide.demo.demo_report import KillRecord
+from ebbtide.demo.token_accounts import InFlightTokens
+from ebbtide.local_cluster.local_cluster import LocalCluster
+
+#: Shares of the run's steps from which on each is killed.
+_WORKER_AT, _COORDINATOR_AT, _TRAINER_AT = 0.35, 0.55, 0.75
+#: A worker is killed while it generates so many rollouts (fewer where a step has few), each with so many tokens stored.
+_ROLLOUTS: Final = 16
+_STORED: Final = 8
+#: Of the mean response, the share behind which a rollout may end any moment.
+_SHARE: Final = 0.7
+_LOOK_S: Final = 0.02
+
+
+class WorkerKills:
+    """`notify` is told of each kill in one line."""
+
+    def __init__(self, cluster: LocalCluster, notify: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._notify = notify
+        self.done: list[KillRecord] = []
+
+    async def run(self, progress: RunProgress, *, worker: bool, coordinator: bool, trainer: bool) -> None:
+        """Do what is asked for, one after another."""
+        if worker:
+            await self._step(progress, _WORKER_AT)
+            await self._kill_worker(progress)
+        if coordinator:
+            await self._step(progress, _COORDINATOR_AT)
+            self._crash("coordinator", progress)
+        if trainer:
+            await self._step(progress, _TRAINER_AT)
+            self._crash("trainer", progress)
+
+    async def _step(self, progress: RunProgress, share: float) -> None:
+        spec = progress.spec
+        wanted = max(1, round(share * spec.trainer.steps)) if spec else 1
+        await _until(lambda: max(progress.steps, default=0) >= wanted)
+
+    async def _kill_worker(self, progress: RunProgress) -> None:
+        """Kill the youngest worker in the middle of its responses, and start another in its place."""
+        victim, shape = self._cluster.workers[-1], self._cluster.shape
+        batch = progress.spec.batch if progress.spec else None
+        share = batch.groups_per_step * batch.group_size // len(self._cluster.workers) if batch else _ROLLOUTS
+        wanted = max(1, min(_ROLLOUTS, share // 2))
+        flight = InFlightTokens(self._cluster.ledgers[victim])
+        tokens = _middle(progress, shape.flush_tokens)
+        generating = await _until(lambda: found if (found := flight.look(tokens)) >= wanted else 0)
+        self._cluster.launcher.kill(victim)
+        self._record(victim, progress, generating)
+        self._notify(f"{victim} is killed (SIGKILL) while it generates {generating} rollouts")
+        replacement = await self._cluster.add_worker()
+        self._notify(f"{replacement} takes the place of {victim}")
+
+    def _crash(self, program: str, progress: RunProgress) -> None:
+        self._cluster.launcher.crash(program)
+        self._record(program, progress)
+
+    def _record(self, program: str, progress: RunProgress, generating: int = 0) -> None:
+        at = max(progress.step_at_s.values(), default=0.0)
+        self.done.append(KillRecord(program=program, at_s=at, step=max(progress.steps), generating=generating))
+
+
+def _middle(progress: RunProgress, flush_tokens: int) -> range:
+    """How many tokens a response has in its middle: some are stored for sure, and it is not soon at its end."""
+    lengths = [values["response_length"] for values in progress.steps.values() if "response_length" in values]
+    mean = sum(lengths) / len(lengths) if lengths else 0.0
+    # Stored is what was flushed: up to one window less than what was generated, and half of one may be on its way.
+    least = _STORED + flush_tokens * 3 // 2
+    return range(least, max(least + flush_tokens, round(_SHARE * mean)))
+
+
+async def _until(ready: Callable[[], int]) -> int:
+    """What `ready` returns once that is not 0. It looks at files and at what other tasks write: no event tells."""
+    while True:
+        if found := ready():
+            return found
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,242 @@
+"""One episode: an environment stepped through its turns, each response generated as a rollout."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from ebbtide.claimed_runs.conversation import Conversations
+from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
+from ebbtide.driver.environment_threads import EnvironmentHangs, EnvironmentThreads, TookTooLong
+from ebbtide.environments import Environment, EnvironmentSource, Message, Split, StepResult
+from ebbtide.errors import AlreadyExists, InvalidRequest
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.telemetry import counter, histogram
+from ebbtide.types.rollout import DropReason, FinishedRollout, FinishReason, RolloutKind, RolloutRequest, Trajectory
+from ebbtide.types.run import RunSpec
+from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids, unpack_tokens
+
+T = TypeVar("T")
+
+#: The coordinator refused the prompt (too long for every engine, say).
+PROMPT_REFUSED: Final = "environment_prompt_refused"
+
+_episodes = counter("driver_episodes_total", "Episodes ended", ("kind", "outcome"))
+_environment_s = histogram("driver_environment_seconds", "Duration of calls of environment code")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodePlan:
+    """Which episode: problem `index` of `split`, generated for `step` within `bounds`."""
+
+    episode_id: str
+    group_id: str
+    split: Split
+    index: int
+    step: int
+    kind: RolloutKind
+    bounds: VersionBounds
+    priority: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeEnding:
+    """How an episode ended: with a trajectory, or with the reason why there is none. `rollout_ids` were submitted."""
+
+    plan: EpisodePlan
+    rollout_ids: tuple[str, ...] = ()
+    trajectory: Trajectory | None = None
+    failure: str = ""
+    message: str = ""
+
+
+class EpisodeFailed(Exception):
+    """Carries the reason to record, and what a person should read about it."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class _Tally:
+    """An episode's reward and numbers: sums over its turns."""
+
+    reward: float = 0.0
+    truncated: bool = True
+    info: dict[str, float] = field(default_factory=dict)
+
+    def add(self, result: StepResult) -> None:
+        self.reward += result.reward or 0.0
+        for name, value in result.info.items():
+            self.info[name] = self.info.get(name, 0.0) + value
+
+
+@dataclass
+class _Transcript:
+    """What has been said: the prompt, and all tokens after it with their mask."""
+
+    prompt: list[int]
+    pieces: list[TokenArray] = field(default_factory=list)
+    masks: list[bytes] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def sampled(self, tokens: TokenArray) -> list[int]:
+        ids: list[int] = tokens["id"].tolist()
+        self._add(tokens, ids, b"\x01")
+        return ids
+
+    def written(self, ids: list[int]) -> None:
+        tokens = np.zeros(len(ids), dtype=TOKEN)
+        tokens["id"] = ids
+        self._add(tokens, ids, b"\x00")
+
+    def trajectory(self, plan: EpisodePlan, tally: _Tally, *, rollouts: int) -> Trajectory:
+        return Trajectory(
+            episode_id=plan.episode_id,
+            group_id=plan.group_id,
+            step=plan.step,
+            group_size=1,  # set once all of its group has ended
+            prompt_ids=pack_ids(self.prompt),
+            tokens=b"".join(piece.tobytes() for piece in self.pieces),
+            loss_mask=b"".join(self.masks),
+            reward=tally.reward,
+            truncated=tally.truncated,
+            rollouts=rollouts,
+            metrics=tally.info,
+        )
+
+    def _add(self, tokens: TokenArray, ids: list[int], mask: bytes) -> None:
+        self.pieces.append(tokens)
+        self.masks.append(mask * len(ids))
+        self.ids += ids
+
+
+class EpisodePlayer:
+    """Plays the episodes of one run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        source: EnvironmentSource,
+        conversations: Conversations,
+        sandbox: EnvironmentThreads,
+        exchange: CoordinatorTraffic,
+    ) -> None:
+        self.spec = spec
+        self._source = source
+        self._conversations = conversations
+        self._sandbox = sandbox
+        self._exchange = exchange
+
+    async def play(self, plan: EpisodePlan) -> EpisodeEnding:
+        """The episode from reset to end. What goes wrong in it is its ending; only `AlreadyCompleted` is raised."""
+        rollouts: list[str] = []
+        try:
+            ending = EpisodeEnding(plan=plan, trajectory=await self._turns(plan, rollouts), rollout_ids=tuple(rollouts))
+        except EpisodeFailed as failed:
+            ending = EpisodeEnding(plan=plan, rollout_ids=tuple(rollouts), failure=failed.reason, message=str(failed))
+        _episodes.labels(plan.kind.name.lower(), "failed" if ending.failure else "scored").inc()
+        return ending
+
+    async def _turns(self, plan: EpisodePlan, rollouts: list[str]) -> Trajectory:
+        clock = _Clock(self.spec.batch.episode_timeout_s)
+        environment, opening = await self._environment(clock, partial(_open, self._source, plan))
+        transcript = _Transcript(self._templated(self._conversations.opening, opening))
+        following: list[int] = []
+        ending = _Tally()
+        for turn in range(self.spec.batch.max_turns):
+            transcript.written(following)
+            finished = await self._generate(plan, turn, transcript, rollouts)
+            response = transcript.sampled(unpack_tokens(finished.tokens))
+            result = await self._environment(clock, partial(_step, environment, self._conversations.text(response)))
+            ending.add(result)
+            if result.done:
+                ending.truncated = finished.reason is FinishReason.LENGTH
+                break
+            following = self._templated(self._conversations.following, opening, response, result.messages)
+            if 0 < self._conversations.context <= len(transcript.prompt) + len(transcript.ids) + len(following):
+                break
+        return transcript.trajectory(plan, ending, rollouts=len(rollouts))
+
+    def _templated(self, template: Callable[..., list[int]], *messages: Sequence[Any]) -> list[int]:
+        try:
+            return template(*messages)
+        except InvalidRequest as error:
+            raise EpisodeFailed(PROMPT_REFUSED, str(error)) from error
+
+    async def _environment(self, clock: "_Clock", function: Callable[[], T]) -> T:
+        """A call of the environment's code, on the episode's time."""
+        try:
+            return await self._sandbox.call(partial(clock.measure, function), timeout_s=clock.left_s)
+        except EnvironmentHangs:
+            raise
+        except TookTooLong:
+            limit = self.spec.batch.episode_timeout_s
+            raise EpisodeFailed(DropReason.TIMEOUT, f"the environment took more than {limit:g} s") from None
+        except Exception as error:
+            raise EpisodeFailed(DropReason.ENVIRONMENT, f"{type(error).__name__}: {error}") from error
+
+    async def _generate(
+        self, plan: EpisodePlan, turn: int, transcript: _Transcript, rollouts: list[str]
+    ) -> FinishedRollout:
+        request = RolloutRequest(
+            rollout_id=f"{plan.episode_id}.t{turn}",
+            group_id=plan.group_id,
+            episode_id=plan.episode_id,
+            turn=turn,
+            kind=plan.kind,
+            prompt_ids=pack_ids(transcript.prompt + transcript.ids),
+            sampling=self.spec.sampling,
+            min_version=plan.bounds.minimum,
+            max_version=plan.bounds.maximum,
+            priority=plan.priority,
+        )
+        try:
+            finished = await self._exchange.generate(request)
+        except InvalidRequest as error:
+            raise EpisodeFailed(PROMPT_REFUSED, str(error)) from error
+        except AlreadyExists as error:
+            rollouts.append(request.rollout_id)  # an earlier driver submitted it with another body: it must be dropped
+            raise EpisodeFailed(DropReason.ENVIRONMENT, f"the environment is not deterministic: {error}") from error
+        rollouts.append(request.rollout_id)
+        if finished.reason is FinishReason.DEAD_LETTERED:
+            raise EpisodeFailed(DropReason.DEAD_LETTERED, finished.message)
+        if finished.reason is FinishReason.CANCELLED:
+            raise EpisodeFailed(DropReason.CANCELLED, finished.message)
+        return finished
+
+
+class _Clock:
+    """The time that an episode's environment code may still take; waiting for tokens or for a thread is not on it."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.left_s = limit_s
+
+    def measure(self, function: Callable[[], T]) -> T:
+        began = time.monotonic()
+        try:
+            return function()
+        finally:
+            took = time.monotonic() - began
+            self.left_s -= took
+            _environment_s.observe(took)
+
+
+def _open(source: EnvironmentSource, plan: EpisodePlan) -> tuple[Environment, list[Message]]:
+    environment = source.make(plan.split, plan.index)
+    return environment, environment.reset()
+
+
+def _step(environment: Environment, response: str) -> StepResult:
+    """A turn, checked: a malformed result is the environment's failure, like an exception."""
+    result = environment.step(response)
+    reward = 0.0 if result.reward is None else float(result.reward)
+    info = {str(name): float(value) for name, value in result.info.items()}
+    if not all(math.isfinite(value) for value in (reward, *info.values())):
+        raise ValueError(f"the environment gave numbers that are not finite: reward {reward}, info {info}")
+    return StepResult(tuple(result.messages), reward, bool(result.done), info)

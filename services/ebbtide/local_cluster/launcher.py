@@ -1,0 +1,170 @@
+"""The launcher: programs of one cluster on this machine, started in order, watched, started again, and ended for good.
+
+Invariant: every process below this one is in `_processes`, or is an orphan of one that was: this process adopts orphans
+(it is a subreaper), so that none can escape. `_processes` is written here alone. When this process dies here, the
+kernel kills all of them (see `ebbtide.local_cluster.program_process`).
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from itertools import groupby
+from typing import Any, Final, TypeVar
+
+import psutil
+
+from ebbtide.local_cluster.program_process import LaunchFailed, Program, ProgramProcess
+
+T = TypeVar("T")
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_TICK_S: Final = 0.1
+_FIRST_PAUSE_S: Final = 0.2
+_MAX_PAUSE_S: Final = 5.0
+#: A program that ends so often, each time within so short a time, will not be cured by one more start.
+_MAX_RESTARTS: Final = 5
+_STEADY_S: Final = 30.0
+
+
+class Launcher:
+    """Made by `launcher()`. `notify` is told in one line what happened to a program that was not asked to end."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._processes: dict[str, ProgramProcess] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def process(self, name: str) -> ProgramProcess:
+        return self._processes[name]
+
+    async def start(self, program: Program) -> ProgramProcess:
+        """Start a program, wait until it is ready, and keep it running from then on. Raises `LaunchFailed`."""
+        process = self._processes[program.name] = ProgramProcess(program)
+        await process.wait_ready()
+        self._watchers[program.name] = asyncio.create_task(self._watch(program))
+        return process
+
+    async def start_all(self, programs: list[Program]) -> list[ProgramProcess]:
+        """Start several at the same time. Raises the first `LaunchFailed`."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.start(program)) for program in programs]
+        except* LaunchFailed as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def run_once(self, program: Program, watch: Callable[[], None]) -> None:
+        """Run a program to its end, and call `watch` now and then. Raises `LaunchFailed` if it fails."""
+        process = self._processes[program.name] = ProgramProcess(program)
+        while process.running():
+            watch()
+            await asyncio.sleep(_TICK_S)
+        watch()
+        if process.returncode:
+            raise LaunchFailed(f"{program.name} ended with {process.status}{process.tail()}")
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises `LaunchFailed`, with `work` cancelled, when a program cannot be kept running."""
+        task = asyncio.create_task(work)
+        try:
+            both: set[asyncio.Future[Any]] = {task, self._failed}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to a program and its children; it is not started again."""
+        self._watchers.pop(name).cancel()
+        self._processes[name].kill()
+
+    def crash(self, name: str) -> None:
+        """SIGKILL to a program and its children, as an accident: it is started again."""
+        self._processes[name].kill()
+
+    async def stop(self) -> None:
+        """End all programs, stage by stage, those of a stage at the same time."""
+        await self._stop_watching()
+        processes = sorted(self._processes.values(), key=lambda process: process.program.stage)
+        for _, stage in groupby(processes, key=lambda process: process.program.stage):
+            await asyncio.gather(*(process.stop() for process in stage))
+
+    def kill_all(self) -> None:
+        """SIGKILL to all programs and to whatever they left behind; returns once they are gone."""
+        for process in self._processes.values():
+            process.kill()
+        left = psutil.Process().children(recursive=True)
+        for child in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(left, timeout=10)
+
+    async def _stop_watching(self) -> None:
+        watchers = list(self._watchers.values())
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _watch(self, program: Program) -> None:
+        try:
+            await self._keep_running(program)
+        except LaunchFailed as error:
+            if not self._failed.done():
+                self._failed.set_exception(error)
+
+    async def _keep_running(self, program: Program) -> None:
+        restarts, pause = 0, _FIRST_PAUSE_S
+        while True:
+            process = self._processes[program.name]
+            while process.running():
+                await asyncio.sleep(_TICK_S)
+                self._reap_orphans()
+            if time.monotonic() - process.started > _STEADY_S:
+                restarts, pause = 0, _FIRST_PAUSE_S
+            if restarts == _MAX_RESTARTS:
+                raise LaunchFailed(
+                    f"{program.name} ended {restarts + 1} times, last with {process.status}{process.tail()}"
+                )
+            self._notify(f"{program.name} ended with {process.status}; it is started again")
+            await asyncio.sleep(pause)
+            restarts, pause = restarts + 1, min(2 * pause, _MAX_PAUSE_S)
+            process = self._processes[program.name] = ProgramProcess(program)
+            await self._ready_again(process)
+
+    async def _ready_again(self, process: ProgramProcess) -> None:
+        try:
+            await process.wait_ready()
+        except LaunchFailed:
+            process.kill()  # the next turn of the loop counts it
+
+    def _reap_orphans(self) -> None:
+        own = {process.pid for process in self._processes.values()}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
+                os.waitpid(ended.si_pid, 0)
+
+
+@asynccontextmanager
+async def launcher(notify: Callable[[str], None]) -> AsyncIterator[Launcher]:
+    """A launcher whose programs are all gone when the block is left, however it is left."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    made = Launcher(notify)
+    try:
+        yield made
+        await made.stop()
+    except BaseException:
+        with contextlib.suppress(LaunchFailed):
+            await made.stop()
+        raise
+    finally:
+        made.kill_all()

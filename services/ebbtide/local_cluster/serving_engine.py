@@ -1,0 +1,67 @@
+"""A serving engine on this machine: vLLM's OpenAI server, unmodified, as a program of the launcher."""
+
+import os
+import sys
+import urllib.error
+import urllib.request
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from ebbtide.local_cluster.program_process import Program, tethered
+
+#: Threads that wait for others must sleep where two engines share cores: spinning ones make both fifty times slower.
+_SHARED_CORES: Final = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+_QUIET: Final = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+_CPU: Final = (
+    "--dtype", "bfloat16", "--enforce-eager",
+    "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+)  # fmt: skip
+_HEALTH_S: Final = 1.0
+
+
+def serving_engine(
+    model: Path,
+    served_name: str,
+    address: str,
+    log: Path,
+    *,
+    threads: int = 0,
+    kv_mib: int = 0,
+    stage: int = 0,
+    name: str = "serving",
+) -> Program:
+    """The server of `model` at `address` (host:port), ready once it answers. `threads` of a CPU engine, 0: as cores;
+    `kv_mib` for keys and values, 0: as vLLM decides."""
+    host, _, port = address.rpartition(":")
+    on_cpu = "cpu" in version("vllm")
+    command = (
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", served_name,
+        "--host", host, "--port", port, "--max-model-len", "8192", "--max-num-seqs", "64",
+        "--disable-uvicorn-access-log", *(_CPU if on_cpu else ()),
+    )  # fmt: skip
+    if kv_mib:
+        command += ("--kv-cache-memory-bytes", str(kv_mib << 20))
+    cpu = _SHARED_CORES | {"OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)} if on_cpu else {}
+    return Program(
+        name=name,
+        command=tethered(*command),
+        environment={**os.environ, **_QUIET, **cpu},
+        log=log,
+        ready=lambda: address if answers(address) else None,
+        stage=stage,
+        boot_s=240.0,
+    )
+
+
+def answers(address: str) -> bool:
+    """Whether the server there says that it is well."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/health", timeout=_HEALTH_S) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False

@@ -1,0 +1,153 @@
+"""An engine that can be started anew for another model, under the worker that goes on.
+
+Invariant: `_inner` is the one engine there is, or the one that is being started or stopped; while `change` goes on no
+request is in it and none is admitted. Whoever wanted it paused still has it paused afterwards. A model that cannot be
+started leaves the engine as the worker began with it, without a version. Engines' processes die with the thread that
+starts them, so all but the first are started from one that lasts as long as this process.
+"""
+
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.errors import InvalidRequest
+from ebbtide.rollout_worker.engine import Engine, EngineFailed, EngineRequest, Shapes, TokenDelta
+from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
+from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.text_bounds import shortened
+from ebbtide.types.weights import Manifest
+from ebbtide.weights import check_config
+
+log = telemetry.get_logger(__name__)
+
+#: Of a model's name, what may name a folder.
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+
+
+class EngineNotChanged(InvalidRequest):
+    """No engine could be started for a model: `info` is of the worker's own, which it is again."""
+
+    def __init__(self, message: str, info: EngineInfo) -> None:
+        super().__init__(message, field="config")
+        self.info = info
+
+
+class ChangingEngine:
+    """Implements `Engine`; see there."""
+
+    def __init__(self, make: Callable[[Path | None], Engine], most_bytes: int) -> None:
+        """`make` gives an engine that is not started: of a checkpoint directory, or (None) of the worker's own model.
+        `most_bytes`: of weights that an engine may be started for; 0: as much as it takes."""
+        self._make, self._most = make, most_bytes
+        self._inner = make(None)
+        self._paused: set[str] = set()
+        self._between = False  # there is no engine now
+        self.restart_s = 0.0  # that the last start took
+
+    async def start(self, *, aside: bool = False) -> EngineInfo:
+        began = time.monotonic()
+        info = await self._inner.start(aside=aside)
+        self.restart_s = time.monotonic() - began
+        return info
+
+    def refusal(self, manifest: Manifest) -> str:
+        """Why no engine can be started for this version; empty if one may be."""
+        if not manifest.config:
+            return "its versions carry no config.json, of which an engine could be started"
+        if not manifest.config_signature:
+            return "its versions' config.json is not signed by the run's publisher"
+        size = sum(entry.size for entry in manifest.tensors)
+        if self._most and size > self._most:
+            return f"its weights have {size} bytes, more than change_max_mib allows ({self._most})"
+        return ""
+
+    async def change(self, name: str, config: bytes, weights: Path) -> EngineInfo:
+        """Start anew for the model `config`, with the weights of a safetensors file. No request may be in the engine.
+
+        Raises `EngineNotChanged` if that cannot be, and `EngineFailed` if the worker's own model does not start again
+        either.
+        """
+        check_config(config)
+        began, self._between = time.monotonic(), True
+        with _checkpoint(name, config, weights) as root:
+            await self._inner.stop()
+            try:
+                info = await self._start(self._make(root))
+            except Exception as error:
+                text = shortened(f"no engine starts for {name}: {error}")
+                log.warning("back to the worker's own model", reason=text)
+                raise EngineNotChanged(text, await self._go_back()) from error
+        self.restart_s = time.monotonic() - began
+        return info
+
+    async def _start(self, engine: Engine) -> EngineInfo:
+        self._inner = engine
+        info = await engine.start(aside=True)
+        for reason in list(self._paused):
+            await engine.pause(reason)
+        self._between = False
+        return info
+
+    async def _go_back(self) -> EngineInfo:
+        try:
+            await self._inner.stop()
+            return await self._start(self._make(None))
+        except Exception as error:
+            raise EngineFailed(f"no engine starts any more, not even for the worker's own model: {error}") from error
+
+    # -- the engine of the moment --------------------------------------------------------------------------------
+
+    @property
+    def shapes(self) -> Shapes:
+        return self._inner.shapes
+
+    @property
+    def boxes(self) -> Boxes | None:
+        return self._inner.boxes
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        async with aclosing(self._inner.generate(request)) as stream:
+            async for delta in stream:
+                yield delta
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._inner.decode(token_ids)
+
+    async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:
+        return await self._inner.install(version, weights, changes)
+
+    async def pause(self, reason: str) -> None:
+        self._paused.add(reason)
+        if not self._between:
+            await self._inner.pause(reason)
+
+    async def resume(self, reason: str) -> None:
+        self._paused.discard(reason)
+        if not self._between:
+            await self._inner.resume(reason)
+
+    def check(self) -> None:
+        self._inner.check()
+
+    async def stop(self) -> None:
+        await self._inner.stop()
+
+
+@contextmanager
+def _checkpoint(name: str, config: bytes, weights: Path) -> Iterator[Path]:
+    """A checkpoint directory of these, for as long as an engine takes to read it."""
+    folder = Path(tempfile.mkdtemp(prefix="ebbtide-model-"))
+    try:
+        root = folder / (name if _NAME.fullmatch(name) else "model")
+        root.mkdir()
+        (root / "config.json").write_bytes(config)
+        (root / "model.safetensors").symlink_to(weights)
+        yield root
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""The vLLM engine: requests, steps under a budget, and memory."""

@@ -1,0 +1,156 @@
+"""Blocks held back in vLLM's pool of keys and values, so that rollouts use no more of it than a guard allows.
+
+Invariant: behind each `fit`, blocks in use and blocks held make up no more than the pool, and those in use no more than
+allowed. Requests that have to give theirs up lose no token: vLLM preempts them, and computes their keys and values
+again when there is room. Who does is chosen here by the cost of that, also where the pool is full for other reasons:
+vLLM itself would take the youngest. A request that is longer than all that is allowed waits without being in others'
+way. Held blocks are the ones that vLLM would use next for something new, and on a CPU their memory goes back to the
+system.
+"""
+
+import time
+from typing import Any, Final
+
+from ebbtide.rollout_worker.engine.vllm.kv_pages import KvPages
+from ebbtide.scheduling.coserving.kv_victims import HeldRequest, choose_victims
+
+#: Blocks without content: vLLM keeps one for itself, which is never free.
+_NULL: Final = 1
+
+
+class KvBalloon:
+    """One for each scheduler, in its process and thread. Only for engines that have one step under way at a time."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        self._pool = self._manager.block_pool
+        self._block_size: int = scheduler.block_size
+        self._step_tokens: int = scheduler.scheduler_config.max_num_batched_tokens
+        self._watermark: int = self._manager.watermark_blocks
+        self._held: list[Any] = []
+        self._pages = KvPages(scheduler.vllm_config, self._pool.num_gpu_blocks)
+        self._lost: dict[str, int] = {}  # tokens whose keys and values a waiting request had
+        self._parked: list[Any] = []
+        #: Tokens that were computed again.
+        self.recomputed = 0
+
+    @property
+    def used(self) -> int:
+        """Blocks that requests use."""
+        return int(self._pool.num_gpu_blocks - _NULL - self._pool.get_num_free_blocks() - len(self._held))
+
+    def fit(self, kv_blocks: int) -> None:
+        """Let no more than `kv_blocks` be used, below 0: all. Comes before each step is scheduled, and `scheduled`
+        behind it."""
+        allowed, total = self.squeeze(kv_blocks), self._pool.num_gpu_blocks - _NULL
+        self._make_room()
+        self._park(allowed)
+        # What runs may grow by a block each before others come in: or they would be let in and sent away by turns.
+        self._manager.watermark_blocks = self._watermark + (len(self._scheduler.running) if allowed < total else 0)
+
+    def squeeze(self, kv_blocks: int) -> int:
+        """Hold back what is not allowed; between steps. Returns how many blocks may be used."""
+        total = int(self._pool.num_gpu_blocks - _NULL)
+        allowed = total if kv_blocks < 0 else min(kv_blocks, total)
+        excess = len(self._held) - (total - allowed)
+        if excess > 0:
+            self._give_back(excess)
+        elif excess < 0:
+            self._free(-excess)
+            self._hold(min(-excess, self._free_blocks))
+        return allowed
+
+    def scheduled(self, output: Any) -> None:
+        """Comes behind each step's scheduling, with its output."""
+        for request in reversed(self._parked):
+            self._scheduler.waiting.prepend_request(request)
+        self._parked.clear()
+        if self._lost:
+            for name in self._lost.keys() & output.num_scheduled_tokens.keys():
+                found = self._scheduler.requests[name].num_computed_tokens - output.num_scheduled_tokens[name]
+                self.recomputed += max(0, self._lost.pop(name) - found)
+
+    def preempted(self, request: Any) -> None:
+        """Comes before vLLM takes a request's blocks."""
+        self._lost = {name: lost for name, lost in self._lost.items() if name in self._scheduler.requests}
+        self._lost[request.request_id] = max(request.num_computed_tokens, self._lost.get(request.request_id, 0))
+
+    def deflate(self) -> None:
+        """Hold nothing: vLLM resets its prefix cache only while no block is taken."""
+        self._give_back(len(self._held))
+
+    @property
+    def _free_blocks(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    def _hold(self, count: int) -> None:
+        blocks = self._pool.get_new_blocks(count)
+        self._held += blocks
+        self._pages.release([block.block_id for block in blocks])
+
+    def _give_back(self, count: int) -> None:
+        """They have no content: the next ones to be used."""
+        if count:
+            self._pool.free_blocks(self._held[-count:])
+            del self._held[-count:]
+
+    def _make_room(self) -> None:
+        """Let all that runs get the blocks that its next tokens need, or preempt."""
+        running = self._scheduler.running
+        if self._free_blocks > 2 * (len(running) + self._step_tokens // self._block_size):
+            return
+        while running and (lack := sum(map(self._growth, running)) - self._free_blocks) > 0:
+            self._preempt_for(lack, growing=True)
+
+    def _growth(self, request: Any) -> int:
+        """Blocks that it lacks for what it computes next."""
+        next_tokens = min(request.num_tokens_with_spec, request.num_computed_tokens + self._step_tokens)
+        needed = -(-next_tokens // self._block_size)
+        return sum(max(0, needed - len(group)) for group in self._manager.get_blocks(request.request_id).blocks)
+
+    def _free(self, wanted: int) -> None:
+        """Preempt until so many blocks are free, or nothing runs."""
+        while self._scheduler.running and (lack := wanted - self._free_blocks) > 0:
+            self._preempt_for(lack)
+
+    def _preempt_for(self, lack: int, *, growing: bool = False) -> None:
+        """Preempt those that free `lack` blocks; `growing`: what a victim would have taken next counts too."""
+        held = [self._describe(request, growing=growing) for request in self._scheduler.running]
+        # Those that share all of theirs with each other free nothing one by one, and yet something together.
+        names = choose_victims(held, lack) or [min(held, key=lambda item: item.computed).request]
+        for request in [request for request in self._scheduler.running if request.request_id in names]:
+            self._preempt(request)
+
+    def _preempt(self, request: Any) -> None:
+        self._scheduler.running.remove(request)
+        # It may come back in this very step: nothing that the model's runner knows of it holds any more.
+        self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        self._scheduler._preempt_request(request, time.monotonic())  # noqa: SLF001 - as vLLM's own subclasses do
+
+    def _describe(self, request: Any, *, growing: bool) -> HeldRequest:
+        blocks = [block for group in self._manager.get_blocks(request.request_id).blocks for block in group]
+        own = sum(block.ref_cnt == 1 and not block.is_null for block in blocks)
+        shared = request.num_computed_tokens * (len(blocks) - own) // max(1, len(blocks))
+        return HeldRequest(
+            request=request.request_id,
+            computed=request.num_computed_tokens,
+            blocks=own + (self._growth(request) if growing else 0),
+            shared=shared,
+            remaining=max(1, request.max_tokens - request.num_output_tokens),
+        )
+
+    def _park(self, allowed: int) -> None:
+        """Take those out of the queue, for one step, that could not run if they had everything: not even a block's
+        worth of tokens beyond those that they have."""
+        waiting = self._scheduler.waiting
+        if not waiting or allowed == self._pool.num_gpu_blocks - _NULL:
+            return
+        most = allowed // max(1, self._manager.num_kv_cache_groups) * self._block_size
+        self._parked = [
+            request
+            for request in waiting
+            if min(request.num_tokens + self._block_size, request.num_prompt_tokens + request.max_tokens) > most
+        ]
+        if self._parked:
+            waiting.remove_requests(self._parked)

@@ -1,0 +1,322 @@
+"""A real engine: vLLM's AsyncLLM, with weights replaced in place.
+
+Invariant: every token is labelled by vLLM itself with the version whose weights made it; labels change only
+while generation is paused and after all layers were replaced. A request that has tokens keeps the keys and values it
+has over an install; nobody else sees those of other weights: the cache's salt changes with each install, and what has
+no token yet begins anew under it. Only this object and its `VersionUpdates` talk to AsyncLLM. If this process dies, by
+whatever signal, so do the engine's own processes.
+"""
+
+import asyncio
+import json
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ebbtide.errors import Internal, InvalidRequest
+from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
+from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
+from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
+from ebbtide.rollout_worker.engine.vllm.vllm_conversions import logprobs, sampling_params
+from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
+from ebbtide.rollout_worker.engine.vllm.weights.version_updates import VersionUpdates
+from ebbtide.rollout_worker.settings import VllmSettings
+from ebbtide.runtime import Aside
+from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.rollout import FinishReason
+
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+#: vLLM's label before any version was installed.
+_UNLABELLED = "default"
+_AWAY = "weights away"
+#: For an engine's process that was told to end.
+_END_S = 10.0
+_DEAD = "the engine's process died; its log says why"
+
+
+class VllmEngine:
+    """Implements `Engine`; see there for what each method promises and raises."""
+
+    def __init__(self, model: str, slots: int, settings: VllmSettings, borrowed: BorrowedEngine | None = None) -> None:
+        """`borrowed`: the device is a serving engine's, whose guard says when this one may compute."""
+        self._root = checkpoint_facts.check_directory(model)
+        self._borrowed = borrowed
+        self._slots = slots
+        self._settings = settings
+        self._shapes: Shapes = {}
+        self._paused: set[str] = set()
+        self._pausing = asyncio.Lock()
+        self._salt = 0
+        self._away = False
+        self._tokenizer: Any = None
+        self._llm: Any = None
+        self._updates: Any = None
+
+    @property
+    def shapes(self) -> Shapes:
+        return self._shapes
+
+    @property
+    def boxes(self) -> Boxes | None:
+        boxes: Boxes | None = self._updates.boxes
+        return boxes
+
+    async def start(self, *, aside: bool = False) -> EngineInfo:
+        self._shapes = checkpoint_facts.tensor_shapes(self._root)
+        info, self._llm = await _starts().do(lambda: self._boot(again=True)) if aside else self._boot()
+        self._updates = VersionUpdates(self._llm, self._shapes, checkpoint_facts.tensor_dtypes(self._root))
+        await self._updates.learn()
+        with self._borrowed.warming_up() if self._borrowed else nullcontext():
+            await self._warm_up()
+        # Not before the engine's processes are there: they may be forked, which threads do not live through.
+        self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._root)
+        return info
+
+    def _boot(self, *, again: bool = False) -> tuple[EngineInfo, Any]:
+        """What the engine is, and vLLM's own object once its processes are up. `again`: there was one before."""
+        arguments = self._arguments()
+        self._environment()
+        if self._borrowed:
+            self._borrowed.learn(self._root)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        vllm_plugin.register()
+        try:
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"vLLM refuses: {error}", field="vllm") from error
+        info = self._info(config)
+        if again:
+            cpu_build.start_by_spawn()
+        elif cpu_build.is_cpu_build():
+            cpu_build.start_by_fork()
+        return info, AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        made, anew = 0, True
+        while anew:
+            anew, salt = False, self._salt
+            prompt = tokens_input(list(request.token_ids), cache_salt=str(salt))
+            stream = self._llm.generate(prompt, sampling_params(request), request.request_id, priority=request.priority)
+            try:
+                async for output in stream:
+                    if anew := not made and salt != self._salt:
+                        break  # its prompt was read, or found in the cache, by weights that are no more
+                    completion = output.outputs[0]
+                    ids = completion.token_ids
+                    if not ids and not output.finished:
+                        continue
+                    versions = self._versions(request.request_id, completion, made, len(ids))
+                    made += len(ids)
+                    yield TokenDelta(ids, logprobs(completion), versions, _REASONS.get(completion.finish_reason))
+            except EngineDeadError as error:
+                raise EngineFailed(_DEAD) from error
+            except (VLLMClientError, ValueError) as error:
+                raise InvalidRequest(f"vLLM refuses the request: {error}") from error
+            except EngineGenerateError as error:
+                raise Internal("vLLM could not serve the request; the log says why") from error
+            finally:
+                await stream.aclose()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            raise InvalidRequest("needs a tokenizer, which this worker's checkpoint is without", field="sampling.stop")
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:
+        self.check()
+        how = await self._updates.prepare(version, weights, None if self._away else changes)
+        start = time.monotonic()
+        # vLLM's own call waits a while longer, for the looks of it alone.
+        await self._hold("install", self._llm.engine_core.pause_scheduler_async)
+        self._salt += 1
+        try:
+            await self._updates.apply(version, how)
+            await self.resume("install")
+            if self._away:
+                self._away = False
+                await self.resume(_AWAY)
+            pause_s = time.monotonic() - start
+            await self._updates.finish()
+        except Exception as error:
+            raise EngineFailed(f"version {version} could not be applied whole: {error}") from error
+        return pause_s
+
+    async def give_up_cache(self) -> None:
+        """Let what the page no longer allows of keys and values go at once, and all that is cached of them. Requests
+        keep their tokens."""
+        await self._llm.reset_prefix_cache()
+
+    async def give_up_weights(self) -> None:
+        """Give their memory back, on a CPU build. Nothing is generated until the next install, of whatever version.
+        Raises `EngineFailed`."""
+        await self.pause(_AWAY)
+        self._away = True
+        try:
+            await self._updates.drop()
+        except Exception as error:
+            raise EngineFailed(f"the weights were given up in part: {error}") from error
+
+    async def pause(self, reason: str) -> None:
+        await self._hold(reason, self._llm.pause_generation)
+
+    async def _hold(self, reason: str, stop: Callable[..., Awaitable[None]]) -> None:
+        self.check()
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        async with self._pausing:
+            if not self._paused:
+                try:
+                    await stop(mode="keep", clear_cache=False)
+                except EngineDeadError as error:
+                    raise EngineFailed(_DEAD) from error
+            self._paused.add(reason)
+
+    async def resume(self, reason: str) -> None:
+        async with self._pausing:
+            if self._paused == {reason}:
+                await self._llm.resume_generation()
+            self._paused.discard(reason)
+
+    def check(self) -> None:
+        if self._llm is not None and self._llm.errored:
+            raise EngineFailed(_DEAD)
+
+    async def stop(self) -> None:
+        """The process may take seconds to end, while which others of this worker go on."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        # What reads its outputs must not run between the engine's end and its own.
+        readers = [task for task in (llm.output_handler, llm.engine_core.resources.output_queue_task) if task]
+        for task in readers:
+            task.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        await asyncio.to_thread(llm.shutdown)
+        for process in multiprocessing.active_children():  # whoever serves on leaves no dead process behind
+            await asyncio.to_thread(process.join, _END_S)
+
+    def _arguments(self) -> dict[str, Any]:
+        settings = self._settings
+        arguments: dict[str, Any] = {
+            "model": str(self._root),
+            "dtype": settings.dtype,
+            "tensor_parallel_size": settings.tensor_parallel_size,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "max_model_len": settings.max_model_len or None,
+            "max_num_seqs": self._slots,
+            "enforce_eager": settings.enforce_eager,
+            "kv_cache_memory_bytes": settings.kv_cache_mib << 20 or None,
+            # Fixed by what a rollout is: ids in and out, exact logprobs of what was sampled from, lower
+            # priorities first, sampling as the rollout says and not as the checkpoint suggests, no pickled
+            # weights, our own weight transfer.
+            "skip_tokenizer_init": True,
+            "logprobs_mode": "processed_logprobs",
+            "scheduling_policy": "priority",
+            "generation_config": "vllm",
+            "load_format": "safetensors",
+            "weight_transfer_config": {"backend": vllm_plugin.BACKEND},
+            "worker_extension_cls": vllm_plugin.EXTENSION,
+        }
+        if cpu_build.is_cpu_build():
+            arguments |= cpu_build.engine_arguments(
+                settings.threads, settings.tensor_parallel_size, settings.kv_cache_mib
+            )
+        arguments |= _extra(settings.engine_args)
+        return self._borrowed.arguments(arguments) if self._borrowed else arguments
+
+    def _environment(self) -> None:
+        os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        # vLLM's log records go the way of ours, from its processes too.
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+        logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+        vllm_plugin.own_engine_processes()
+        if self._borrowed:
+            self._borrowed.set_environment()
+        if cpu_build.is_cpu_build():
+            cpu_build.set_environment(self._settings.threads)
+
+    def _info(self, config: Any) -> EngineInfo:
+        model = config.model_config
+        return EngineInfo(
+            model=self._root.name,
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            eos_token_ids=checkpoint_facts.end_tokens(self._root),
+            architecture=checkpoint_facts.architecture(self._shapes),
+        )
+
+    async def _warm_up(self) -> None:
+        """One token, so that what the first request sets up is not charged to a rollout."""
+        request = EngineRequest(
+            request_id="warm-up",
+            token_ids=[0],
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=1,
+            min_tokens=0,
+            stop_token_ids=(),
+        )
+        async for _ in self.generate(request):
+            pass
+
+    def _versions(self, request_id: str, completion: Any, start: int, count: int) -> list[int]:
+        """The version of each of the tokens `start` to `start + count` of a request.
+
+        vLLM labels a request's outputs as they arrive, but shows the labels only with its last one: until then
+        they are read where it keeps them.
+        """
+        if completion.weight_versions is not None:
+            starts = [(span.version, span.start) for span in completion.weight_versions]
+        else:
+            processor = self._llm.output_processor
+            internal = processor.external_req_ids[request_id][0]
+            starts = processor.request_states[internal].weight_version_starts
+        versions, newest = [0] * count, start + count
+        for label, since in reversed(starts):
+            first = max(since, start)
+            for index in range(first - start, newest - start):
+                versions[index] = 0 if label == _UNLABELLED else int(label)
+            newest = min(newest, first)
+        return versions
+
+
+@cache
+def _starts() -> Aside:
+    """Engines die with the thread that started them, so one that lives as long as the process starts them."""
+    return Aside("engine starts")
+
+
+def _load_tokenizer(root: Path) -> Any:
+    """The checkpoint's tokenizer, or None if it has none: only stop strings need it. Raises `InvalidRequest`."""
+    if not any(root.glob("tokenizer*.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(root, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise InvalidRequest(f"its tokenizer cannot be loaded: {error}", field="model") from error
+
+
+def _extra(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise InvalidRequest(f"is not JSON: {error}", field="vllm.engine_args") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("must be a JSON object of vLLM engine arguments", field="vllm.engine_args")
+    return found

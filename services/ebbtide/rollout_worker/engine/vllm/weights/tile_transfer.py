@@ -1,0 +1,168 @@
+"""Weights into a vLLM model from files, inside each engine process.
+
+Invariant: files are open from `open_files` to `finish_weight_update` or `close_files` and never besides: who owns them
+may change them then. Nothing is written before the update itself, so what is refused until then has touched nothing.
+What fails while weights are replaced leaves a mixture, from which the worker must not serve again.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.rollout_worker.engine.vllm import cpu_build
+from ebbtide.rollout_worker.engine.vllm.weights import in_place_update, layerwise_reload, parameter_memory
+from ebbtide.rollout_worker.engine.vllm.weights.loader_map import LoaderMap, aliases, observe
+from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
+
+log = logging.getLogger(__name__)
+# It warns of each layer that has no tensors of its own in a checkpoint; that none is missing is checked beforehand.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+#: Bytes that are mapped in one go between two steps of generation: a few milliseconds.
+_TOUCHED: Final = 32 << 20
+_PAGE: Final = 4096
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # mypy does not follow vLLM
+    """Nothing: what there is to know is in the checkpoint."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """How the files that are open get into the model."""
+
+    in_place: bool = False
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker: steps of our transfer that vLLM has no call for, by name."""
+
+    def ebbtide(self, step: str, **arguments: Any) -> Any:
+        return getattr(self.weight_transfer_engine, step)(**arguments)  # type: ignore[attr-defined]
+
+
+class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """Replaces all weights, or changes them in place, between pause and resume."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._open = ExitStack()
+        self._weights: Any = None
+        self._changes: Path | None = None
+        self._touching: Iterator[None] = iter(())
+        self._boxes: Boxes | None = None
+        self._obstacle = ""
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:  # noqa: ARG002 - vLLM's signature
+        """Learn what the model's loader does with the checkpoint that was just loaded."""
+        root = Path(self.model_config.model)
+        self._entries = entries(root)
+        self._tied = layerwise_reload.tied_layers(self.model)
+        self._aliases = {
+            name: first for name, first in aliases(self.model).items() if {name, first} <= self._entries.keys()
+        }
+        if cpu_build.is_cpu_build():
+            cpu_build.keep_freed_memory()
+            layerwise_reload.prepare(self.model, self._tied)
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                seen = observe(self.model, self._entries)
+        except InvalidRequest as error:
+            log.warning("all of each version is needed here: %s", error)
+            self._obstacle = str(error)
+        else:
+            self._boxes = seen.boxes
+            self._obstacle = self._in_the_way(seen, root)
+
+    def _in_the_way(self, seen: LoaderMap, root: Path) -> str:
+        return in_place_update.obstacle(self.model, self.vllm_config.quant_config is not None, seen, root)
+
+    def report(self) -> tuple[Boxes | None, str]:
+        """The slices that this process reads, None for everything; and what is in the way of changes in place."""
+        return self._boxes, self._obstacle
+
+    def open_files(self, weights: str, changes: str | None) -> None:
+        """Map the files. Raises if they cannot be, or if tied weights differ."""
+        self.close_files()
+        self._weights = self._open.enter_context(safe_open(weights, framework="pt"))
+        self._changes = Path(changes) if changes else None
+        for name, first in self._aliases.items():
+            if not torch.equal(self._tensor(name), self._tensor(first)):
+                raise ValueError(f"{name} differs from {first}, to which this model ties it")
+        self._touching = iter(()) if changes else self._touch()
+
+    def touch(self) -> bool:
+        """Map some more of what will be read, so that the update does not wait for it; whether there is more."""
+        return next(self._touching, self) is not self
+
+    def _touch(self) -> Iterator[None]:
+        size = 0
+        for name in self._entries:
+            for box in [()] if self._boxes is None else self._boxes[name]:
+                part = self._tensor(name)[tuple(slice(*pair) for pair in box)]
+                if part.is_contiguous() and part.numel():
+                    part.flatten().view(torch.uint8)[::_PAGE].max()
+                size += part.nbytes
+                if size >= _TOUCHED:
+                    size = 0
+                    yield
+
+    def close_files(self) -> None:
+        """Let the files go, without a trace."""
+        self._touching, self._weights, self._changes = iter(()), None, None
+        self._open.close()
+
+    def start_weight_update(self) -> None:
+        """Nothing: the files are open already."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class ends with an accelerator's synchronise, which CPU builds do not have; loading here is
+        # synchronous, and on an accelerator the copies are ordered before the next step on the same stream.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.in_place and self._changes is not None:
+            refusal = in_place_update.apply(self.model, self._changes, self._entries, frozenset(self._aliases))
+            if not refusal:
+                return
+            log.warning("not changed in place: %s", refusal)
+        tensors = ((name, self._tensor(name)) for name in self._entries)
+        layerwise_reload.reload(self.model, self.model_config, tensors, self._tied)
+
+    def finish_weight_update(self) -> None:
+        self.close_files()
+
+    def drop(self) -> None:
+        """Give the memory of all weights back to the system. Only an update without `in_place` brings them again."""
+        parameter_memory.drop(self.model)
+
+    def shutdown(self) -> None:
+        self.close_files()
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._weights.get_tensor(name)
+        return tensor
+
+
+def entries(root: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Type and shape of each tensor of the checkpoint directory `root`."""
+    found: dict[str, tuple[torch.dtype, torch.Size]] = {}
+    for path in sorted(root.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                tensor = file.get_tensor(name)
+                found[name] = (tensor.dtype, tensor.shape)
+    return found

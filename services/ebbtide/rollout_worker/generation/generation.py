@@ -1,0 +1,122 @@
+"""One rollout's response: what is still to be generated, and where it ends. Pure; knows neither engine nor streams.
+
+Every ending is decided on the response's token ids alone, whoever generated them: a response that was cut and goes on
+elsewhere ends where it would have ended uncut.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
+from ebbtide.types.fleet import AttemptRef, EngineInfo
+from ebbtide.types.rollout import FinishReason
+from ebbtide.types.run import Sampling, check_sampling
+from ebbtide.types.tokens import pack_tokens, unpack_ids, unpack_tokens
+
+Decode = Callable[[Sequence[int]], str]
+#: Tokens looked at behind those that a stop string may span, for decoders that treat a text's beginning differently.
+_MARGIN: Final = 8
+
+
+class Assignment(Struct, frozen=True, kw_only=True):
+    """What the coordinator hands out: `prompt_ids` is packed u32, `partial` packed tokens stored so far."""
+
+    attempt: AttemptRef
+    policy: str
+    prompt_ids: bytes
+    sampling: Sampling
+    partial: bytes = b""
+    min_version: int = 0
+    max_version: int = 0
+    priority: int = 0
+
+    def admits(self, version: int) -> bool:
+        """Whether tokens of `version` are wanted; bounds of 0 are none."""
+        return self.min_version <= version and not 0 < self.max_version < version
+
+
+class ResponseEnding:
+    """Where a response ends. Nothing but its length ends it within its first `min_tokens` tokens."""
+
+    def __init__(self, sampling: Sampling, info: EngineInfo, *, room: int, decode: Decode) -> None:
+        """`room`: tokens that the context leaves for the response."""
+        ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else info.eos_token_ids))
+        # What is not in the vocabulary cannot come, and engines may fall over it.
+        self.stop_token_ids = frozenset(token for token in ends if token < info.vocab_size)
+        self.limit = min(sampling.max_tokens, room)
+        self._min_tokens = sampling.min_tokens
+        self._stop = sampling.stop
+        # A character is at most four bytes, and a token at least one.
+        self._window = 4 * max(map(len, sampling.stop), default=0) + _MARGIN
+        self._decode = decode
+
+    def at(self, ids: Sequence[int]) -> FinishReason | None:
+        """How the response `ids`, whole and not ended one token earlier, ends here; None if it goes on."""
+        if len(ids) > self._min_tokens and (ids[-1] in self.stop_token_ids or self._completes_stop(ids)):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(ids) >= self.limit else None
+
+    def _completes_stop(self, ids: Sequence[int]) -> bool:
+        if not self._stop:
+            return False
+        text = self._decode(ids[max(self._min_tokens, len(ids) - self._window) :])
+        return any(stop in text for stop in self._stop)
+
+
+class Generation:
+    """The response of one attempt, from its partial on. `finish` is set once it has ended, be it at once."""
+
+    def __init__(self, assignment: Assignment, info: EngineInfo, decode: Decode) -> None:
+        """Raises `InvalidRequest` naming the field if this engine cannot take the assignment as it is."""
+        check_sampling(assignment.sampling, field="sampling")
+        prompt = unpack_ids(assignment.prompt_ids).tolist()
+        self._ids: list[int] = unpack_tokens(assignment.partial, field="partial")["id"].tolist()
+        _check(prompt + self._ids, len(prompt), info)
+        self._assignment, self._prompt = assignment, prompt
+        self._ending = ResponseEnding(assignment.sampling, info, room=info.max_model_len - len(prompt), decode=decode)
+        self.finish = self._ending.at(self._ids) if self._ids else None
+
+    def request(self) -> EngineRequest:
+        """What is still to be asked of the engine."""
+        sampling, made = self._assignment.sampling, len(self._ids)
+        return EngineRequest(
+            request_id=self._assignment.attempt.attempt_id,
+            token_ids=self._prompt + self._ids,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=self._ending.limit - made,
+            min_tokens=max(0, sampling.min_tokens - made),
+            stop_token_ids=sorted(self._ending.stop_token_ids),
+            repetition_penalty=sampling.repetition_penalty,
+            priority=self._assignment.priority,
+        )
+
+    def accept(self, delta: TokenDelta) -> bytes:
+        """Add what the engine made, up to the response's end; returns the tokens added, packed."""
+        kept = 0
+        for token in delta.ids:
+            self._ids.append(token)
+            kept += 1
+            if (finish := self._ending.at(self._ids)) is not None:
+                self.finish = finish
+                break
+        else:
+            self.finish = delta.finish
+        return pack_tokens(delta.ids[:kept], delta.logprobs[:kept], delta.versions[:kept])
+
+
+def _check(ids: Sequence[int], prompt_tokens: int, info: EngineInfo) -> None:
+    if not prompt_tokens:
+        raise InvalidRequest("an empty prompt cannot be continued", field="prompt_ids")
+    if prompt_tokens >= info.max_model_len:
+        raise InvalidRequest(
+            f"{prompt_tokens} tokens leave no room in this engine's context of {info.max_model_len}", field="prompt_ids"
+        )
+    if max(ids) >= info.vocab_size:
+        raise InvalidRequest(
+            f"token {max(ids)} is not in this engine's vocabulary of {info.vocab_size}", field="prompt_ids"
+        )

@@ -1,0 +1,266 @@
+"""The attempts that this worker holds: from an assignment to a response that is durable in the store.
+
+Invariant: an attempt is held from `assign` until its finish is durable, or it is cancelled, superseded or
+released, and its output is in the outbox exactly as long. At most one task generates for it. Tokens are counted
+in the ledger before anything else learns of them. When this process dies, each rollout goes on elsewhere from
+its last stored token.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.errors import EbbtideError
+from ebbtide.ledger import Ledger
+from ebbtide.rollout_worker import metrics
+from ebbtide.rollout_worker.engine import Engine, EngineFailed
+from ebbtide.rollout_worker.generation.generation import Assignment, Generation
+from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
+from ebbtide.rollout_worker.generation.outbox import Outbox
+from ebbtide.types.append_delta import AppendAck
+from ebbtide.types.fleet import AttemptRef, EngineInfo
+from ebbtide.types.tokens import token_count
+from ebbtide.types.weights import PolicyVersion
+
+log = telemetry.get_logger(__name__)
+
+#: A released attempt ends behind the next tokens that its engine makes, or after this time if none come.
+_LAST_TOKENS_S: Final = 0.25
+#: What a paused engine has made may still be on its way for so long.
+_SETTLE_S: Final = 0.02
+
+
+class LocalAttempt:
+    """One attempt. `releasing` gives the reason for which it goes back once all its tokens are stored."""
+
+    def __init__(self, assignment: Assignment, generation: Generation, entry: int) -> None:
+        self.assignment, self.generation, self.entry = assignment, generation, entry
+        self.task: asyncio.Task[None] | None = None
+        self.started = False
+        self.releasing = ""
+
+
+class LocalAttempts:
+    """All attempts held, and the tasks that generate for them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        info: EngineInfo,
+        outbox: Outbox,
+        ledger: Ledger | None,
+        *,
+        release: Callable[[list[AttemptRef], str], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        """`release` hands attempts back to the coordinator; `fail` is told when the engine is lost."""
+        self._engine, self.info, self._outbox, self._ledger = engine, info, outbox, ledger
+        self._release, self._fail = release, fail
+        self._held: dict[str, LocalAttempt] = {}
+        self.ended = asyncio.Event()  # set when a generation ends
+        self.empty = asyncio.Event()  # set while nothing is held
+        self.empty.set()
+        self.due = asyncio.Event()  # set when the next message is due earlier than it was
+        self.pressure = asyncio.Event()  # set when the outbox is behind, and whenever it may be no longer
+        self.holds = GenerationHolds()
+        self.holds.watch(self._owe)
+        self.tokens = 0
+        self._busy_s, self._busy_since = 0.0, 0.0
+        self._owing_since = 0.0  # the newest token, or when work began or a hold changed since
+
+    def __contains__(self, attempt_id: str) -> bool:
+        return attempt_id in self._held
+
+    @property
+    def running(self) -> int:
+        return sum(held.task is not None for held in self._held.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(held.task is not None and not held.started for held in self._held.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with at least one rollout in the engine."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self._busy_since else 0.0)
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the engine made a token while it had work and was not held."""
+        return time.monotonic() - self._owing_since if self._busy_since and not self.holds else 0.0
+
+    def start(self, assignment: Assignment) -> None:
+        """Take an attempt and generate for it. Raises `InvalidRequest` if this engine cannot."""
+        ref = assignment.attempt
+        generation = Generation(assignment, self.info, self._engine.decode)
+        entry = self._ledger.open(ref, token_count(assignment.partial)) if self._ledger else 0
+        held = self._held[ref.attempt_id] = LocalAttempt(assignment, generation, entry)
+        self.empty.clear()
+        self._outbox.open(ref, assignment.partial)
+        if generation.finish is None:
+            held.task = asyncio.create_task(self._generate(held), name=f"generate {ref.rollout_id}")
+            held.task.add_done_callback(lambda task: self._ended(held, task))
+            if not self._busy_since:
+                self._busy_since = self._owing_since = time.monotonic()
+        else:
+            self._outbox.finish(ref.attempt_id, generation.finish, time.monotonic())
+            self.due.set()
+
+    def drop(self, refs: Iterable[AttemptRef], outcome: str) -> None:
+        """Stop generating for these attempts and forget them."""
+        for ref in refs:
+            self._outbox.drop(ref.attempt_id)
+            if held := self._held.pop(ref.attempt_id, None):
+                metrics.ATTEMPTS.labels(outcome).inc()
+                log.debug("attempt ended", run_id=ref.run_id, rollout_id=ref.rollout_id, outcome=outcome)
+                if held.task is not None:
+                    held.task.cancel()
+        if not self._held:
+            self.empty.set()
+        self.pressure.set()
+
+    def settle(self, acks: Iterable[AppendAck], *, durable: bool) -> None:
+        """Take note of acknowledgements; `durable` says whether what they name is fsynced."""
+        due = self._outbox.due
+        done = self._outbox.settle(acks, durable=durable, now=time.monotonic())
+        if self._outbox.due < due:
+            self.due.set()
+        self.drop(done.finished, "finished")
+        self.drop(done.superseded, "superseded")
+        self._release_stored()
+        self.pressure.set()
+
+    def check(self) -> None:
+        """Tell `fail` if the engine is lost."""
+        try:
+            self._engine.check()
+        except EngineFailed as error:
+            self._fail(error)
+
+    def release(self, refs: Iterable[AttemptRef], reason: str) -> None:
+        """Stop generating for these and flush what they made; each is handed back once all of it is stored.
+
+        One that has ended ends as it would have; one that is not held is none.
+        """
+        for ref in refs:
+            held = self._held.get(ref.attempt_id)
+            if held is None or held.releasing or held.task is None:
+                continue
+            held.releasing = reason
+            if held.started and not self.holds:
+                asyncio.get_running_loop().call_later(_LAST_TOKENS_S, held.task.cancel)
+            else:
+                held.task.cancel()
+
+    async def hand_over(self, reason: str, *, patience_s: float) -> None:
+        """Stop all generation; each attempt is released once its tokens are stored.
+
+        `patience_s`: how long an engine in the midst of something else may take to pause.
+        """
+        self.holds.begin("drain")
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._engine.pause("drain")  # what the engine has made so far still comes out
+                await asyncio.sleep(_SETTLE_S)
+        except TimeoutError:
+            log.warning("the engine did not pause in time: what it has not given out yet is left in it")
+        except EngineFailed as error:
+            log.warning("nothing more comes out of the engine", reason=str(error))
+        for held in self._held.values():
+            if held.generation.finish is None:
+                held.releasing = held.releasing or reason
+        await self.close()
+        self.flush()
+        self._release_stored()
+
+    async def close(self) -> None:
+        """Stop all generation."""
+        tasks = [held.task for held in self._held.values() if held.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def admit(self, run_id: str, version: PolicyVersion) -> bool:
+        """Whether all that is being generated may go on under `version` of the run's policy."""
+        return all(
+            held.assignment.attempt.run_id == run_id
+            and held.assignment.policy == version.policy
+            and held.assignment.admits(version.version)
+            for held in self._held.values()
+            if held.task is not None
+        )
+
+    async def _generate(self, held: LocalAttempt) -> None:
+        ref = held.assignment.attempt
+        try:
+            async with aclosing(self._engine.generate(held.generation.request())) as stream:
+                async for delta in stream:
+                    tokens = held.generation.accept(delta)
+                    self._count(held, tokens)
+                    if held.generation.finish is not None or held.releasing:
+                        break
+            if held.generation.finish is None:
+                held.releasing = held.releasing or "the engine ended the request"
+        except EngineFailed as error:
+            held.releasing = f"stopped: {error}"
+            self._fail(error)
+        except EbbtideError as error:
+            held.releasing = str(error)
+            log.warning("attempt failed", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=str(error))
+
+    def _count(self, held: LocalAttempt, tokens: bytes) -> None:
+        count = token_count(tokens)
+        if self._ledger:
+            self._ledger.add(held.entry, count)
+        held.started = True
+        self.tokens += count
+        metrics.TOKENS.inc(count)
+        attempt_id, now = held.assignment.attempt.attempt_id, time.monotonic()
+        self._owing_since = now
+        if attempt_id not in self._outbox:
+            return
+        due = self._outbox.due
+        self._outbox.append(attempt_id, tokens, now)
+        if held.generation.finish is not None:
+            self._outbox.finish(attempt_id, held.generation.finish, now)
+            self.pressure.set()
+        if self._outbox.due < due:
+            self.due.set()
+        if self._outbox.behind:
+            self.pressure.set()
+
+    def _ended(self, held: LocalAttempt, task: asyncio.Task[None]) -> None:
+        """Not part of the task: one that is cancelled before its first step runs nothing of its own."""
+        held.task = None
+        if self._busy_since and not self.running:
+            self._busy_s, self._busy_since = self.busy_s, 0.0
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+            held.releasing = held.releasing or "the worker failed"
+        if held.generation.finish is not None:
+            held.releasing = ""  # it ended before it was stopped
+        elif held.releasing:
+            self.flush()
+        self._release_stored()
+        self.ended.set()
+
+    def flush(self) -> None:
+        """Have all that was made so far sent now."""
+        self._outbox.flush(time.monotonic())
+        self.due.set()
+
+    def _owe(self) -> None:
+        self._owing_since = time.monotonic()
+
+    def _release_stored(self) -> None:
+        """Hand back what is to be released and is stored whole."""
+        ready: dict[str, list[AttemptRef]] = {}
+        for attempt_id, held in self._held.items():
+            if held.releasing and held.task is None and self._outbox.stored_whole(attempt_id):
+                ready.setdefault(held.releasing, []).append(held.assignment.attempt)
+        for reason, refs in ready.items():
+            self._release(refs, reason)
+            self.drop(refs, "released")

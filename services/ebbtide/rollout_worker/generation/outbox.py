@@ -1,0 +1,237 @@
+"""What was generated and is not safely stored yet. Pure: handed `now` (seconds, monotonic).
+
+Invariant: an attempt's whole response, partial included, stays here from its assignment until its finish is
+durable, or it is superseded, released or cancelled; so whatever the store forgets can be sent again. 0 <=
+stored <= length and 0 <= sent <= length always. While messages are taken when they are due, no rollout has half a
+window of tokens unsent, and no token waits unsent for longer than the interval less `lag`, or half the interval where
+that is more: so with prompt acknowledgements what is unsent and what is on its way lie within one window together. When
+this process dies the outbox is gone: the rollout goes on elsewhere from what was stored.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
+
+from ebbtide.types.append_delta import AppendAck, AppendDelta
+from ebbtide.types.fleet import AppendStatus, AttemptRef
+from ebbtide.types.rollout import FinishReason
+from ebbtide.types.tokens import TOKEN_BYTES
+from ebbtide.wire.append_columns import MAX_DELTAS
+
+#: Tokens in one message: 12 bytes each, well below the 4 MiB that a message may have.
+MESSAGE_TOKENS: Final = 200_000
+#: Deltas in one message: the coordinator takes no more.
+MESSAGE_DELTAS: Final = MAX_DELTAS
+#: Shares of the interval at which workers flush, each time another, so that they do not all flush in the same instant.
+JITTER: Final = (0.9, 1.0)
+#: A finish, and an attempt's first token, waits this long for others, that they may share a message.
+_URGENT_S: Final = 0.02
+
+
+class OutboxMessage(NamedTuple):
+    """What goes out at once. `number` counts messages; acknowledgements bear it."""
+
+    number: int
+    deltas: list[AppendDelta]
+
+
+class SettledOutput(NamedTuple):
+    """Attempts that left the outbox: `finished` ones are durable, `superseded` ones belong to somebody else."""
+
+    finished: list[AttemptRef]
+    superseded: list[AttemptRef]
+
+
+class RolloutOutput:
+    """One attempt's response.
+
+    `asked`: the store is to be asked what it has, be there something to send or not. `doubted`: the store took nothing,
+    for it has forgotten the rollout, and nothing is sent until it knows it again. `turned`: the last message taken
+    when it was last wound back; what is said of it up to that one is of no consequence any more.
+    """
+
+    def __init__(self, ref: AttemptRef, partial: bytes) -> None:
+        self.ref = ref
+        self.tokens = bytearray(partial)
+        self.begin = self.sent = self.stored = self.length
+        self.finish: FinishReason | None = None
+        self.finish_sent = self.asked = self.doubted = False
+        self.turned = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def wants_sending(self) -> bool:
+        return self.sent < self.length or self.asked or (self.finish is not None and not self.finish_sent)
+
+    def take(self, limit: int) -> AppendDelta:
+        offset, end = self.sent, min(self.length, self.sent + limit)
+        self.sent, self.asked = end, False
+        self.finish_sent = end == self.length and self.finish is not None
+        tokens = bytes(memoryview(self.tokens)[offset * TOKEN_BYTES : end * TOKEN_BYTES])
+        return AppendDelta(self.ref, offset, tokens, self.finish if self.finish_sent else None)
+
+    def wind_back(self, to: int, message: int) -> None:
+        """Send again from token `to` on; messages up to `message` are out already."""
+        self.sent, self.finish_sent, self.doubted, self.turned = to, False, False, message
+
+
+class Outbox:
+    """The outputs of all attempts held, and when the next message is due.
+
+    Two clocks: `_due`, by which all that is unsent must go, and `_urgent`, for the few that must not wait so long; a
+    message for those carries them alone, so that others' tokens still travel in bulk.
+    """
+
+    def __init__(
+        self, *, flush_tokens: int, flush_interval_s: float, jitter: Callable[[], float] = lambda: 1.0
+    ) -> None:
+        """The window: tokens of a rollout, and seconds, whichever is less. `jitter` gives a factor in (0, 1] for each
+        interval.
+        """
+        self._many = -(-3 * flush_tokens // 4)  # the rest of the window is for what comes until the engine stands still
+        self._outputs: dict[str, RolloutOutput] = {}
+        self._enough = -(-flush_tokens // 2)
+        self._interval, self._jitter = flush_interval_s, jitter
+        self.lag = 0.0  # seconds from a message to its acknowledgement, usually; written by who sends
+        self._due = self._urgent_due = math.inf
+        self._urgent: dict[str, None] = {}  # attempt ids, in the order in which they became so
+        self._messages = 0
+        self.unacknowledged = 0
+        #: Attempts with most of a window unacknowledged and more to come: generation should wait for the store.
+        self.behind: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def __contains__(self, attempt_id: str) -> bool:
+        return attempt_id in self._outputs
+
+    @property
+    def due(self) -> float:
+        """When the next message should go; infinity while there is nothing to send."""
+        return min(self._due, self._urgent_due)
+
+    def held(self) -> list[tuple[AttemptRef, int]]:
+        return [(output.ref, output.length) for output in self._outputs.values()]
+
+    def stored_whole(self, attempt_id: str) -> bool:
+        """Whether the store has all that this attempt generated."""
+        output = self._outputs[attempt_id]
+        return output.stored == output.length
+
+    def open(self, ref: AttemptRef, partial: bytes) -> None:
+        self._outputs[ref.attempt_id] = RolloutOutput(ref, partial)
+
+    def append(self, attempt_id: str, tokens: bytes, now: float) -> None:
+        output = self._outputs[attempt_id]
+        first = output.length == output.begin
+        output.tokens += tokens
+        self.unacknowledged += len(tokens) // TOKEN_BYTES
+        self._weigh(output)
+        if output.length - output.sent >= self._enough:
+            self._due = min(self._due, now)
+        elif self._due == math.inf:
+            spare = max(self._interval / 2, self._interval - self.lag)
+            self._due = now + min(spare, self._interval * self._jitter())
+        if first:
+            self._hurry(attempt_id, now)
+
+    def finish(self, attempt_id: str, reason: FinishReason, now: float) -> None:
+        self._outputs[attempt_id].finish = reason
+        self.behind.discard(attempt_id)
+        self._hurry(attempt_id, now)
+
+    def _hurry(self, attempt_id: str, now: float) -> None:
+        self._urgent[attempt_id] = None
+        self._urgent_due = min(self._urgent_due, now + min(_URGENT_S, self._interval))
+
+    def drop(self, attempt_id: str) -> None:
+        """Forget an attempt; one that is not held is none."""
+        self._urgent.pop(attempt_id, None)
+        self.behind.discard(attempt_id)
+        if output := self._outputs.pop(attempt_id, None):
+            self.unacknowledged -= output.length - output.stored
+
+    def flush(self, now: float) -> None:
+        """Make all that is unsent due."""
+        if any(output.wants_sending for output in self._outputs.values()):
+            self._due = min(self._due, now)
+
+    def rewind(self, now: float) -> None:
+        """A new stream: what was sent and not acknowledged is sent again, and of the rest the store is asked whether
+        it still has it.
+        """
+        for output in self._outputs.values():
+            output.wind_back(output.stored, self._messages)
+            output.asked = True
+        self._due = math.inf
+        self.flush(now)
+
+    def take(self, now: float) -> OutboxMessage:
+        """The next message; what is in it counts as sent. Several messages where one cannot hold all."""
+        whole = self._urgent_due == math.inf or self._due <= now + _URGENT_S
+        outputs = [self._outputs[attempt_id] for attempt_id in self._urgent if attempt_id in self._outputs]
+        if whole:
+            outputs += [output for attempt_id, output in self._outputs.items() if attempt_id not in self._urgent]
+            self._due = math.inf
+        self._urgent.clear()
+        self._urgent_due = math.inf
+        self._messages += 1
+        return OutboxMessage(self._messages, self._filled(outputs, now))
+
+    def _filled(self, outputs: Iterable[RolloutOutput], now: float) -> list[AppendDelta]:
+        room = MESSAGE_TOKENS
+        deltas: list[AppendDelta] = []
+        for output in outputs:
+            if not output.wants_sending:
+                continue
+            if room <= 0 or len(deltas) == MESSAGE_DELTAS:
+                self._due = now
+                break
+            delta = output.take(room)
+            room -= len(delta.tokens) // TOKEN_BYTES
+            deltas.append(delta)
+            if output.wants_sending:
+                self._due = now
+        return deltas
+
+    def settle(self, acks: Iterable[AppendAck], *, durable: bool, now: float) -> SettledOutput:
+        """Take note of what the store has; `durable` says whether it is fsynced."""
+        done = SettledOutput([], [])
+        for ack in acks:
+            output = self._outputs.get(ack.attempt_id)
+            if output is None:
+                continue
+            if ack.status is AppendStatus.SUPERSEDED or ack.stored > output.length:
+                # More than was generated here is stored: somebody else went on with this rollout.
+                done.superseded.append(output.ref)
+                self.drop(ack.attempt_id)
+                continue
+            self.unacknowledged += output.stored - ack.stored
+            output.stored = ack.stored
+            output.doubted = ack.status is AppendStatus.STORED and ack.stored == 0 < output.sent
+            self._weigh(output)
+            if ack.status is AppendStatus.GAP:
+                self._gap(output, ack, now)
+                continue
+            output.sent = max(output.sent, ack.stored)
+            if ack.finished and durable:
+                done.finished.append(output.ref)
+                self.drop(ack.attempt_id)
+        return done
+
+    def _weigh(self, output: RolloutOutput) -> None:
+        prompt = output.length - output.stored < self._many
+        if prompt or output.doubted or output.finish is not None:
+            self.behind.discard(output.ref.attempt_id)
+        else:
+            self.behind.add(output.ref.attempt_id)
+
+    def _gap(self, output: RolloutOutput, ack: AppendAck, now: float) -> None:
+        """Send again from where the store stands; once, although messages behind the refused one are refused too."""
+        if not 0 < ack.message <= output.turned:
+            output.wind_back(ack.stored, self._messages)
+            self._due = min(self._due, now)

@@ -1,0 +1,1 @@
+"""Policy versions on this worker: pulled, verified, installed, and served to peers."""

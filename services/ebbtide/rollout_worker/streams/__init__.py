@@ -1,0 +1,1 @@
+"""The streams to the coordinator: control messages, tokens out, acknowledgements in."""

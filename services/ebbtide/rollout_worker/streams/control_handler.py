@@ -1,0 +1,287 @@
+"""The worker as the coordinator meets it: what it says of itself, and what it does when told.
+
+Invariant: while `draining`, no attempt is admitted; of all deadlines to leave by, the earliest counts. Messages for the
+coordinator wait in `outgoing` for the control stream of the moment; what a broken stream did not take is dropped, for
+the next attach says everything anew. Nothing here waits when told something: assignments that an install holds up lie
+in `_arriving`, and whatever else comes is done meanwhile.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.errors import InvalidRequest
+from ebbtide.rollout_worker import metrics
+from ebbtide.rollout_worker.engine import Engine
+from ebbtide.rollout_worker.generation.generation import Assignment
+from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
+from ebbtide.rollout_worker.generation.outbox import Outbox
+from ebbtide.rollout_worker.guard_link import GuardLink
+from ebbtide.rollout_worker.installs.installer import Installer
+from ebbtide.rollout_worker.settings import WorkerSettings
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, WorkerState
+from ebbtide.v1 import fleet_pb2, types_pb2
+from ebbtide.wire.record_conversion import to_proto
+
+log = telemetry.get_logger(__name__)
+
+#: Of the time given to leave, so much is kept for goodbyes and the process's own end, but no more than a tenth.
+_MARGIN_S: Final = 2.0
+#: An engine that is busy may take so long to pause, but no more than a quarter of the time left.
+_PAUSE_S: Final = 2.0
+#: A hold for the store is spoken of when it has lasted so long: on a busy machine there are many short ones.
+_SLOW_S: Final = 0.25
+#: The rate of tokens is measured over at least this time, however often heartbeats go.
+_RATE_S: Final = 0.2
+
+
+class ControlOutbox:
+    """Messages for the control stream, in order."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[fleet_pb2.WorkerMessage | None] = asyncio.Queue()
+
+    def put(self, message: fleet_pb2.WorkerMessage) -> None:
+        self.queue.put_nowait(message)
+
+    def release(self, refs: Iterable[AttemptRef], reason: str) -> None:
+        attempts = [to_proto(ref, fleet_pb2.AttemptRef) for ref in refs]
+        self.put(fleet_pb2.WorkerMessage(released=fleet_pb2.Released(attempts=attempts, reason=reason)))
+
+    def end(self) -> None:
+        """After what is queued, the stream is to be closed from this side."""
+        self.queue.put_nowait(None)
+
+    def clear(self) -> None:
+        while not self.queue.empty():
+            self.queue.get_nowait()
+
+
+class ControlHandler:
+    """Use-cases of one worker."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        worker_id: str,
+        info: EngineInfo,
+        outbox: Outbox,
+        attempts: LocalAttempts,
+        installer: Installer,
+        outgoing: ControlOutbox,
+    ) -> None:
+        self.settings, self.worker_id, self.info = settings, worker_id, info
+        self.outbox, self.attempts, self.installer, self.outgoing = outbox, attempts, installer, outgoing
+        self.leaving = asyncio.Event()  # set once the worker is to hand over
+        self.reason = ""  # for which it leaves
+        self.drained = False
+        self.beat = asyncio.Event()  # set when a heartbeat has news that cannot wait
+        attempts.holds.watch(self._hold_changed)
+        installer.changed = self._engine_changed
+        self._arriving: dict[str, Assignment] = {}
+        self._deadline = math.inf
+        self._limit: asyncio.Timeout | None = None
+        self._started = self._measured_at = time.monotonic()
+        self._measured_tokens, self._rate = 0, 0.0
+        self.borrowing: GuardLink | None = None  # of a borrowed worker
+
+    @property
+    def draining(self) -> bool:
+        return self.leaving.is_set()
+
+    @property
+    def remaining_s(self) -> float:
+        """Until everything should be handed over."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def attach(self) -> fleet_pb2.WorkerMessage:
+        """The first message of a session; begins `outgoing` anew."""
+        self.outgoing.clear()
+        self._arriving.clear()  # not among those held: the coordinator gives them out again
+        if self.draining:
+            self._say_draining()
+        if self.drained:
+            self.outgoing.end()
+        held = [
+            fleet_pb2.HeldAttempt(attempt=to_proto(ref, fleet_pb2.AttemptRef), offset=offset)
+            for ref, offset in self.outbox.held()
+        ]
+        current = self.installer.current
+        return fleet_pb2.WorkerMessage(
+            attach=fleet_pb2.Attach(
+                worker_id=self.worker_id,
+                kind=types_pb2.WorkerKind.ValueType(self.settings.kind),
+                site=self.settings.site,
+                protocol_version=PROTOCOL_VERSION,
+                capabilities=["resume", f"engine:{self.settings.engine}"],
+                slots=self.settings.slots,
+                engine=to_proto(self.info, fleet_pb2.EngineInfo),
+                held=held,
+                installed=[to_proto(current.version, types_pb2.PolicyVersion)] if current else [],
+                flush_tokens=self.settings.flush_tokens,
+                run_id=current.run_id if current else "",
+            )
+        )
+
+    def heartbeat(self) -> fleet_pb2.WorkerMessage:
+        """The worker's state; `tokens_per_s` is a mean of the last moments. Looks after the engine, too."""
+        self.attempts.check()
+        now, tokens = time.monotonic(), self.attempts.tokens
+        if (elapsed := now - self._measured_at) >= _RATE_S:
+            self._rate = (tokens - self._measured_tokens) / elapsed
+            self._measured_at, self._measured_tokens = now, tokens
+        metrics.RUNNING.set(self.attempts.running)
+        metrics.WAITING.set(self.attempts.waiting + len(self._arriving))
+        metrics.UNACKNOWLEDGED.set(self.outbox.unacknowledged)
+        beat = fleet_pb2.Heartbeat(
+            state=types_pb2.WorkerState.ValueType(self._state()),
+            tokens_per_s=self._rate,
+            tokens_generated=tokens,
+            busy_s=self.attempts.busy_s,
+            uptime_s=now - self._started,
+            held=bool(self.attempts.holds),
+            quiet_s=self.attempts.quiet_s,
+            install_s=self.installer.install_s,
+            restart_s=self.installer.restart_s,
+            borrowed=to_proto(self.borrowing.state, fleet_pb2.Borrowed) if self.borrowing else None,
+        )
+        return fleet_pb2.WorkerMessage(heartbeat=beat)
+
+    def assign(self, assignments: Iterable[Assignment]) -> None:
+        """Start what can be started here; hand the rest straight back, with the reason. During an install they wait."""
+        for assignment in assignments:
+            if assignment.attempt.attempt_id not in self.attempts:
+                self._arriving[assignment.attempt.attempt_id] = assignment
+        self._admit()
+
+    def cancel(self, refs: Iterable[AttemptRef]) -> None:
+        """Forget these: they are over, or somebody else's."""
+        refs = list(refs)
+        for ref in refs:
+            self._arriving.pop(ref.attempt_id, None)
+        self.attempts.drop(refs, "cancelled")
+
+    def forget(self, run_id: str) -> None:
+        """A run is over: drop its attempts, and give back what is kept for it."""
+        for attempt_id in [one for one, held in self._arriving.items() if held.attempt.run_id == run_id]:
+            del self._arriving[attempt_id]
+        self.attempts.drop([ref for ref, _ in self.outbox.held() if ref.run_id == run_id], "cancelled")
+        self.installer.forget(run_id)
+        log.info("run over", run_id=run_id)
+
+    def release(self, refs: Iterable[AttemptRef], reason: str) -> None:
+        """Hand these back, and all that they made; see `LocalAttempts.release`."""
+        refs = list(refs)
+        if early := [ref for ref in refs if self._arriving.pop(ref.attempt_id, None)]:
+            self.outgoing.release(early, reason)
+        self.attempts.release(refs, reason)
+
+    def borrow(self, *, wanted: bool, reason: str) -> None:
+        """Told whether this worker's host is to be borrowed."""
+        if self.borrowing is not None:
+            self.borrowing.want(wanted=wanted, reason=reason)
+
+    def leave(self, within_s: float, reason: str) -> None:
+        """Begin to hand over, to be gone in `within_s` seconds; told again, only an earlier deadline is news."""
+        deadline = time.monotonic() + within_s - min(_MARGIN_S, within_s / 10)
+        if deadline >= self._deadline:
+            return
+        self._deadline = deadline
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self.remaining_s)
+        log.info("leaving", reason=reason, within_s=round(within_s, 3), first=not self.draining)
+        if not self.draining:
+            self.reason = reason
+            self.leaving.set()
+            self.installer.stop()
+            self._admit()  # back they go
+        self._say_draining()
+        self.beat.set()
+
+    def _engine_changed(self, info: EngineInfo) -> None:
+        self.info = self.attempts.info = info
+
+    def _hold_changed(self) -> None:
+        self.beat.set()
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._arriving and (self.draining or not self.installer.installing):
+            self._assign(self._arriving.pop(next(iter(self._arriving))))
+
+    def _assign(self, assignment: Assignment) -> None:
+        current = self.installer.current
+        if self.draining:
+            reason = "draining"
+        elif current is None or (current.run_id, current.version.policy) != (
+            assignment.attempt.run_id,
+            assignment.policy,
+        ):
+            reason = "version: none of this policy is installed"
+        elif not assignment.admits(current.version.version):
+            reason = f"version: {current.version.version} is installed"
+        else:
+            try:
+                self.attempts.start(assignment)
+            except InvalidRequest as error:
+                reason = str(error)
+            else:
+                return
+        ref = assignment.attempt
+        log.info("not taken", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=reason)
+        self.outgoing.release([ref], reason)
+
+    async def drain(self) -> bool:
+        """Once told to leave: hand over all attempts, and close the streams. Whether all tokens were stored in time."""
+        try:
+            async with asyncio.timeout(self.remaining_s) as self._limit:
+                await self.attempts.hand_over("drained", patience_s=min(_PAUSE_S, self.remaining_s / 4))
+                await self.attempts.empty.wait()
+        except TimeoutError:
+            log.warning("tokens not handed over in time", tokens=self.outbox.unacknowledged, attempts=len(self.outbox))
+            return False
+        finally:
+            self._limit = None
+        self.drained = True
+        self.outgoing.end()
+        return True
+
+    def _state(self) -> WorkerState:
+        if self.draining:
+            return WorkerState.DRAINING
+        return WorkerState.INSTALLING if self.installer.busy else WorkerState.READY
+
+    def _say_draining(self) -> None:
+        notice = fleet_pb2.Draining(deadline_s=self.remaining_s, reason=self.reason)
+        self.outgoing.put(fleet_pb2.WorkerMessage(draining=notice))
+
+
+async def throttle(engine: Engine, outbox: Outbox, attempts: LocalAttempts) -> None:
+    """Hold the engine while the outbox is behind, for ever: no more than its window may be lost with this process."""
+    pressure = attempts.pressure
+    while True:
+        await pressure.wait()
+        pressure.clear()
+        if not outbox.behind:
+            continue
+        start = time.monotonic()
+        saying = asyncio.get_running_loop().call_later(_SLOW_S, _say_held, attempts)
+        try:
+            await engine.pause("store")
+            while outbox.behind:
+                await pressure.wait()
+                pressure.clear()
+            await engine.resume("store")
+        finally:
+            saying.cancel()
+            if "store" in attempts.holds:
+                attempts.holds.end("store")
+        metrics.THROTTLED_SECONDS.inc(time.monotonic() - start)
+
+
+def _say_held(attempts: LocalAttempts) -> None:
+    log.warning("the store is slow: generation is held")
+    attempts.holds.begin("store")

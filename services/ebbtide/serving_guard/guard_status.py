@@ -1,0 +1,98 @@
+"""The guard's state in one record, and what its metrics say of it."""
+
+from collections.abc import Callable, Iterator
+
+from ebbtide.serving_guard import metrics
+from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
+from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
+from ebbtide.serving_guard.loans.loan import Loan
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.traffic.request_books import RequestBooks, percentiles
+from ebbtide.types.grants import Borrower, BorrowerReport, GuardStatus, ModelLatency
+
+
+class StatusReporter:
+    """Reads the others; holds nothing."""
+
+    def __init__(
+        self,
+        mode: str,
+        model: str,
+        *,
+        keeper: BudgetKeeper,
+        borrowers: BorrowerTable,
+        books: RequestBooks,
+        memory: MemoryBudget,
+        clock: Callable[[], float],
+    ) -> None:
+        self._mode, self._model = mode, model
+        self._keeper, self._borrowers, self._books, self._memory = keeper, borrowers, books, memory
+        self._clock = clock
+
+    def now(self) -> GuardStatus:
+        now, books, decision = self._clock(), self._books, self._keeper.decision
+        learnt = self._keeper.learnt()
+        ttft, tpot = books.latencies(learnt, self._model)
+        return GuardStatus(
+            model=self._model,
+            mode=self._mode,
+            state=decision.state,
+            inside=books.inside,
+            waiting=books.waiting,
+            load=books.load(now),
+            requests=books.requests,
+            failed=books.failed,
+            ttft=ttft,
+            tpot=tpot,
+            slack_s=decision.slack_s,
+            tokens=decision.budget.tokens,
+            sequences=decision.budget.sequences,
+            borrowers=tuple(self._borrower(loan, now) for loan in self._borrowers.all()),
+            forecast=learnt.forecast,
+            memory_limit=self._memory.limit,
+            serving_kv_bytes=self._memory.serving_bytes,
+            uptime_s=now - books.began,
+            models=tuple(self._others()),
+        )
+
+    def _others(self) -> Iterator[ModelLatency]:
+        models = self._books.models
+        told = self._model if self._model in models else ""
+        for model in models:
+            if model != told:
+                ttft, tpot = self._books.latencies(self._keeper.learnt(model), model)
+                yield ModelLatency(model=model, ttft=ttft, tpot=tpot)
+
+    def set_gauges(self) -> None:
+        metrics.LOAD.set(self._books.load(self._clock()))
+        metrics.BUDGET_TOKENS.set(self._keeper.decision.budget.tokens)
+
+    def _borrower(self, loan: Loan, now: float) -> Borrower:
+        account, report = loan.account, loan.report or BorrowerReport()
+        allowed = self._borrowers.allowed(loan)
+        p50, _, p99 = percentiles(account.latencies)
+        return Borrower(
+            worker_id=loan.worker_id,
+            state=_state(loan, now),
+            running=report.running,
+            tokens_per_s=loan.tokens_per_s,
+            tokens_harvested=account.tokens,
+            gpu_seconds=account.gpu_s,
+            kv_bytes=allowed.kv_bytes,
+            kv_bytes_used=report.kv_bytes_used,
+            memory=allowed.phase,
+            residency=report.residency,
+            reclaims=account.reclaims,
+            reclaim_p50_s=p50,
+            reclaim_p99_s=p99,
+            stops=account.stops,
+            recomputed_tokens=account.recomputed,
+        )
+
+
+def _state(loan: Loan, now: float) -> str:
+    if loan.stopped_at is not None:
+        return "stopped"
+    if not loan.granted(now):
+        return "away"
+    return "granted" if loan.budget.tokens else "standing"

@@ -1,0 +1,1 @@
+"""What borrowers may do: budgets, memory, and making an engine stand still."""

@@ -1,0 +1,241 @@
+"""Keeps the budget: at each event of user traffic it asks the governor, and writes into the pages what it answers.
+
+Invariant: behind each event the pages hold what the governor decided at it, or less. An arrival is written before
+anything else is done for the request. Where no events come, the budget is decided anew at the decision's own time and
+before it runs out; so if this process stands still, the budget runs out by itself. What was observed from outside
+holds for a while, and not for ever.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from math import inf
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.scheduling.coserving.governor import NOTHING_INSIDE, BudgetDecider, BudgetDecision, LearntCosts
+from ebbtide.serving_guard import metrics
+from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
+from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
+from ebbtide.serving_guard.traffic.request_books import RequestBooks
+from ebbtide.serving_guard.traffic.traffic_events import TrafficListener
+from ebbtide.types.grants import Budget
+
+log = telemetry.get_logger(__name__)
+
+#: Pages are looked at so often while steps run, and while one is waited for.
+_LOOK_S: Final = 0.01
+_WATCH_S: Final = 0.002
+#: Between two looks of a request that is held.
+_HELD_S: Final = 0.001
+#: A review is never sooner, whatever the governor says.
+_LEAST_S: Final = 0.0005
+_MOST_S: Final = 0.1
+#: What the governor learnt is asked for no more often.
+_LEARNT_S: Final = 0.25
+_NOTHING: Final = BudgetDecision(Budget(), "blind", -1.0, inf)
+_CLOSED: Final = BudgetDecision(Budget(), "closed", -1.0, inf)
+
+
+class BudgetKeeper(TrafficListener):
+    """Lives in the event loop that it was started in."""
+
+    def __init__(
+        self,
+        panel: GovernorPanel,
+        borrowers: BorrowerTable,
+        books: RequestBooks,
+        *,
+        model: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._panel, self._borrowers, self._books = panel, borrowers, books
+        self._model, self._clock = model, clock
+        self._deciders: dict[str, tuple[BudgetDecider, bool]] = {}  # of each request inside, and whether it streams
+        self._decision = _NOTHING
+        self._blind = False
+        self._seen_until = inf  # what was observed holds until then
+        self._closed = False
+        self._soon = False
+        self._review: asyncio.TimerHandle | None = None
+        self._review_at = 0.0
+        self._look: asyncio.TimerHandle | None = None
+        self._learnt: dict[str, tuple[float, LearntCosts]] = {}
+        borrowers.changed = self.review
+
+    @property
+    def decision(self) -> BudgetDecision:
+        return self._decision
+
+    def start(self) -> None:
+        self.review()
+
+    def close(self) -> None:
+        """Take everything back, for good."""
+        self._closed, self._decision = True, _CLOSED
+        for timer in (self._review, self._look):
+            if timer is not None:
+                timer.cancel()
+        now = self._clock()
+        for loan in self._borrowers.all():
+            loan.write(Budget(), now)
+
+    # Traffic: what the proxy tells.
+
+    def arrived(self, request: str, model: str, prompt_tokens: int, now: float, streamed: bool) -> None:
+        decider = self._panel.of(model or self._model)
+        self._deciders[request] = decider, streamed
+        self._panel.came(now, decider)
+        decider.arrived(now, request, prompt_tokens, streamed=streamed)
+        self._take_back(now)
+        self._books.arrived(request, model or self._model, prompt_tokens, now, streamed=streamed)
+
+    def ready(self, request: str) -> Awaitable[None] | None:
+        since = self.stepping_since()
+        if since is None or (known := self._deciders.get(request)) is None:
+            return None
+        hold_s = known[0].hold_s(self._clock(), since)
+        return self._hold(hold_s) if hold_s > 0 else None
+
+    def produced(self, request: str, tokens: int, now: float) -> None:
+        decider, streamed = self._deciders.get(request, (None, False))
+        if decider is None or not streamed:  # an answer in one piece: its time is no first token's
+            return
+        decider.produced(now, request, tokens)
+        self._books.produced(request, tokens, now)
+        self._decide_soon()
+
+    def ended(self, request: str, ok: bool, now: float) -> None:
+        decider, _ = self._deciders.pop(request, (None, False))
+        if decider is None:
+            return
+        decider.ended(now, request, ok)
+        self._panel.went(now, decider)
+        model = self._books.model(request)
+        self._books.ended(request, self.learnt(model), now, ok=ok)
+        self._decide_soon()
+
+    # Mode observe: what the engine's metrics tell.
+
+    def observed(self, inside: int, waiting: int, now: float, *, holds_s: float = inf) -> None:
+        """So many requests are inside, so many of them without a first token. Unless it is told anew, nothing is
+        known of the traffic after `holds_s`."""
+        self._blind, self._seen_until = False, now + holds_s
+        before = self._decision.budget.tokens
+        self._panel.observed(now, inside, waiting)
+        self._books.observed(inside, waiting, now)
+        if before and inside:
+            self._take_back(now)
+        else:
+            self._decide(now)
+
+    def lose_sight(self) -> None:
+        """Nothing is known of the traffic: no budget, until something is."""
+        self._blind = True
+        self._decide(self._clock())
+
+    # The rest of the guard.
+
+    def review(self) -> None:
+        """Decide now: it is time to, or something changed that is no traffic."""
+        self._decide(self._clock())
+
+    def learnt(self, model: str | None = None) -> LearntCosts:
+        """What the governor of the model learnt, lately; None: of the one that the guard was told of."""
+        now, model = self._clock(), self._model if model is None else model
+        known = self._learnt.get(model)
+        if known is None or now - known[0] > _LEARNT_S:
+            if len(self._learnt) > 64:  # the names come from clients
+                self._learnt.clear()
+            known = self._learnt[model] = now, self._panel.learnt(now, model)
+        return known[1]
+
+    def idle_s(self, wake_s: float = 0.0) -> float:
+        """For how long borrowing will probably be possible from now on; 0: it is not, or does not pay for waking."""
+        if not self._decision.budget.tokens or (wake_s and not self._panel.pays(self._clock(), wake_s)):
+            return 0.0
+        return self.learnt().forecast.spell_s
+
+    def stepping_since(self) -> float | None:
+        """When the oldest step under way began."""
+        began = [since for loan in self._borrowers.all() if (since := loan.stepping_since()) is not None]
+        return min(began) if began else None
+
+    def _take_back(self, now: float) -> None:
+        """Decide at an arrival, and see how long engines that lost their budget go on."""
+        had = [loan for loan in self._borrowers.all() if loan.budget.tokens]
+        self._decide(now)
+        for loan in had:
+            if not loan.budget.tokens:
+                loan.reclaimed(now)
+
+    async def _hold(self, hold_s: float) -> None:
+        began = self._clock()
+        while self.stepping_since() is not None and self._clock() - began < hold_s:  # noqa: ASYNC110 - another process's word
+            await asyncio.sleep(_HELD_S)
+        metrics.HELD_SECONDS.observe(self._clock() - began)
+
+    def _decide_soon(self) -> None:
+        """Once for all that this turn of the event loop brings."""
+        if not self._soon:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self._decide_now)
+
+    def _decide_now(self) -> None:
+        self._soon = False
+        self._decide(self._clock())
+
+    def _due(self) -> None:
+        self._review = None
+        self.review()
+
+    def _decide(self, now: float) -> None:
+        if self._closed:
+            return
+        decision = _NOTHING if self._blind or now > self._seen_until else self._panel.decide(now)
+        self._share(decision, now)
+        if decision.state != self._decision.state:
+            metrics.DECISIONS.labels(decision.state).inc()
+        self._decision = decision
+        wait_s = min(_MOST_S, max(_LEAST_S, decision.review_at - now))
+        loop = asyncio.get_running_loop()
+        if self._review is None or now + wait_s < self._review_at:
+            if self._review is not None:
+                self._review.cancel()
+            self._review_at = now + wait_s
+            self._review = loop.call_later(wait_s, self._due)
+        if self._look is None and self._borrowers.all():
+            self._look = loop.call_later(_LOOK_S, self._look_at_pages)
+
+    def _share(self, decision: BudgetDecision, now: float) -> None:
+        """Among all that may have some, those first that have work for it."""
+        loans, budget = self._borrowers.all(), decision.budget
+        fit = [loan for loan in loans if loan.granted(now)]
+        takers = [loan for loan in fit if loan.wanted] or fit
+        for loan in loans:
+            if loan not in takers:
+                loan.write(Budget(), now)
+        for number, loan in enumerate(takers):
+            tokens, more = divmod(budget.tokens, len(takers))
+            sequences, others = divmod(budget.sequences, len(takers))
+            own = Budget(tokens + (number < more), sequences + (number < others), budget.until)
+            loan.write(own, now, idle=decision.slack_s == NOTHING_INSIDE)
+
+    def _look_at_pages(self) -> None:
+        """Tell the governor of each step, and look again as long as there may be any."""
+        self._look = None
+        now, busy, watched, stepped = self._clock(), False, False, False
+        for loan in self._borrowers.all():
+            steps = list(loan.new_steps())
+            ran_s = sum(seconds for _, _, seconds in steps)
+            for ended, tokens, seconds in steps:
+                stepped = True
+                # One that was stopped in its midst says nothing of steps.
+                if not any(ended - ran_s <= at <= ended for at in loan.account.strikes):
+                    self._panel.stepped(max(now, ended), tokens, seconds)
+            watched = watched or loan.yielding
+            busy = busy or bool(loan.budget.tokens) or loan.stepping_since() is not None
+        if stepped:
+            self._decide(now)
+        if self._look is None and not self._closed and (busy or watched):
+            self._look = asyncio.get_running_loop().call_later(_WATCH_S if watched else _LOOK_S, self._look_at_pages)

@@ -1,0 +1,179 @@
+"""How much memory rollouts may use beside the served engine, and where their weights stay.
+
+Invariant: what all borrowers together may hold of keys and values, what serving uses of them, and a headroom for what
+it takes next never exceed the stated limit for the pair. Memory that cannot be read is none. Serving's use is counted
+where its traffic goes through the guard (tokens inside, by bytes for each), or read from the engine's own metrics. On a
+GPU the device itself says how much is free: vLLM keeps its pool of keys and values for good, so only sleep would give
+anything back there. Where weights shall be is a wish: an engine that cannot fulfil it (workers do not drive vLLM's
+sleep mode on GPUs) goes on.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide import telemetry
+from ebbtide.errors import InvalidRequest
+from ebbtide.scheduling.coserving import weight_residency
+from ebbtide.scheduling.coserving.kv_budget import NORMAL, KvAllowance, KvBudget
+from ebbtide.scheduling.coserving.weight_residency import ResidencyPlan
+from ebbtide.serving_guard.loans.gpu_device import GpuDevice, open_device
+from ebbtide.types.grants import BorrowerReport, Hello, Residency
+
+log = telemetry.get_logger(__name__)
+
+#: The phase of one whose device, or host, cannot be read just now: nothing is granted to it.
+UNREADABLE: Final = "unreadable"
+#: Share of a device's memory, or of the host's, that stays free for serving.
+_RESERVE: Final = 0.03
+#: Where only a limit for keys and values is stated: weights come back when this share of it is free.
+_ROOM: Final = 0.1
+
+
+class AllowedMemory(Struct, frozen=True):
+    """What a grant tells one borrower. `phase`: see `scheduling.kv_budget`, or `UNREADABLE`."""
+
+    kv_bytes: int
+    phase: str
+    residency: Residency
+
+
+class _Borrower:
+    def __init__(self, hello: Hello, device: GpuDevice | None) -> None:
+        self.hello, self.device = hello, device
+        self.report = BorrowerReport()
+        self.weights = ResidencyPlan()
+        self.unreadable = False
+        self.needs = 0  # bytes of keys and values of one rollout, as last seen where nothing bounded them
+
+
+class MemoryBudget:
+    """See the module. `now` is in seconds of the monotonic clock."""
+
+    def __init__(
+        self,
+        *,
+        limit_mib: int = 0,
+        serving_kv_mib: int = 0,
+        bytes_per_token: int = 0,
+        device: Callable[[str], GpuDevice | None] = open_device,
+        host: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        """`limit_mib` for the keys and values of both engines, 0: none; `serving_kv_mib`: the served engine's pool of
+        them; `bytes_per_token`: of the served model. Raises `InvalidRequest` if they do not fit each other."""
+        if limit_mib and not (serving_kv_mib or bytes_per_token):
+            message = "needs serving_kv_bytes_per_token (proxy) or serving_kv_mib (observe) to know what serving uses"
+            raise InvalidRequest(message, field="memory_limit_mib")
+        if limit_mib and serving_kv_mib > limit_mib:
+            raise InvalidRequest("must hold what serving may use, serving_kv_mib, at least", field="memory_limit_mib")
+        self.limit = limit_mib << 20
+        self.serving_bytes = 0
+        self._pool = serving_kv_mib << 20
+        self._bytes_per_token = bytes_per_token
+        self._open = device
+        self._host = host or host_memory
+        self._budget = KvBudget()
+        self._borrowers: dict[str, _Borrower] = {}
+
+    def tokens_inside(self, now: float, tokens: int) -> None:
+        """Proxy mode: of all requests inside, read and made."""
+        used = tokens * self._bytes_per_token
+        self._serving(now, min(used, self._pool) if self._pool else used)
+
+    def usage(self, now: float, share: float) -> None:
+        """Observe mode: the share of its pool that the served engine uses (`vllm:kv_cache_usage_perc`, 0 to 1)."""
+        self._serving(now, int(share * self._pool))
+
+    def joined(self, worker_id: str, hello: Hello) -> None:
+        """A borrower, or the same one anew. Raises `InvalidRequest` if its device cannot be read."""
+        self._borrowers[worker_id] = _Borrower(hello, self._open(hello.device) if hello.device else None)
+
+    def left(self, worker_id: str) -> None:
+        self._borrowers.pop(worker_id, None)
+
+    def reported(self, now: float, worker_id: str, report: BorrowerReport) -> None:
+        """What a borrower says of itself; its keys and values count at once."""
+        if (borrower := self._borrowers.get(worker_id)) is not None:
+            borrower.report = report
+            if self._allowance(now).phase == NORMAL and report.running:
+                borrower.needs = report.kv_bytes_used // report.running
+
+    def allowed(self, now: float, worker_id: str, *, idle_s: float) -> AllowedMemory:
+        """What its next grant tells. `idle_s`: for how long borrowing will probably be possible, 0 while it is not.
+        Raises `KeyError` for one that did not join."""
+        borrower = self._borrowers[worker_id]
+        allowance = self._allowance(now)
+        try:
+            at = self._residency(now, borrower, allowance, idle_s)
+        except Exception as error:  # noqa: BLE001 - of NVML or of the system: users' requests go on
+            if not borrower.unreadable:
+                log.warning("memory cannot be read: nothing is granted", worker_id=worker_id, reason=str(error))
+            borrower.unreadable = True
+            return AllowedMemory(0, UNREADABLE, borrower.report.residency)
+        borrower.unreadable = False
+        full = sum(other.hello.kv_bytes for other in self._borrowers.values())
+        share = allowance.kv_bytes * borrower.hello.kv_bytes // full if full else 0
+        # On a device keys and values go with the weights: taking them from an engine that stays would free nothing.
+        return AllowedMemory(share if at is Residency.AWAKE or borrower.device else 0, allowance.phase, at)
+
+    def _serving(self, now: float, used: int) -> None:
+        self.serving_bytes = used
+        if self._borrowers:
+            self._allowance(now)
+
+    def _held(self) -> int:
+        return sum(borrower.report.kv_bytes_used for borrower in self._borrowers.values())
+
+    def _allowance(self, now: float) -> KvAllowance:
+        full = sum(borrower.hello.kv_bytes for borrower in self._borrowers.values())
+        if not self.limit:
+            return KvAllowance(full, NORMAL)
+        # Each borrower gets a share by what it could hold: enough for one of its rollouts, or nothing.
+        least = max((_needed(one, full) for one in self._borrowers.values()), default=0)
+        return self._budget.update(
+            now, serving=self.serving_bytes, rollout=self._held(), limit=self.limit, full=full, least=least
+        )
+
+    def _residency(self, now: float, borrower: _Borrower, allowance: KvAllowance, idle_s: float) -> Residency:
+        report = borrower.report
+        return borrower.weights.decide(
+            now,
+            at=report.residency,
+            memory=self._on_device(borrower) if borrower.device else self._on_host(allowance),
+            idle_s=idle_s,
+            wake_host_s=report.wake_host_s,
+            wake_away_s=report.wake_away_s,
+        )
+
+    def _on_host(self, allowance: KvAllowance) -> weight_residency.DeviceMemory:
+        room = int(self.limit * _ROOM)
+        spare = max(0, self.limit - self.serving_bytes) if self.limit else 0
+        return weight_residency.DeviceMemory(short=allowance.short, spare=spare, weights=room)
+
+    def _on_device(self, borrower: _Borrower) -> weight_residency.DeviceMemory:
+        hello, device = borrower.hello, borrower.device
+        free, total = device.memory() if device else (0, 0)
+        host_free, host_total = self._host()
+        reserve, host_reserve = int(total * _RESERVE), int(host_total * _RESERVE)
+        return weight_residency.DeviceMemory(
+            short=max(0, reserve - free),
+            spare=max(0, free - reserve),
+            weights=hello.weights_bytes + hello.kv_bytes,
+            host_short=max(0, host_reserve - host_free),
+            host_spare=max(0, host_free - host_reserve),
+            device=True,
+        )
+
+
+def _needed(borrower: _Borrower, full: int) -> int:
+    """What all have to be allowed so that its share is enough for one of its rollouts."""
+    return -(-borrower.needs * full // borrower.hello.kv_bytes) if borrower.hello.kv_bytes > 0 else 0
+
+
+def host_memory(path: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+    """Bytes of the host's memory that are available, and all of them."""
+    found = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    available, total = (int(found[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+    return available, total

@@ -1,0 +1,220 @@
+"""Mode observe: user traffic does not pass through here, and the engine's Prometheus metrics say what is inside.
+
+What is known is as old as the last answer: a request is noticed up to the interval and one answer after it came, so
+that it may meet a rollout step that a proxy would have held back. Answers cost the engine a few milliseconds of its
+API server: so metrics are read at the interval only while rollouts may run, and more seldom while they may not, while
+nobody borrows, or where answers are slow. Invariant: without an answer there is no budget, whatever the reason: it
+fails, it says what cannot be, this task has ended, or it is too old.
+"""
+
+import asyncio
+import re
+import time
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
+from typing import Final
+
+import aiohttp
+from msgspec import Struct
+
+from ebbtide import telemetry
+from ebbtide.serving_guard import metrics
+from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.traffic.request_books import RequestBooks
+
+log = telemetry.get_logger(__name__)
+
+#: While the engine is taken anyway: how many times as seldom.
+_TAKEN: Final = 2.0
+#: While no step could begin at all, seconds.
+_IDLE_S: Final = 1.0
+#: Of the engine's time, one part in so many goes into answers.
+_SHARE: Final = 10.0
+#: An answer that takes longer is none.
+_TIMEOUT_S: Final = 0.25
+_INSIDE: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+_ENDED: Final = "vllm:request_success_total"
+_TTFT: Final = "vllm:time_to_first_token_seconds"
+#: The first that the engine has: per request, or (older ones) per token.
+_TPOT: Final = (
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:time_per_output_token_seconds",
+)
+_WANTED: Final = (*_INSIDE, _ENDED, _TTFT, *_TPOT)
+_LINE: Final = re.compile(rb"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)", re.MULTILINE)
+_LE: Final = re.compile(rb'le="([^"]+)"')
+_REASON: Final = re.compile(rb'finished_reason="([^"]+)"')
+#: Of one answer, so many values of each latency are booked at most: tokens may be thousands.
+_MOST: Final = 64
+
+
+class MetricsSample(Struct, frozen=True):
+    """One answer: gauges and sums over all engines behind it; histograms as cumulative counts by upper bound."""
+
+    values: Mapping[str, float]
+    histograms: Mapping[str, Mapping[float, float]]
+
+    @property
+    def inside(self) -> int:
+        return self.waiting + int(self.values.get(_INSIDE[0], 0.0))
+
+    @property
+    def waiting(self) -> int:
+        """In the engine's queue; those that it reads just now have no first token either."""
+        return int(self.values.get(_INSIDE[1], 0.0))
+
+    @property
+    def ended(self) -> int:
+        return int(self.values.get(_ENDED, 0.0))
+
+    @property
+    def started(self) -> int:
+        """Requests that ever had a first token."""
+        return int(max(self.histograms.get(_TTFT, {}).values(), default=0.0))
+
+
+class MetricsObserver:
+    """Reads `url` and tells the keeper. `interval_s` while rollouts may run."""
+
+    address = ""
+
+    def __init__(
+        self,
+        url: str,
+        keeper: BudgetKeeper,
+        books: RequestBooks,
+        memory: MemoryBudget,
+        *,
+        interval_s: float,
+        borrowed: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._url, self._keeper, self._books, self._memory = url, keeper, books, memory
+        self._interval_s, self._borrowed, self._clock = interval_s, borrowed, clock
+        self._last: MetricsSample | None = None
+        self._unstarted = 0  # inside, without a first token
+        self._timeout_s = max(_TIMEOUT_S, 3 * interval_s)
+        self._task: asyncio.Task[None] | None = None
+        self._failing = False
+
+    async def start(self) -> None:
+        self._keeper.lose_sight()
+        self._task = asyncio.create_task(self._run(), name="observe")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+                while True:
+                    began = self._clock()
+                    try:
+                        await self._look(session)
+                    except Exception as error:  # noqa: BLE001 - whatever it is, it means no sight
+                        self._fail(error)
+                    await asyncio.sleep(self._pause(self._clock() - began))
+        finally:
+            self._keeper.lose_sight()
+
+    async def _look(self, session: aiohttp.ClientSession) -> None:
+        async with session.get(self._url) as answer:
+            answer.raise_for_status()
+            sample = parsed(await answer.read())
+        self._take(sample, self._clock())
+        if not self._borrowed():
+            self._keeper.lose_sight()  # who comes now waits for the next answer
+
+    def _pause(self, answer_s: float) -> float:
+        """Until the next question."""
+        if not self._borrowed():
+            return max(_IDLE_S, self._interval_s)
+        taken = self._failing or not self._keeper.decision.budget.tokens
+        wanted = self._interval_s * (_TAKEN if taken else 1.0)
+        return max(wanted - answer_s, (_SHARE - 1) * min(answer_s, self._interval_s), 0.001)
+
+    def _observed(self, inside: int, waiting: int, now: float) -> None:
+        # The longest pause between two answers, and the longest answer.
+        self._keeper.observed(inside, waiting, now, holds_s=_SHARE * self._interval_s + self._timeout_s)
+
+    def _take(self, sample: MetricsSample, now: float) -> None:
+        if self._failing:
+            log.info("the engine's metrics are back")
+        self._failing = False
+        last, self._last = self._last, sample
+        self._memory.usage(now, sample.values.get(_INSIDE[2], 0.0))
+        if last is None:
+            self._observed(sample.inside, sample.inside, now)
+            self._unstarted = sample.inside
+            return
+        ended = max(0, sample.ended - last.ended)
+        came = max(0, sample.inside - last.inside + ended)
+        unstarted = self._unstarted + came - max(0, sample.started - last.started)
+        self._unstarted = min(max(unstarted, sample.waiting), sample.inside)
+        if ended and not (sample.inside or last.inside):
+            self._observed(1, 0, now)  # it came and went between two answers
+        self._observed(sample.inside, self._unstarted, now)
+        self._book(last, sample, ended)
+
+    def _book(self, last: MetricsSample, sample: MetricsSample, ended: int) -> None:
+        failed = sample.values.get("failed", 0.0) - last.values.get("failed", 0.0)
+        self._books.finished(ended, int(max(0.0, failed)))
+        learnt = self._keeper.learnt()
+        tpot = next((name for name in _TPOT if name in sample.histograms), _TPOT[0])
+        for kind, name, target in (("ttft", _TTFT, learnt.ttft_target_s), ("tpot", tpot, learnt.tpot_target_s)):
+            before, after = last.histograms.get(name, {}), sample.histograms.get(name, {})
+            self._books.served(kind, list(between(before, after)), target)
+
+    def _fail(self, error: Exception) -> None:
+        metrics.OBSERVE_FAILURES.inc()
+        if not self._failing:
+            log.warning(
+                "the engine's metrics fail: no budget", url=self._url, reason=str(error) or type(error).__name__
+            )
+        self._failing = True
+        self._keeper.lose_sight()
+
+
+def parsed(text: bytes) -> MetricsSample:
+    """An answer in Prometheus' text format. Raises `ValueError` if it says nothing of requests, or what cannot be."""
+    values: dict[str, float] = {}
+    histograms: dict[str, dict[float, float]] = {}
+    for name_, labels, number in _LINE.findall(text):
+        name, value = name_.decode(), float(number)
+        base = name.removesuffix("_bucket")
+        if {name, base} & set(_WANTED) and not 0 <= value < inf:
+            raise ValueError(f"{name} is {value}")
+        if name in _WANTED:
+            values[name] = values.get(name, 0.0) + value
+            if name == _ENDED and (reason := _REASON.search(labels)) and reason[1] in {b"error", b"abort"}:
+                values["failed"] = values.get("failed", 0.0) + value
+        elif base != name and base in _WANTED and (bound := _LE.search(labels)):
+            counts = histograms.setdefault(base, {})
+            counts[float(bound[1])] = counts.get(float(bound[1]), 0.0) + value
+    if _INSIDE[0] not in values or _INSIDE[1] not in values:
+        raise ValueError(f"no {_INSIDE[0]} and {_INSIDE[1]} in the answer: is it vLLM's /metrics?")
+    return MetricsSample(values, histograms)
+
+
+def between(before: Mapping[float, float], after: Mapping[float, float]) -> Iterator[float]:
+    """What came into a histogram between two answers, each as its bucket's upper bound: no slower than it is said.
+
+    The topmost bucket, which has none, counts as twice the bound below it.
+    """
+    bounds = sorted(after)
+    below = 0.0
+    made = 0
+    for bound in bounds:
+        new = after[bound] - before.get(bound, 0.0)
+        count = min(int(new - below), _MOST - made)
+        below = max(below, new)
+        if count > 0:
+            finite = bounds[bisect(bounds, bound) - 2] * 2 if bound == float("inf") and len(bounds) > 1 else bound
+            yield from [finite] * count
+            made += count

@@ -1,0 +1,1 @@
+"""The reverse proxy in front of the serving engine: connections, requests, answers."""

@@ -1,0 +1,269 @@
+"""Connections to the serving engine.
+
+Invariant: a connection carries one request at a time, and goes back to the pool only after an answer that was whole
+and a request that was sent whole. Anything else ends it, which is how the engine learns that nobody waits any more.
+"""
+
+import asyncio
+import time
+from collections import deque
+from typing import Final, Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.serving_guard import metrics
+from ebbtide.serving_guard.proxy.http_heads import Header
+
+#: Of the head of an answer, all together.
+_LONGEST_HEAD: Final = 256 << 10
+_SWITCHED: Final = 101
+#: A kept connection that the engine gave up breaks within a way there and back; one that breaks later may have been
+#: worked for, in silence, as a prefill is.
+_UNREAD_S: Final = 0.1
+
+
+class AnswerReceiver(Protocol):
+    """Whom the engine answers: one exchange."""
+
+    head_only: bool
+
+    def answered(self, status: int, reason: bytes, headers: list[Header]) -> None:
+        """The head is here."""
+
+    def passed(self, data: bytes, *, last: bool) -> None:
+        """What has come of the body since; `last`: that was all."""
+
+    def broken(self, reason: str, *, untouched: bool) -> None:
+        """It will never be whole. `untouched`: the engine had given up a kept connection, and has read nothing."""
+
+    def pause(self) -> None:
+        """Send no more of the request's body for now."""
+
+    def resume(self) -> None: ...
+
+
+class EngineConnection(asyncio.Protocol):
+    """One connection to the engine, which parses what comes and hands it to the asker."""
+
+    def __init__(self, pool: "EnginePool") -> None:
+        self._pool = pool
+        self.transport: asyncio.Transport
+        self.idle_since = 0.0
+        self._asker: AnswerReceiver | None = None
+        self._asked_at = 0.0
+        self._used = self._lost = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._reason = b""
+        self._headers: list[Header] = []
+        self._head_bytes = 0
+        self._pieces: list[bytes] = []
+        self._heard = self._headed = self._interim = self._complete = self._until_close = False
+        self._trouble = ""
+        self._keeps = False  # whether the connection outlives this answer
+
+    def ask(self, asker: AnswerReceiver, head: bytes) -> None:
+        """Send a request's head, with the body's beginning where it is there; the rest follows by `send`."""
+        self._forget()
+        self._asker, self._asked_at = asker, time.monotonic()
+        if self._lost:  # before anybody was there to be told
+            asyncio.get_running_loop().call_soon(self._end_broken, "it closed the connection")
+            return
+        self.transport.write(head)
+
+    def send(self, data: bytes) -> None:
+        self.transport.write(data)
+
+    def read_on(self, wanted: bool) -> None:
+        """Whether to read more of the answer: not while its client leaves too much unread."""
+        if not self.transport.is_closing():
+            if wanted:
+                self.transport.resume_reading()
+            else:
+                self.transport.pause_reading()
+
+    def release(self, *, reusable: bool) -> None:
+        """The asker is through: back to the pool, or closed."""
+        self._asker = None
+        if reusable and not self.transport.is_closing() and self._keeps:
+            self._used = True
+            self.read_on(True)
+            self._pool.put(self)
+        else:
+            self.transport.abort()
+
+    # -- asyncio -------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.set_write_buffer_limits(high=self._pool.buffer_bytes)
+
+    def data_received(self, data: bytes) -> None:
+        asker = self._asker
+        if asker is None:  # it speaks without being asked
+            self.transport.abort()
+            return
+        self._heard = True
+        if not self._headed:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._trouble = self._trouble or f"its answer is not HTTP/1.1 ({type(error).__name__})"
+        if not self._headed and self._head_bytes > _LONGEST_HEAD:
+            self._trouble = "the head of its answer is too long"
+        if self._trouble and not self._complete:
+            self._end_broken(self._trouble)
+            return
+        if self._headed:
+            if self._trouble:  # more than was asked for
+                self.transport.abort()
+            pieces, self._pieces = self._pieces, []
+            asker.passed(pieces[0] if len(pieces) == 1 else b"".join(pieces), last=self._complete)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._pool.lost(self)
+        del self._parser  # which refers back
+        if (asker := self._asker) is None:
+            return
+        if self._until_close and exc is None:
+            self._complete = True
+            asker.passed(b"", last=True)
+            return
+        self._end_broken("it closed the connection" + (f" ({exc})" if exc else ""))
+
+    def _end_broken(self, reason: str) -> None:
+        asker, self._asker = self._asker, None
+        self.transport.abort()
+        if asker is not None:
+            soon = time.monotonic() - self._asked_at < _UNREAD_S
+            asker.broken(reason, untouched=self._used and not self._heard and soon)
+
+    def pause_writing(self) -> None:
+        if self._asker is not None:
+            self._asker.pause()
+
+    def resume_writing(self) -> None:
+        if self._asker is not None:
+            self._asker.resume()
+
+    # -- the parser ----------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._trouble = "it answered twice"
+
+    def on_status(self, reason: bytes) -> None:
+        self._reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if self._complete or self._asker is None:
+            return
+        if status < 200:  # an interim answer, such as 103; the real one follows
+            self._interim = True
+            if status == _SWITCHED:
+                self._trouble = "it switched protocols, which nobody asked for"
+            return
+        self._headed = True
+        # An answer to HEAD leaves the parser waiting for the body whose length it tells: it reads no other answer.
+        self._keeps = self._parser.should_keep_alive() and not self._asker.head_only
+        names = {name.lower() for name, _ in self._headers}
+        bounded = not names.isdisjoint((b"content-length", b"transfer-encoding"))
+        empty = status in {204, 304} or self._asker.head_only
+        self._until_close = not bounded and not empty
+        self._asker.answered(status, self._reason, self._headers)
+        if self._asker is not None and self._asker.head_only:
+            self._complete = True
+
+    def on_body(self, data: bytes) -> None:
+        if not self._complete:
+            self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            self._interim, self._reason, self._headers = False, b"", []
+        else:
+            self._complete = True
+
+
+class EnginePool:
+    """The engine's address, and the connections that wait for the next request: the one used last first."""
+
+    def __init__(self, url: str, *, connect_timeout_s: float, keep_s: float, buffer_bytes: int) -> None:
+        self.host, self.port = address_of(url)
+        self.url = url
+        self.buffer_bytes = buffer_bytes
+        self._connect_timeout_s, self._keep_s = connect_timeout_s, keep_s
+        self._idle: deque[EngineConnection] = deque()
+        self._open: set[EngineConnection] = set()
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def idle(self) -> EngineConnection | None:
+        """A connection that waits, which leaves the pool; None: `connect` one."""
+        oldest = time.monotonic() - self._keep_s
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.idle_since >= oldest and not connection.transport.is_closing():
+                return connection
+            connection.transport.abort()
+        return None
+
+    async def connect(self) -> EngineConnection:
+        """A new connection. Raises `OSError` or `TimeoutError`."""
+        metrics.ENGINE_CONNECTS.inc()
+        async with asyncio.timeout(self._connect_timeout_s):
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(lambda: EngineConnection(self), self.host, self.port)
+        # Not counted before: uvloop tells a connection nothing of its end if it is cancelled while it is made.
+        if not connection.transport.is_closing():
+            self._open.add(connection)
+            self.empty.clear()
+        return connection
+
+    def put(self, connection: EngineConnection) -> None:
+        connection.idle_since = time.monotonic()
+        self._idle.append(connection)
+
+    def lost(self, connection: EngineConnection) -> None:
+        self._open.discard(connection)
+        if not self._open:
+            self.empty.set()
+
+    def prune(self) -> None:
+        """Close what has waited too long; those used longest ago stand first."""
+        oldest = time.monotonic() - self._keep_s
+        while self._idle and (self._idle[0].idle_since < oldest or self._idle[0].transport.is_closing()):
+            self._idle.popleft().transport.abort()
+
+    def close(self) -> None:
+        for connection in list(self._open):
+            connection.transport.abort()
+        self._idle.clear()
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """Host and port of `http://HOST:PORT`. Raises `InvalidRequest` for any other form."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise InvalidRequest(f"{error}: give http://HOST:PORT", field="upstream") from None
+    if parts.scheme != "http" or not parts.hostname or parts.path not in {"", "/"} or parts.query or parts.username:
+        raise InvalidRequest(f"{url!r} is not of the form http://HOST:PORT", field="upstream")
+    return parts.hostname, port or 80

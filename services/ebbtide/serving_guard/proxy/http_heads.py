@@ -1,0 +1,168 @@
+"""Heads of requests and answers: what is passed on, what is not, and what the proxy says in its own name.
+
+A header of the connection (hop-by-hop, RFC 9110, 7.6.1) is for the next host alone. The length of a body is written by
+the proxy, never copied together with another one, so that both sides always agree where a message ends.
+"""
+
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+Header = tuple[bytes, bytes]
+
+_HOP: Final = frozenset(
+    {
+        b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer", b"upgrade",
+        b"transfer-encoding", b"http2-settings",
+    }
+)  # fmt: skip
+#: Of a request: the proxy writes the length itself, and answers an expectation itself.
+_NOT_ASKED: Final = _HOP | {b"content-length", b"expect"}
+#: Of a request: what decides whether it may pass.
+_JUDGED: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"upgrade", b"expect"})
+#: What no `Connection` header can take away.
+_KEPT: Final = frozenset({b"host", b"content-length", b"content-type", b"authorization"})
+
+
+class HeadRefused(Exception):
+    """A request that is answered here: status, message and OpenAI's type of error."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+
+
+class RequestHead(Struct, frozen=True):
+    """A request that may pass. `length` is None for a body in chunks, and for none (`has_body` tells)."""
+
+    method: bytes
+    target: bytes
+    headers: list[Header]
+    modern: bool  # HTTP/1.1, not 1.0
+    keep_alive: bool
+    has_body: bool
+    length: int | None
+    expects: bool
+
+    def forwarded(self, framing: bytes) -> bytes:
+        return request_head(self.method, self.target, self.headers, framing)
+
+
+def read_head(method: bytes, target: bytes, headers: list[Header], version: str, *, keep_alive: bool) -> RequestHead:
+    """Judge a request by its head. Raises `HeadRefused` for all that two hosts could read in two ways."""
+    if version not in {"1.0", "1.1"}:
+        raise HeadRefused(505, f"HTTP/{version} is not spoken here; use HTTP/1.1")
+    seen: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        if b"\n" in value or b"\r" in value or b"\0" in value:
+            raise HeadRefused(400, f"the header {name.decode('latin-1')} spans lines, or holds control characters")
+        lower = name.lower()
+        if lower in _JUDGED:
+            seen.setdefault(lower, []).append(value)
+    modern = version == "1.1"
+    hosts = seen.get(b"host", [])
+    if len(hosts) > 1 or (modern and not hosts):
+        raise HeadRefused(400, "there has to be one Host header")
+    if not hosts:  # HTTP/1.0, and the engine gets 1.1
+        headers = [(b"Host", b"localhost"), *headers]
+    _refuse_upgrades(method, seen)
+    length, chunked = _framing(seen, modern=modern)
+    target = origin_form(target)
+    if not target:
+        raise HeadRefused(400, "the target is neither a path nor an http URL")
+    expects = modern and b"100-continue" in [value.lower() for value in seen.get(b"expect", [])]
+    return RequestHead(
+        method, target, headers, modern, keep_alive and modern, chunked or length is not None, length, expects
+    )
+
+
+def _framing(seen: dict[bytes, list[bytes]], *, modern: bool) -> tuple[int | None, bool]:
+    lengths, codings = seen.get(b"content-length", []), seen.get(b"transfer-encoding", [])
+    if lengths and codings:
+        raise HeadRefused(400, "Content-Length and Transfer-Encoding exclude each other")
+    if codings:
+        if not modern or [value.strip().lower() for value in codings] != [b"chunked"]:
+            raise HeadRefused(400, "the only Transfer-Encoding taken is: chunked, in HTTP/1.1")
+        return None, True
+    if not lengths:
+        return None, False
+    if len(lengths) > 1 or not lengths[0].strip().isdigit() or len(lengths[0]) > 18:
+        raise HeadRefused(400, "Content-Length has to be one number")
+    return int(lengths[0]), False
+
+
+def _refuse_upgrades(method: bytes, seen: dict[bytes, list[bytes]]) -> None:
+    if method == b"CONNECT":
+        raise HeadRefused(501, "this is a proxy in front of one serving engine, not to others; CONNECT is not served")
+    if any(b"websocket" in value.lower() for value in seen.get(b"upgrade", [])):
+        raise HeadRefused(
+            501,
+            'websockets do not pass the serving-guard; stream over HTTP ("stream": true), or reach the engine itself',
+        )
+
+
+def request_head(method: bytes, target: bytes, headers: Sequence[Header], framing: bytes) -> bytes:
+    """The head as the engine gets it; `framing` is the header that tells the body's length, or empty."""
+    lines = [method + b" " + target + b" HTTP/1.1"]
+    lines += _lines(headers, _NOT_ASKED)
+    if framing:
+        lines.append(framing)
+    lines.append(b"\r\n")
+    return b"\r\n".join(lines)
+
+
+def answer_head(status: int, reason: bytes, headers: Sequence[Header], extra: Iterable[bytes]) -> bytes:
+    """The head as the client gets it; `extra`: lines about this connection."""
+    lines = [b"HTTP/1.1 %d %s" % (status, reason), *_lines(headers, _HOP), *extra, b"\r\n"]
+    return b"\r\n".join(lines)
+
+
+def _lines(headers: Sequence[Header], dropped: frozenset[bytes]) -> list[bytes]:
+    lowered = [(name.lower(), name, value) for name, value in headers]
+    for lower, _, value in lowered:
+        if lower == b"connection" and value.lower() not in {b"keep-alive", b"close"}:
+            named = {word.strip() for word in value.lower().split(b",")}
+            dropped |= named - _KEPT
+    return [name + b": " + value for lower, name, value in lowered if lower not in dropped]
+
+
+def value_of(headers: Iterable[Header], wanted: bytes) -> bytes:
+    """The first value of a header, in lower case; empty where there is none."""
+    return next((value.lower() for name, value in headers if name.lower() == wanted), b"")
+
+
+def path_of(target: bytes) -> bytes:
+    return target.partition(b"?")[0].partition(b"#")[0]
+
+
+def origin_form(target: bytes) -> bytes:
+    """The target without scheme and host, which clients of forward proxies send."""
+    if target.startswith(b"/") or target == b"*":
+        return target
+    scheme, found, rest = target.partition(b"://")
+    if not found or scheme.lower() not in {b"http", b"https"}:
+        return b""
+    slash = rest.find(b"/")
+    return rest[slash:] if slash >= 0 else b"/"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def failure(status: int, message: str, kind: str, *, close: bool, body: bool = True) -> bytes:
+    """A whole answer of the proxy's own, in the form of OpenAI's errors."""
+    text = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
+    return plain(status, text, close=close, body=body)
+
+
+def plain(status: int, text: bytes, *, close: bool, body: bool = True) -> bytes:
+    """A whole answer of the proxy's own: JSON."""
+    extra = [b"Content-Type: application/json", b"Content-Length: %d" % len(text)]
+    if close:
+        extra.append(b"Connection: close")
+    head = answer_head(status, HTTPStatus(status).phrase.encode(), (), extra)
+    return head + text if body else head

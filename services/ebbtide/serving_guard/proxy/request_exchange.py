@@ -1,0 +1,281 @@
+"""One request and its answer, on their way between a client's connection and the engine's.
+
+Invariant: what arrived at the listener has ended there when the exchange is over, and an exchange is over when its
+answer is whole, refused or broken, or its client has left. Bytes wait here only while no connection takes them, and
+then their sender is not read.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final, Protocol
+
+from ebbtide import telemetry
+from ebbtide.serving_guard import metrics
+from ebbtide.serving_guard.proxy import http_heads, prompt_estimate
+from ebbtide.serving_guard.proxy.engine_connections import EngineConnection, EnginePool
+from ebbtide.serving_guard.proxy.http_heads import Header, RequestHead
+from ebbtide.serving_guard.proxy.prompt_estimate import PromptEstimate
+from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
+from ebbtide.serving_guard.proxy.request_timing import RequestListener, TimedRequest
+
+log = telemetry.get_logger(__name__)
+
+#: POSTs whose work is the engine's; other paths (tokenize, models, metrics) pass without being timed.
+_TOLD: Final = frozenset((
+    b"/v1/completions", b"/v1/chat/completions", b"/v1/chat/completions/batch", b"/v1/responses", b"/v1/messages",
+    b"/v1/embeddings", b"/v1/rerank", b"/v2/rerank", b"/v1/score", b"/v2/embed", b"/v1/audio/transcriptions",
+    b"/v1/audio/translations", b"/inference/v1/generate", b"/cohere/v2/chat", b"/invocations", b"/pooling",
+    b"/classify", b"/rerank", b"/score", b"/generative_scoring", b"/generate",
+))  # fmt: skip
+
+
+class RequestOrigin(Protocol):
+    """The client's connection, as an exchange needs it."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def done(self, *, close: bool) -> None:
+        """The exchange is over; `close`: the connection cannot carry another."""
+
+    def drop(self) -> None:
+        """End the connection at once, so that an answer cut short is seen as such."""
+
+    def hold(self, held: bool) -> None:
+        """Whether the client's bytes wait in its socket for now."""
+
+    @property
+    def is_clogged(self) -> bool:
+        """Whether the client leaves too much of its answer unread."""
+
+
+class RequestExchange:
+    """From a request's head on. Its client's connection calls `body` and `complete`, the engine's the rest."""
+
+    def __init__(
+        self,
+        client: RequestOrigin,
+        pool: EnginePool,
+        listener: RequestListener,
+        settings: ProxySettings,
+        head: RequestHead,
+    ) -> None:
+        self._client, self._pool, self._listener, self._settings = client, pool, listener, settings
+        self.head = head
+        self.head_only = head.method == b"HEAD"
+        self._timed: TimedRequest | None = None
+        self._kept: list[bytes] = []  # of the body, while there is no connection to send it on
+        self._kept_bytes = 0
+        self._whole_request = not head.has_body
+        self._sent = b""  # all that was sent, where it was sent at once: it may be sent again
+        self._connection: EngineConnection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._held: asyncio.Future[None] | None = None
+        self._out = b""  # the answer's head, until its body begins
+        self._again = False  # whether it was sent a second time
+        self._turn = self._going = self._chunked = self._close = self.answering = self.over = False
+        self.inference = head.method == b"POST" and http_heads.path_of(head.target).rstrip(b"/") in _TOLD
+
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether nothing goes on before the client sends more."""
+        return not self._going
+
+    # -- the client's side ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """It is this one's turn on its connection."""
+        self._turn = True
+        self._consider()
+
+    def body(self, data: bytes) -> None:
+        if self.over:
+            return
+        if self._connection is not None:
+            self._connection.send(self._framed(data))
+            return
+        self._kept.append(data)
+        self._kept_bytes += len(data)
+        self._consider()
+
+    def complete(self) -> None:
+        if self._whole_request or self.over:
+            return
+        self._whole_request = True
+        if self._connection is not None:
+            if self.head.length is None:
+                self._connection.send(b"0\r\n\r\n")
+        else:
+            self._consider()
+
+    def cancel(self) -> None:
+        """The client has left: the engine hears of it now."""
+        if not self.over:
+            self._finish(whole=False)
+
+    def clogged(self, is_clogged: bool) -> None:
+        """The client reads too slowly, or has caught up: so does the reading from the engine."""
+        if self._connection is not None:
+            self._connection.read_on(not is_clogged)
+
+    # -- on its way ----------------------------------------------------------------------------------------------
+
+    def _consider(self) -> None:
+        """Forward once it may be: an inference request when its body is here, or too long to be kept."""
+        if not self._turn or self.over:
+            return
+        ample = self._kept_bytes > (self._settings.keep_body_bytes if self.inference else self._settings.buffer_bytes)
+        if not self._going:
+            if self.inference and not self._whole_request and not ample and not self._too_long_to_keep():
+                return
+            self._forward()
+        elif ample and not self._whole_request:
+            self._client.hold(True)
+
+    def _too_long_to_keep(self) -> bool:
+        return (self.head.length or 0) > self._settings.keep_body_bytes
+
+    def _forward(self) -> None:
+        self._going = True
+        if self.inference:
+            self._timed = TimedRequest(self._listener, self._asked())
+            held = self._timed.ready() if self._settings.max_hold_s else None
+            self._held = None if held is None else asyncio.ensure_future(held)
+        connection = self._pool.idle() if self._held is None else None
+        if connection is not None:
+            self._send(connection)
+        else:
+            self._start(self._open())
+
+    def _asked(self) -> PromptEstimate:
+        if self._whole_request:
+            return prompt_estimate.read(b"".join(self._kept))
+        return PromptEstimate(text_bytes=max(self.head.length or 0, self._kept_bytes))
+
+    def _start(self, opening: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.get_running_loop().create_task(opening)
+        self._task.add_done_callback(self._opened)
+
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        """However the way to the engine failed, the client gets an answer, and the request its end."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("a request could not be forwarded", exc_info=error)
+        if self.over:
+            return
+        if self.answering and not self._out:
+            self._finish(whole=False)
+            self._client.drop()
+        else:
+            self._refuse("the serving-guard failed to forward it; its log says why", "upstream_failed")
+
+    async def _open(self, *, fresh: bool = False) -> None:
+        if self._held is not None:
+            await self._hold(self._held)
+        try:
+            connection = (None if fresh else self._pool.idle()) or await self._pool.connect()
+        except (OSError, TimeoutError) as error:
+            reason = str(error) or f"no connection within {self._settings.connect_timeout_s:g} s"
+            self._refuse(f"the serving engine at {self._pool.url} cannot be reached: {reason}", "upstream_unreachable")
+            return
+        self._send(connection)
+
+    async def _hold(self, held: asyncio.Future[None]) -> None:
+        await asyncio.wait((held,), timeout=self._settings.max_hold_s)
+        if not held.done():
+            held.cancel()
+        elif not held.cancelled() and (error := held.exception()) is not None and self._timed is not None:
+            self._timed.hold_failed(error)
+
+    def _send(self, connection: EngineConnection) -> None:
+        self._connection = connection
+        data = self._sent
+        if not data:
+            body = b"".join(self._kept)
+            self._kept, self._kept_bytes = [], 0
+            data = self.head.forwarded(self._framing(len(body))) + (body if self._whole_request else self._framed(body))
+        if self._whole_request:
+            self._sent = data
+        connection.ask(self, data)
+        connection.read_on(not self._client.is_clogged)
+        self._client.hold(False)
+
+    def _framing(self, body_bytes: int) -> bytes:
+        """The header that tells how long the body is."""
+        if not self.head.has_body:
+            return b""
+        length = body_bytes if self._whole_request else self.head.length
+        return b"Transfer-Encoding: chunked" if length is None else b"Content-Length: %d" % length
+
+    def _framed(self, data: bytes) -> bytes:
+        return data if self.head.length is not None or not data else http_heads.chunk(data)
+
+    # -- the engine's side ---------------------------------------------------------------------------------------
+
+    def answered(self, status: int, reason: bytes, headers: list[Header]) -> None:
+        self.answering = True
+        empty = self.head_only or status in {204, 304}
+        sized = empty or any(name.lower() == b"content-length" for name, _ in headers)
+        self._chunked = not sized and self.head.modern
+        self._close = not (self.head.keep_alive and self._whole_request and (sized or self._chunked))
+        extra = [b"Transfer-Encoding: chunked"] if self._chunked else []
+        if self._close:
+            extra.append(b"Connection: close")
+        self._out = http_heads.answer_head(status, reason, headers, extra)
+        if self._timed is not None:
+            self._timed.headed(
+                status, http_heads.value_of(headers, b"content-type"), http_heads.value_of(headers, b"content-encoding")
+            )
+
+    def passed(self, data: bytes, *, last: bool) -> None:
+        out, self._out = self._out, b""
+        if self._chunked:
+            out += http_heads.chunk(data) if data else b""
+            out += b"0\r\n\r\n" if last else b""
+        else:
+            out += data
+        if out:
+            self._client.write(out)
+        if data and self._timed is not None:
+            self._timed.body(data)
+        if last:
+            self._finish(whole=True)
+            self._client.done(close=self._close)
+
+    def broken(self, reason: str, *, untouched: bool) -> None:
+        self._connection = None
+        if untouched and self._sent and not self._again:
+            # As it may with a connection that it kept.
+            self._again = True
+            self._start(self._open(fresh=True))
+        elif self.answering and not self._out:
+            self._finish(whole=False)
+            self._client.drop()
+        else:
+            self._refuse(f"the serving engine at {self._pool.url} did not answer: {reason}", "upstream_failed")
+
+    def pause(self) -> None:
+        self._client.hold(True)
+
+    def resume(self) -> None:
+        self._client.hold(False)
+
+    def _refuse(self, message: str, kind: str) -> None:
+        close = not (self.head.keep_alive and self._whole_request)
+        self._finish(whole=False)
+        metrics.ENGINE_FAILURES.inc()
+        self._client.write(http_heads.failure(502, message, kind, close=close, body=not self.head_only))
+        self._client.done(close=close)
+
+    def _finish(self, *, whole: bool) -> None:
+        """Let go of everything. An answer that is not whole ends the engine's connection, and so its work."""
+        self.over = True
+        self._kept = []
+        if self._held is not None and not self._held.done():
+            self._held.cancel()
+        if self._task is not None and not self._task.done() and self._task is not asyncio.current_task():
+            self._task.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.release(reusable=whole and self._whole_request)
+        if self._timed is not None:
+            self._timed.end(whole=whole)

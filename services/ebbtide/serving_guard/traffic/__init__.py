@@ -1,0 +1,1 @@
+"""What the guard knows of served traffic: its events, its figures, and the SLO."""

@@ -1,0 +1,185 @@
+"""`ebbtide base-model`: a small model that half masters a task, for machines that can download none.
+
+A Qwen3-architecture network with a character tokenizer is supervised on the train split until its sampled accuracy on
+the check split reaches a target; the eval split is never looked at. Its demonstrations are imperfect: a share of their
+characters is mistyped, so that it learns to do the task and to err. What reinforcement has to teach is which of its
+own responses are right.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from string import ascii_lowercase
+from typing import Final
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ebbtide.environments import EnvironmentSource, ExampleSource, Message
+from ebbtide.errors import InvalidRequest
+from ebbtide.trainer.base_model.base_model_plan import RECORD, BaseModelPlan, base_model_path, inputs, is_made
+from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+from ebbtide.trainer.learning.network import Network, Tokenizer, save_network
+from ebbtide.trainer.learning.training_batches import TrainingSample, collate
+
+#: Number of the first prompt to learn from: far from those of a run, which count from 0, so that these are new to it.
+FIRST_PROMPT: Final = 1 << 40
+
+
+@dataclass(frozen=True)
+class BaseModelProgress:
+    """After a step: the loss in nats a character, and the newest sampled accuracy (0 before the first check)."""
+
+    step: int
+    loss: float
+    accuracy: float
+    seconds: float
+
+
+def make_base_model(
+    directory: Path,
+    source: EnvironmentSource,
+    *,
+    seed: int,
+    plan: BaseModelPlan | None = None,
+    progress: Callable[[BaseModelProgress], None] = lambda _: None,
+) -> Path:
+    """The checkpoint for these inputs below `directory`, made now unless it is there; its `base_model.json` says how.
+
+    Deterministic on one machine and number of threads; `torch.set_num_threads` is the caller's. Raises `InvalidRequest`
+    when `source` has no right answers to learn from, or the target is not reached in `max_steps`.
+    """
+    plan = plan or BaseModelPlan()
+    if not isinstance(source, ExampleSource):
+        raise InvalidRequest(
+            "this environment has no examples to learn from; give a checkpoint", field="environment.name"
+        )
+    path = base_model_path(directory, source, seed, plan)
+    if is_made(path):
+        return path
+    tokenizer = character_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = new_network(plan, tokenizer)
+        end = _Supervision(network, tokenizer, source, plan, seed).run(progress)
+    record = json.dumps({**inputs(source, seed, plan), **asdict(end)}, indent=2)
+    save_network(network.eval(), tokenizer, path, notes={RECORD: record})
+    return path
+
+
+def sampled_accuracy(
+    network: Network, tokenizer: Tokenizer, source: ExampleSource, *, prompts: int, seed: int
+) -> float:
+    """Share of questions of the check split's first `prompts` prompts answered right, sampled at temperature 1."""
+    examples = [source.example("check", index) for index in range(prompts)]
+    texts = [_prompt(tokenizer, messages) for messages, _ in examples]
+    encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(seed)
+        output = network.generate(
+            input_ids=encoded.input_ids,
+            attention_mask=encoded.attention_mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max(len(answer) for _, answer in examples) + 4,
+        )
+    responses = tokenizer.batch_decode(output[:, encoded.input_ids.shape[1] :], skip_special_tokens=True)
+    infos = [source.make("check", index).step(response).info for index, response in enumerate(responses)]
+    return sum(info["right"] for info in infos) / sum(info["asked"] for info in infos)
+
+
+class _Supervision:
+    """The training loop; alive for one call of `make_base_model`."""
+
+    def __init__(
+        self, network: Network, tokenizer: Tokenizer, source: ExampleSource, plan: BaseModelPlan, seed: int
+    ) -> None:
+        self._network = network
+        self._tokenizer = tokenizer
+        self._source = source
+        self._plan = plan
+        self._seed = seed
+        self._errors = Random(f"{seed}/errors")
+        self._optimizer = torch.optim.AdamW(
+            network.parameters(), lr=plan.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
+        )
+
+    def run(self, progress: Callable[[BaseModelProgress], None]) -> BaseModelProgress:
+        plan, begun, accuracy = self._plan, time.monotonic(), 0.0
+        for step in range(1, plan.max_steps + 1):
+            loss = self._step(step, plan.learning_rate * min(1.0, step / plan.warmup_steps))
+            if step % plan.check_every == 0:
+                accuracy = sampled_accuracy(
+                    self._network, self._tokenizer, self._source, prompts=plan.check_prompts, seed=self._seed + step
+                )
+            now = BaseModelProgress(step, loss, accuracy, time.monotonic() - begun)
+            progress(now)
+            if accuracy >= plan.target_accuracy:
+                return now
+        raise InvalidRequest(
+            f"the base model reached {accuracy:.2f} in {plan.max_steps} steps; allow more, or ask for less",
+            field="target_accuracy",
+        )
+
+    def _step(self, step: int, learning_rate: float) -> float:
+        samples = [self._sample(FIRST_PROMPT + (step - 1) * self._plan.batch + row) for row in range(self._plan.batch)]
+        batch = collate(samples, pad_id=self._tokenizer.pad_token_id)
+        loss = torch.nn.functional.cross_entropy(batch.logits(self._network), batch.targets)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._network.parameters(), 1.0)
+        self._optimizer.step()
+        return loss.item()
+
+    def _sample(self, index: int) -> TrainingSample:
+        messages, answer = self._source.example("train", index)
+        typed = "".join(self._errors.choice(ascii_lowercase) if self._slips(letter) else letter for letter in answer)
+        prompt = self._tokenizer.encode(_prompt(self._tokenizer, messages), add_special_tokens=False)
+        answer_ids = [*self._tokenizer.encode(typed, add_special_tokens=False), self._tokenizer.eos_token_id]
+        count = len(answer_ids)
+        return TrainingSample(
+            ids=np.array([*prompt, *answer_ids], dtype=np.int64),
+            mask=np.ones(count, dtype=np.bool_),
+            logprobs=np.zeros(count, dtype=np.float32),
+            versions=np.zeros(count, dtype=np.int64),
+            advantage=0.0,
+        )
+
+    def _slips(self, letter: str) -> bool:
+        return letter.isalnum() and self._errors.random() < self._plan.error_rate
+
+
+def _prompt(tokenizer: Tokenizer, messages: list[Message]) -> str:
+    rendered: str = tokenizer.apply_chat_template(
+        [message.as_dict() for message in messages], tokenize=False, add_generation_prompt=True
+    )
+    return rendered
+
+
+def new_network(plan: BaseModelPlan, tokenizer: Tokenizer) -> Network:
+    """The plan's network, float32, random."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=plan.hidden_size,
+        intermediate_size=plan.feed_forward_size,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=plan.heads,
+        num_key_value_heads=plan.kv_heads,
+        head_dim=plan.head_dim,
+        max_position_embeddings=plan.context,
+        # Untied: a task of so few characters wants an output layer of its own.
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).float()

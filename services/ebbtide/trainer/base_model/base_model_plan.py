@@ -1,0 +1,51 @@
+"""What a base model is made from, and where it is then kept. No torch here: one that is there is found at once."""
+
+import json
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Final
+
+from ebbtide.environments import EnvironmentSource
+
+#: Part of the cache key: raise it when `base_model` makes other models from the same inputs.
+RECIPE: Final = 2
+#: Beside the weights: how the model was made. Its presence says that the model is whole.
+RECORD: Final = "base_model.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModelPlan:
+    """Shape, training and end. `error_rate`: share of an answer's letters and digits that demonstrations mistype; it
+    bounds the accuracy from above, so that the model does not leap over its target between two checks."""
+
+    layers: int = 4
+    hidden_size: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    feed_forward_size: int = 384
+    context: int = 512
+    batch: int = 32
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    max_steps: int = 800
+    error_rate: float = 0.15
+    target_accuracy: float = 0.28
+    check_every: int = 10
+    check_prompts: int = 64
+
+
+def inputs(source: EnvironmentSource, seed: int, plan: BaseModelPlan) -> dict[str, Any]:
+    """All that decides what comes out."""
+    return {"recipe": RECIPE, "source": source.identity, "seed": seed, "plan": asdict(plan)}
+
+
+def base_model_path(directory: Path, source: EnvironmentSource, seed: int, plan: BaseModelPlan) -> Path:
+    """Where the model of these inputs lies below `directory`, or will."""
+    key = blake2b(json.dumps(inputs(source, seed, plan), sort_keys=True).encode(), digest_size=8).hexdigest()
+    return directory / f"base-{key}"
+
+
+def is_made(path: Path) -> bool:
+    return (path / RECORD).exists()

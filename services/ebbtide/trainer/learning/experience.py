@@ -1,0 +1,65 @@
+"""A step's trajectories as samples to learn from, and what they say about the policy. Pure functions."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ebbtide.trainer.learning.grpo import group_advantages, permute_within_groups
+from ebbtide.trainer.learning.training_batches import TrainingSample
+from ebbtide.trainer.trajectory_collector import staleness
+from ebbtide.types.rollout import Trajectory
+from ebbtide.types.run import TrainerSpec
+from ebbtide.types.tokens import unpack_ids, unpack_tokens
+
+
+def samples_of(trajectories: Sequence[Trajectory], spec: TrainerSpec, *, seed: int, step: int) -> list[TrainingSample]:
+    """Samples with their group's advantages. Those that teach nothing are left out: no token of theirs was sampled, or
+    their advantage is 0 and no KL term holds them. `seed` and `step` fix the lots of `permute_rewards`."""
+    advantages = _advantages(trajectories, spec, seed=seed, step=step)
+    samples = []
+    for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        tokens = unpack_tokens(trajectory.tokens)
+        sample = TrainingSample(
+            ids=np.concatenate([unpack_ids(trajectory.prompt_ids), tokens["id"]]).astype(np.int64),
+            mask=np.frombuffer(trajectory.loss_mask, dtype=np.uint8) == 1,
+            logprobs=tokens["logprob"].astype(np.float32),
+            versions=tokens["version"].astype(np.int64),
+            advantage=advantage,
+        )
+        if sample.sampled and (advantage or spec.kl_coefficient):
+            samples.append(sample)
+    return samples
+
+
+def summary(trajectories: Sequence[Trajectory], steps: Mapping[int, int], *, step: int) -> dict[str, float]:
+    """Means over a step's trajectories, for its event. `accuracy` where the environment counts right answers."""
+    if not trajectories:
+        return {"trained": 0.0, "tokens": 0.0}
+    rewards = np.array([trajectory.reward for trajectory in trajectories])
+    lengths = [trajectory.loss_mask.count(1) for trajectory in trajectories]
+    ages = [staleness(trajectory, step, steps) for trajectory in trajectories]
+    values = {
+        "trained": float(sum(trajectory.rollouts for trajectory in trajectories)),
+        "tokens": float(sum(lengths)),
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "response_length": float(np.mean(lengths)),
+        "truncated_share": float(np.mean([trajectory.truncated for trajectory in trajectories])),
+        "staleness_mean": float(np.average([mean for mean, _ in ages], weights=np.maximum(lengths, 1))),
+        "staleness_max": float(max(largest for _, largest in ages)),
+    }
+    if asked := sum(trajectory.metrics.get("asked", 0.0) for trajectory in trajectories):
+        values["accuracy"] = sum(trajectory.metrics.get("right", 0.0) for trajectory in trajectories) / asked
+    return values
+
+
+def _advantages(trajectories: Sequence[Trajectory], spec: TrainerSpec, *, seed: int, step: int) -> list[float]:
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(one.group_id for one in trajectories))}
+    rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
+    groups = torch.tensor([numbers[trajectory.group_id] for trajectory in trajectories], dtype=torch.int64)
+    if spec.permute_rewards:
+        lots = torch.Generator().manual_seed((seed << 32) ^ step)
+        rewards = permute_within_groups(rewards, groups, lots)
+    advantages: list[float] = group_advantages(rewards, groups, normalize_std=spec.normalize_std).tolist()
+    return advantages

@@ -1,0 +1,139 @@
+"""GRPO in plain functions over tensors: advantages, token logprobs, loss. No state, no model, no I/O.
+
+Tensors named "(n,)" run over the sampled tokens of a minibatch, flattened: what prompts and environments wrote was left
+out before (`ebbtide.trainer.learning.training_batches`), so no mask is needed here. Logprobs are in nats, float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ebbtide.errors import InvalidRequest
+
+
+def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool = True) -> Tensor:
+    """How much better than its group each sample did; (b,) float32. `rewards` (b,) float; `groups` (b,) int64, from 0.
+
+    Reward less the group's mean, over the group's standard deviation (GRPO: DeepSeekMath, arXiv 2402.03300, section
+    4.1.2); `normalize_std=False` leaves the division out (Dr. GRPO, arXiv 2503.20783, section 3.2). A group whose
+    rewards are all equal teaches nothing: its advantages are exactly 0.
+    """
+    count = int(groups.max()) + 1 if groups.numel() else 0
+    exact = rewards.double()
+    sizes = torch.bincount(groups, minlength=count).clamp_min(1)
+    centred = exact - (torch.zeros(count, dtype=torch.float64).index_add(0, groups, exact) / sizes)[groups]
+    highest = torch.full((count,), -torch.inf, dtype=torch.float64).scatter_reduce(0, groups, exact, "amax")
+    lowest = torch.full((count,), torch.inf, dtype=torch.float64).scatter_reduce(0, groups, exact, "amin")
+    if normalize_std:
+        variance = torch.zeros(count, dtype=torch.float64).index_add(0, groups, centred.square()) / sizes
+        centred = centred / variance.sqrt()[groups]
+    return torch.where((highest > lowest)[groups], centred, 0.0).float()
+
+
+def permute_within_groups(rewards: Tensor, groups: Tensor, generator: torch.Generator) -> Tensor:
+    """The control experiment: each group keeps its rewards, but they fall to its samples by lot."""
+    permuted = rewards.clone()
+    for group in torch.unique(groups):
+        members = (groups == group).nonzero()[:, 0]
+        permuted[members] = rewards[members[torch.randperm(len(members), generator=generator)]]
+    return permuted
+
+
+def truncated_support(logits: Tensor, tokens: Tensor, *, top_p: float = 1.0, top_k: int = 0) -> Tensor:
+    """Which entries of `logits` (n, v), already divided by the temperature, could be sampled; (n, v) bool.
+
+    vLLM's rule: of the k largest (ties with the k-th stay) the fewest whose renormalised probabilities reach `top_p`,
+    at least one. It is applied to the trainer's own logits, which differ from the worker's by rounding (or by an
+    update), so an entry at the edge may fall on the other side; `tokens` (n,), which were in fact sampled, always
+    stay.
+    """
+    keep = torch.ones_like(logits, dtype=torch.bool)
+    logits = logits.detach()
+    if 0 < top_k < logits.shape[1]:
+        keep &= logits >= logits.topk(top_k).values[:, -1:]
+    if top_p < 1.0:
+        ordered, order = logits.masked_fill(~keep, -torch.inf).sort(dim=-1)
+        outside = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+        outside[:, -1] = False
+        keep &= ~outside.gather(1, order.argsort(-1))
+    return keep.scatter(1, tokens[:, None], value=True)
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Logprob of each token under the distribution it was sampled from, and that distribution's entropy; both (n,).
+
+    `logits` (n, v) in any float dtype, `tokens` (n,) int64. The gradient flows through the logits inside the
+    truncated support, which itself is constant. The entropy carries none. Raises `InvalidRequest` for a temperature
+    of 0, at which nothing is sampled.
+    """
+    if temperature <= 0:
+        raise InvalidRequest("must be above 0: greedy responses cannot be trained on", field="sampling.temperature")
+    scaled = logits.float() / temperature
+    if top_p < 1.0 or top_k > 0:
+        scaled = scaled.masked_fill(~truncated_support(scaled, tokens, top_p=top_p, top_k=top_k), -torch.inf)
+    logprobs = scaled.log_softmax(-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(logprobs.exp()).sum(-1)
+    return logprobs.gather(1, tokens[:, None])[:, 0], entropy
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """`loss` is to be differentiated; the rest are sums over the (n,) tokens given, so that micro-batches add up."""
+
+    loss: Tensor
+    tokens: int
+    clipped: float
+    kl: float
+    weight: float
+
+
+def policy_loss(
+    logprobs: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    *,
+    normalizer: float,
+    proximal: Tensor | None = None,
+    reference: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    importance_cap: float = 2.0,
+    kl_coefficient: float = 0.0,
+) -> LossParts:
+    """The clipped policy-gradient loss of tokens, all (n,): `logprobs` now (with gradient), `behaviour` as the worker
+    recorded them, and each token's advantage.
+
+    The ratio is taken to `behaviour`. Tokens of an older version than the trainer's have drifted already: for these
+    `proximal` holds the trainer's own logprobs from before the step (and `behaviour` for the others), the ratio is
+    taken to it, and the token weighs min(exp(proximal - behaviour), importance_cap): truncated importance sampling,
+    with the two roles apart as in decoupled PPO (arXiv 2110.00641, section 3). Clip bounds may differ (DAPO, arXiv
+    2503.14476, section 3.1).
+
+    Every token counts alike: the sum is divided by `normalizer`, the sampled tokens of the whole minibatch (DAPO,
+    section 3.3), not per response first as in GRPO, which favours short right and long wrong responses (Dr. GRPO,
+    section 3.1).
+
+    `kl_coefficient` adds the k3 estimate of KL(now || reference), exp(d) - d - 1 with d = reference - now (GRPO, eq.
+    4).
+    """
+    anchor = behaviour if proximal is None else proximal
+    weight = (anchor - behaviour).exp().clamp_max(importance_cap)
+    ratio = (logprobs - anchor).exp()
+    plain, bounded = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    loss = -(weight * torch.minimum(plain, bounded)).sum()
+    kl = torch.zeros(())
+    if reference is not None:
+        gap = reference - logprobs
+        kl = (gap.exp() - gap - 1).sum()
+        loss = loss + kl_coefficient * kl
+    return LossParts(
+        loss=loss / normalizer,
+        tokens=logprobs.numel(),
+        clipped=float((bounded < plain).sum()),
+        kl=kl.item(),
+        weight=weight.sum().item(),
+    )

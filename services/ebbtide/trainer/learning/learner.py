@@ -1,0 +1,257 @@
+"""One step of GRPO: network, optimiser and the order of updates. It knows no run, service or environment.
+
+On several ranks each computes its share of every minibatch with its share of the network. All that a step decides by
+(which samples are whose, how many tokens there are) follows from the samples, which all ranks have.
+
+Invariant: `version` numbers the policy that the parameters hold between steps; only the caller sets it. Parameters and
+optimiser change in `step` alone. A process that dies here loses the step: what outlives it is the caller's checkpoint.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from ebbtide.trainer.learning.grpo import policy_loss, token_logprobs
+from ebbtide.trainer.learning.network import Network
+from ebbtide.trainer.learning.training_batches import (
+    TrainingBatch,
+    TrainingSample,
+    collate,
+    micro_parts,
+    minibatches,
+    shares,
+)
+from ebbtide.trainer.ranks.network_sharding import whole
+
+#: What is summed over a step's tokens, or updates, and so over ranks.
+_SUMMED: Final = ("loss", "entropy", "clipped", "kl", "weight", "gap")
+
+
+class LearnerRanks(Protocol):
+    """Who computes a step together: all call everything in the same order."""
+
+    rank: int
+    size: int
+
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        """The sums over all ranks."""
+
+
+class OneRank:
+    rank, size = 0, 1
+
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings:
+    """Loss and optimiser. Clip bounds, cap and coefficient as in `policy_loss`; sampling as the workers were told."""
+
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    importance_cap: float = 2.0
+    kl_coefficient: float = 0.0
+    minibatches: int = 1
+    epochs: int = 1
+    micro_batch_tokens: int = 16384
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass
+class StepStats:
+    """Of one step; means over its sampled tokens, all epochs. `logprob_gap` is the mean absolute difference to the
+    workers' logprobs on tokens of the trainer's own version, before the first update (None where there is none);
+    `grad_norm` the mean over the updates, before clipping; `tokens` and `stale_tokens` are counted once."""
+
+    tokens: int
+    stale_tokens: int
+    learning_rate: float
+    loss: float = 0.0
+    entropy: float = 0.0
+    kl: float = 0.0
+    clip_share: float = 0.0
+    importance_weight: float = 0.0
+    grad_norm: float = 0.0
+    logprob_gap: float | None = None
+
+
+@dataclass
+class _Sums:
+    passes: int = 0
+    updates: int = 0
+    gap_tokens: int = 0
+    norm: float = 0.0
+    values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMMED, 0.0))
+
+    def add(self, **values: float) -> None:
+        for name, value in values.items():
+            self.values[name] += value
+
+
+class Learner:
+    """Trains `network` in place. `reference`, if given, is the frozen network of the KL term. Both are sharded if there
+    are several ranks."""
+
+    def __init__(
+        self,
+        network: Network,
+        settings: LearnerSettings,
+        *,
+        version: int,
+        reference: Network | None = None,
+        ranks: LearnerRanks | None = None,
+    ) -> None:
+        self._ranks: LearnerRanks = ranks or OneRank()
+        self.network = network
+        self.settings = settings
+        self.version = version
+        self._reference = reference
+        self._optimizer = torch.optim.AdamW(
+            network.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
+        )
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: min(1.0, (step + 1) / (settings.warmup_steps + 1))
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimiser and scheduler; the network is saved apart, in its own format."""
+        return {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
+
+    def step(self, samples: Sequence[TrainingSample], rng: Random) -> StepStats:
+        """Update on all `samples` (at least one), `epochs` times, in minibatches shuffled by `rng`."""
+        rate = float(self._scheduler.get_last_lr()[0])
+        tokens = sum(sample.sampled for sample in samples)
+        stale = sum(int((sample.versions[sample.mask] != self.version).sum()) for sample in samples)
+        parts = [
+            part for _ in range(self.settings.epochs) for part in minibatches(samples, self.settings.minibatches, rng)
+        ]
+        # The proximal logprobs of stale tokens are those from before any update, so they are found for all parts first.
+        batches = [self._own(part) for part in parts]
+        proximal = [[self._proximal(batch) for batch in part] for part in batches] if stale else None
+        sums = _Sums()
+        for number, part in enumerate(batches):
+            normalizer = sum(sample.sampled for sample in parts[number])
+            self._update(part, proximal[number] if proximal else [None] * len(part), normalizer, sums)
+        self._scheduler.step()
+        return _stats(self._added_up(sums), StepStats(tokens, stale, rate))
+
+    def logprobs(self, network: Network, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Logprob of each of the batch's sampled tokens under `network`, and the entropy there; both (n,)."""
+        settings = self.settings
+        return token_logprobs(
+            batch.logits(network),
+            batch.targets,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+        )
+
+    def _own(self, samples: Sequence[TrainingSample]) -> list[TrainingBatch | None]:
+        """This rank's micro-batches of a minibatch. Every rank has as many, as the network is brought together for each
+        of them: None is for a rank that has run out."""
+        device = next(self.network.parameters()).device
+        dealt = shares(samples, self._ranks.size)
+        parts = [list(micro_parts(share, self.settings.micro_batch_tokens)) for share in dealt]
+        own: list[TrainingBatch | None] = [collate(part).to(device) for part in parts[self._ranks.rank]]
+        return own + [None] * (max(map(len, parts)) - len(own))
+
+    def _idle(self, network: Network) -> Tensor:
+        """Take part in a pass of the others: 0, with a gradient of 0."""
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=next(network.parameters()).device)
+        nothing: Tensor = network(input_ids=ids, use_cache=False).logits.float().sum() * 0.0
+        return nothing
+
+    def _proximal(self, batch: TrainingBatch | None) -> Tensor | None:
+        with torch.no_grad():
+            if batch is None:
+                self._idle(self.network)
+                return None
+            now, _ = self.logprobs(self.network, batch)
+        return torch.where(batch.versions == self.version, batch.behaviour, now)
+
+    def _update(
+        self, batches: Sequence[TrainingBatch | None], proximal: Sequence[Tensor | None], normalizer: int, sums: _Sums
+    ) -> None:
+        """One optimiser step on the micro-batches of one minibatch, of `normalizer` tokens on all ranks."""
+        self._optimizer.zero_grad()
+        for batch, anchor in zip(batches, proximal, strict=True):
+            if batch is not None:
+                self._pass(batch, anchor, normalizer, sums)
+                continue
+            nothing = self._idle(self.network)
+            if self._refers:
+                with torch.no_grad():
+                    self._idle(self._reference)
+            nothing.backward()  # type: ignore[no-untyped-call]
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.max_grad_norm))
+        self._optimizer.step()
+        sums.updates += 1
+        sums.norm += norm.item()
+
+    def _pass(self, batch: TrainingBatch, anchor: Tensor | None, normalizer: int, sums: _Sums) -> None:
+        """Forward and backward of one micro-batch."""
+        settings = self.settings
+        logprobs, entropy = self.logprobs(self.network, batch)
+        parts = policy_loss(
+            logprobs,
+            batch.behaviour,
+            batch.advantages,
+            normalizer=normalizer,
+            proximal=anchor,
+            reference=self._reference_logprobs(batch),
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            importance_cap=settings.importance_cap,
+            kl_coefficient=settings.kl_coefficient,
+        )
+        parts.loss.backward()  # type: ignore[no-untyped-call]
+        if sums.updates == 0:
+            fresh = batch.versions == self.version
+            gap = (logprobs.detach() - batch.behaviour)[fresh].abs().sum().item()
+            sums.add(gap=gap)
+            sums.gap_tokens += int(fresh.sum())
+        sums.passes += parts.tokens
+        sums.add(loss=parts.loss.item(), entropy=entropy.sum().item())
+        sums.add(clipped=parts.clipped, kl=parts.kl, weight=parts.weight)
+
+    @property
+    def _refers(self) -> bool:
+        return self._reference is not None and self.settings.kl_coefficient != 0
+
+    def _reference_logprobs(self, batch: TrainingBatch) -> Tensor | None:
+        if not self._refers:
+            return None
+        with torch.no_grad():
+            return self.logprobs(self._reference, batch)[0]
+
+    def _added_up(self, sums: _Sums) -> _Sums:
+        """Over all ranks. Updates and gradient norms are those of all already."""
+        values = sums.values.values()
+        passes, gap_tokens, *rest = self._ranks.add_up([float(sums.passes), float(sums.gap_tokens), *values])
+        named = dict(zip(sums.values, rest, strict=True))
+        return _Sums(int(passes), sums.updates, int(gap_tokens), sums.norm, named)
+
+
+def _stats(sums: _Sums, stats: StepStats) -> StepStats:
+    values = sums.values
+    stats.loss, stats.grad_norm = values["loss"] / sums.updates, sums.norm / sums.updates
+    stats.entropy, stats.kl = values["entropy"] / sums.passes, values["kl"] / sums.passes
+    stats.clip_share, stats.importance_weight = values["clipped"] / sums.passes, values["weight"] / sums.passes
+    stats.logprob_gap = values["gap"] / sums.gap_tokens if sums.gap_tokens else None
+    return stats

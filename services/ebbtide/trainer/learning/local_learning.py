@@ -1,0 +1,151 @@
+"""The computing side of a training, in this process: network, tokenizer and learner on their device.
+
+`ebbtide.trainer.training` does the deeds around it and knows no tensor; this knows no service. On several ranks, each
+has one of these, with its share of the network; rank 0's is a `ebbtide.trainer.ranks.rank_group.RankZeroLearning`.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.client.publisher.rank_exchange import RankExchange
+from ebbtide.errors import InvalidRequest
+from ebbtide.trainer import training_checkpoint
+from ebbtide.trainer.learning import gpu_changes
+from ebbtide.trainer.learning.experience import samples_of, summary
+from ebbtide.trainer.learning.learner import Learner, LearnerSettings, StepStats
+from ebbtide.trainer.learning.network import Network, load_network, load_tokenizer
+from ebbtide.trainer.learning.training_batches import TrainingSample
+from ebbtide.trainer.ranks.network_sharding import local, own_tensors
+from ebbtide.trainer.ranks.rank_world import RankWorld
+from ebbtide.trainer.ranks.sharded_loading import load_sharded
+from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
+from ebbtide.types.rollout import Trajectory
+from ebbtide.types.run import RunSpec
+
+
+class LocalLearning:
+    """Weights and optimiser are float32 with `trainer.dtype` bfloat16 too, as small updates would be lost in it: only
+    what the network computes with, and what is published, is bfloat16 then."""
+
+    def __init__(
+        self, spec: RunSpec, *, source: Path, device: str, keep_published: bool = True, world: RankWorld | None = None
+    ) -> None:
+        """Loads the weights in `source`: the run's model, or a checkpoint of it. Raises `InvalidRequest`.
+
+        `keep_published`: on the GPU too, if it has room for it once a step was trained. `world`: the ranks that share
+        the network.
+        """
+        _check(spec)
+        self._spec = spec
+        self._device = device
+        self._world = world
+        self._network = self._place(source)
+        self._tokenizer = load_tokenizer(source)
+        reference = None
+        if spec.trainer.kl_coefficient:
+            reference = self._place(Path(spec.model)).requires_grad_(False)
+        self._learner = Learner(self._network, _settings(spec), version=0, reference=reference, ranks=world)
+        self._keeps: bool | None = None if keep_published else False  # None: not known yet
+
+    def _place(self, source: Path) -> Network:
+        if self._world is None:
+            return load_network(source).to(self._device)
+        return load_sharded(source, self._world.mesh, dtype=self._spec.trainer.dtype, device=self._device)
+
+    def resume(self, path: Path, *, run_id: str) -> TrainingState:
+        """Take up optimiser and scheduler of a checkpoint, whose weights are loaded. Raises `CheckpointError`."""
+        state, learner = training_checkpoint.read_state(
+            path, run_id=run_id, parameters=list(self._network.parameters())
+        )
+        self._learner.load_state_dict(learner)
+        return state
+
+    def step(
+        self, trajectories: Sequence[Trajectory], *, step: int, steps: Mapping[int, int], version: int
+    ) -> dict[str, float]:
+        """Train on the trajectories of `step`, with the weights of `version`; `steps` tells each version's step.
+
+        Returns what to report. Nothing is updated where nothing can be learnt. Raises `RunFailed` once numbers blow up.
+        """
+        values = summary(trajectories, steps, step=step)
+        samples = samples_of(trajectories, self._spec.trainer, seed=self._spec.seed, step=step)
+        values["taught"] = float(len(samples))
+        if samples:
+            stats = self.train(samples, step=step, version=version)
+            values |= {name: float(value) for name, value in asdict(stats).items() if value is not None}
+            values["tokens"] = float(sum(trajectory.loss_mask.count(1) for trajectory in trajectories))
+        if not self._spec.trainer.kl_coefficient:
+            values.pop("kl", None)  # nothing was measured
+        if bad := [name for name, value in values.items() if not math.isfinite(value)]:
+            raise RunFailed(f"step {step}: {', '.join(bad)} not finite; lower trainer.learning_rate")
+        return values
+
+    def train(self, samples: Sequence[TrainingSample], *, step: int, version: int) -> StepStats:
+        """Update on the samples of `step`, with the weights of `version`."""
+        self._learner.version = version
+        with self._precision():
+            stats = self._learner.step(samples, Random(f"{self._spec.seed}/{step}"))
+        if self._keeps is None:
+            own = ((name, local(tensor)) for name, tensor in self._tensors())
+            self._keeps = gpu_changes.has_room(own, self._device)
+        return stats
+
+    def exchange(self) -> RankExchange | None:
+        """How the ranks talk that publish together, who all begin a version with this; None if there is one rank."""
+        return None
+
+    def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The weights to publish, named as in checkpoints, tied ones once; to be read before the next step."""
+        return gpu_changes.KeptTensors(self._tensors, self._network.device.type) if self._keeps else self._tensors()
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in own_tensors(self._network):
+            low = self._spec.trainer.dtype == "bfloat16" and tensor.is_floating_point()
+            yield name, tensor.to(torch.bfloat16) if low else tensor
+
+    def checkpoint(self, folder: Path, state: TrainingState, *, keep: int) -> Path:
+        """Write all of it durably into `folder`, where the `keep` newest stay. Returns the checkpoint's directory."""
+        path = training_checkpoint.write(folder, self._network, self._tokenizer, self._learner.state_dict(), state)
+        training_checkpoint.keep_newest(folder, keep)
+        return path
+
+    def write_part(self, unfinished: Path) -> Any:
+        """This rank's part of a checkpoint (`ebbtide.trainer.training_checkpoint.write_part`)."""
+        if self._world is None:
+            raise CheckpointError("one rank writes its checkpoints whole")
+        return training_checkpoint.write_part(unfinished, self._network, self._learner.state_dict(), self._world)
+
+    def _precision(self) -> contextlib.AbstractContextManager[object]:
+        if self._spec.trainer.dtype == "bfloat16":
+            return torch.autocast(self._device.partition(":")[0], torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def choose_device(wish: str) -> str:
+    """Raises `InvalidRequest` if a device is asked for that is not there."""
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest("torch sees no CUDA device here; take cpu or auto", field="device")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wish == "auto" else wish
+
+
+def _settings(spec: RunSpec) -> LearnerSettings:
+    given = {name: getattr(spec.trainer, name) for name in spec.trainer.__struct_fields__}
+    given |= {name: getattr(spec.sampling, name) for name in ("temperature", "top_p", "top_k")}
+    known = {field.name for field in fields(LearnerSettings)}
+    return LearnerSettings(**{name: value for name, value in given.items() if name in known})
+
+
+def _check(spec: RunSpec) -> None:
+    """Refuse sampling whose logprobs the learner could not compute again."""
+    if spec.sampling.temperature == 0:
+        raise InvalidRequest("must be above 0: greedy responses cannot be trained on", field="sampling.temperature")
+    if spec.sampling.repetition_penalty != 1:
+        raise InvalidRequest("must be 1: the trainer does not apply penalties", field="sampling.repetition_penalty")

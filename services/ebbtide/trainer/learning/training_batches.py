@@ -1,0 +1,114 @@
+"""Samples as padded tensors, cut into minibatches (one optimiser step each) and micro-batches (one backward each)."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """One trajectory: `ids` (t,) the prompt, then everything after it; the other arrays run over the last m of them.
+
+    `mask` (m,) is true where the policy sampled; elsewhere (what an environment wrote) logprobs and versions mean
+    nothing.
+    """
+
+    ids: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int64]
+    advantage: float
+
+    @property
+    def sampled(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Padded on the right. `ids` (b, t) int64; `mask` (b, t) bool, true at sampled tokens. `targets`, `behaviour`,
+    `versions` and `advantages` are (n,), the sampled tokens row by row."""
+
+    ids: Tensor
+    mask: Tensor
+    targets: Tensor
+    behaviour: Tensor
+    versions: Tensor
+    advantages: Tensor
+
+    def to(self, device: torch.device) -> "TrainingBatch":
+        return TrainingBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+    def logits(self, network: torch.nn.Module) -> Tensor:
+        """The network's logits for each sampled token, (n, v): those one position before it.
+
+        Rows need no attention mask: under a causal network padding on the right is never seen by what counts. Logits
+        are asked for from the first sampled token on, as a large vocabulary's are the largest tensor of all.
+        """
+        first = int(self.mask.any(0).nonzero()[0])
+        length = self.ids.shape[1]
+        output = network(input_ids=self.ids[:, :-1], use_cache=False, logits_to_keep=length - first)
+        kept: Tensor = output.logits
+        return kept[self.mask[:, first:]]
+
+
+def collate(samples: Sequence[TrainingSample], *, pad_id: int = 0) -> TrainingBatch:
+    """The samples, each with at least one sampled token, as one batch."""
+    length = max(len(sample.ids) for sample in samples)
+    ids = np.full((len(samples), length), pad_id, dtype=np.int64)
+    mask = np.zeros((len(samples), length), dtype=np.bool_)
+    for row, sample in enumerate(samples):
+        end = len(sample.ids)
+        ids[row, :end] = sample.ids
+        mask[row, end - len(sample.mask) : end] = sample.mask
+    return TrainingBatch(
+        ids=torch.from_numpy(ids),
+        mask=torch.from_numpy(mask),
+        targets=torch.from_numpy(ids[mask]),
+        behaviour=torch.from_numpy(np.concatenate([s.logprobs[s.mask] for s in samples]).astype(np.float32)),
+        versions=torch.from_numpy(np.concatenate([s.versions[s.mask] for s in samples]).astype(np.int64)),
+        advantages=torch.from_numpy(np.repeat([s.advantage for s in samples], [s.sampled for s in samples])).float(),
+    )
+
+
+def minibatches(samples: Sequence[TrainingSample], count: int, rng: Random) -> list[list[TrainingSample]]:
+    """The samples in random order, dealt into at most `count` parts of nearly equal size."""
+    order = list(samples)
+    rng.shuffle(order)
+    return [part for start in range(count) if (part := order[start::count])]
+
+
+def shares(samples: Sequence[TrainingSample], ranks: int) -> list[list[TrainingSample]]:
+    """The samples dealt to ranks, alike in tokens: the longest first, each to whom has the fewest. One rank has all, as
+    they come. The same on all ranks, who need not ask each other."""
+    if ranks == 1:
+        return [list(samples)]
+    dealt: list[list[TrainingSample]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for sample in sorted(samples, key=lambda sample: len(sample.ids), reverse=True):
+        poorest = tokens.index(min(tokens))
+        dealt[poorest].append(sample)
+        tokens[poorest] += len(sample.ids)
+    return dealt
+
+
+def micro_batches(samples: Sequence[TrainingSample], max_tokens: int) -> Iterator[TrainingBatch]:
+    """The samples as batches of at most `max_tokens` padded tokens (one sample at least), alike in length."""
+    return map(collate, micro_parts(samples, max_tokens))
+
+
+def micro_parts(samples: Sequence[TrainingSample], max_tokens: int) -> Iterator[list[TrainingSample]]:
+    """Which samples make up each of the `micro_batches`."""
+    part: list[TrainingSample] = []
+    for sample in sorted(samples, key=lambda sample: len(sample.ids)):
+        if part and (len(part) + 1) * len(sample.ids) > max_tokens:
+            yield part
+            part = []
+        part.append(sample)
+    if part:
+        yield part

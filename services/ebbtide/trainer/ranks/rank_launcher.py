@@ -1,0 +1,146 @@
+"""`ebbtide trainer --ranks N`: N ranks on this host, which live and end together. It imports no torch.
+
+Invariant: when this returns, no rank is left; when it dies, the kernel kills them. The first rank that fails is named,
+with what it said last.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.runtime import Shutdown
+from ebbtide.telemetry import get_logger
+from ebbtide.trainer.ranks.rank_place import LISTENING
+from ebbtide.trainer.settings import TrainerSettings
+
+log = get_logger(__name__)
+
+#: When one has failed, for the others to notice, and for rank 0 to give its lease back.
+_GRACE_S: Final = 6.0
+#: When rank 0 has ended well, for the others to do so.
+_PART_S: Final = 20.0
+#: Lines of a rank that are kept, to be shown if it fails.
+_LINES: Final = 5
+
+
+class _Rank:
+    def __init__(self, number: int, process: asyncio.subprocess.Process) -> None:
+        self.number, self.process = number, process
+        self.tail: deque[str] = deque(maxlen=_LINES)
+        self._reading = asyncio.create_task(self._read())
+        self.ended = asyncio.create_task(self._wait())
+
+    async def _read(self) -> None:
+        """Its log becomes ours."""
+        stream = self.process.stderr
+        while stream is not None and (line := await _line(stream)):
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            self.tail.append(line.decode(errors="replace").rstrip()[-1000:])
+
+    async def _wait(self) -> int:
+        status = await self.process.wait()
+        await asyncio.wait({self._reading}, timeout=1.0)  # what it started may hold the pipe open
+        return status
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """The next line, or of one that is longer than the stream's limit a piece; nothing at the end."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as end:
+        return end.partial
+    except asyncio.LimitOverrunError as long:
+        return await stream.readexactly(long.consumed)
+
+
+async def launch(settings: TrainerSettings, argv: Sequence[str], shutdown: Shutdown) -> None:
+    """Run the ranks until the trainer is done or asked to end. Raises `RankLost` when one failed."""
+    ranks: list[_Rank] = []
+    try:
+        with socket.create_server(("127.0.0.1", 0), backlog=2048) as meeting:  # rank 0 has it from here on
+            for number in range(settings.ranks):
+                ranks.append(_Rank(number, await _start(number, settings.ranks, meeting, argv)))  # noqa: PERF401
+        await _until_the_end(ranks, shutdown)
+    finally:
+        for rank in ranks:
+            rank.signal(signal.SIGKILL)
+        await asyncio.gather(*(rank.ended for rank in ranks), return_exceptions=True)
+
+
+async def _until_the_end(ranks: list[_Rank], shutdown: Shutdown) -> None:
+    asked = asyncio.create_task(shutdown.requested.wait())
+    endings = {rank.ended for rank in ranks}
+    failed: _Rank | None = None
+    while failed is None and not all(rank.ended.done() for rank in ranks):
+        patience_s = _PART_S if ranks[0].ended.done() else None
+        waiting = {ended for ended in endings if not ended.done()}
+        done, _ = await asyncio.wait({asked, *waiting}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if asked in done:
+            ranks[0].signal(signal.SIGTERM)  # the others hear it from rank 0
+            await _heard(ranks)
+            await asyncio.wait(endings, timeout=_PART_S)
+            return
+        failed = _at_fault(ranks, overdue=not done)
+    asked.cancel()
+    if failed is not None:
+        await asyncio.wait(endings, timeout=_GRACE_S)
+        raise RankLost(_story(failed, len(ranks)))
+
+
+async def _heard(ranks: list[_Rank]) -> None:
+    """Return when rank 0 has ended, however long its step takes; or another has failed, for rank 0 may be frozen."""
+    while not ranks[0].ended.done() and not any(rank.ended.done() and rank.ended.result() for rank in ranks):
+        await asyncio.wait({rank.ended for rank in ranks if not rank.ended.done()}, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _at_fault(ranks: list[_Rank], *, overdue: bool) -> _Rank | None:
+    """Who failed; rather one that was killed than those that ended because of it. Or who is `overdue`."""
+    failed = [rank for rank in ranks if rank.ended.done() and rank.ended.result()]
+    late = [rank for rank in ranks if overdue and not rank.ended.done()]
+    return min(failed, key=lambda rank: rank.ended.result() >= 0, default=None) or next(iter(late), None)
+
+
+def _story(rank: _Rank, size: int) -> str:
+    if not rank.ended.done():
+        what = "did not end"
+    elif (status := rank.ended.result()) < 0:
+        what = f"was killed by {signal.Signals(-status).name}"
+    else:
+        what = f"ended with status {status}"
+    said = "\n  ".join(rank.tail) or "nothing"
+    return f"rank {rank.number} of {size} {what}, so all ranks end; it said last:\n  {said}"
+
+
+async def _start(number: int, size: int, meeting: socket.socket, argv: Sequence[str]) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-m", "ebbtide.trainer", *argv, "--die-with-parent", str(os.getpid())]
+    environment = _environment(number, size, meeting.getsockname()[1])
+    given = () if number else (meeting.fileno(),)
+    if given:
+        environment[LISTENING] = str(given[0])
+    return await asyncio.create_subprocess_exec(
+        *command,
+        env=environment,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        pass_fds=given,
+    )
+
+
+def _environment(number: int, size: int, port: int) -> dict[str, str]:
+    """torchrun's variables; and on one host the ranks talk over loopback alone."""
+    threads = str(max(1, (os.cpu_count() or 1) // size))
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "MASTER_PORT": port}
+    loopback = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {"OMP_NUM_THREADS": threads} | os.environ | loopback | {name: str(value) for name, value in place.items()}

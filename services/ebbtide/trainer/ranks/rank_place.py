@@ -1,0 +1,54 @@
+"""Which rank of how many this process is, as torchrun and `ebbtide.trainer.ranks.rank_launcher` say it in the
+environment."""
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from ebbtide.errors import InvalidRequest
+
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: The descriptor of a socket that listens on the loopback, for rank 0's store: torch's own listens everywhere.
+LISTENING = "EBBTIDE_RANKS_LISTENING"
+
+
+class RankPlace(Struct, frozen=True, kw_only=True):
+    """`local_rank` counts on this host. `listening`: rank 0's, if it was given one."""
+
+    rank: int
+    size: int
+    local_rank: int
+    listening: int | None = None
+
+
+def place_of(environ: Mapping[str, str], ranks: int) -> RankPlace | None:
+    """This process's place; None where nobody gave it one. `ranks`: how many the settings ask for (1: they do not).
+
+    Raises `InvalidRequest` naming the variable, or the setting that contradicts it.
+    """
+    if "WORLD_SIZE" not in environ or "RANK" not in environ:
+        return None
+    if missing := [name for name in _NAMES if not environ.get(name)]:
+        raise InvalidRequest("is missing beside RANK and WORLD_SIZE; start the ranks by torchrun", field=missing[0])
+    size = _number(environ, "WORLD_SIZE", 1)
+    place = RankPlace(
+        rank=_number(environ, "RANK", 0),
+        size=size,
+        local_rank=_number(environ, "LOCAL_RANK", 0) if "LOCAL_RANK" in environ else 0,
+        listening=_number(environ, LISTENING, 0) if LISTENING in environ else None,
+    )
+    if place.rank >= size:
+        raise InvalidRequest(f"is {place.rank}, of {size} ranks", field="RANK")
+    if ranks not in (1, size):
+        raise InvalidRequest(f"is {ranks}, where the environment's WORLD_SIZE says {size}; give one", field="ranks")
+    return place if size > 1 else None
+
+
+def _number(environ: Mapping[str, str], name: str, least: int) -> int:
+    try:
+        number = int(environ[name])
+    except ValueError:
+        raise InvalidRequest(f"must be a number, not {environ[name]!r}", field=name) from None
+    if number < least:
+        raise InvalidRequest(f"must be at least {least}", field=name)
+    return number

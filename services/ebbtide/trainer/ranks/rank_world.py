@@ -1,0 +1,85 @@
+"""The ranks that this process computes with: joining them, and what they add up."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.errors import InvalidRequest
+from ebbtide.trainer.ranks.rank_place import RankPlace
+
+#: For all ranks to be there: on several hosts somebody may start them by hand.
+_JOIN: Final = timedelta(minutes=5)
+#: For one collective: ranks wait for each other's micro-batches in it, and for nothing longer. A rank that is gone, or
+#: frozen, is noticed long before (`ebbtide.trainer.ranks.rank_pulse`).
+_COLLECTIVE: Final = timedelta(minutes=30)
+
+
+class RankWorld:
+    """Made by every rank at the same point; there is one in a process."""
+
+    def __init__(self, place: RankPlace, device: str) -> None:
+        """`device`: cpu, or cuda for the one of this rank's number on its host.
+
+        Raises `InvalidRequest` if there is no such device, `RankLost` if not all ranks come.
+        """
+        self.rank, self.size = place.rank, place.size
+        self.device = f"cuda:{place.local_rank}" if device == "cuda" else device
+        if device == "cuda" and place.local_rank >= torch.cuda.device_count():
+            text = f"rank {place.rank} has no GPU: this host has {torch.cuda.device_count()}; start fewer ranks on it"
+            raise InvalidRequest(text, field="ranks")
+        self.settle()
+        try:
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(
+                backend, store=_store(place), rank=place.rank, world_size=place.size, timeout=_COLLECTIVE
+            )
+            self.mesh: DeviceMesh = init_device_mesh(device, (place.size,))
+        except RuntimeError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise RankLost(f"the {place.size} ranks did not come together at {where} ({first_line(error)})") from None
+
+    def settle(self) -> None:
+        """Each thread has a CUDA device of its own: have this one compute on the rank's."""
+        if self.device.startswith("cuda"):
+            torch.cuda.set_device(self.device)
+
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        """The sums over all ranks, which all call this with as many values."""
+        sums = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(sums)
+        found: list[float] = sums.tolist()
+        return found
+
+
+def _store(place: RankPlace) -> Any:
+    """Where the ranks meet: at rank 0, or at torchrun's."""
+    if place.listening is None:
+        return next(rendezvous("env://", timeout=_JOIN))[0]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        place.size,
+        is_master=True,
+        timeout=_JOIN,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=place.listening,
+    )
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:300]
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether torch says that a rank did not answer. gloo's errors are plain `RuntimeError`s."""
+    kinds: Any = (dist.DistError,)
+    text = str(error)
+    return isinstance(error, kinds) or "gloo" in text or "Connection reset" in text or "Connection closed" in text

@@ -1,0 +1,247 @@
+"""Checkpoints of a training: directories that `transformers` loads, with all that a resume needs beside the weights.
+
+    step-000010/                 config, weights and tokenizer, as Hugging Face writes them
+    step-000010/trainer/         state.json (below), optimizer.safetensors, random.safetensors
+    step-000010/trainer/optimizer/   instead of optimizer.safetensors, where several ranks wrote: a file of each
+
+Any number of ranks reads what any number wrote (`ebbtide.trainer.ranks.checkpoint_shards`).
+
+Invariant: a directory called `step-N` is whole, durable and never written again: it was made under another name,
+synced and renamed. Trainers of one run write here, under its lease; one that was superseded while it wrote may
+finish, and what it wrote is as good. A process that dies here leaves its unfinished one, which the next trainer
+removes. Tensors are safetensors, all else is JSON; nothing is pickled.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from msgspec import Struct
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.errors import InvalidRequest
+from ebbtide.runtime import fsync
+from ebbtide.trainer.learning.learner import LearnerRanks
+from ebbtide.trainer.learning.network import Network, Tokenizer, save_network
+from ebbtide.trainer.ranks.checkpoint_shards import read_shards, shard_name, write_shards, write_weights
+from ebbtide.trainer.trajectory_collector import ConsumedTrajectory
+from ebbtide.types.ids import new_fence
+from ebbtide.types.run import RunEvent
+
+#: Raised with the meaning of what is written, so that an old checkpoint is refused and not misread.
+FORMAT: Final = 1
+_UNFINISHED: Final = ".unfinished-"
+_PREFIX: Final = "step-"
+#: Keys by which nested state that JSON cannot hold is written.
+_TENSOR, _ITEMS = "$tensor", "$items"
+
+
+class CheckpointError(RunFailed):
+    """A checkpoint that cannot be resumed from."""
+
+
+class TrainingState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where training stood. `version` is the policy version of these weights; `consumed` are the trajectories decided
+    on and not yet told to the coordinator when this was written, `reports` are events likewise; reading resumes behind
+    `cursor`."""
+
+    run_id: str
+    lineage: str
+    step: int
+    version: int
+    cursor: str = ""
+    consumed: tuple[ConsumedTrajectory, ...] = ()
+    reports: tuple[RunEvent, ...] = ()
+    format: int = FORMAT
+
+
+def write(
+    folder: Path, network: Network, tokenizer: Tokenizer, learner_state: Mapping[str, Any], state: TrainingState
+) -> Path:
+    """Write the checkpoint of `state.step` into `folder`; it is durable when this returns. Returns its directory."""
+    unfinished = folder / f"{_UNFINISHED}{state.lineage}"
+    save_network(network, tokenizer, unfinished)
+    inner = unfinished / "trainer"
+    inner.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _flatten(learner_state, "", tensors)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, inner / "optimizer.safetensors")
+    return _seal(folder, unfinished, tree, state, ranks=1)
+
+
+def begin(folder: Path, network: Network, tokenizer: Tokenizer, state: TrainingState) -> Path:
+    """Rank 0's beginning of a checkpoint that several write: a directory for them. Returns it."""
+    unfinished = folder / f"{_UNFINISHED}{state.lineage}"
+    (unfinished / "trainer" / "optimizer").mkdir(parents=True)
+    network.config.dtype = torch.float32  # as the files are
+    network.config.save_pretrained(unfinished)
+    if network.can_generate():
+        network.generation_config.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    return unfinished
+
+
+def write_part(unfinished: Path, network: Network, learner_state: Mapping[str, Any], ranks: LearnerRanks) -> Any:
+    """What one of several ranks writes; all call it. Returns the learner's state without its tensors, for `finish`.
+
+    Raises `CheckpointError` if the directory is not the one that rank 0 made.
+    """
+    if not (folder := unfinished / "trainer" / "optimizer").is_dir():
+        text = "the run's output must be a directory that the hosts of all ranks share"
+        raise CheckpointError(f"rank {ranks.rank} does not find {str(unfinished)!r}: {text}")
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _flatten(learner_state, "", tensors)
+    write_shards(tensors, folder, ranks.rank)
+    write_weights(network, unfinished, ranks.rank, ranks.size)
+    return tree
+
+
+def finish(unfinished: Path, tree: Any, state: TrainingState, ranks: int) -> Path:
+    """Rank 0's end of it, once all have written: from here on it is a checkpoint. Returns its directory."""
+    for path in unfinished.iterdir():
+        if path.is_file():
+            path.chmod(0o644)  # workers may run as another user
+            fsync(path)
+    unfinished.chmod(0o755)
+    fsync(unfinished / "trainer" / "optimizer")
+    return _seal(unfinished.parent, unfinished, tree, state, ranks)
+
+
+def _seal(folder: Path, unfinished: Path, tree: Any, state: TrainingState, ranks: int) -> Path:
+    final, inner = folder / f"{_PREFIX}{state.step:06d}", unfinished / "trainer"
+    save_file(_random_state(), inner / "random.safetensors")
+    body = {"training": msgspec.to_builtins(state), "learner": tree, "ranks": ranks}
+    (inner / "state.json").write_text(json.dumps(body, allow_nan=False), encoding="utf-8")
+    for path in [*(path for path in inner.iterdir() if path.is_file()), inner, unfinished]:
+        fsync(path)
+    if final.exists():
+        shutil.rmtree(unfinished)
+    else:
+        unfinished.rename(final)
+    fsync(folder)
+    return final
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in `folder`, or None."""
+    found = _by_step(folder)
+    return found[-1] if found else None
+
+
+def _by_step(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{_PREFIX}*"), key=lambda path: (len(path.name), path.name))
+
+
+def read_state(
+    checkpoint: Path, *, run_id: str, parameters: Sequence[torch.Tensor] = ()
+) -> tuple[TrainingState, dict[str, Any]]:
+    """The training's state and the learner's; also sets the process's random state. `parameters`: those of the
+    optimiser, whose state is read as they are sharded and where they lie.
+
+    Raises `CheckpointError` naming the directory if it is another run's, of another format, or damaged.
+    """
+    inner = checkpoint / "trainer"
+    try:
+        body = json.loads((inner / "state.json").read_text(encoding="utf-8"))
+        _check_format(checkpoint, body["training"]["format"])  # a later one may have fields that are not known here
+        state = msgspec.convert(body["training"], TrainingState)
+        tree = msgspec.convert(body["learner"], dict[str, Any])
+        learner = _unflatten(tree, _optimizer(inner, int(body.get("ranks", 1)), parameters))
+        random_state = load_file(inner / "random.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{str(checkpoint)!r} is damaged ({error}): bring back a whole copy") from error
+    if state.run_id != run_id:
+        raise CheckpointError(f"{str(checkpoint)!r} is of run {state.run_id}: not resumable by run {run_id}")
+    _set_random_state(random_state)
+    return state, learner
+
+
+def _check_format(checkpoint: Path, found: object) -> None:
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{str(checkpoint)!r} has format {found}, and this trainer knows {FORMAT} alone: resume with the release "
+            "that wrote it"
+        )
+
+
+def _optimizer(inner: Path, ranks: int, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Raises `OSError` for a part that is missing, and what reading raises."""
+    folder = inner / "optimizer" if ranks > 1 else inner
+    names = map(shard_name, range(ranks)) if ranks > 1 else ("optimizer.safetensors",)
+    if missing := next((name for name in names if not (folder / name).is_file()), ""):
+        raise FileNotFoundError(f"of {ranks} parts one is missing: {missing}")
+    return read_shards(folder, parameters)
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Remove all but the `count` newest checkpoints."""
+    for old in _by_step(folder)[:-count]:
+        shutil.rmtree(old)
+
+
+def prepare(folder: Path) -> Path | None:
+    """Make `folder`, remove what earlier trainers left unfinished there, and return the newest whole checkpoint.
+
+    Raises `InvalidRequest` naming `output` if nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_UNFINISHED}*"):
+            _remove(left)
+        (probe := folder / f"{_UNFINISHED}probe").mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise InvalidRequest(f"the trainer cannot write checkpoints there ({error})", field="output") from error
+    return latest(folder)
+
+
+def _remove(unfinished: Path) -> None:
+    """At once or not at all, for its writer may live: half of it must not get the name of a whole checkpoint."""
+    aside = unfinished.with_name(f"{_UNFINISHED}{new_fence()}")
+    with suppress(OSError):
+        unfinished.rename(aside)
+        shutil.rmtree(aside)
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON; its tensors go into `tensors` under their paths. Mappings keep keys that are no strings."""
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach()
+        return {_TENSOR: path}
+    if isinstance(value, Mapping):
+        items = [[key, _flatten(item, f"{path}/{key}", tensors)] for key, item in value.items()]
+        return {_ITEMS: items}
+    if isinstance(value, list | tuple):
+        return [_flatten(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{path}: a {type(value).__name__} cannot be kept in a checkpoint")
+
+
+def _unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(tree, dict):
+        if _TENSOR in tree:
+            return tensors[tree[_TENSOR]]
+        return {key: _unflatten(item, tensors) for key, item in tree[_ITEMS]}
+    return [_unflatten(item, tensors) for item in tree] if isinstance(tree, list) else tree
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda.{number}": state for number, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def _set_random_state(states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    for number in range(torch.cuda.device_count()):
+        if (state := states.get(f"cuda.{number}")) is not None:
+            torch.cuda.set_rng_state(state, number)

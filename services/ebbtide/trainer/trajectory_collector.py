@@ -1,0 +1,115 @@
+"""Gathers trajectories into whole groups, and keeps the books of what becomes of each.
+
+Invariant: a trajectory that was added is in exactly one of: `_waiting` (its step is not trained yet), `uncommitted`
+(trained on or dropped in this lineage; told to the coordinator only once a checkpoint that holds it is durable), or
+told. Episode ids make a repeat harmless. When the process dies, `uncommitted` comes back from the checkpoint and the
+waiting ones from the coordinator, which keeps all that were not committed.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import numpy as np
+from msgspec import Struct
+
+from ebbtide.types.rollout import DropReason, Trajectory, TrajectoryOutcome
+from ebbtide.types.tokens import unpack_tokens
+
+#: Steps that the staleness of a token of no announced version counts as: too many for any setting.
+_UNKNOWN: Final = 1 << 31
+
+
+class ConsumedTrajectory(Struct, frozen=True, kw_only=True):
+    """A trajectory whose fate is decided; `drop_reason` is empty if it was trained on."""
+
+    episode_id: str
+    cursor: str
+    drop_reason: str = ""
+
+
+class TrajectoryCollector:
+    """The trajectories of one run; `step` is the step to be trained next."""
+
+    def __init__(
+        self, *, step: int, max_staleness: int, consumed: Iterable[ConsumedTrajectory] = (), cursor: str = ""
+    ) -> None:
+        self.step = step
+        self.uncommitted = list(consumed)
+        self._max_staleness = max_staleness
+        self._waiting: dict[int, dict[str, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
+        self._known = {item.episode_id for item in self.uncommitted}
+        self._read: list[str] = []
+        self._cursor = cursor
+
+    def add(self, trajectory: Trajectory) -> None:
+        if trajectory.episode_id in self._known:
+            return
+        self._known.add(trajectory.episode_id)
+        self._read.append(trajectory.cursor)
+        if trajectory.step < self.step:  # its group came out twice, and the step went on with the first
+            self._consume(trajectory, DropReason.TOO_STALE)
+        else:
+            self._waiting[trajectory.step][trajectory.group_id].append(trajectory)
+
+    def whole_groups(self) -> int:
+        """Groups of the next step that have all of their trajectories."""
+        return sum(_whole(group) for group in self._waiting.get(self.step, {}).values())
+
+    def news(self, steps: Mapping[int, int]) -> bool:
+        """Whether the next step has tokens of a version that `steps` (version -> its step) does not know yet."""
+        waiting = (one for group in self._waiting.get(self.step, {}).values() for one in group)
+        return any(staleness(one, self.step, steps)[1] == _UNKNOWN for one in waiting)
+
+    def take(self, steps: Mapping[int, int]) -> list[Trajectory]:
+        """The whole groups of the next step, in an order that does not depend on how they arrived; goes on to the step
+        after it. What is too stale, and what came without its group, is dropped. `steps`: version -> its step."""
+        groups = self._waiting.pop(self.step, {})
+        taken = []
+        for _, group in sorted(groups.items()):
+            whole = _whole(group)
+            for trajectory in sorted(group, key=lambda one: one.episode_id):
+                reason = "" if whole else DropReason.GROUP_INCOMPLETE
+                if staleness(trajectory, self.step, steps)[1] > self._max_staleness:
+                    reason = DropReason.TOO_STALE
+                self._consume(trajectory, reason)
+                if not reason:
+                    taken.append(trajectory)
+        self.step += 1
+        return taken
+
+    def cursor(self) -> str:
+        """Where reading may go on after a restart: nothing at or before it is still waiting."""
+        waiting = {item.cursor for groups in self._waiting.values() for group in groups.values() for item in group}
+        while self._read and self._read[0] not in waiting:
+            self._cursor = self._read.pop(0)
+        return self._cursor
+
+    def outcomes(self) -> list[TrajectoryOutcome]:
+        return [TrajectoryOutcome(cursor=item.cursor, drop_reason=item.drop_reason) for item in self.uncommitted]
+
+    def committed(self, count: int) -> None:
+        """The first `count` of `uncommitted` were told to the coordinator, which will not send them again."""
+        for item in self.uncommitted[:count]:
+            self._known.discard(item.episode_id)
+        del self.uncommitted[:count]
+
+    def _consume(self, trajectory: Trajectory, reason: str) -> None:
+        item = ConsumedTrajectory(episode_id=trajectory.episode_id, cursor=trajectory.cursor, drop_reason=reason)
+        self.uncommitted.append(item)
+
+
+def staleness(trajectory: Trajectory, step: int, steps: Mapping[int, int]) -> tuple[float, int]:
+    """Mean and largest number of steps between the weights that made its sampled tokens and those of `step`."""
+    tokens = unpack_tokens(trajectory.tokens)
+    sampled = tokens["version"][np.frombuffer(trajectory.loss_mask, dtype=np.uint8) == 1]
+    if not len(sampled):
+        return 0.0, 0
+    versions, counts = np.unique(sampled, return_counts=True)
+    ages = [max(0, step - steps[version]) if version in steps else _UNKNOWN for version in versions.tolist()]
+    return float(np.average(ages, weights=counts)), max(ages)
+
+
+def _whole(group: list[Trajectory]) -> bool:
+    # A driver that was restarted in the midst of completing a group may state two sizes; the smaller can be had.
+    return len(group) >= min(trajectory.group_size for trajectory in group)

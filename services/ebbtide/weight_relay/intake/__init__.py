@@ -1,0 +1,1 @@
+"""How versions come in: staged by publishers, or built here from patches."""

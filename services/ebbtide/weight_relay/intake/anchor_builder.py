@@ -1,0 +1,179 @@
+"""Anchors made here: dense tiles of a version out of those of an older anchor and the patches in between.
+
+Invariant: a version is marked as an anchor only when all its dense tiles were checked against its manifest, written and
+synced. One is made at a time, tile by tile, in threads, beside commits and reads. When the process dies here, the tiles
+made so far are deleted at the next start, and the anchor is made then. A patch that does not make its version is
+withdrawn, and the version too if nothing else leads there.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from ebbtide import telemetry
+from ebbtide.errors import ChunkCorrupt, EbbtideError, InvalidRequest, NoCapacity
+from ebbtide.scheduling.distribution.version_paths import find_ways, wants_anchor
+from ebbtide.types.weights import FoundWay, Manifest, Patch
+from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.intake import publish_refusals
+from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
+from ebbtide.weight_relay.intake.tile_rebuild import first_wrong, rebuild
+from ebbtide.weight_relay.library.relay_disk import disk_errors
+from ebbtide.weight_relay.library.version_library import VersionLibrary, named
+from ebbtide.weight_relay.library.version_records import Ends, Node, StageProgress, Stream
+from ebbtide.weight_relay.library.version_retirement import VersionRetirement
+from ebbtide.weights import Planner, TileTask, Way, places, tile_sizes
+from ebbtide.weights.patch.tile_format import unit_width
+
+log = telemetry.get_logger(__name__)
+
+
+class AnchorBuilder:
+    def __init__(self, shelf: VersionLibrary, retiring: VersionRetirement, codecs: TileCodecs) -> None:
+        self._shelf, self._retiring, self._codecs = shelf, retiring, codecs
+        self._task: asyncio.Task[None] | None = None
+
+    def consider(self) -> None:
+        """See in the background whether an anchor is due, unless one is being made: that ends with another look."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._work(), name="anchors")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _work(self) -> None:
+        tried: set[Node] = set()
+        while node := next((node for node in self._due() if node not in tried), None):
+            tried.add(node)  # one that fails is tried again at the next occasion, not for ever
+            try:
+                await self._make(*node)
+            except _Wrong:
+                tried.discard(node)  # by another way, if there is one: this one is gone
+            except EbbtideError as error:
+                log.warning("anchor not made", error=str(error))
+            except OSError:
+                log.exception("anchor not made")
+
+    def _due(self) -> Iterator[Node]:
+        index, settings = self._shelf.index, self._shelf.settings
+        for stream in index.streams():
+            newest = max(index.whole(stream), default=0)
+            if way := self._way(stream, newest):
+                dense = index.anchors(stream)[way.start]
+                room = self._retiring.room(stream[0])
+                if wants_anchor(way, dense, room, every=settings.anchor_every, share=settings.anchor_share):
+                    yield stream, newest
+        for stream, version in self._retiring.wanted_anchors:
+            if self._way(stream, version):
+                yield stream, version
+
+    def _way(self, stream: Stream, version: int) -> FoundWay | None:
+        """The cheapest way of a version that is no anchor."""
+        index = self._shelf.index
+        holding = index.whole(stream).get(version)
+        if holding is None or holding.anchor:
+            return None
+        return find_ways(index.anchors(stream), index.steps(stream), version, ())[0]
+
+    async def _make(self, stream: Stream, version: int) -> None:
+        shelf = self._shelf
+        async with shelf.lock:
+            if (way := self._way(stream, version)) is None:
+                return
+            versions = frozenset({way.start, *way.via})
+            making = StageProgress(stream, versions, dict(tile_sizes(shelf.index.stream(stream)[version].manifest)))
+            shelf.index.making.add(making)
+        try:
+            await shelf.finish(self._make_room(stream, version))
+            await self._fill(making, way)
+            await shelf.sync()
+            await shelf.finish(self._finish(making, version))
+        finally:
+            await shelf.finish(self._retiring.made(making))
+
+    async def _make_room(self, stream: Stream, version: int) -> None:
+        async with self._shelf.lock:
+            plan = await self._retiring.plan()
+            if plan.excess_bytes or stream[0] in plan.over_quota:
+                raise NoCapacity(f"no room for an anchor at version {version} of {stream[1]} of run {stream[0]}")
+            await self._retiring.follow(plan)
+
+    async def _fill(self, making: StageProgress, way: FoundWay) -> None:
+        stream, numbers = making.stream, (way.start, *way.via)
+        index = self._shelf.index
+        start, *manifests = (index.find(*stream, number).manifest for number in numbers)
+        chain = list(zip(manifests, index.chain(stream, way), strict=True))
+        job = _Job(start, chain, self._codecs, self._shelf)
+        try:
+            async for made in self._codecs.map(job.make, job.tasks()):
+                for digest, data in made:
+                    await self._shelf.store_made(making, digest, data)
+        except _Wrong as wrong:
+            edge = index.patches(stream).get(wrong.ends)
+            if edge is not None and not edge.composed:
+                publish_refusals.count("patch", run_id=stream[0], **named(edge.patch.version), error=str(wrong))
+            await self._shelf.finish(self._retiring.withdraw_patch(stream, wrong.ends))
+            raise
+        except _Damaged as damaged:
+            raise await self._shelf.finish(self._retiring.withdraw_blob(damaged.digest, str(damaged))) from None
+
+    async def _finish(self, making: StageProgress, version: int) -> None:
+        shelf = self._shelf
+        async with shelf.lock:
+            holding = shelf.index.stream(making.stream).get(version)
+            if holding is None or holding.anchor:
+                return
+            with disk_errors():
+                await asyncio.to_thread(shelf.disk.mark, making.stream, version, anchor=True)
+            shelf.index.promote(holding)
+            metrics.ANCHORS_MADE.inc()
+            log.info("anchor made", run_id=making.stream[0], **named(holding.manifest.version))
+
+
+class _Wrong(Exception):
+    def __init__(self, ends: Ends) -> None:
+        super().__init__(f"the patch from version {ends[0]} to {ends[1]} does not make what that one's manifest says")
+        self.ends = ends
+
+
+class _Damaged(Exception):
+    def __init__(self, digest: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.digest = digest
+
+
+class _Job:
+    """The tiles of one anchor. `make` runs in threads."""
+
+    def __init__(
+        self, start: Manifest, chain: Sequence[tuple[Manifest, Patch]], codecs: TileCodecs, shelf: VersionLibrary
+    ) -> None:
+        self._start, self._chain = start, chain
+        self._target = chain[-1][0]
+        self._codecs, self._shelf = codecs, shelf
+
+    def tasks(self) -> Iterator[TileTask]:
+        """One for each distinct tile of the version."""
+        way = Way(start=self._start, patches=tuple(patch for _, patch in self._chain), anchor=True)
+        seen: set[bytes] = set()
+        for task in Planner(self._target, [way]).tasks(places(self._target), {}):
+            if isinstance(task, TileTask) and task.digest not in seen:
+                seen.add(task.digest)
+                yield task
+
+    def make(self, task: TileTask) -> tuple[bytes, bytes]:
+        tensor = self._target.tensors[task.place[0]]
+        try:
+            return task.digest, rebuild(task, unit_width(tensor.dtype), self._codecs, self._read)
+        except InvalidRequest:
+            ends = first_wrong(task.place, self._start, self._chain, self._codecs, self._read)
+            if ends is None:
+                raise  # not again: the fault was no patch's
+            raise _Wrong(ends) from None
+
+    def _read(self, digest: bytes) -> bytes:
+        try:
+            return self._shelf.read_verified(digest)
+        except (ChunkCorrupt, FileNotFoundError) as error:
+            raise _Damaged(digest, str(error)) from None

@@ -1,0 +1,222 @@
+"""A version comes: staged, filled with its blobs, committed; by a publisher, or from upstream (`arriving`)."""
+
+import asyncio
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, NotReady
+from ebbtide.scheduling.distribution.retention import RetentionPlan
+from ebbtide.types.weights import Manifest, Patch, PolicyVersion, VersionInfo
+from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
+from ebbtide.weight_relay.library.ended_runs import EndedRuns
+from ebbtide.weight_relay.library.publisher_trust import PublisherTrust
+from ebbtide.weight_relay.library.relay_disk import disk_errors
+from ebbtide.weight_relay.library.version_library import VersionLibrary, named
+from ebbtide.weight_relay.library.version_records import (
+    Claim,
+    HeldManifest,
+    PatchEdge,
+    VersionStage,
+    dense_bytes,
+    make_stage,
+    on_disk,
+)
+from ebbtide.weight_relay.library.version_retirement import VersionRetirement
+from ebbtide.weights import check_tile, same_geometry
+
+log = telemetry.get_logger(__name__)
+
+#: Live publishers at once: each stage costs memory for its manifest, and room in the budget; and those of one run, so
+#: that none keeps all others out.
+MAX_STAGES: Final = 16
+MAX_STAGES_OF_RUN: Final = 4
+#: Seconds after which a silent publisher makes room for another, where all stages are taken.
+_SILENT_S: Final = 60.0
+
+
+class VersionIntake:
+    def __init__(
+        self,
+        shelf: VersionLibrary,
+        retiring: VersionRetirement,
+        keys: PublisherTrust,
+        codecs: TileCodecs,
+        ended: EndedRuns,
+    ) -> None:
+        self._shelf, self._retiring, self._keys, self._codecs, self._ended = shelf, retiring, keys, codecs, ended
+
+    async def begin(self, manifest: Manifest, patch: Patch | None, *, arriving: bool) -> list[bytes]:
+        self._ended.refuse(manifest.run_id)
+        self._keys.check(manifest, patch, arriving=arriving)
+        self._codecs.warm()
+        now = self._shelf.clock()
+        stage = await asyncio.to_thread(make_stage, manifest, patch, self._shelf.limits, arriving=arriving, now=now)
+        return await self._shelf.finish(self._begin(stage))
+
+    async def _begin(self, stage: VersionStage) -> list[bytes]:
+        index = self._shelf.index
+        async with self._shelf.lock:
+            # Its run may have ended, and been let go, since this was asked for; an end from here on waits for the lock,
+            # and finds all that is staged and pinned below.
+            self._ended.refuse(stage.manifest.run_id)
+            if index.check_same(stage.manifest.run_id, stage.manifest.version):
+                return []
+            self._check_base(stage, arriving=stage.arriving)
+            before = index.stage_of(stage.stream, stage.number)
+            index.stage(stage)
+            try:
+                await self._make_room(stage)
+                await self._keys.pin(stage.manifest)
+                if stage.arriving:
+                    with disk_errors():
+                        await asyncio.to_thread(self._shelf.disk.put_arrival, stage.manifest, stage.patch)
+            except EbbtideError:
+                await self._retiring.unstage(stage)
+                raise
+            if before is not None:
+                self._shelf.wake()
+            return list(index.missing(stage))
+
+    def _check_base(self, stage: VersionStage, *, arriving: bool) -> None:
+        """A patch leads somewhere only from a version that lies here, or is coming too."""
+        if stage.patch is None:
+            return
+        index, base = self._shelf.index, stage.patch.base
+        found = index.whole(stage.stream).get(base.version)
+        manifest = found.manifest if found else None
+        if manifest is None and arriving and (other := index.stage_of(stage.stream, base.version, arriving=True)):
+            manifest = other.manifest
+        if manifest is None or manifest.version.root != base.root:
+            raise NotReady(f"version {base.version}, the base of the patch, is not held here; publish all of it")
+        if not same_geometry(manifest, stage.manifest):
+            raise NotReady(f"version {base.version} has other tensors or pieces than the patch; publish all of it")
+
+    async def _make_room(self, stage: VersionStage) -> None:
+        if not stage.arriving:
+            await self._make_stage_room(stage)
+        plan = await self._retiring.plan()
+        self._check_room(plan, stage)
+        await self._retiring.follow(plan)
+
+    async def _make_stage_room(self, stage: VersionStage) -> None:
+        """Have no more publishes under way than may be. Raises `NoCapacity` while none of too many runs' is silent.
+
+        Of one run the one that was silent longest gives way at once: all are by the holders of one lease, one after
+        another, so it is of a trainer that died, again and again perhaps.
+        """
+        stages = [other for other in self._shelf.index.stages if not other.arriving and other is not stage]
+        own = [other for other in stages if other.stream[0] == stage.stream[0]]
+        if len(own) >= MAX_STAGES_OF_RUN:
+            await self._give_way(min(own, key=lambda other: other.used_at))
+            return
+        if len(stages) < MAX_STAGES:
+            return
+        silent = min(stages, key=lambda other: other.used_at)
+        if self._shelf.clock() - silent.used_at < _SILENT_S:
+            raise NoCapacity(f"{MAX_STAGES} publishes are under way at this relay; retry later", retry_after_s=5.0)
+        await self._give_way(silent)
+
+    async def _give_way(self, silent: VersionStage) -> None:
+        await self._retiring.unstage(silent)
+        log.warning("silent publisher gives way", run_id=silent.stream[0], **named(silent.manifest.version))
+
+    def _check_room(self, plan: RetentionPlan, stage: VersionStage) -> None:
+        size = sum(map(on_disk, (stage.blobs | stage.record).values()))
+        settings = self._shelf.settings
+        if over := plan.over_quota.get(stage.stream[0]):
+            raise NoCapacity(
+                f"{size} bytes exceed by {over} what the quota of {settings.run_quota_bytes} bytes leaves the run "
+                "beside what it must keep; raise --run-quota-bytes",
+                retry_after_s=30.0,
+            )
+        if plan.excess_bytes:
+            raise NoCapacity(
+                f"{size} bytes exceed by {plan.excess_bytes} what the relay's budget of {settings.budget_bytes} bytes "
+                "leaves beside the newest version of each live policy; raise --budget-bytes",
+                retry_after_s=30.0,
+            )
+
+    async def put(self, digest: bytes, data: bytes) -> None:
+        index = self._shelf.index
+        claims = index.wanted(digest, self._shelf.clock())
+        if digest in index.on_disk:
+            return
+        with disk_errors():
+            wrong = await asyncio.to_thread(self._verify_and_write, digest, data, claims)
+        self._shelf.stored(digest, len(data))
+        index.refute(digest, wrong)
+        metrics.BYTES_IN.inc(len(data))
+
+    def _verify_and_write(self, digest: bytes, data: bytes, claims: set[Claim]) -> set[Claim]:
+        """The claims that are wrong. Those of one run are not to keep another's blob away, so it is taken if any is
+        right; else the fault of one is raised."""
+        check_tile(digest, data)
+        wrong: dict[Claim, InvalidRequest] = {}
+        for claim in claims:
+            try:
+                self._check_claim(digest, data, claim)
+            except InvalidRequest as error:
+                wrong[claim] = error
+        if len(wrong) == len(claims):
+            raise wrong.popitem()[1]
+        self._shelf.disk.put_tile(digest, data)
+        return set(wrong)
+
+    def _check_claim(self, digest: bytes, data: bytes, claim: Claim) -> None:
+        size, units = claim
+        if len(data) != size:
+            raise InvalidRequest(f"tile {digest.hex()} has {len(data)} bytes, not {size}", field="tensors.digests")
+        if units is not None:
+            self._codecs.of(units[0]).check(data, units[1])
+
+    async def commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
+        return await self._shelf.finish(self._commit(run_id, version))
+
+    async def _commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
+        index = self._shelf.index
+        async with self._shelf.lock:
+            if held := index.check_same(run_id, version):
+                return held.info
+            stage = index.staged(run_id, version)
+            self._check_base(stage, arriving=False)
+            await self._shelf.sync()
+            with disk_errors():
+                await asyncio.to_thread(self._record, stage)
+            holding, edge = self._committed(stage)
+            index.commit(holding, edge)
+            self._shelf.announce()
+            log.info(
+                "version committed",
+                run_id=run_id,
+                **named(version),
+                bytes=sum(stage.blobs.values()),
+                dense_bytes=dense_bytes(stage.manifest),
+                step=version.step,
+            )
+            await self._retiring.tidy()
+        return holding.info
+
+    def _record(self, stage: VersionStage) -> None:
+        if stage.patch is not None:
+            self._shelf.disk.put_patch(stage.patch)
+        self._shelf.disk.put_manifest(stage.manifest, anchor=stage.patch is None)
+        if stage.arriving:
+            self._shelf.disk.drop_arrival(stage.stream, stage.number)
+
+    def _committed(self, stage: VersionStage) -> tuple[HeldManifest, PatchEdge | None]:
+        now, patch = self._shelf.clock(), stage.patch
+        tiles = {} if patch is not None else stage.blobs
+        holding = HeldManifest(manifest=stage.manifest, anchor=patch is None, tiles=tiles, used_at=now, since=now)
+        if patch is None:
+            return holding, None
+        return holding, PatchEdge(patch=patch, blobs=stage.blobs, composed=False, used_at=now)
+
+    async def abandon(self, run_id: str, policy: str, version: int) -> None:
+        await self._shelf.finish(self._abandon(run_id, policy, version))
+
+    async def _abandon(self, run_id: str, policy: str, version: int) -> None:
+        async with self._shelf.lock:
+            if stage := self._shelf.index.stage_of((run_id, policy), version, arriving=True):
+                await self._retiring.unstage(stage)
+                await self._retiring.tidy()

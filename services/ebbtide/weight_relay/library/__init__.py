@@ -1,0 +1,1 @@
+"""The versions that a relay holds, on disk and in memory, and what it lets go."""

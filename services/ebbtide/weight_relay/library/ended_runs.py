@@ -1,0 +1,58 @@
+"""Which runs have ended, as far as this relay has heard.
+
+Invariant: a run is here only on the positive word of its coordinator, or of an upstream that had it; it leaves after
+`REMEMBERED_S`, or when it is heard to live. Nothing of it is taken meanwhile. It dies with the process: the next one
+asks about what it finds.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from ebbtide.errors import LeaseSuperseded
+from ebbtide.rpc.run_endings import EndedRun, RunEndings
+from ebbtide.types.run import RunStatus
+
+#: Who still publishes for an ended run, or asks for it, does so within this time; and so many are remembered.
+REMEMBERED_S: Final = 3600.0
+_MOST: Final = 100_000
+
+
+class EndedRuns:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._runs: OrderedDict[str, tuple[EndedRun, float]] = OrderedDict()
+        self.endings = RunEndings()
+
+    def __contains__(self, run_id: str) -> bool:
+        return run_id in self._runs
+
+    def add(self, run: EndedRun) -> bool:
+        """Remember it, and tell who listens; False if it was known."""
+        now = self._clock()
+        while self._runs and (len(self._runs) >= _MOST or next(iter(self._runs.values()))[1] < now - REMEMBERED_S):
+            self._runs.popitem(last=False)
+        if run.run_id in self._runs:
+            return False
+        self._runs[run.run_id] = run, now
+        self.endings.tell(run)
+        return True
+
+    def lives(self, run_id: str) -> None:
+        """It does, under an id that was another run's once."""
+        self._runs.pop(run_id, None)
+
+    def known(self, run_ids: tuple[str, ...]) -> tuple[EndedRun, ...]:
+        return tuple(self._runs[run_id][0] for run_id in run_ids if run_id in self._runs)
+
+    def refuse(self, run_id: str) -> None:
+        """Raises `LeaseSuperseded` for a run that has ended."""
+        if run_id in self._runs:
+            status = self._runs[run_id][0].status.name.lower()
+            raise LeaseSuperseded(f"run {run_id} has ended ({status}); step down")
+
+
+def kept_s(status: RunStatus, keep_ended_s: float) -> float:
+    """For how long the versions of a run that ended so are kept: who cancels one wants none of it."""
+    return keep_ended_s if status is RunStatus.FINISHED else 0.0

@@ -1,0 +1,229 @@
+"""The relay's directory.
+
+    tiles/<digest>                                  one blob (dense tile or tile patch), named by its digest
+    versions/<run>/<policy>/<version>.manifest      an anchor: all of its dense tiles are here
+    versions/<run>/<policy>/<version>.patched       another version, to which patches lead
+    versions/<run>/<policy>/<base>-<version>.patch  a patch that was published, or .composed: made here
+    arriving/<run>/<policy>/<version>.stage         a version that comes from upstream, of which any blob may be missing
+    keys/<run>                                      the publisher's public key, in hex
+    staging/                                        files being written
+    format                                          the number of this layout and of the records in it; 1 where it lacks
+
+Invariant: each file but those of `tiles/` appears by one rename, behind the fsync of all that it stands on: a manifest
+of an anchor on its dense tiles; a patch on its blobs; a version that is no anchor on its patch. Going, they go in the
+other order. So whatever a dead process leaves behind is whole, or is not reached by anything whole; `recovery` deletes
+that. A directory of another format is refused before anything in it is looked at.
+One process owns the directory at a time (a file lock, released by the system when the process dies).
+All calls block; the service makes them from threads.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
+from ebbtide.runtime import fsync, write_atomically
+from ebbtide.types.weights import Manifest, Patch
+from ebbtide.weight_relay.library.version_records import Ends, Stream, encode, stream_of
+
+ANCHOR: Final = ".manifest"
+PATCHED: Final = ".patched"
+PUBLISHED: Final = ".patch"
+COMPOSED: Final = ".composed"
+#: Raised with the meaning of what is written, so that a relay of another release is refused and deletes nothing.
+FORMAT: Final = 1
+#: Syncs at once: file systems write several to the disk in one go.
+_SYNCS: Final = 16
+
+
+class StagedFile(Struct, frozen=True):
+    """A stage from upstream, as it lies on disk."""
+
+    manifest: Manifest
+    patch: Patch | None
+
+
+class RelayDisk:
+    def __init__(self, root: Path) -> None:
+        """Take the directory. Raises `InvalidRequest` if another relay has it, or nobody can write there."""
+        self.tiles, self.versions, self.staging = root / "tiles", root / "versions", root / "staging"
+        self.arrivals, self._keys = root / "arriving", root / "keys"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            _agree_on_format(root / "format")
+            for folder in (self.tiles, self.versions, self.staging, self.arrivals, self._keys):
+                folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (root / "lock").open("wb")
+        except OSError as error:
+            text = f"{root} cannot be written ({error.strerror}); name another directory"
+            raise InvalidRequest(text, field="data_dir") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise InvalidRequest(
+                f"{root} is in use by another weight-relay; give this one its own", field="data_dir"
+            ) from None
+
+    def close(self) -> None:
+        self._lock.close()
+
+    # -- blobs ---------------------------------------------------------------------------------------------------
+
+    def put_tile(self, digest: bytes, data: bytes) -> None:
+        """Write a blob that was verified; it need not be durable before `sync_tiles`."""
+        staged = self.staging / secrets.token_hex(8)
+        staged.write_bytes(data)
+        staged.rename(self.tiles / digest.hex())
+
+    def get_tile(self, digest: bytes) -> bytes:
+        """The blob as it lies on disk, not verified. Raises `OSError`."""
+        return (self.tiles / digest.hex()).read_bytes()
+
+    def sync_tiles(self, digests: Iterable[bytes]) -> None:
+        """Make blobs durable. One that was dropped meanwhile is passed over: no version can want it."""
+        with ThreadPoolExecutor(_SYNCS) as pool:
+            list(pool.map(self._sync_tile, digests))
+        fsync(self.tiles)
+
+    def _sync_tile(self, digest: bytes) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            fsync(self.tiles / digest.hex())
+
+    def drop_tiles(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            (self.tiles / digest.hex()).unlink(missing_ok=True)
+
+    # -- versions and patches ------------------------------------------------------------------------------------
+
+    def put_manifest(self, manifest: Manifest, *, anchor: bool = True) -> None:
+        """Make a version visible after a restart, durably; what it stands on must be so already."""
+        path = self.version_path(stream_of(manifest), manifest.version.version, ANCHOR if anchor else PATCHED)
+        self._put(path, encode(manifest), self.versions)
+
+    def put_patch(self, patch: Patch, *, composed: bool = False) -> None:
+        """Record a patch, durably; its blobs must have been synced."""
+        ends = patch.base.version, patch.version.version
+        stream = patch.run_id, patch.version.policy
+        path = self.patch_path(stream, ends, COMPOSED if composed else PUBLISHED)
+        self._put(path, encode(patch), self.versions)
+
+    def mark(self, stream: Stream, version: int, *, anchor: bool) -> None:
+        """Record, durably, that a version has become an anchor, or is none any more. Idempotent."""
+        now, then = (PATCHED, ANCHOR) if anchor else (ANCHOR, PATCHED)
+        path = self.version_path(stream, version, now)
+        with contextlib.suppress(FileNotFoundError):  # renamed before, and not synced
+            path.rename(path.with_suffix(then))
+        fsync(path.parent)
+
+    def drop_manifest(self, run_id: str, policy: str, version: int) -> None:
+        """Forget a version, durably, before its patches and tiles go."""
+        for suffix in (ANCHOR, PATCHED):
+            self._drop(self.version_path((run_id, policy), version, suffix))
+
+    def drop_patch(self, stream: Stream, ends: Ends) -> None:
+        """Forget a patch, durably, before its blobs go."""
+        for suffix in (PUBLISHED, COMPOSED):
+            self._drop(self.patch_path(stream, ends, suffix))
+
+    def version_path(self, stream: Stream, version: int, suffix: str) -> Path:
+        return self.versions / stream[0] / stream[1] / f"{version:010d}{suffix}"
+
+    def patch_path(self, stream: Stream, ends: Ends, suffix: str) -> Path:
+        return self.versions / stream[0] / stream[1] / f"{ends[0]:010d}-{ends[1]:010d}{suffix}"
+
+    # -- arrivals and keys ---------------------------------------------------------------------------------------
+
+    def put_arrival(self, manifest: Manifest, patch: Patch | None) -> None:
+        """Let a restart find what has come of a version from upstream."""
+        path = self.arrival_path(stream_of(manifest), manifest.version.version)
+        self._put(path, encode(StagedFile(manifest, patch)), self.arrivals)
+
+    def drop_arrival(self, stream: Stream, version: int) -> None:
+        self._drop(self.arrival_path(stream, version))
+
+    def arrival_path(self, stream: Stream, version: int) -> Path:
+        return self.arrivals / stream[0] / stream[1] / f"{version:010d}.stage"
+
+    def put_key(self, run_id: str, key: bytes) -> None:
+        """Pin a run's publisher, durably."""
+        self._put(self._keys / run_id, key.hex().encode(), self._keys)
+
+    def drop_key(self, run_id: str) -> None:
+        (self._keys / run_id).unlink(missing_ok=True)
+
+    def keys(self) -> dict[str, str]:
+        """The pinned keys by run, as they are written. Raises `InvalidRequest` for what cannot be read."""
+        found = {}
+        for path in self._keys.iterdir():
+            try:
+                found[path.name] = path.read_text(errors="replace")
+            except OSError as error:
+                text = f"keys/{path.name} is no readable file ({error.strerror}); remove it, or put the run's key back"
+                raise InvalidRequest(text, field="data_dir") from None
+        return found
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def _put(self, path: Path, data: bytes, top: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = self.staging / secrets.token_hex(8)
+        staged.write_bytes(data)
+        fsync(staged)
+        staged.rename(path)
+        for folder in path.parents:
+            fsync(folder)
+            if folder == top:
+                break
+
+    def _drop(self, path: Path) -> None:
+        if not path.exists():
+            return
+        path.unlink()
+        fsync(path.parent)
+        for folder in (path.parent, path.parent.parent):
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def _agree_on_format(path: Path) -> None:
+    """Mark a directory that has no format yet. Raises `InvalidRequest` for one of another format."""
+    if not path.exists():
+        write_atomically(path, f"{FORMAT}\n")
+        fsync(path)
+        fsync(path.parent)
+    found = path.read_text(errors="replace").strip()
+    if found != str(FORMAT):
+        raise InvalidRequest(
+            f"{path.parent} has format {found[:20]!r}, and this relay knows {FORMAT} alone: start one of the "
+            "release that wrote it, or name another directory",
+            field="data_dir",
+        )
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Tell a full disk from one that fails; a missing file is the caller's own affair."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoCapacity(
+                "the relay's disk is full; free space or lower --budget-bytes", retry_after_s=10.0
+            ) from None
+        raise Unavailable(f"the relay's disk fails ({error.strerror}); see its log") from error
+
+
+def blob_files(disk: RelayDisk) -> dict[str, int]:
+    """Names and bytes of the blobs that lie there."""
+    return {entry.name: entry.stat().st_size for entry in os.scandir(disk.tiles)}

@@ -1,0 +1,202 @@
+"""Hearing which runs end, and letting go of what is kept of them.
+
+Invariant: a run's versions go only when its coordinator, or an upstream that heard it from there, has said that it
+ended; or when a coordinator does not know it in the same life of the store in which it lived before. One that is merely
+unknown stays, as far as the budget lets it. What the disk refuses to let go is tried again. Nothing is kept: a relay
+that starts asks about all that it finds.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from ebbtide import telemetry
+from ebbtide.errors import EbbtideError
+from ebbtide.rpc.backoff import pauses
+from ebbtide.rpc.channel import Channel, open_channel
+from ebbtide.rpc.leader_channel import LeaderChannel
+from ebbtide.rpc.run_endings import MAX_HELD, EndedRun, RunsEnded, check_held
+from ebbtide.rpc.status_table import translated
+from ebbtide.types.run import RunStatus
+from ebbtide.v1.runs_pb2_grpc import RunsStub
+from ebbtide.v1.types_pb2 import WatchEndedRequest
+from ebbtide.v1.weights_pb2_grpc import WeightsStub
+from ebbtide.weight_relay.library.ended_runs import kept_s
+from ebbtide.weight_relay.outlets.fan_out import FanOut
+from ebbtide.weight_relay.service import WeightRelay
+from ebbtide.weight_relay.settings import RelaySettings
+from ebbtide.weight_relay.settings_checks import is_url
+from ebbtide.wire.record_conversion import from_proto
+
+log = telemetry.get_logger(__name__)
+
+#: How often it is seen whether runs are held that nobody was asked about.
+_LOOK_S: Final = 0.5
+#: Blobs that came while a run was let go are looked for this long behind it; and what failed is tried again.
+_TRAILING_S: Final = 0.3
+_AGAIN_S: Final = 5.0
+
+
+class RunEndSource:
+    """Who is asked: the coordinator, or the relay upstream."""
+
+    def __init__(self, settings: RelaySettings) -> None:
+        own = bool(settings.coordinator)
+        self.name, self.target = ("coordinator", settings.coordinator) if own else ("upstream relay", settings.upstream)
+        self._channel: LeaderChannel | Channel
+        self._stub: Any
+        if own:
+            self._channel = heads = LeaderChannel(settings.coordinator, settings.coordinator_security)
+            self._stub, self._translated = RunsStub(heads), partial(heads.translated, self.name)
+        else:
+            self._channel = open_channel(settings.upstream, settings.upstream_security)
+            self._stub, self._translated = WeightsStub(self._channel), partial(translated, self.name, self.target)
+
+    async def ask(self, held: tuple[str, ...]) -> AsyncIterator[RunsEnded]:
+        call = self._stub.WatchEnded(WatchEndedRequest(held=held))
+        try:
+            with self._translated():
+                async for message in call:
+                    yield from_proto(message, RunsEnded)
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def source_of(settings: RelaySettings) -> RunEndSource | None:
+    """Who can say which runs have ended; None if nobody can."""
+    if settings.coordinator or (settings.upstream and not is_url(settings.upstream)):
+        return RunEndSource(settings)
+    return None
+
+
+class RunEndFollower:
+    """`run` it; `answer` serves relays behind this one."""
+
+    def __init__(
+        self,
+        relay: WeightRelay,
+        fanout: FanOut,
+        source: RunEndSource | None,
+        *,
+        keep_ended_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._relay, self._fanout, self._source = relay, fanout, source
+        self._keep_s, self._clock = keep_ended_s, clock
+        self._seen: dict[str, str] = {}  # live runs, by the store's life that they were last seen in
+        self._asked: set[str] = set()  # since the last connection
+        self._others: set[str] = set()  # what relays behind this one hold
+        self._due: dict[str, float] = {}  # ended runs, and when they are to go
+        self._more = asyncio.Event()
+
+    async def answer(self, held: tuple[str, ...]) -> AsyncIterator[RunsEnded]:
+        """What is known of the runs that a relay holds, then each that ends, for ever."""
+        check_held(held)
+        with self._relay.ended.endings.listening() as endings:
+            self._others |= set(held[: MAX_HELD - len(self._others)])
+            yield RunsEnded(ended=self._relay.ended.known(held))
+            while True:
+                yield RunsEnded(ended=(await endings.get(),))
+
+    async def run(self) -> None:
+        """For ever; nothing to do where nobody can say it."""
+        if self._source is None:
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._listen(self._source))
+                tasks.create_task(self._let_go())
+        finally:
+            await self._source.close()
+
+    async def _listen(self, source: RunEndSource) -> None:
+        waits = pauses()
+        while True:
+            began = self._clock()
+            try:
+                await self._ask(source)
+                continue  # about more runs
+            except EbbtideError as error:
+                log.info("not told which runs end", target=source.target, reason=str(error))
+            if self._clock() - began > _AGAIN_S:
+                waits = pauses()
+            await asyncio.sleep(next(waits))
+
+    async def _ask(self, source: RunEndSource) -> None:
+        """Ask about all that is held, and listen until there is more to be asked about."""
+        held = sorted(self._relay.held() | self._others - self._due.keys())[:MAX_HELD]
+        self._asked = set(held)
+        listening = asyncio.create_task(self._hear(source.ask(tuple(held)), frozenset(held)))
+        looking = asyncio.create_task(self._look())
+        try:
+            await asyncio.wait({listening, looking}, return_when=asyncio.FIRST_COMPLETED)
+            if listening.done():
+                listening.result()
+        finally:
+            for task in (listening, looking):
+                task.cancel()
+            await asyncio.gather(listening, looking, return_exceptions=True)
+
+    async def _hear(self, messages: AsyncIterator[RunsEnded], held: frozenset[str]) -> None:
+        async for message in messages:
+            self._take(message, held)
+
+    def _take(self, message: RunsEnded, held: frozenset[str]) -> None:
+        for run_id in message.live:
+            self._relay.ended.lives(run_id)
+            self._due.pop(run_id, None)
+        ended = list(message.ended)
+        if life := message.store_life:
+            named = {run.run_id for run in ended} | set(message.live)
+            ended += [
+                EndedRun(run_id, RunStatus.CANCELLED)
+                for run_id in held - named
+                if self._seen.get(run_id) == life  # its record has expired
+            ]
+            self._seen = {run_id: seen for run_id, seen in self._seen.items() if run_id in held}
+            self._seen |= dict.fromkeys(message.live, life)
+        for run in ended:
+            if self._relay.ended.add(run) or run.run_id in self._relay.held():
+                self._due.setdefault(run.run_id, self._clock() + kept_s(run.status, self._keep_s))
+            self._others.discard(run.run_id)
+        self._more.set()
+
+    async def _look(self) -> None:
+        """Return when something is held that was not asked about."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if (self._relay.held() | self._others) - self._asked - self._seen.keys() - self._due.keys():
+                return
+
+    async def _let_go(self) -> None:
+        while True:
+            now = self._clock()
+            due = [run_id for run_id, when in self._due.items() if when <= now]
+            for run_id in due:
+                await self._forget(run_id)
+            if due:
+                await asyncio.sleep(_TRAILING_S)
+                with suppress(EbbtideError, OSError):
+                    await self._relay.tidy()
+                continue
+            self._more.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, min(self._due.values(), default=now + _AGAIN_S) - now)):
+                    await self._more.wait()
+
+    async def _forget(self, run_id: str) -> None:
+        try:
+            await self._fanout.forget(run_id)
+            await self._relay.forget(run_id)
+        except (EbbtideError, OSError) as error:
+            log.warning("an ended run is still here", run_id=run_id, error=str(error))
+            self._due[run_id] = self._clock() + _AGAIN_S
+        else:
+            self._due.pop(run_id, None)
+            log.info("ended run let go", run_id=run_id)

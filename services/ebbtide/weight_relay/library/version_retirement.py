@@ -1,0 +1,259 @@
+"""Letting go: what retention plans, what was damaged, what publishers left behind. All of it under the shelf's lock."""
+
+import asyncio
+from typing import Final
+
+from msgspec.structs import replace
+
+from ebbtide import telemetry
+from ebbtide.errors import ChunkCorrupt, EbbtideError, VersionUnavailable
+from ebbtide.scheduling.distribution.retained_bytes import HeldPatch, HeldVersion
+from ebbtide.scheduling.distribution.retention import RetentionPlan, RetentionRules, plan_retention
+from ebbtide.scheduling.distribution.version_paths import passages
+from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.library.relay_disk import disk_errors
+from ebbtide.weight_relay.library.version_library import VersionLibrary, named
+from ebbtide.weight_relay.library.version_records import (
+    BLOCK,
+    Ends,
+    HeldManifest,
+    Node,
+    PatchEdge,
+    StageProgress,
+    Stream,
+    VersionStage,
+    dense_bytes,
+    on_disk,
+)
+
+log = telemetry.get_logger(__name__)
+#: Seconds after a start in which holders tell what they have: several of their rounds.
+_GRACE_S: Final = 60.0
+
+
+class VersionRetirement:
+    def __init__(self, shelf: VersionLibrary) -> None:
+        self._shelf = shelf
+        settings = shelf.settings
+        self._rules = RetentionRules(
+            keep_versions=settings.keep_versions,
+            budget_bytes=settings.budget_bytes,
+            abandoned_s=settings.abandoned_s,
+            max_age_s=settings.max_age_s,
+            run_quota_bytes=settings.run_quota_bytes,
+            block_bytes=BLOCK,
+        )
+        self._found: set[Node] = set()
+        self._found_at = 0.0
+        #: Kept versions that should become anchors so that others can go, as the last plan had them.
+        self.wanted_anchors: tuple[Node, ...] = ()
+
+    def spare_found(self) -> None:
+        """Count what was found at the start as what live holders have, until they have had time to tell."""
+        index = self._shelf.index
+        self._found = {(stream, version) for stream in index.streams() for version in index.stream(stream)}
+        self._found_at = self._shelf.clock()
+
+    # -- plans ---------------------------------------------------------------------------------------------------
+
+    async def plan(self) -> RetentionPlan:
+        """What may go now. Worked out in a thread: it counts every blob."""
+        index, now = self._shelf.index, self._shelf.clock()
+        versions = [self._held_version(item, now) for item in index.committed()]
+        patches = [
+            _held_patch(stream, edge, now) for stream in index.streams() for edge in index.patches(stream).values()
+        ]
+        incoming: dict[str, dict[bytes, int]] = {}
+        pinned: set[Node] = set()
+        for stage in index.stages:
+            incoming.setdefault(stage.stream[0], {}).update(stage.blobs | stage.record)
+            if stage.patch is not None:
+                pinned.add((stage.stream, stage.patch.base.version))
+        for making in index.making:
+            incoming.setdefault(making.stream[0], {}).update(making.blobs)
+            pinned.update((making.stream, version) for version in making.versions)
+        needed = self._shelf.needed()
+        if self._found and now < self._found_at + _GRACE_S:
+            needed = needed | self._found
+        rules = replace(self._rules, budget_bytes=self._budget())
+        return await asyncio.to_thread(
+            plan_retention, versions, patches, rules=rules, incoming=incoming, needed=needed, pinned=pinned
+        )
+
+    def _budget(self) -> int:
+        """Bytes for versions and patches: the budget, less what the files of publishers' keys take, which never go."""
+        return max(0, self._rules.budget_bytes - BLOCK * self._shelf.pins())
+
+    def _held_version(self, item: HeldManifest, now: float) -> HeldVersion:
+        return HeldVersion(
+            stream=item.stream,
+            version=item.number,
+            tiles=item.tiles,
+            record=item.record,
+            anchor=item.anchor,
+            size=dense_bytes(item.manifest),
+            idle_s=now - item.used_at,
+            age_s=now - item.since,
+            elsewhere=self._shelf.lasting(item.stream, item.number) > 0,
+        )
+
+    def room(self, run_id: str) -> int:
+        """Bytes that the budget and the run's quota leave free now."""
+        index = self._shelf.index
+        rooms = [self._budget() - index.bytes]
+        if self._rules.run_quota_bytes:
+            own: dict[bytes, int] = {}
+            for stream in index.streams():
+                if stream[0] == run_id:
+                    for holding in index.stream(stream).values():
+                        own |= holding.tiles | holding.record
+                    for edge in index.patches(stream).values():
+                        own |= edge.blobs | edge.record
+            rooms.append(self._rules.run_quota_bytes - sum(map(on_disk, own.values())))
+        return min(rooms)
+
+    async def follow(self, plan: RetentionPlan) -> None:
+        """Let go what the plan says, each step durable before the next: manifests, then patches, then blobs."""
+        self.wanted_anchors = plan.anchors
+        index = self._shelf.index
+        for item in plan.evict:
+            if item.version in index.stream(item.stream):
+                await self._remove(item.stream, item.version)
+                log.info("version let go", run_id=item.stream[0], policy=item.stream[1], version=item.version)
+        for item in plan.thin:
+            await self._thin(index.stream(item.stream)[item.version])
+        for patch in plan.patches:
+            if (patch.base, patch.version) in index.patches(patch.stream):
+                await self._cut(index.patches(patch.stream)[patch.base, patch.version])
+        await self._shelf.drop_garbage()
+
+    async def tidy(self) -> None:
+        """Plan and let go."""
+        await self.follow(await self.plan())
+
+    async def made(self, making: StageProgress) -> None:
+        """Let go what was made for nothing, and what had to stay for it. Takes the lock; logs what the disk refuses."""
+        self._shelf.index.made(making)
+        async with self._shelf.lock:
+            try:
+                await self.tidy()
+            except (EbbtideError, OSError) as error:
+                log.warning("what was made in vain is still there", run_id=making.stream[0], error=str(error))
+
+    async def _remove(self, stream: Stream, version: int) -> None:
+        index, disk = self._shelf.index, self._shelf.disk
+        edges = [ends for ends in index.patches(stream) if version in ends]
+        with disk_errors():
+            await asyncio.to_thread(disk.drop_manifest, *stream, version)
+            for ends in edges:
+                await asyncio.to_thread(disk.drop_patch, stream, ends)
+        index.evict(stream, version)
+
+    async def _thin(self, holding: HeldManifest) -> None:
+        with disk_errors():
+            await asyncio.to_thread(self._shelf.disk.mark, holding.stream, holding.number, anchor=False)
+        self._shelf.index.thin(holding)
+
+    async def _cut(self, edge: PatchEdge) -> None:
+        stream = edge.patch.run_id, edge.patch.version.policy
+        with disk_errors():
+            await asyncio.to_thread(self._shelf.disk.drop_patch, stream, edge.ends)
+        self._shelf.index.cut(stream, edge.ends)
+
+    # -- stages --------------------------------------------------------------------------------------------------
+
+    async def unstage(self, stage: VersionStage) -> None:
+        """Give a stage up; its blobs go with the next garbage. It stays where the disk fails."""
+        self._shelf.index.unstage(stage)
+        if not stage.arriving:
+            return
+        try:
+            with disk_errors():
+                await asyncio.to_thread(self._shelf.disk.drop_arrival, stage.stream, stage.number)
+        except EbbtideError:
+            self._shelf.index.stage(stage)
+            raise
+        self._shelf.wake()
+
+    async def forget_run(self, run_id: str) -> None:
+        """Let go of all of a run that has ended: nobody needs to get on from what he has of it."""
+        shelf = self._shelf
+        async with shelf.lock:
+            for stage in shelf.index.stages:
+                if stage.stream[0] == run_id:
+                    await self.unstage(stage)
+            for stream in [stream for stream in shelf.index.streams() if stream[0] == run_id]:
+                for version in list(shelf.index.stream(stream)):
+                    await self._remove(stream, version)
+            await shelf.drop_garbage()
+
+    async def drop_dead_stages(self) -> None:
+        shelf = self._shelf
+        async with shelf.lock:
+            oldest = shelf.clock() - shelf.settings.stage_ttl_s
+            for stage in shelf.index.stages:
+                if stage.used_at < oldest:
+                    await self.unstage(stage)
+                    log.warning("publisher is gone", run_id=stage.stream[0], **named(stage.manifest.version))
+            await self.tidy()
+
+    # -- what is wrong -------------------------------------------------------------------------------------------
+
+    async def withdraw_blob(self, digest: bytes, reason: str) -> EbbtideError:
+        """Let go of all that stands on a damaged blob; what no way leads to then goes too. The error to be raised."""
+        shelf = self._shelf
+        async with shelf.lock:
+            holdings, edges = shelf.index.owners(digest)
+            if not holdings and not edges:
+                if shelf.index.arriving(digest):
+                    await self._forget(digest)
+                return VersionUnavailable("the version was let go while it was read; ask for a newer one")
+            for holding in holdings:
+                await self._thin(holding)
+                log.error("anchor damaged", run_id=holding.stream[0], **named(holding.manifest.version), reason=reason)
+            for edge in edges:
+                await self._cut(edge)
+                version = edge.patch.version
+                log.error("patch damaged", run_id=edge.patch.run_id, **named(version), base=edge.ends[0], reason=reason)
+            metrics.CORRUPT.inc()
+            await self._forget(digest)
+            await self._prune()
+        return ChunkCorrupt(f"tile {digest.hex()} is damaged on the relay's disk; publish its versions again")
+
+    async def _forget(self, digest: bytes) -> None:
+        self._shelf.index.forget([digest])
+        with disk_errors():
+            await asyncio.to_thread(self._shelf.disk.drop_tiles, [digest])
+
+    async def withdraw_patch(self, stream: Stream, ends: Ends) -> None:
+        """Let go of a patch that does not make its version; of that, and what it leads to, if no other way does."""
+        index = self._shelf.index
+        async with self._shelf.lock:
+            if edge := index.patches(stream).get(ends):
+                await self._cut(edge)
+                log.error("patch withdrawn", run_id=stream[0], **named(edge.patch.version), base=ends[0])
+            if ends[1] in index.stream(stream) and ends[1] not in index.whole(stream):
+                await self._remove(stream, ends[1])
+            await self._prune()
+
+    async def _prune(self) -> None:
+        index = self._shelf.index
+        for stream in index.streams():
+            stay = passages(index.whole(stream), index.steps(stream))
+            for version in sorted(index.stream(stream).keys() - stay):
+                await self._remove(stream, version)
+                log.warning("no way is left to version", run_id=stream[0], policy=stream[1], version=version)
+        await self._shelf.drop_garbage()
+
+
+def _held_patch(stream: Stream, edge: PatchEdge, now: float) -> HeldPatch:
+    base, version = edge.ends
+    return HeldPatch(
+        stream=stream,
+        base=base,
+        version=version,
+        blobs=edge.blobs,
+        record=edge.record,
+        composed=edge.composed,
+        idle_s=now - edge.used_at,
+    )

@@ -1,0 +1,1 @@
+"""How versions go out: reads, the readers' sources, and the links that carry them."""

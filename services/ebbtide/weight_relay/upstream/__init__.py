@@ -1,0 +1,1 @@
+"""What a relay brings from another relay or from a static copy."""
