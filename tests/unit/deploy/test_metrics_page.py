@@ -75,11 +75,9 @@ def test_each_alert_is_on_the_page_with_its_urgency_and_its_remedy() -> None:
 
 def test_pages_that_name_metrics_name_real_ones() -> None:
     known = {name.removeprefix("ebbtide_") for name in registered()}
-    for page in ("operations.md", "architecture.md", "serving.md", "protocol.md"):
-        text = (ROOT / "docs" / page).read_text()
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text()
         named = set(
             re.findall(r"`(?:ebbtide_)?((?:coordinator|relay|worker|guard|trainer|driver|rpc)_\w+)(?:\{\w+\})?`", text)
         )
-        assert not named - known - {"worker_id"}, (
-            f"docs/{page} names {sorted(named - known)}, which no program registers"
-        )
+        assert not named - known - {"worker_id"}, f"{page} names {sorted(named - known)}, which no program registers"
