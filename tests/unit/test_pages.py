@@ -1,0 +1,30 @@
+"""Links between the pages lead to a file of the checkout and to a heading that is there."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_CODE: Final = re.compile(r"```.*?```", re.DOTALL)
+_LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
+_HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = _HEADING.findall(_CODE.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_resolves(page: Path) -> None:
+    for link in _LINK.findall(_CODE.sub("", page.read_text())):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.name} links to {link}, and there is no such file"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, and there is no such heading"
