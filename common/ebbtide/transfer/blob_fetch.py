@@ -1,165 +1,130 @@
-"""Fetching what a plan asks for, in a few streams at once, and applying it to the mirror.
+"""Fetches the blobs of one plan and makes the mirror's tiles of them.
 
-Invariant: a blob is used only once it matched its digest, a tile is written only once it matched the manifest's; blobs
-in memory are at most a batch for each stream. What was done stays done, however this ends.
+Invariant: a tile is written only once it matched the manifest's digest. Blobs in memory are at most a batch for each
+stream. Tiles that were made stay, however this ends.
 """
 
-import asyncio
-import time
-from collections import deque
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from msgspec import Struct, field
 
-from ebbtide.errors import ChunkCorrupt, EbbtideError, NoCapacity, NotReady, Unavailable
+from ebbtide.errors import ChunkCorrupt, NotReady, Unavailable
+from ebbtide.transfer.blob_fetcher import BlobFetcher, FetchLimits, SourcesExhausted
 from ebbtide.transfer.fetch_batches import FetchBatch, FetchWork
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.transfer.mirror.element_changes import ElementChanges
 from ebbtide.transfer.mirror.mirror import Mirror
 from ebbtide.transfer.sources.blob_cache import BlobCache
-from ebbtide.transfer.sources.source_pool import OpenSource, SourcePool
+from ebbtide.transfer.sources.source_pool import SourcePool
+from ebbtide.transfer.version_finder import FoundVersion
 from ebbtide.types.weights import Manifest
-from ebbtide.weights import Place, TileTask, check_tile
+from ebbtide.weights import Place, TileTask, places
 
-#: Blobs and tiles after which what has come is verified and applied: what a thread is worth being woken for.
-_SETTLE_BYTES: Final = 1 << 20
-_SETTLE_BLOBS: Final = 32
+#: Blobs and tiles after which what has come is verified and applied: enough to be worth waking a thread.
+_HAND_OVER_BYTES: Final = 1 << 20
+_HAND_OVER_BLOBS: Final = 32
 
 
 class FetchOrder(Struct, frozen=True):
-    """What is wanted. `wanted`: some places, or None for all."""
-
     target: Manifest
     mirror: Mirror
     publisher: bytes
+    #: Some places, or None for all.
     wanted: tuple[Place, ...] | None
     changes: ElementChanges | None
 
+    def places(self) -> list[Place]:
+        return list(places(self.target)) if self.wanted is None else list(self.wanted)
+
 
 class FetchMeans(Struct, frozen=True, kw_only=True):
-    """What it is done with. `streams`: how many at once; `silence_s`: for how long a source may send nothing; `rates`:
-    bytes/s that sources of each tier sent in the last pulls."""
+    """What pulls are done with."""
 
     threads: DigestThreads
     cache: BlobCache
-    streams: int
-    silence_s: float
+    limits: FetchLimits
+    #: Bytes/s that sources of each tier sent in the last pulls.
     rates: dict[int, float] = field(default_factory=dict)
 
 
-class FetchTally(Struct):
-    """What has been done so far."""
+def fetch_limits(streams: int, silence_s: float) -> FetchLimits:
+    return FetchLimits(
+        streams=streams,
+        silence_s=silence_s,
+        hand_over_bytes=_HAND_OVER_BYTES,
+        hand_over_blobs=_HAND_OVER_BLOBS,
+    )
 
-    bytes_by_source: dict[str, int] = field(default_factory=dict)
-    tiles: int = 0
-    reused: int = -1
-    digests_s: float = 0.0
+
+class FetchTally:
+    """What a pull has done so far."""
+
+    def __init__(self) -> None:
+        self.bytes_by_source: dict[str, int] = {}
+        #: Tiles that were brought to the version, and those that were its already.
+        self.tiles = 0
+        self.reused = 0
+        self.digests_s = 0.0
+        self._planned = False
+
+    def plan(self, wanted: int, tiles: int) -> None:
+        """So many tiles of those wanted are to be made: what the first plan leaves out was there before."""
+        if not self._planned:
+            self._planned, self.reused = True, wanted - tiles
+
+    def receive(self, source: str, size: int) -> None:
+        self.bytes_by_source[source] = self.bytes_by_source.get(source, 0) + size
+
+    def make(self, tiles: int) -> None:
+        self.tiles += tiles
+
+    def spend(self, digests_s: float) -> None:
+        self.digests_s += digests_s
 
 
 class BlobFetch:
-    """The fetching of one plan. `broken`: places that are not what the manifest says, though all blobs were right."""
+    """The sink of one plan's blobs."""
 
     def __init__(
         self, work: FetchWork, order: FetchOrder, pool: SourcePool, means: FetchMeans, tally: FetchTally
     ) -> None:
-        self._work, self._order, self._pool, self._means, self._tally = work, order, pool, means, tally
-        self._batches = deque(work.batches(means.streams))
-        self._failure: EbbtideError | None = None
-        self._going = asyncio.Event()
-        self.hurry = asyncio.Event()  # better sources are wanted
+        self._order, self._means, self._tally = order, means, tally
+        self._fetcher = BlobFetcher(
+            work.batches(means.limits.streams), self, pool, means.threads, means.limits, known=means.cache.get
+        )
+        #: Tiles that are not what the manifest says, though all blobs were right.
         self.broken: list[Place] = []
 
-    async def run(self) -> None:
-        """Fetch and apply all of it. Raises why not all came."""
-        before = self._tally.tiles
-        async with asyncio.TaskGroup() as group:
-            for number in range(min(self._means.streams, len(self._batches))):
-                group.create_task(self._stream(first=not number))
-        if isinstance(self._failure, NotReady):
-            raise Unavailable(f"what was named has been let go since ({self._failure}); ask again")
-        if self._failure is not None:
-            raise self._failure
-        if self._tally.tiles - before + len(self.broken) < self._work.tiles:
-            raise Unavailable("a source was closed while it was read")  # gRPC ends its calls as if cancelled
-
-    async def _stream(self, *, first: bool) -> None:
-        """Batch after batch, each from one source after another until it is whole. The others begin once the first has
-        got something: where a link is so slow that one blob takes its time, a blob for each would take several."""
-        if not first:
-            await self._going.wait()
+    async def run(self, ask: Callable[[], Awaitable[FoundVersion]], again_s: float) -> None:
+        """Fetch and make all of it; `ask` and `again_s` as in `BlobFetcher.run`. Raises why not all came."""
         try:
-            while self._batches and self._failure is None:
-                batch = self._batches.popleft()
-                self._take_cached(batch)
-                await self._settle(batch)
-                while batch.missing and self._failure is None:
-                    await self._serve(batch)
+            await self._fetcher.run(ask, again_s)
+        except SourcesExhausted as exhausted:
+            if isinstance(exhausted.error, NotReady):
+                raise Unavailable(f"what was named has been let go since ({exhausted}); ask again") from None
+            raise exhausted.error from None
         finally:
-            self._going.set()
+            self._tally.spend(self._fetcher.digests_s)
 
-    def _take_cached(self, batch: FetchBatch) -> None:
-        for digest in batch.missing:
-            if (data := self._means.cache.get(digest)) is not None:
-                batch.verified[digest] = data
-
-    async def _serve(self, batch: FetchBatch) -> None:
-        """Have a source send what it can of a batch."""
-        while wait := self._pool.busy_s(batch.lacking):
-            self.hurry.set()  # the relay may know of others by now
-            await asyncio.sleep(wait)
-        try:
-            source = self._pool.pick(batch.lacking)
-        except EbbtideError as error:
-            self._failure = error
-            return
-        with self._pool.blaming(source, batch.lacking):
-            await self._read(source, batch)
-
-    async def _read(self, source: OpenSource, batch: FetchBatch) -> None:
-        """Get what is missing of a batch. Raises why not all of it came; what came before is used, and is its doing."""
-        missing, silence_s = batch.missing, self._means.silence_s
-        try:
-            patience = source.patience(silence_s, max(batch.sizes[digest] for digest in missing))
-            async with patience as clock, aclosing(source.source.tiles(missing)) as stream:
-                async for digest, data in stream:
-                    source.heard(silence_s, len(data))
-                    batch.take(digest, data)
-                    self._going.set()
-                    if batch.fresh_bytes >= _SETTLE_BYTES or len(batch.fresh) >= _SETTLE_BLOBS:
-                        with source.resting(clock, silence_s):
-                            await self._settle(batch, source)
-                    if batch.missing and self._pool.lags(source, batch.lacking):
-                        self.hurry.set()
-                        raise NoCapacity(f"{source.name} at {source.address} is slow", retry_after_s=0.0)
-        except EbbtideError:
-            await self._settle(batch, source)
-            raise
-        await self._settle(batch, source)
-        if batch.missing:
-            raise Unavailable(f"{source.name} at {source.address} ended before it had sent all")
-
-    async def _settle(self, batch: FetchBatch, source: OpenSource | None = None) -> None:
-        """Verify what has come, hand it on to peers, and apply what is complete. Raises `ChunkCorrupt` for a blob that
-        is not what its digest says; the others are kept."""
-        fresh = batch.take_fresh()
-        good, took = await self._means.threads.run(lambda: _verified(fresh))
-        self._tally.digests_s += took
-        batch.verified |= good
-        if source is not None and good:
-            self._pool.served()
-            came = self._tally.bytes_by_source
-            came[source.name] = came.get(source.name, 0) + sum(map(len, good.values()))
-        for digest in good.keys() - batch.dense:
-            self._means.cache.put(digest, good[digest])
+    async def take(self, batch: FetchBatch, blobs: dict[bytes, bytes], source: str) -> None:
+        """Hand blobs on to peers, and make the tiles that are complete with them."""
+        batch.verified |= blobs
+        if source:
+            self._tally.receive(source, sum(map(len, blobs.values())))
+            for digest in blobs.keys() - batch.dense:
+                self._means.cache.put(digest, blobs[digest])
         if tasks := batch.take_ready():
-            self._note(*await self._means.threads.run(lambda: self._apply(tasks, batch.verified)))
-        for digest in good.keys() & batch.dense:
-            self._means.cache.put(digest, good[digest], keep=False)  # now that the mirror has it
-        if len(good) < len(fresh):
-            raise ChunkCorrupt("a blob came that does not match its digest")
+            broken, took = await self._means.threads.run(lambda: self._make(tasks, batch.verified))
+            self._tally.make(len(tasks) - len(broken))
+            self._tally.spend(took)
+            self.broken += broken
+        if source:
+            for digest in blobs.keys() & batch.dense:
+                self._means.cache.put(digest, blobs[digest], keep=False)  # now that the mirror has it
 
-    def _apply(self, tasks: list[TileTask], blobs: dict[bytes, bytes]) -> tuple[int, list[Place], float]:
+    def _make(self, tasks: list[TileTask], blobs: dict[bytes, bytes]) -> tuple[list[Place], float]:
+        """The tiles that came out wrong, and the seconds that digests took."""
         took = 0.0
         broken: list[Place] = []
         for task in tasks:
@@ -167,20 +132,4 @@ class BlobFetch:
                 took += self._order.mirror.apply(task, blobs, self._order.changes, checked=True)
             except ChunkCorrupt:
                 broken.append(task.place)
-        return len(tasks) - len(broken), broken, took
-
-    def _note(self, done: int, broken: list[Place], took: float) -> None:
-        self._tally.tiles += done
-        self._tally.digests_s += took
-        self.broken += broken
-
-
-def _verified(blobs: dict[bytes, bytes]) -> tuple[dict[bytes, bytes], float]:
-    """Those that match their digests, and the seconds that it took to tell."""
-    good: dict[bytes, bytes] = {}
-    start = time.perf_counter()
-    for digest, data in blobs.items():
-        with suppress(ChunkCorrupt):
-            check_tile(digest, data)
-            good[digest] = data
-    return good, time.perf_counter() - start
+        return broken, took

@@ -1,12 +1,12 @@
-"""What one pull has to fetch and do, in pieces that fit into memory.
+"""Splits what one pull has to fetch and make into pieces that fit into memory.
 
-Tiles that want the same blobs are done together, so that each blob is fetched once.
+Tiles that are made of the same blobs are made together, so that each blob is fetched once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from ebbtide.errors import ChunkCorrupt
+from ebbtide.transfer.blob_fetcher import BlobBatch
 from ebbtide.types.weights import Manifest
 from ebbtide.weights import Place, Planner, TileTask, Way, blob_sizes, tile_sizes
 
@@ -18,47 +18,27 @@ _LEAST_BYTES: Final = 1 << 20
 _MOST_TILES: Final = 512
 
 
-class FetchBatch:
-    """Tasks, and the blobs of them that are wanted, have come, and were verified. Invariant: nothing is kept that was
-    not asked for, or has another size than the lists say."""
+class FetchBatch(BlobBatch):
+    """Tiles to make, and the blobs that they take."""
 
     def __init__(self, groups: Sequence[Sequence[TileTask]], sizes: Mapping[bytes, int]) -> None:
-        self.groups = list(groups)
-        self.sizes = {digest: sizes[digest] for group in groups for digest in group[0].blobs}
+        """`groups`: the tiles of each are made of the same blobs."""
+        super().__init__({digest: sizes[digest] for group in groups for digest in group[0].blobs})
+        self._groups = list(groups)
         #: Tiles that are the wanted version's as they come: a mirror will have them.
         self.dense = {group[0].dense for group in groups if group[0].dense == group[0].digest}
         self.verified: dict[bytes, bytes] = {}
-        self.fresh: dict[bytes, bytes] = {}
-        self.fresh_bytes = 0
-        self.lacking: set[str] = set()  # addresses that have not got all of it
-
-    @property
-    def missing(self) -> list[bytes]:
-        """Digests still to be fetched, in order."""
-        return [digest for digest in self.sizes if digest not in self.verified and digest not in self.fresh]
-
-    def take(self, digest: bytes, data: bytes) -> None:
-        """A blob has come, of the right size if not the right one. Raises `ChunkCorrupt` if it was not asked for."""
-        if self.sizes.get(digest) != len(data) or digest in self.fresh or digest in self.verified:
-            raise ChunkCorrupt(f"a blob of {len(data)} bytes came that was not asked for")
-        self.fresh[digest] = data
-        self.fresh_bytes += len(data)
-
-    def take_fresh(self) -> dict[bytes, bytes]:
-        """What has come since the last time, to be verified."""
-        fresh, self.fresh, self.fresh_bytes = self.fresh, {}, 0
-        return fresh
 
     def take_ready(self) -> list[TileTask]:
-        """The tasks whose blobs are all verified, once each."""
+        """The tiles whose blobs are all verified, once each."""
         ready: list[TileTask] = []
         waiting: list[Sequence[TileTask]] = []
-        for group in self.groups:
+        for group in self._groups:
             if all(digest in self.verified for digest in group[0].blobs):
                 ready += group
             else:
                 waiting.append(group)
-        self.groups = waiting
+        self._groups = waiting
         return ready
 
 

@@ -1,12 +1,10 @@
-"""One pull: rounds of asking for ways, planning, and fetching.
+"""Brings a mirror to one version, in rounds: ask for ways, plan, fetch.
 
-Invariant: nothing of a round outlives it but what the mirror holds, which ways are refused and the lists of the others;
-so any error may end one, and the next begins from what is there. Nobody is told that a version is held before all is.
+Invariant: of a round, only the mirror's tiles, the refused ways and the lists of the others outlive it; so any error
+may end it, and the next round begins from what is there. Nobody is told that a version is held before all of it is.
 """
 
-import asyncio
 from contextlib import ExitStack, suppress
-from typing import Final
 
 from ebbtide.errors import (
     ChunkCorrupt,
@@ -22,10 +20,7 @@ from ebbtide.transfer.sources.source_pool import OpenSource, SourcePool
 from ebbtide.transfer.sources.tile_source import Opener
 from ebbtide.transfer.version_finder import FoundVersion, VersionFinder, VersionQuestion, is_usable
 from ebbtide.types.weights import FoundWay, Holder
-from ebbtide.weights import Place, Way, places
-
-#: Shortest time between two questions for better sources, whatever the relay says.
-_AGAIN_S: Final = 1.0
+from ebbtide.weights import Place, Way
 
 
 class Pull:
@@ -39,11 +34,11 @@ class Pull:
         means: FetchMeans,
         bytes_per_s: float,
     ) -> None:
-        """`bytes_per_s`: at which the reader has lately fetched; 0 if that is not known."""
+        """`bytes_per_s`: at which the reader has fetched lately; 0 if that is not known."""
         self.tally = FetchTally()
         self.ways: list[FoundWay] = []
         self._order, self._finder, self._means, self._bytes_per_s = order, finder, means, bytes_per_s
-        self._threads = means.threads
+        self._threads, self._wanted = means.threads, order.places()
         self._pool = SourcePool(relay, open_source, reader, means.rates)
         self._lists: dict[FoundWay, Way] = {}
         self._refused: set[FoundWay] = set()
@@ -59,41 +54,26 @@ class Pull:
         have = self._have()
         with ExitStack() as peers:
             with cache.planning():
-                found = await self._ask(have)  # from here on, peers may be told to come to us
+                found = await self._ask(have)  # from here on, peers may be sent here
                 work = await self._plan(found, have, await self._threads.run(order.mirror.held))
                 peers.enter_context(cache.arriving(work.sizes))
-            if self.tally.reused < 0:
-                self.tally.reused = self._count() - work.tiles
+            self.tally.plan(len(self._wanted), work.tiles)
             order.mirror.remember(order.target.run_id, version.policy, [*have, version.version])
             await self._fetch(work, found.again_s)
         if order.wanted is None:
             order.mirror.remember(order.target.run_id, version.policy, [version.version])
-            with suppress(EbbtideError):  # it hears of it when this holder tells it that it serves, or installs
+            with suppress(EbbtideError):  # the relay hears of it when this holder says that it serves, or installs
                 await self._finder.find(self._question([version.version], done=True))
 
     async def _fetch(self, work: FetchWork, again_s: float) -> None:
         fetch = BlobFetch(work, self._order, self._pool, self._means, self.tally)
-        renewal = asyncio.create_task(self._renew(again_s, fetch.hurry))
-        try:
-            await fetch.run()
-        finally:
-            renewal.cancel()
+        await fetch.run(lambda: self._ask(self._have()), again_s)
         if fetch.broken:
             # The blobs were right and what came of them was not: the base was damaged, or the lists lie.
             await self._threads.run(lambda: self._order.mirror.mend(fetch.broken))
             self._refused.update(way for way in self._lists if way.via)
             self._scratch = True
             raise ChunkCorrupt(f"{len(fetch.broken)} tiles are not the version's after their patches")
-
-    async def _renew(self, again_s: float, hurry: asyncio.Event) -> None:
-        """Stay known to the relay, and hear of better sources."""
-        while again_s > 0:
-            await asyncio.sleep(_AGAIN_S)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(hurry.wait(), max(0.0, again_s - _AGAIN_S))
-            hurry.clear()
-            with suppress(EbbtideError):  # it is away: go on with the sources known
-                again_s = (await self._ask(self._have())).again_s
 
     # -- where it comes from -------------------------------------------------------------------------------------
 
@@ -114,15 +94,11 @@ class Pull:
         )
 
     async def _ask(self, have: list[int]) -> FoundVersion:
-        question, dropped = self._question(have), self._pool.dropped
-        found = await self._finder.find(question)
-        self._pool.renew(found.sources, dropped)
-        return found
+        return await self._pool.ask(lambda: self._finder.find(self._question(have)))
 
     async def _plan(self, found: FoundVersion, have: list[int], held: dict[Place, bytes]) -> FetchWork:
         """The work along the first ways that lead everywhere. Raises `VersionUnavailable` if none do."""
-        order = self._order
-        wanted = list(places(order.target)) if order.wanted is None else list(order.wanted)
+        order, wanted = self._order, self._wanted
         ways: list[Way] = []
         work = await self._threads.run(lambda: FetchWork(order.target, ways, wanted, held))
         kind = ChunkCorrupt if self._refused else VersionUnavailable
@@ -152,7 +128,3 @@ class Pull:
         if found not in self.ways:
             self.ways.append(found)
         return self._lists[found]
-
-    def _count(self) -> int:
-        order = self._order
-        return sum(1 for _ in places(order.target)) if order.wanted is None else len(order.wanted)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.rpc.backoff import pauses, retrying
-from ebbtide.transfer.blob_fetch import FetchMeans, FetchOrder
+from ebbtide.transfer.blob_fetch import FetchMeans, FetchOrder, fetch_limits
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.transfer.mirror.element_changes import ElementChanges
 from ebbtide.transfer.mirror.mirror import Mirror
@@ -74,7 +74,7 @@ class Puller:
         self._rate = 0.0
         self._threads = threads or DigestThreads()
         self._means = FetchMeans(
-            threads=self._threads, cache=cache or BlobCache(0), streams=streams, silence_s=silence_s
+            threads=self._threads, cache=cache or BlobCache(0), limits=fetch_limits(streams, silence_s)
         )
 
     async def manifest(

@@ -99,13 +99,13 @@ class WeightRelay:
         """
         return await self._publishing.begin(manifest, patch, arriving=arriving)
 
-    async def put(self, digest: bytes, data: bytes) -> None:
-        """Verify and store a blob that a stage wants.
+    async def put(self, digest: bytes, data: bytes, *, verified: bool = False) -> None:
+        """Verify and store a blob that a stage wants; `verified`: it has matched its digest already.
 
         Raises `InvalidRequest` if none does, or if it is of no such size, or no such tile patch, as any of them says;
         `ChunkCorrupt` if it is damaged.
         """
-        await self._publishing.put(digest, data)
+        await self._publishing.put(digest, data, verified=verified)
 
     async def sync(self) -> None:
         """Make the blobs put so far durable, so that the commit, which has a deadline, need not."""

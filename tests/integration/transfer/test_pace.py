@@ -6,7 +6,7 @@ import pytest
 
 from ebbtide.testing.link import ShapedLink
 from ebbtide.transfer import Mirror
-from ebbtide.transfer.blob_fetch import BlobFetch
+from ebbtide.transfer.blob_fetcher import BlobFetcher
 from ebbtide.transfer.sources import source_pace, source_pool
 from ebbtide.types.weights import BlobSource
 from tests.integration.transfer.test_puller import FIRST, pull
@@ -37,14 +37,13 @@ async def test_no_source_is_waited_for_while_what_came_is_used(
     big: list[Link], serve: Any, pullers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[int] = []
-    settle = BlobFetch._settle
+    verify = BlobFetcher._verify
 
-    async def watch(fetch: BlobFetch, batch: Any, source: Any = None) -> None:
-        if source is not None:
-            running.append(len(source._clocks))
-        await settle(fetch, batch, source)
+    async def watch(fetcher: Any, batch: Any, source: Any) -> None:
+        running.append(len(source._clocks))
+        await verify(fetcher, batch, source)
 
-    monkeypatch.setattr(BlobFetch, "_settle", watch)
+    monkeypatch.setattr(BlobFetcher, "_verify", watch)
     relay = await serve(big)
     relay.script.ways = [FIRST]
     mirror = Mirror(big[0].manifest, None)

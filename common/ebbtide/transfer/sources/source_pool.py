@@ -9,13 +9,14 @@ again when it was asked after that.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from ebbtide.errors import EbbtideError, NoCapacity, NotReady, Unavailable
 from ebbtide.transfer.sources.source_pace import SourcePace
 from ebbtide.transfer.sources.tile_source import Opener, TileSource
+from ebbtide.transfer.version_finder import FoundVersion
 from ebbtide.types.weights import FAR, BlobSource, Holder, distance
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,15 @@ class SourcePool:
         """Addresses that are not asked before the relay names them again."""
         return tuple(self._failed)
 
+    async def ask(self, find: Callable[[], Awaitable[FoundVersion]]) -> FoundVersion:
+        """Have the relay name sources anew: `find` asks it, and tells it which ones `failed`. Closes those that were
+        dropped. Raises what `find` does."""
+        dropped = self.dropped
+        found = await find()
+        self.renew(found.sources, dropped)
+        await self.close_dropped()
+        return found
+
     def renew(self, sources: Sequence[BlobSource], dropped: Collection[str] | None = None) -> None:
         """What the relay names now, best first; `dropped` when it was asked (None: all that are)."""
         self._listed = list(sources)
@@ -237,15 +247,20 @@ class SourcePool:
         return self._open[address]
 
     @contextmanager
-    def blaming(self, source: OpenSource, lacking: set[str]) -> Iterator[None]:
-        """Whatever error the source answers with is its own: it is dropped for it, and others go on. What it has not
-        got makes it one of `lacking`, since it may well have other blobs."""
+    def blaming(
+        self, source: OpenSource, lacking: set[str], on_fault: Callable[[EbbtideError], None]
+    ) -> Iterator[None]:
+        """Take any error in the block for the source's own: it is told to `on_fault`, the source is dropped, and the
+        caller goes on with others. A source that has not got what was asked becomes one of `lacking` instead, since it
+        may well have other blobs."""
         try:
             yield
-        except NotReady:
-            lacking.add(source.address)
         except EbbtideError as error:
-            self.drop(source, error)
+            on_fault(error)
+            if isinstance(error, NotReady):
+                lacking.add(source.address)
+            else:
+                self.drop(source, error)
 
     def drop(self, source: OpenSource, error: EbbtideError) -> None:
         """It has failed; or it is busy, which passes."""

@@ -17,6 +17,7 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.errors import ChunkCorrupt, EbbtideError, Internal, NoCapacity, Unauthenticated, Unavailable
 from ebbtide.rpc.backoff import pauses
+from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.library.version_records import Stream
 from ebbtide.weight_relay.outlets.holder_table import AGAIN_S, LOST_S, HolderTable
@@ -50,12 +51,16 @@ class Subscription:
         self._streams: dict[Stream, _Arrivals] = {}
         self._works: dict[Stream, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
+        self._threads = DigestThreads()  # for digests
 
     async def run(self) -> None:
         """For ever: follow the upstream, and let it know what is here."""
-        async with self._group:
-            self._group.create_task(self._follow())
-            self._group.create_task(self._tell())
+        try:
+            async with self._group:
+                self._group.create_task(self._follow())
+                self._group.create_task(self._tell())
+        finally:
+            self._threads.close()
 
     async def ask(self, run_id: str, policy: str, version: int) -> int:
         """Have `version` (0: the newest) brought at once unless it is here or arriving; what to read, once it can be.
@@ -98,7 +103,7 @@ class Subscription:
 
     def _arrivals(self, stream: Stream) -> "_Arrivals":
         if stream not in self._streams:
-            self._streams[stream] = _Arrivals(stream, self._relay, self._holders, self._upstream)
+            self._streams[stream] = _Arrivals(stream, self._relay, self._holders, self._upstream, self._threads)
             self._works[stream] = self._group.create_task(self._streams[stream].work())
         return self._streams[stream]
 
@@ -131,8 +136,11 @@ class Subscription:
 class _Arrivals:
     """The arrivals of one stream, one after another."""
 
-    def __init__(self, stream: Stream, relay: WeightRelay, holders: HolderTable, upstream: Upstream) -> None:
+    def __init__(
+        self, stream: Stream, relay: WeightRelay, holders: HolderTable, upstream: Upstream, threads: DigestThreads
+    ) -> None:
         self._stream, self._relay, self._holders, self._upstream = stream, relay, holders, upstream
+        self._threads = threads
         self.newest, self._heard_at = 0, 0.0
         self._asked: dict[int, asyncio.Future[None]] = {}  # in the order of their turns
         self._askers: Counter[int] = Counter()  # how many wait for each
@@ -201,7 +209,9 @@ class _Arrivals:
     async def _bring(self, version: int) -> None:
         """Bring one version, until it is here, cannot be had, or is outdated."""
         self._spared_until, self._coming = 0.0, version
-        arrival = VersionArrival(self._relay, self._upstream, self._stream, version, began=self._began)
+        arrival = VersionArrival(
+            self._relay, self._upstream, self._stream, version, began=self._began, threads=self._threads
+        )
         task = asyncio.create_task(self._persist(arrival))
         outcome = "given_up"
         try:
