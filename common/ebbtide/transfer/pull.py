@@ -14,7 +14,7 @@ from ebbtide.errors import (
     PermissionDenied,
     VersionUnavailable,
 )
-from ebbtide.transfer.blob_fetch import BlobFetch, FetchMeans, FetchOrder, FetchTally
+from ebbtide.transfer.blob_fetch import BlobFetch, FetchMeans, FetchOrder
 from ebbtide.transfer.fetch_batches import FetchWork
 from ebbtide.transfer.sources.source_pool import OpenSource, SourcePool
 from ebbtide.transfer.sources.tile_source import Opener
@@ -35,11 +35,12 @@ class Pull:
         bytes_per_s: float,
     ) -> None:
         """`bytes_per_s`: at which the reader has fetched lately; 0 if that is not known."""
-        self.tally = FetchTally()
+        self.reused: int | None = None  # tiles that were the version's already
         self.ways: list[FoundWay] = []
         self._order, self._finder, self._means, self._bytes_per_s = order, finder, means, bytes_per_s
         self._threads, self._wanted = means.threads, order.places()
         self._pool = SourcePool(relay, open_source, reader, means.rates)
+        self.fetch = BlobFetch(order, self._pool, means)
         self._lists: dict[FoundWay, Way] = {}
         self._refused: set[FoundWay] = set()
         self._scratch = False
@@ -57,7 +58,8 @@ class Pull:
                 found = await self._ask(have)  # from here on, peers may be sent here
                 work = await self._plan(found, have, await self._threads.run(order.mirror.held))
                 peers.enter_context(cache.arriving(work.sizes))
-            self.tally.plan(len(self._wanted), work.tiles)
+            if self.reused is None:
+                self.reused = len(self._wanted) - work.tiles
             order.mirror.remember(order.target.run_id, version.policy, [*have, version.version])
             await self._fetch(work, found.again_s)
         if order.wanted is None:
@@ -66,14 +68,12 @@ class Pull:
                 await self._finder.find(self._question([version.version], done=True))
 
     async def _fetch(self, work: FetchWork, again_s: float) -> None:
-        fetch = BlobFetch(work, self._order, self._pool, self._means, self.tally)
-        await fetch.run(lambda: self._ask(self._have()), again_s)
-        if fetch.broken:
+        if broken := await self.fetch.run(work, lambda: self._ask(self._have()), again_s):
             # The blobs were right and what came of them was not: the base was damaged, or the lists lie.
-            await self._threads.run(lambda: self._order.mirror.mend(fetch.broken))
+            await self._threads.run(lambda: self._order.mirror.mend(broken))
             self._refused.update(way for way in self._lists if way.via)
             self._scratch = True
-            raise ChunkCorrupt(f"{len(fetch.broken)} tiles are not the version's after their patches")
+            raise ChunkCorrupt(f"{len(broken)} tiles are not the version's after their patches")
 
     # -- where it comes from -------------------------------------------------------------------------------------
 

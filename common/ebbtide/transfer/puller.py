@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.rpc.backoff import pauses, retrying
-from ebbtide.transfer.blob_fetch import FetchMeans, FetchOrder, fetch_limits
+from ebbtide.transfer.blob_fetch import FetchMeans, FetchOrder
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.transfer.mirror.element_changes import ElementChanges
 from ebbtide.transfer.mirror.mirror import Mirror
@@ -74,7 +74,7 @@ class Puller:
         self._rate = 0.0
         self._threads = threads or DigestThreads()
         self._means = FetchMeans(
-            threads=self._threads, cache=cache or BlobCache(0), limits=fetch_limits(streams, silence_s)
+            threads=self._threads, cache=cache or BlobCache(0), streams=streams, silence_s=silence_s
         )
 
     async def manifest(
@@ -127,15 +127,15 @@ class Puller:
         finally:
             await pull.close()
         seconds = time.monotonic() - start
-        tally = pull.tally
-        if tally.bytes_by_source:
-            self._rate = sum(tally.bytes_by_source.values()) / seconds
+        fetch = pull.fetch
+        if fetch.bytes_by_source:
+            self._rate = sum(fetch.bytes_by_source.values()) / seconds
         return Pulled(
-            bytes_by_source=tally.bytes_by_source,
+            bytes_by_source=fetch.bytes_by_source,
             seconds=seconds,
-            tiles=tally.tiles,
-            reused=tally.reused,
-            digests_s=tally.digests_s,
+            tiles=fetch.tiles,
+            reused=pull.reused or 0,
+            digests_s=fetch.digests_s,
             ways=tuple(pull.ways),
         )
 
@@ -143,12 +143,12 @@ class Puller:
         """Rounds until it is done; gives up when none has moved anything for as long as patience lasts."""
         give_up, waits = time.monotonic() + self._patience_s, pauses()
         while True:
-            before = pull.tally.tiles
+            before = pull.fetch.tiles
             try:
                 return await pull.round()
             except _PASSING as error:
                 wait = max(next(waits), error.retry_after_s if isinstance(error, NoCapacity) else 0.0)
-                if pull.tally.tiles > before:
+                if pull.fetch.tiles > before:
                     give_up, waits = time.monotonic() + self._patience_s, pauses()
                 elif time.monotonic() + wait > give_up:
                     raise

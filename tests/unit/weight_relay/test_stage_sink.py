@@ -8,7 +8,7 @@ import pytest
 from ebbtide.errors import Unavailable
 from ebbtide.transfer.blob_fetcher import BlobBatch
 from ebbtide.weight_relay.service import WeightRelay
-from ebbtide.weight_relay.stage_sink import StageSink, Step
+from ebbtide.weight_relay.upstream.version_arrival import ArrivalStep, StageSink
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, held, relay_at
 
@@ -25,7 +25,7 @@ async def relay(tmp_path: Path) -> AsyncIterator[WeightRelay]:
 
 async def staged(relay: WeightRelay, line: Line) -> StageSink:
     """Versions 1, dense, and 2, a patch on it."""
-    steps = [Step(line[1].manifest, None), Step(line[2].manifest, line[2].patch)]
+    steps = [ArrivalStep(line[1].manifest, None), ArrivalStep(line[2].manifest, line[2].patch)]
     return StageSink(relay, [(step, await relay.begin(step.manifest, step.patch, arriving=True)) for step in steps])
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unauthenticated, VersionUnavailable
 from ebbtide.scheduling.distribution.source_ranking import BlobOrigin
@@ -71,7 +70,7 @@ async def test_an_upstream_with_an_odd_error_is_asked_again(tmp_path: Path) -> N
 
 
 async def test_a_slow_disk_here_is_no_silence_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_arrival, "_LIMITS", replace(version_arrival._LIMITS, silence_s=0.05))
+    monkeypatch.setattr(version_arrival, "_SILENCE_S", 0.05)
     upstream = LineUpstream(Line(1, sizes=SMALL), 0)
     async with following(tmp_path, upstream) as relay:
         put = relay.relay.put
