@@ -165,16 +165,15 @@ class BlobFetcher(Generic[B]):
 
     async def _read(self, source: OpenSource, batch: B) -> None:
         """Get what is missing of a batch. Raises why not all of it came; what came before is used all the same."""
-        silence_s = self._silence_s
         try:
-            patience = source.patience(silence_s, max(batch.missing.values()))
+            patience = source.patience(self._silence_s, max(batch.missing.values()))
             async with patience as clock, aclosing(source.source.tiles(list(batch.missing))) as stream:
                 async for digest, data in stream:
-                    source.heard(silence_s, len(data))
+                    source.heard(len(data))
                     batch.take(digest, data)
                     self._first_came.set()
                     if batch.fresh_bytes >= _HAND_OVER_BYTES or len(batch.fresh) >= self._hand_over_blobs:
-                        with source.resting(clock, silence_s):
+                        with source.resting(clock):
                             await self._verify(batch, source)
                     if len(batch.fresh) < len(batch.missing) and self._pool.lags(source, batch.lacking):
                         self._hurry.set()

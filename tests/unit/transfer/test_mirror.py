@@ -121,6 +121,17 @@ def test_damage_is_seen_when_it_is_looked_for(links: list[Link], mirror: Mirror)
     assert_right(mirror, links[1])
 
 
+def test_some_places_of_a_version_may_be_all_that_is_wanted(links: list[Link], mirror: Mirror) -> None:
+    bring(mirror, links, 1)
+    changed = {task.place for task in tasks_to(mirror, links, 3)}
+    same = [place for place in places(links[0].manifest) if place not in changed]
+    assert mirror.holds(links[0].manifest)
+    assert not mirror.holds(links[2].manifest)
+    assert mirror.holds(links[2].manifest, same)
+    assert mirror.holds(links[2].manifest, [])
+    assert not mirror.holds(links[2].manifest, [*same, min(changed)])
+
+
 def test_peers_read_the_tiles_that_are_there_and_no_others(links: list[Link], mirror: Mirror) -> None:
     bring(mirror, links, 2)
     for entry in links[1].manifest.tensors:

@@ -27,8 +27,8 @@ class Clock:
         async with found.patience(5.0, MIB) as clock:
             for _ in range(blobs):
                 self.now += seconds / blobs
-                found.heard(5.0, size // blobs)
-                with found.resting(clock, 5.0):
+                found.heard(size // blobs)
+                with found.resting(clock):
                     self.now += rest_s / blobs
 
 

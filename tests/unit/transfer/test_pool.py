@@ -210,13 +210,13 @@ async def test_patience_grows_with_the_pauses_of_a_source(monkeypatch: pytest.Mo
     async with found.patience(5.0, 1 << 20):
         assert allowance(found) == pytest.approx(5.0 + 16.0)
         now += 2.0
-        found.heard(5.0, 1 << 20)
+        found.heard(1 << 20)
         assert allowance(found) == pytest.approx(5.0 + 4 * 2.0)
         now += 3.0
-        found.heard(5.0, 1 << 20)
+        found.heard(1 << 20)
         assert allowance(found) == pytest.approx(5.0 + 4 * 3.0)
         now += 1.0
-        found.heard(5.0, 1 << 20)
+        found.heard(1 << 20)
         assert allowance(found) == pytest.approx(5.0 + 4 * 3.0)
     async with found.patience(5.0, 1 << 20):
         assert allowance(found) == pytest.approx(5.0 + 4 * 3.0), "what was learnt stays"
@@ -229,7 +229,7 @@ async def test_larger_blobs_may_take_longer_but_never_for_ever(monkeypatch: pyte
     found = Scene().relay
     async with found.patience(1.0, 1000):
         now += 0.5
-        found.heard(1.0, 1000)
+        found.heard(1000)
     async with found.patience(1.0, 4000):
         assert allowance(found) == pytest.approx(1.0 + 8.0)
     async with found.patience(1.0, 1 << 20):
@@ -243,7 +243,7 @@ async def test_a_blob_in_one_stream_is_a_sign_of_life_for_all(monkeypatch: pytes
     found = Scene().relay
     async with found.patience(5.0, 10), found.patience(5.0, 10):
         now += 1.0
-        found.heard(5.0, 10)
+        found.heard(10)
         assert [clock.when() for clock in found._clocks] == [now + 5.0 + 4.0] * 2
     monkeypatch.undo()
 
@@ -253,8 +253,8 @@ async def test_what_a_reader_does_meanwhile_is_not_a_sources_silence(monkeypatch
     monkeypatch.setattr(loop, "time", lambda: now)
     found = Scene().relay
     async with found.patience(5.0, 1 << 20) as clock:
-        found.heard(5.0, 1 << 20)
-        with found.resting(clock, 5.0):
+        found.heard(1 << 20)
+        with found.resting(clock):
             assert clock.when() is None
             now += 1000.0
         assert allowance(found) == pytest.approx(5.0), "no pause of its own was seen yet"
@@ -266,9 +266,9 @@ async def test_a_reader_that_rests_leaves_the_others_clocks_running(monkeypatch:
     monkeypatch.setattr(loop, "time", lambda: now)
     found = Scene().relay
     async with found.patience(5.0, 10) as one, found.patience(5.0, 10) as two:
-        with found.resting(one, 5.0):
+        with found.resting(one):
             now += 2.0
-            found.heard(5.0, 10)
+            found.heard(10)
             assert (one.when(), two.when()) == (None, now + 5.0 + 8.0)
         assert one.when() == now + 5.0 + 8.0
     monkeypatch.undo()

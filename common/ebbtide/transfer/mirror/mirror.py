@@ -81,7 +81,7 @@ class Mirror:
         self._beats = np.frombuffer(self._memory.table, np.uint64, 1, DIGEST_BYTES)
         self._own = Own(self.layout.tile_bytes)
         self._rows = threading.Lock()
-        self._changes: list[int] = []
+        self._changes: int | None = None  # the file last given out
         self._closed = False
 
     @property
@@ -133,12 +133,13 @@ class Mirror:
                 found[place] = table[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
         return found
 
-    def holds(self, manifest: Manifest) -> bool:
-        """Whether every tile is that version's."""
+    def holds(self, manifest: Manifest, wanted: Iterable[Place] | None = None) -> bool:
+        """Whether every tile, or every one of those `wanted`, is that version's."""
         if not same_geometry(manifest, self.manifest):
             return False
-        digests = b"".join(digest for entry in manifest.tensors for digest in entry.digests)
-        return bool((self._states == _KNOWN).all()) and self._digests.tobytes() == digests
+        digests = np.frombuffer(b"".join(digest for entry in manifest.tensors for digest in entry.digests), np.uint8)
+        right = (self._states == _KNOWN) & (self._digests == digests.reshape(self._digests.shape)).all(1)
+        return bool((right if wanted is None else right[self._rows_of(wanted)]).all())
 
     def versions(self, run_id: str, policy: str) -> list[int]:
         """The versions of a policy that the tiles come from, as last remembered. For hints, not for trust."""
@@ -178,11 +179,7 @@ class Mirror:
 
     def mend(self, wanted: Iterable[Place] | None = None) -> None:
         """Look again at the tiles whose writing was cut off, or at those wanted, and record what they are."""
-        rows = (
-            np.flatnonzero(self._states == _WRITING).tolist()
-            if wanted is None
-            else [self._first[tensor] + tile for tensor, tile in wanted]
-        )
+        rows = np.flatnonzero(self._states == _WRITING).tolist() if wanted is None else self._rows_of(wanted)
         if not rows:
             return
         count = min(_MENDERS, os.cpu_count() or 1, len(rows) // _FEW + 1)
@@ -269,6 +266,9 @@ class Mirror:
             with self._rows:
                 yield
 
+    def _rows_of(self, places: Iterable[Place]) -> list[int]:
+        return [self._first[tensor] + tile for tensor, tile in places]
+
     def _place(self, row: int) -> Place:
         tensor = bisect_right(self._first, row) - 1
         return tensor, row - self._first[tensor]
@@ -287,23 +287,27 @@ class Mirror:
         return True
 
     def changes(self, base_root: bytes, root: bytes) -> Path | None:
-        """The file of `ElementChanges.write` that leads from one version to another, if it is the one kept; its path
-        is good until `close`, or until this is called again."""
-        for file in self._changes:
-            os.close(file)
-        self._changes = []
-        if (found := self._memory.open("changes")) is None:
+        """Opens the file of changes that leads from one version to another, if it is the one kept.
+
+        Its path is good until `close`, or until this is called again.
+        """
+        self._close_changes()
+        self._changes = found = self._memory.open("changes")
+        if found is None:
             return None
-        self._changes = [found]
         return _descriptor(found) if leads(found, base_root, root) else None
 
     def close(self) -> None:
         """Give it up; the last one to do so removes the files. Views of it stay good."""
         if not self._closed:
             self._closed = True
-            for file in self._changes:
-                os.close(file)
+            self._close_changes()
             self._memory.close()
+
+    def _close_changes(self) -> None:
+        if self._changes is not None:
+            os.close(self._changes)
+            self._changes = None
 
 
 def made(manifest: Manifest) -> bytes:

@@ -9,7 +9,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
@@ -96,16 +96,15 @@ class SharedMemory:
     def __init__(self, folder: Path, made: bytes, size: int, table: int, header: bytes, distrust: Distrust) -> None:
         """Raises `InvalidRequest` for a folder that is not this user's alone, `NoCapacity` if it has no room."""
         self._folder = SharedFolder(folder, made)
-        self.weights = -1
-        try:
-            self.weights = self._folder.open("weights")
-            self.table: Buffer = self._lay_out(folder, made, size, table, header, distrust)
-        except OSError as error:
-            self.close()
-            raise refused(folder, error) from None
-        except BaseException:
-            self.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._folder.leave)
+            try:
+                self.weights = self._folder.open("weights")
+                undo.callback(os.close, self.weights)
+                self.table: Buffer = self._lay_out(folder, made, size, table, header, distrust)
+            except OSError as error:
+                raise refused(folder, error) from None
+            undo.pop_all()
 
     def _lay_out(
         self, folder: Path, made: bytes, size: int, table: int, header: bytes, distrust: Distrust
@@ -157,6 +156,5 @@ class SharedMemory:
         return self._folder.find(name)
 
     def close(self) -> None:
-        if self.weights >= 0:
-            os.close(self.weights)
+        os.close(self.weights)
         self._folder.leave()

@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -34,36 +35,14 @@ class SharedFolder:
 
     def __init__(self, folder: Path, made: bytes) -> None:
         """Make or join it, and sweep what others left behind. Raises `InvalidRequest` for a folder that is not ours."""
-        self._folder = folder
-        self._name = f"mirror-{made[:16].hex()}"
-        while not self._join():
+        self._folder, self._name = folder, f"mirror-{made[:16].hex()}"
+        while (joined := _join(folder, self._name)) is None:
             pass  # somebody was just leaving
-
-    def _join(self) -> bool:
-        self._top = _open_top(self._folder)
-        self._inner = self._users = -1
-        try:
-            _sweep(self._top, self._name)
-            with suppress(FileExistsError):
-                os.mkdir(self._name, 0o700, dir_fd=self._top)
-            self._inner = os.open(self._name, _FOLDER, dir_fd=self._top)
-            self._users = os.open("users", _FILE | os.O_CREAT, 0o600, dir_fd=self._inner)
-            if _is_free(self._users):
-                os.close(self.open(UNCHECKED))
-            fcntl.flock(self._users, fcntl.LOCK_SH)  # held otherwise by one who removes all, for a moment
-            if os.stat("users", dir_fd=self._inner).st_ino == os.fstat(self._users).st_ino:
-                return True
-        except FileNotFoundError:
-            pass  # removed between two steps by the last who left: begin again
-        except OSError as error:
-            self._close()
-            raise refused(self._folder, error) from None
-        self._close()
-        return False
+        self._top, self._inner, self._users = joined
 
     def open(self, name: str) -> int:
         """A descriptor of one of the files, which is made empty if it is not there."""
-        return os.open(name, _FILE | os.O_CREAT, 0o600, dir_fd=self._inner)
+        return _create(name, self._inner)
 
     def find(self, name: str) -> int | None:
         """A descriptor of one of the files, or None."""
@@ -89,12 +68,41 @@ class SharedFolder:
             _remove(self._top, self._name, self._inner)
             with suppress(OSError):  # others' mirrors may be in it, or it may be a mount
                 self._folder.rmdir()
-        self._close()
+        _close((self._users, self._inner, self._top))
 
-    def _close(self) -> None:
-        for descriptor in (self._users, self._inner, self._top):
-            if descriptor >= 0:
-                os.close(descriptor)
+
+def _join(folder: Path, name: str) -> tuple[int, int, int] | None:
+    """Descriptors of the folder, the sub-folder and its `users`, locked; None if the last one was just leaving."""
+    opened = [_open_top(folder)]
+    try:
+        _sweep(opened[0], name)
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=opened[0])
+        opened.append(os.open(name, _FOLDER, dir_fd=opened[0]))
+        opened.append(_create("users", opened[1]))
+        top, inner, users = opened
+        if _is_free(users):
+            os.close(_create(UNCHECKED, inner))
+        fcntl.flock(users, fcntl.LOCK_SH)  # held otherwise by one who removes all, for a moment
+        if os.stat("users", dir_fd=inner).st_ino == os.fstat(users).st_ino:
+            return top, inner, users
+    except FileNotFoundError:
+        pass  # removed between two steps by the last who left: begin again
+    except OSError as error:
+        _close(opened)
+        raise refused(folder, error) from None
+    _close(opened)
+    return None
+
+
+def _create(name: str, folder: int) -> int:
+    """A descriptor of a file, which is made empty if it is not there."""
+    return os.open(name, _FILE | os.O_CREAT, 0o600, dir_fd=folder)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def check_folder(folder: Path) -> None:

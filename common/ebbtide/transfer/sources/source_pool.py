@@ -46,7 +46,8 @@ class OpenSource:
         self.source, self.name, self.address, self.tier = source, name, address, tier
         self.streams = 0
         self.pace = SourcePace()
-        self._clocks: dict[asyncio.Timeout, int] = {}  # and the largest blob that their streams wait for
+        #: Of streams that wait: for how long they bear silence, and the largest blob that they wait for.
+        self._clocks: dict[asyncio.Timeout, tuple[float, int]] = {}
         self._heard = 0.0
         self._pause = 0.0
         self._largest = 0
@@ -61,7 +62,7 @@ class OpenSource:
         self.streams += 1
         try:
             async with clock:
-                self._wait(clock, silence_s, largest)
+                self._wait(clock, (silence_s, largest))
                 yield clock
         except TimeoutError:
             raise Unavailable(f"{self.name} at {self.address} has stalled") from None
@@ -72,31 +73,32 @@ class OpenSource:
                 self.pace.reading.stop(loop.time())
 
     @contextmanager
-    def resting(self, clock: asyncio.Timeout, silence_s: float) -> Iterator[None]:
+    def resting(self, clock: asyncio.Timeout) -> Iterator[None]:
         """The stream of a `clock` from `patience` does something else; that is none of the source's silence."""
-        largest = self._rest(clock)
+        allowed = self._rest(clock)
         if not clock.expired():
             clock.reschedule(None)
         try:
             yield
         finally:
-            self._wait(clock, silence_s, largest)
+            if allowed is not None:
+                self._wait(clock, allowed)
 
-    def _wait(self, clock: asyncio.Timeout, silence_s: float, largest: int) -> None:
+    def _wait(self, clock: asyncio.Timeout, allowed: tuple[float, int]) -> None:
         now = asyncio.get_running_loop().time()
         if not self._clocks:
             self._heard = now  # the way to the first blob is a pause, too
             self.pace.waiting.start(now)
-        self._clocks[clock] = largest
-        self._wind(clock, silence_s)
+        self._clocks[clock] = allowed
+        self._wind(clock)
 
-    def _rest(self, clock: asyncio.Timeout) -> int:
-        largest = self._clocks.pop(clock, 0)
-        if largest and not self._clocks:
+    def _rest(self, clock: asyncio.Timeout) -> tuple[float, int] | None:
+        allowed = self._clocks.pop(clock, None)
+        if allowed is not None and not self._clocks:
             self.pace.waiting.stop(asyncio.get_running_loop().time())
-        return largest
+        return allowed
 
-    def heard(self, silence_s: float, size: int = 0) -> None:
+    def heard(self, size: int) -> None:
         """A blob of `size` bytes has come."""
         now = asyncio.get_running_loop().time()
         self._pause = max(self._pause, now - self._heard)
@@ -104,12 +106,13 @@ class OpenSource:
         self._largest = max(self._largest, size)
         self.pace.came(size, now)
         for clock in self._clocks:
-            self._wind(clock, silence_s)
+            self._wind(clock)
 
-    def _wind(self, clock: asyncio.Timeout, silence_s: float) -> None:
+    def _wind(self, clock: asyncio.Timeout) -> None:
         if not clock.expired():
-            allowed = min(_LONGEST_S, self._usual(self._clocks[clock]))
-            clock.reschedule(asyncio.get_running_loop().time() + silence_s + allowed)
+            silence_s, largest = self._clocks[clock]
+            pause_s = min(_LONGEST_S, self._usual(largest))
+            clock.reschedule(asyncio.get_running_loop().time() + silence_s + pause_s)
 
     def _usual(self, largest: int) -> float:
         if not self._largest:
