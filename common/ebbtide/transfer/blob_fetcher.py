@@ -88,8 +88,8 @@ class BlobFetcher(Generic[B]):
         perhaps none, that are `known` already and have no source. Its errors end the fetch. `threads`: for digests.
 
         `silence_s`: for how long a source may send nothing, besides what its pauses were so far. `hand_over_blobs`: of
-        a stream that are handed over at once. `exhausted`: what to raise when `SourcePool.pick` finds no source. `on_fault`
-        is told each error of a source."""
+        a stream that are handed over at once. `exhausted`: what to raise when `SourcePool.pick` finds no source.
+        `on_fault` is told each error of a source."""
         self._batches, self._unfinished = deque(batches), 0
         self._sink, self._pool, self._threads = sink, pool, threads
         self._most_streams, self._silence_s, self._hand_over_blobs = streams, silence_s, hand_over_blobs

@@ -14,8 +14,8 @@ from ebbtide.errors import (
     PermissionDenied,
     VersionUnavailable,
 )
-from ebbtide.transfer.blob_fetch import BlobFetch, FetchMeans, FetchOrder
 from ebbtide.transfer.fetch_batches import FetchWork
+from ebbtide.transfer.mirror_fetch import FetchMeans, FetchOrder, MirrorFetch
 from ebbtide.transfer.sources.source_pool import OpenSource, SourcePool
 from ebbtide.transfer.sources.tile_source import Opener
 from ebbtide.transfer.version_finder import FoundVersion, VersionFinder, VersionQuestion, is_usable
@@ -40,7 +40,7 @@ class Pull:
         self._order, self._finder, self._means, self._bytes_per_s = order, finder, means, bytes_per_s
         self._threads, self._wanted = means.threads, order.places()
         self._pool = SourcePool(relay, open_source, reader, means.rates)
-        self.fetch = BlobFetch(order, self._pool, means)
+        self.fetch = MirrorFetch(order, self._pool, means)
         self._lists: dict[FoundWay, Way] = {}
         self._refused: set[FoundWay] = set()
         self._scratch = False

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.rpc.backoff import pauses, retrying
-from ebbtide.transfer.blob_fetch import FetchMeans, FetchOrder
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.transfer.mirror.element_changes import ElementChanges
 from ebbtide.transfer.mirror.mirror import Mirror
+from ebbtide.transfer.mirror_fetch import FetchMeans, FetchOrder
 from ebbtide.transfer.pull import Pull
 from ebbtide.transfer.sources.blob_cache import BlobCache
 from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource

@@ -44,7 +44,7 @@ class FetchMeans(Struct, frozen=True, kw_only=True):
     rates: dict[int, float] = field(default_factory=dict)
 
 
-class BlobFetch:
+class MirrorFetch:
     """Makes the tiles of one pull, plan by plan. Counts what it has done so far: `bytes_by_source` that came, `tiles`
     that were made, the seconds that digests took."""
 
