@@ -2,6 +2,7 @@
 
 from random import Random
 
+from ebbtide.testing import wait_until
 from tests.chaos.cluster import FLUSH_TOKENS, Cluster
 from tests.chaos.load import Begin
 from tests.chaos.test_killed_store import quiet
@@ -25,7 +26,8 @@ async def test_live_attempts_go_on_over_any_number_of_coordinators(cluster: Clus
 async def test_workers_fill_their_window_and_users_wait_while_it_is_away(cluster: Cluster, begin: Begin) -> None:
     load = await begin()
     await load.submit(64)
-    await load.more_tokens(200)
+    # What is still on its way to a worker when the coordinator dies is given out again: none is.
+    await wait_until(lambda: len(cluster.ledger()) == 64, what="every rollout is with its worker")
     cluster.kill("coordinator")
     before = cluster.generated()
     await quiet(cluster, 1.0)
@@ -33,7 +35,7 @@ async def test_workers_fill_their_window_and_users_wait_while_it_is_away(cluster
     await cluster.coordinator()
     await load.submit(16)
     run = await load.settle()
-    assert run.counters["attempts"] == 80
+    assert run.counters["attempts"] - run.counters.get("moved", 0) == 80
     assert load.generated_twice() == 0
 
 
