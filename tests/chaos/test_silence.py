@@ -46,7 +46,7 @@ class Record:
         """From the detection to the first token more, of each rollout that was cut."""
         found, waits = self.found(), []
         for span in spans:
-            if span.worker_id in self.frozen and span.end != "finished":
+            if span.worker_id in self.frozen and not span.finished:
                 after = min(when for when, stored in load.seen[span.rollout_id] if stored > span.last)
                 waits.append(max(0.0, after - found[span.worker_id]))
         return waits

@@ -4,6 +4,7 @@ from enum import IntEnum, StrEnum
 
 from msgspec import Struct
 
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.rollout import RolloutRequest, SubmitOutcome
 
 
@@ -72,16 +73,23 @@ class EndedAttempt(Struct, frozen=True):
     tokens: int = 0
 
 
-class EndReason(Struct, frozen=True, kw_only=True):
-    """Why attempts end. `blame`: the rollout itself may be the cause; `avoid`: it is not to come back to that worker;
-    `moved`: the coordinator took it away; `noticed_s`: in how many seconds the worker's loss was noticed, if it was.
-    """
+class EndReason(Struct, frozen=True):
+    """Why attempts end."""
 
-    reason: str
-    blame: bool = False
-    avoid: bool = False
-    moved: bool = False
-    noticed_s: float | None = None
+    cause: EndCause
+    text: str  # the same for people, in spans and dead letters
+    blame: bool = False  # the rollout itself may be why
+    noticed_s: float | None = None  # seconds from the worker's last sign of life to its loss, if it was lost
+
+    @property
+    def avoid(self) -> bool:
+        """Whether the rollout is not to come back to that worker."""
+        return self.cause is EndCause.WORKER_SUSPECTED
+
+    @property
+    def moved(self) -> bool:
+        """Whether the coordinator took it away."""
+        return self.cause is EndCause.MOVED
 
 
 class RequeuedRollout(Struct, frozen=True):

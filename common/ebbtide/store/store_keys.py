@@ -8,6 +8,8 @@ writes, and only through scripts that check its term: that of the run, and where
 
 from typing import Final
 
+from ebbtide.types.end_cause import EndCause
+
 #: What the fleet's keys begin with.
 FLEET: Final = "ebbtide:{fleet}:"
 #: string: the term of the coordinator that may write. Set when a coordinator begins to lead; never ends.
@@ -43,8 +45,8 @@ RUN_KEYS: Final[dict[str, str]] = {
     # set: `kind:key` of events, so that a repeat is dropped. Expires with RUN.
     "EVENT_KEYS": "eventkeys",
     # stream: r(ollout), a(ttempt), w(orker), f(irst) and l(ast) token, b(egin) and e(nd) in ms since submission, why,
-    # v(ersions of its first and last token, u32 each): an entry per attempt that has ended. Capped. Owner: lib.
-    # Expires with RUN.
+    # v(ersions of its first and last token, u32 each), c(ause, a number of `EndCause`; 0.1.0 wrote none): an entry per
+    # attempt that has ended. Capped. Owner: lib. Expires with RUN.
     "SPANS": "spans",
     # hash: term, `lease:ROLE` -> fence, and `r:ROLLOUT` -> "ATTEMPT:stored" for each running rollout: what every
     # write compares. Owner: claim_term, lease_*, place, append, requeue. Deleted at the run's end, which bars all
@@ -89,7 +91,8 @@ FLEET_KEYS: Final = {"TERM": TERM, "SCHEMA": SCHEMA, "LEADER": LEADER, "INDEX": 
 
 
 def lua_constants() -> str:
-    """Lua that names the fleet's keys, and those of the run whose prefix is `KEYS[1]`."""
+    """Lua that names the fleet's keys, those of the run whose prefix is `KEYS[1]`, and the causes of ends."""
     fleet = "".join(f"local {name} = '{key}'\n" for name, key in FLEET_KEYS.items())
     fleet += f"local NEWEST_SCHEMA = '{NEWEST_SCHEMA}'\n"
+    fleet += f"local CAUSE = {{{', '.join(f'{cause.name} = {cause}' for cause in EndCause)}}}\n"
     return fleet + "".join(f"local {name} = KEYS[1] .. '{suffix}'\n" for name, suffix in RUN_KEYS.items())

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.types.end_cause import EndCause, cause_of
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import PolicyVersion
 
@@ -174,10 +176,7 @@ class RunEvent(Struct, frozen=True, kw_only=True):
 
 
 class AttemptSpan(Struct, frozen=True, kw_only=True):
-    """One attempt that has ended; tokens [first, last) are its own. Times are seconds since the run was submitted.
-
-    `end`: "finished", "cancelled", or why it was taken from the worker.
-    """
+    """One attempt that has ended; tokens [first, last) are its own. Times are seconds since the run was submitted."""
 
     cursor: str
     rollout_id: str
@@ -187,9 +186,18 @@ class AttemptSpan(Struct, frozen=True, kw_only=True):
     last: int
     begin_s: float
     end_s: float
-    end: str
+    end: str  # in words, for people
     first_version: int = 0
     last_version: int = 0
+    cause: EndCause | None = None  # None only until it is made: a former release names it by `end` alone
+
+    def __post_init__(self) -> None:
+        if self.cause is None:
+            force_setattr(self, "cause", cause_of(self.end))
+
+    @property
+    def finished(self) -> bool:
+        return self.cause is EndCause.FINISHED
 
 
 class LeaseRef(Struct, frozen=True):

@@ -122,9 +122,11 @@ class ScriptedWorker:
     async def beat(self, **beat: Any) -> None:
         await self.say(heartbeat=fleet_pb2.Heartbeat(**({"state": types_pb2.WORKER_STATE_READY} | beat)))
 
-    async def hand_back(self, *rollout_ids: str, reason: str = "") -> None:
+    async def hand_back(self, *rollout_ids: str, cause: int = 0, reason: str = "") -> None:
+        """Without a `cause`, as a worker of the former release does."""
         refs = [self.assigned.pop(rollout_id).attempt for rollout_id in rollout_ids]
-        await self.say(released=fleet_pb2.Released(attempts=refs, reason=reason))
+        released = fleet_pb2.Released(attempts=refs, reason=reason, cause=types_pb2.EndCause.ValueType(cause))
+        await self.say(released=released)
 
     async def say(self, **kind: Any) -> None:
         await write(self._control, fleet_pb2.WorkerMessage(**kind))

@@ -11,8 +11,8 @@ import pytest
 from ebbtide.coordinator.dispatcher import borrowed_hosts
 from ebbtide.coordinator.fleet import release_requests, worker_health
 from ebbtide.scheduling.dispatch import reclaim_risk
-from ebbtide.scheduling.dispatch.attempt_endings import MOVED
 from ebbtide.testing import wait_until
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import BorrowSpec
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
@@ -92,7 +92,7 @@ async def test_a_long_one_moves_everything_once_and_no_token_is_made_twice(clust
     await rounds(cluster, 3)
     assert sorted(worker.asked) == ["a", "b"]
     await worker.add("a", 3, 2)  # what it had made before is flushed first
-    await worker.hand_back("a", "b", reason=MOVED)
+    await worker.hand_back("a", "b", cause=EndCause.MOVED)
     await steady.has("a", "b")
     assert len(steady.assigned["a"].partial) == 5 * TOKEN_BYTES
     assert (await steady.add("a", 5, 1, STOP)).finished
@@ -107,7 +107,7 @@ async def test_what_is_not_handed_back_is_asked_for_again(cluster: Any, monkeypa
     await cluster.worker("steady")
     await says(worker, granted=False, spell_s=300.0)
     await wait_until(lambda: sorted(worker.asked) == ["a", "a", "b", "b"], what="it is asked twice")
-    await worker.hand_back("a", "b", reason=MOVED)
+    await worker.hand_back("a", "b", cause=EndCause.MOVED)
     asked = len(worker.asked)
     await rounds(cluster, 3)
     assert len(worker.asked) <= asked + 2  # one that was on its way
@@ -169,7 +169,7 @@ async def test_a_host_whose_users_suffer_is_given_up_and_its_rollouts_go_elsewhe
     await wait_until(lambda: not worker.borrows[-1].wanted, what="it is told")
     assert "error budget" in worker.borrows[-1].reason
     await wait_until(lambda: len(worker.asked) == 2, what="it is asked for all")
-    await worker.hand_back("a", "b", reason=MOVED)
+    await worker.hand_back("a", "b", cause=EndCause.MOVED)
     await steady.has("a", "b")
     one = await listed(cluster, "lent")
     assert one.given_up
@@ -243,7 +243,7 @@ class Mill:
                 await self._turn(self._draw)
             asked, self._worker.asked = self._worker.asked, []
             if back := [name for name in asked if name in self._worker.assigned]:
-                await self._worker.hand_back(*back, reason=MOVED)
+                await self._worker.hand_back(*back, cause=EndCause.MOVED)
             if self._granted and self._worker.assigned:
                 await self._step()
             await asyncio.sleep(0.01)

@@ -9,6 +9,7 @@ from ebbtide.coordinator.dispatcher import rebalancer
 from ebbtide.scheduling.dispatch.move_costs import MoveCosts
 from ebbtide.scheduling.dispatch.rebalancing import rebalance
 from ebbtide.testing import wait_until
+from ebbtide.types.end_cause import EndCause
 from ebbtide.v1 import fleet_pb2, types_pb2
 
 STOP = types_pb2.FINISH_REASON_STOP
@@ -49,7 +50,7 @@ async def test_what_waits_in_one_worker_goes_to_an_idle_one_but_for_the_first(cl
     for name in ("q2", "q1"):  # one at a time: else it would wait there
         await wait_until(lambda: full.asked, what="it is asked for the last that waits")
         assert full.asked == [name]
-        await full.hand_back(*full.asked, reason="moved")
+        await full.hand_back(*full.asked, cause=EndCause.MOVED)
         full.asked.clear()
         await idle.has(name)
         assert (await idle.add(name, 0, 2, STOP)).finished
@@ -79,7 +80,7 @@ async def test_a_running_rollout_goes_where_it_ends_sooner_and_keeps_its_tokens(
     await wait_until(lambda: full.asked, what="it is asked for some")
     name = full.asked[0]
     await full.add(name, 1, 3)  # what it still has it sends first
-    await full.hand_back(name, reason="moved")
+    await full.hand_back(name, cause=EndCause.MOVED)
     await fast.has(name)
     assert len(fast.assigned[name].partial) == 4 * 12
     assert (await fast.add(name, 4, 1, STOP)).finished
@@ -96,7 +97,7 @@ async def test_a_worker_is_not_asked_twice_for_one_rollout(cluster: Any) -> None
     after = rounds._next + 4 * 0.25
     await wait_until(lambda: rounds._next >= after, what="further rounds")
     assert full.asked == ["q1"]
-    await full.hand_back("q1", reason="moved")
+    await full.hand_back("q1", cause=EndCause.MOVED)
     await idle.has("q1")
     await full.add("q0", 0, 1)
     await run.submit("x")  # and now somebody else waits behind it
@@ -140,7 +141,7 @@ async def test_a_worker_that_attaches_again_is_asked_again(cluster: Any) -> None
     again.assigned = dict(full.assigned)
     await again.beat(held=True)
     await wait_until(lambda: again.asked == ["q1"], what="it is asked again")
-    await again.hand_back("q1", reason="moved")
+    await again.hand_back("q1", cause=EndCause.MOVED)
     await idle.has("q1")
     assert await run.count("moved") == 1
 
@@ -155,7 +156,7 @@ async def test_a_rollout_that_is_moved_and_moved_is_no_poison(cluster: Any, monk
     await wait_until(lambda: not running["q1"].target, what="the move is given up")
     holder, other = full, idle
     for _ in range(6):
-        await holder.hand_back("q1", reason="moved")
+        await holder.hand_back("q1", cause=EndCause.MOVED)
         await wait_until(lambda: "q1" in full.assigned or "q1" in idle.assigned, what="somebody has it")
         holder, other = (full, idle) if "q1" in full.assigned else (idle, full)
     assert "q1" not in other.assigned
@@ -179,6 +180,6 @@ async def test_what_was_to_move_is_moved_though_its_worker_drains_meanwhile(clus
     idle = await cluster.worker("w2")
     await wait_until(lambda: full.asked == ["q1"], what="it is asked")
     await full.say(draining=fleet_pb2.Draining(deadline_s=5.0, reason="asked"))
-    await full.hand_back("q1", reason="moved")
+    await full.hand_back("q1", cause=EndCause.MOVED)
     await idle.has("q1")
     assert await run.count("moved") == 1

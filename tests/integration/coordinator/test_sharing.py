@@ -9,9 +9,9 @@ import pytest
 from benchmarks.sharing import OVERTAKEN, SCENES, WORKERS, Stage, overtaken, play
 from ebbtide.coordinator.dispatcher import fleet_sharing
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
-from ebbtide.scheduling.dispatch.attempt_endings import MOVED
 from ebbtide.store.store_keys import run_key
 from ebbtide.testing import wait_until
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.rollout import RolloutKind
 from ebbtide.types.run import EvaluationSpec, Run, ShareSpec
 from ebbtide.types.tokens import token_count
@@ -141,7 +141,7 @@ async def test_a_worker_that_goes_over_hands_its_rollouts_on_with_their_tokens(
     await high.submit("h1")
     await wait_until(lambda: set(started) <= set(worker.asked), what="it is asked for all of the run")
     assert "h1" not in worker.assigned  # two runs' rollouts are never with one worker
-    await worker.hand_back(*started, reason=MOVED)
+    await worker.hand_back(*started, cause=EndCause.MOVED)
     await worker.has("h1")
     assert set(worker.assigned) == {"h1"}
     await worker.add("h1", 0, 1, STOP)

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound
+from ebbtide.store.store_keys import run_key
 from ebbtide.testing import wait_until
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.rollout import DropReason
 from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
@@ -41,7 +43,7 @@ async def test_the_timeline_tells_which_worker_made_which_tokens_when(cluster: A
     await second.add("a", 5, 3, STOP)
     one, two = await spans(cluster, 2)
     assert (one.worker_id, one.first, one.last, one.first_version, one.last_version) == ("w1", 0, 5, 1, 1)
-    assert one.end.startswith("worker lost")
+    assert (one.end, EndCause(one.cause)) == ("worker lost: its stream broke", EndCause.WORKER_LOST)
     assert (two.worker_id, two.first, two.last, two.end) == ("w2", 5, 8, "finished")
     assert two.attempt_id == second.assigned["a"].attempt.attempt_id != one.attempt_id
     assert 0 <= one.begin_s <= one.end_s <= two.begin_s <= two.end_s
@@ -57,9 +59,42 @@ async def test_every_attempt_leaves_one_span_however_it_ends(cluster: Any) -> No
     await run.complete("e.c", "c", drop=DropReason.TIMEOUT)
     await run.finish(types_pb2.RUN_STATUS_FAILED)
     found = {span.rollout_id: span for span in await spans(cluster, 4)}
-    ends = {rollout_id: span.end for rollout_id, span in found.items()}
-    assert ends == {"a": "finished", "b": "cancelled", "c": "cancelled", "d": "run ended"}
+    ends = {rollout_id: (span.end, EndCause(span.cause)) for rollout_id, span in found.items()}
+    assert ends == {
+        "a": ("finished", EndCause.FINISHED),
+        "b": ("cancelled", EndCause.CANCELLED),
+        "c": ("cancelled", EndCause.CANCELLED),
+        "d": ("run ended", EndCause.RUN_ENDED),
+    }
     assert (found["d"].first, found["d"].last, found["d"].first_version) == (0, 0, 0)
+
+
+async def test_spans_of_the_former_release_are_read_with_their_cause(cluster: Any) -> None:
+    await cluster.run()
+    link, key = cluster.coordinator.link, run_key("r", "SPANS")
+    former = (
+        "r",
+        "a",
+        "a",
+        "a1",
+        "w",
+        "w1",
+        "f",
+        0,
+        "l",
+        0,
+        "b",
+        1,
+        "v",
+        b"",
+        "e",
+        2,
+        "why",
+        "version: 1 is installed",
+    )
+    await link.call("XADD", key, "*", *former)
+    await link.call("XADD", key, "*", *former, "c", 99)  # one of a later release
+    assert {EndCause(span.cause) for span in await spans(cluster, 2)} == {EndCause.WRONG_VERSION}
 
 
 async def test_what_no_timeline_can_have_is_refused(cluster: Any) -> None:

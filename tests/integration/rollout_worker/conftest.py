@@ -24,6 +24,7 @@ from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
 from ebbtide.testing import wait_until
 from ebbtide.types.append_delta import AppendAck, AppendDelta
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_tokens
@@ -172,7 +173,11 @@ class Coordinator(fleet_pb2_grpc.FleetServicer):
         return versions
 
     def released(self) -> dict[str, str]:
+        """What was handed back, with the words by which a coordinator of the former release knows why."""
         return {ref.rollout_id: one.reason for one in self.heard.get("released", []) for ref in one.attempts}
+
+    def causes(self) -> dict[str, EndCause]:
+        return {ref.rollout_id: EndCause(one.cause) for one in self.heard.get("released", []) for ref in one.attempts}
 
     async def hear(self, kind: str, count: int = 1) -> Any:
         """The message number `count` of its kind, once it has come."""

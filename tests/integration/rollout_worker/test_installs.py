@@ -9,6 +9,7 @@ import pytest
 from ebbtide.rollout_worker.engine.checkpoint_facts import architecture
 from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 from ebbtide.testing import wait_until
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import Sampling
 from ebbtide.types.weights import PolicyVersion
 
@@ -59,6 +60,7 @@ async def test_what_the_installed_version_may_not_generate_is_handed_back(house:
     house.coordinator.assign("other", Sampling(max_tokens=4), policy="another")
     await wait_until(lambda: len(house.coordinator.released()) == 2)
     assert all(reason.startswith("version") for reason in house.coordinator.released().values())
+    assert set(house.coordinator.causes().values()) == {EndCause.WRONG_VERSION}
 
 
 async def test_nothing_is_generated_before_the_first_install(house: House) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker import metrics
 from ebbtide.testing import wait_until
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -36,6 +37,7 @@ async def test_a_released_rollout_comes_back_with_every_token_that_was_made(hous
     (record,) = [one for one in read_ledger(house.counter_file) if one.rollout_id == "moved"]
     assert house.coordinator.ids("moved") == expected(record.generated), "all of it was stored before it was released"
     assert house.coordinator.released() == {"moved": "balance"}
+    assert house.coordinator.causes() == {"moved": EndCause.MOVED}
     await wait_until(lambda: "stays" in house.coordinator.finished)
     assert house.coordinator.ids("stays") == expected(400)
     assert "moved" not in house.coordinator.finished
@@ -110,6 +112,8 @@ async def test_release_cancel_and_drain_do_not_wait_for_an_install(house: House)
     await wait_until(lambda: "drained" in house.coordinator.released())
     await worker.task
     assert house.coordinator.released() == {"moved": "moved", "running": "moved", "drained": "draining"}
+    causes = {"moved": EndCause.MOVED, "running": EndCause.MOVED, "drained": EndCause.WORKER_LEAVES}
+    assert house.coordinator.causes() == causes
 
 
 async def test_what_arrives_during_an_install_is_judged_by_the_new_version(house: House) -> None:
@@ -138,6 +142,7 @@ async def test_a_rollout_that_no_worker_could_generate_goes_back_and_ends_nothin
     house.coordinator.assign("bad", Sampling(max_tokens=4), broken=types_pb2.Sampling(top_p=1.0, **sampling))
     await wait_until(lambda: "bad" in house.coordinator.released())
     assert f"sampling.{named}" in house.coordinator.released()["bad"]
+    assert house.coordinator.causes()["bad"] is EndCause.FAILED
     await wait_until(lambda: "good" in house.coordinator.finished)
     assert not worker.task.done()
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.dispatch.attempt_endings import MOVED, blames, dead_letter
+from ebbtide.scheduling.dispatch.attempt_endings import blames, dead_letter
 from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness
+from ebbtide.types.end_cause import EndCause
 
 
 def judged(liveness: Any, until: Any, step: Any = 0.5, start: Any = 0.0) -> Any:
@@ -78,16 +79,9 @@ def test_the_default_finds_silence_within_three_seconds_and_no_one_who_is_late(s
     assert found - dies <= 3.0
 
 
-@pytest.mark.parametrize(
-    "reason", ["", "draining", "Drain: SIGTERM", "preempted", "reclaimed by the guard", "shutdown", MOVED]
-)
-def test_leaving_blames_no_rollout(reason: Any) -> None:
-    assert not blames(reason)
-
-
-@pytest.mark.parametrize("reason", ["stopped: the engine died", "refused: prompt"])
-def test_a_failure_may_be_the_rollouts(reason: Any) -> None:
-    assert blames(reason)
+@pytest.mark.parametrize("cause", EndCause)
+def test_only_failures_and_losses_may_be_the_rollouts(cause: EndCause) -> None:
+    assert blames(cause) is (cause in {EndCause.FAILED, EndCause.WORKER_LOST, EndCause.WORKER_SUSPECTED})
 
 
 def test_a_dead_letter_says_how_often_and_why() -> None:

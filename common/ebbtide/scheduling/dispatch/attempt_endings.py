@@ -2,18 +2,16 @@
 
 from typing import Final
 
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 
-#: The reason that the coordinator gives a worker with a rollout that it takes from it, and gets back with the rollout:
-#: also when it has given the move up meanwhile, or the worker drains.
-MOVED: Final = "moved"
-#: Reasons to hand an attempt back that say nothing about its rollout.
-_LEAVING: Final = (MOVED, "drain", "preempt", "reclaim", "shutdown", "version")
+#: Ends that may be the rollout's own doing. All others say nothing about it.
+_BLAMING: Final = frozenset({EndCause.FAILED, EndCause.WORKER_LOST, EndCause.WORKER_SUSPECTED})
 
 
-def blames(reason: str) -> bool:
-    """Whether an attempt that a worker handed back for `reason`, without a new token, counts against its rollout."""
-    return bool(reason) and not reason.lower().startswith(_LEAVING)
+def blames(cause: EndCause) -> bool:
+    """Whether an attempt that ended for `cause`, without a new token, counts against its rollout."""
+    return cause in _BLAMING
 
 
 def dead_letter(barren: int, evidence: str, *, limit: int) -> str | None:

@@ -12,7 +12,7 @@ for at = 2, #ARGV, 4 do
   elseif r[1] == 'running' and r[2] == attempt then out[#out + 1] = {1, stored}
   elseif r[1] == 'finished' or (any ~= '1' and (r[1] == 'running' or (r[2] and r[2] ~= attempt))) then out[#out + 1] = {0, stored}
   else
-    if r[1] == 'running' then log_span(span(id), 'its end was forgotten')
+    if r[1] == 'running' then log_span(span(id), 'its end was forgotten', CAUSE.NOT_HELD)
     else count('queued', -1); count('running', 1) end
     redis.call('HSET', FENCE, 'r:' .. id, attempt .. ':' .. stored)
     redis.call('HSET', ROLLOUT .. id, 'state', 'running', 'attempt', attempt, 'worker', worker, 'from', stored, 'begin', age())

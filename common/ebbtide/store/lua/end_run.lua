@@ -13,7 +13,7 @@ for _, field in ipairs(redis.call('HKEYS', FENCE)) do
   if string.sub(field, 1, 2) == 'r:' then ran[#ran + 1] = span(string.sub(field, 3)) end
 end
 redis.call('DEL', FENCE)
-for _, fields in ipairs(ran) do log_span(fields, 'run ended') end
+for _, fields in ipairs(ran) do log_span(fields, 'run ended', CAUSE.RUN_ENDED) end
 for i = 9, #ARGV do redis.call('DEL', CLAIM .. ARGV[i]) end
 redis.call('HSET', RUN, 'status', ARGV[4], 'message', ARGV[5])
 count('dropped', open)

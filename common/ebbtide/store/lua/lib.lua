@@ -112,8 +112,9 @@ local function span(id)
   end
   return {'r', id, 'a', r[1], 'w', r[2], 'f', first, 'l', last, 'b', r[4] or age(), 'v', versions}
 end
-local function log_span(fields, why)
-  redis.call('XADD', SPANS, 'MAXLEN', '~', SPANS_KEPT, '*', 'e', age(), 'why', why, unpack(fields))
+-- `why`: for people. `cause`: a number of `EndCause`.
+local function log_span(fields, why, cause)
+  redis.call('XADD', SPANS, 'MAXLEN', '~', SPANS_KEPT, '*', 'e', age(), 'why', why, 'c', cause, unpack(fields))
 end
 
 -- Deletes a rollout's data and remembers that it is over. Returns its attempt if one was running.
@@ -129,7 +130,7 @@ local function forget(id)
   count(r[1], -1)
   count('bytes', -bytes)
   if not ran then return nil end
-  log_span(ran, 'cancelled')
+  log_span(ran, 'cancelled', CAUSE.CANCELLED)
   return r[3]
 end
 
@@ -139,7 +140,7 @@ local function finish(id, state, reason, message)
   redis.call('ZREM', OPEN, id)
   local cursor = redis.call('XADD', FINISHED, '*', 'id', id)
   redis.call('HSET', ROLLOUT .. id, 'state', 'finished', 'reason', reason, 'message', message, 'cursor', cursor)
-  if state == 'running' then log_span(span(id), 'finished') end
+  if state == 'running' then log_span(span(id), 'finished', CAUSE.FINISHED) end
   observe('attempts', tonumber(redis.call('HGET', ROLLOUT .. id, 'attempts')))
   count(state, -1)
   count('finished', 1)

@@ -1,12 +1,12 @@
--- ARGV: term, reason, blame ('1' if the rollout itself may be why), avoid ('1' if it is not to come back to this worker), moved ('1' if
--- the coordinator took it away), seconds in which the worker's loss was noticed ('' if it was not lost), then id, attempt, most tokens
--- lost with it of each. Ends attempts; their rollouts go back to their old place in line. Returns per rollout {stored, barren attempts
+-- ARGV: term, reason, its cause (a number), blame ('1' if the rollout itself may be why), avoid ('1' if it is not to come back to this
+-- worker), moved ('1' if the coordinator took it away), seconds in which the worker's loss was noticed ('' if it was not lost), then id,
+-- attempt, most tokens lost with it of each. Ends attempts; their rollouts go back to their old place in line. Returns per rollout {stored, barren attempts
 -- in a row, evidence, workers to avoid}, or 0 if that attempt no longer runs.
 local AVOIDED = 16  -- workers remembered per rollout, the newest
 local bad = barred(ARGV[1])
 if bad then return bad end
 local reason, ended, out = ARGV[2], 0, {}
-for at = 7, #ARGV, 3 do
+for at = 8, #ARGV, 3 do
   local id = ARGV[at]
   local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'attempt', 'from', 'barren', 'worker', 'evidence', 'avoid')
   if r[2] == ARGV[at + 1] and (r[1] == 'running' or r[1] == 'queued') then
@@ -14,15 +14,15 @@ for at = 7, #ARGV, 3 do
     if r[1] == 'running' then
       redis.call('HDEL', FENCE, 'r:' .. id)
       if stored > tonumber(r[3]) then barren, evidence = 0, ''
-      elseif ARGV[3] == '1' then
+      elseif ARGV[4] == '1' then
         barren = barren + 1
         evidence = evidence .. 'attempt on ' .. r[5] .. ' at token ' .. stored .. ': ' .. reason .. '; '
       end
-      if ARGV[4] == '1' and not string.find(',' .. avoid, ',' .. r[5] .. ',', 1, true) then
+      if ARGV[5] == '1' and not string.find(',' .. avoid, ',' .. r[5] .. ',', 1, true) then
         avoid = r[5] .. ',' .. avoid
         avoid = string.match(avoid, '^' .. string.rep('[^,]*,', AVOIDED)) or avoid
       end
-      log_span(span(id), reason)
+      log_span(span(id), reason, ARGV[3])
       redis.call('HSET', ROLLOUT .. id, 'state', 'queued', 'barren', barren, 'evidence', evidence, 'avoid', avoid)
       count('running', -1)
       count('queued', 1)
@@ -34,7 +34,7 @@ for at = 7, #ARGV, 3 do
     out[#out + 1] = 0
   end
 end
-if ARGV[5] == '1' then count('moved', ended) end
-if ARGV[6] ~= '' and ended > 0 then observe('detection', tonumber(ARGV[6])) end
+if ARGV[6] == '1' then count('moved', ended) end
+if ARGV[7] ~= '' and ended > 0 then observe('detection', tonumber(ARGV[7])) end
 settle()
 return out

@@ -66,7 +66,7 @@ class RolloutTopic(Topic):
         flat = (part for one in attempts for part in (one.rollout_id, one.attempt_id, one.tokens))
         noticed = "" if why.noticed_s is None else f"{why.noticed_s:.3f}"
         flags = (int(why.blame), int(why.avoid), int(why.moved))
-        found = await self._write("requeue", run_id, why.reason, *flags, noticed, *flat)
+        found = await self._write("requeue", run_id, why.text, int(why.cause), *flags, noticed, *flat)
         return [
             None if row == 0 else RequeuedRollout(row[0], row[1], row[2].decode(), _workers(row[3])) for row in found
         ]

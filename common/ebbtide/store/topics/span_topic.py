@@ -5,6 +5,7 @@ from typing import Final
 
 from ebbtide.store.store_keys import run_key
 from ebbtide.store.topics.topic import Topic
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan
 
 #: Spans per page: what one read may hold in memory.
@@ -17,6 +18,11 @@ class SpanTopic(Topic):
         key = run_key(run_id, "SPANS")
         entries = await self._link.call("XRANGE", key, f"({cursor or '0-0'}", "+", "COUNT", PAGE)
         return [_span(entry.decode(), fields) for entry, fields in entries]
+
+
+def _cause(stored: bytes | None) -> EndCause | None:
+    """None for what a former release stored, and for what only a later one knows: then the words say it."""
+    return EndCause(int(stored)) if stored and int(stored) in set(EndCause) else None
 
 
 def _span(cursor: str, fields: list[bytes]) -> AttemptSpan:
@@ -32,6 +38,7 @@ def _span(cursor: str, fields: list[bytes]) -> AttemptSpan:
         begin_s=int(have[b"b"]) / 1000,
         end_s=int(have[b"e"]) / 1000,
         end=have[b"why"].decode(),
+        cause=_cause(have.get(b"c")),
         first_version=first_version,
         last_version=last_version,
     )

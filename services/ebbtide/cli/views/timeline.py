@@ -118,7 +118,7 @@ def _span(pid: int, lane: Lane) -> Event:
     }
     begin, duration = _microseconds(span)
     return {
-        "ph": "X", "name": span.rollout_id, "cat": "finished" if span.end == "finished" else "cut",
+        "ph": "X", "name": span.rollout_id, "cat": "finished" if span.finished else "cut",
         "pid": pid, "tid": lane.row + 1, "ts": begin, "dur": duration, "args": args,
     }  # fmt: skip
 

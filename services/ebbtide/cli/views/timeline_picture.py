@@ -62,7 +62,7 @@ def _offsets(timeline: Timeline) -> tuple[dict[str, float], float]:
 
 def _title(timeline: Timeline) -> str:
     spans = list(timeline.spans)
-    cut = sum(span.end != "finished" for span in spans)
+    cut = sum(not span.finished for span in spans)
     tokens = sum(span.last - span.first for span in spans)
     return (
         f"{timeline.run_id}: {len(spans):,} attempts on {len(timeline.lanes)} workers, {cut:,} of them not finished "
@@ -96,7 +96,7 @@ def _draw_spans(axes: "Axes", timeline: Timeline, offsets: Mapping[str, float]) 
             low, high = top + 0.08, top + 0.92
             boxes.append([(span.begin_s, low), (span.end_s, low), (span.end_s, high), (span.begin_s, high)])
             colours.append(scale(0.92 * float(norm(span.first_version))) if span.first_version else _NONE)
-            if span.end != "finished":
+            if not span.finished:
                 edges.append([(span.end_s, top), (span.end_s, top + 1)])
     axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="none", zorder=2))
     axes.add_collection(LineCollection(edges, colors="#d62728", linewidths=1.2, zorder=3))

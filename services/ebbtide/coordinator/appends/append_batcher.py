@@ -23,9 +23,11 @@ from ebbtide.coordinator.state.coordinator_state import (
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.errors import NotFound, StoreUnavailable
 from ebbtide.rpc.backoff import pauses
+from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.store import Store
 from ebbtide.store.topics.append_topic import AppendColumns, joined
 from ebbtide.types.append_delta import AppendAck
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.wire.append_columns import MAX_DELTAS
 
@@ -178,7 +180,8 @@ class AppendBatcher:
         """The worker will drop this attempt: if the mirror still has it, the mirror is behind the store."""
         attempt = run.running.get(ref.rollout_id)
         if attempt is not None and attempt.attempt_id == ref.attempt_id and attempt.orphaned is None:
-            attempt.orphan(OrphanedAttempt(time.monotonic(), "the store did not know the attempt any more", False))
+            unknown = EndReason(EndCause.NOT_HELD, "the store did not know the attempt any more")
+            attempt.orphan(OrphanedAttempt(time.monotonic(), unknown))
             self._state.reap.set()
 
 

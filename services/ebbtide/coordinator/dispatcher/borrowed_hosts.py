@@ -13,7 +13,6 @@ from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.fleet.release_requests import free
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
-from ebbtide.scheduling.dispatch.attempt_endings import MOVED
 from ebbtide.scheduling.dispatch.host_view import HostView, may_take
 from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S, leaving
 from ebbtide.scheduling.lenders.lender_selection import Lender, LenderSelection
@@ -23,8 +22,8 @@ from ebbtide.v1 import fleet_pb2
 log = telemetry.get_logger(__name__)
 #: Which hosts to borrow is decided so often: what it hangs on are means over minutes.
 _JUDGE_EVERY_S: Final = 2.0
-_RECLAIMED: Final = f"{MOVED}: its host took itself back"
-_GIVEN_UP: Final = f"{MOVED}: its host is given up"
+_RECLAIMED: Final = "its host took itself back"
+_GIVEN_UP: Final = "its host is given up"
 
 
 class BorrowedHosts:

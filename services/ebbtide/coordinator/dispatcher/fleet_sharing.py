@@ -21,7 +21,6 @@ from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.release_requests import free, remind
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
-from ebbtide.scheduling.dispatch.attempt_endings import MOVED
 from ebbtide.scheduling.dispatch.move_costs import finishes_first
 from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot, turn_s
 from ebbtide.scheduling.fair_share.share_accounts import REST, RunDue, ShareAccounts, WorkerDemand
@@ -31,7 +30,7 @@ from ebbtide.types.run import RunShare
 log = telemetry.get_logger(__name__)
 #: Deciding takes at most so much of the time: a large fleet is looked at less often.
 _LOAD: Final = 0.05
-_LEAVES: Final = f"{MOVED}: its worker goes over to another run"
+_LEAVES: Final = "its worker goes over to another run"
 
 
 class FleetSharing:

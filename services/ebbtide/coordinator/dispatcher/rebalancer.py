@@ -22,13 +22,10 @@ from ebbtide.coordinator.state.coordinator_state import (
     WorkerSession,
 )
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
-from ebbtide.scheduling.dispatch.attempt_endings import MOVED
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.rebalancing import EngineLoad, RolloutMove, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
-from ebbtide.types.fleet import WorkerState
-from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.types.fleet import AttemptRef, WorkerState
 
 log = telemetry.get_logger(__name__)
 #: A few times a second: moves are for seconds to come.
@@ -229,7 +226,7 @@ class Rebalancer:
     def _ask(
         self, run: RunState, moves: Sequence[RolloutMove], sessions: Mapping[str, WorkerSession], now: float
     ) -> None:
-        batches: dict[str, list[fleet_pb2.AttemptRef]] = {}
+        batches: dict[str, list[AttemptRef]] = {}
         room = borrowable(run) - self._lending(run)
         for move in moves:
             source, target = sessions.get(move.source), sessions.get(move.target)
@@ -242,7 +239,7 @@ class Rebalancer:
                 room -= 1
             attempt.target = target.worker_id
             self._asked[attempt.run_id, attempt.waiting.rollout_id] = _Asked(attempt, move.source, move.target, now)
-            batches.setdefault(move.source, []).append(to_proto(attempt.ref, fleet_pb2.AttemptRef))
+            batches.setdefault(move.source, []).append(attempt.ref)
             log.info(
                 "moves",
                 run_id=run.run_id,
@@ -252,8 +249,7 @@ class Rebalancer:
                 gain_s=round(move.gain_s, 1),
             )
         for source_id, refs in batches.items():
-            release = fleet_pb2.Release(attempts=refs, reason=MOVED)
-            sessions[source_id].outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
+            sessions[source_id].take(refs)
 
     def _lending(self, run: RunState) -> int:
         """Rollouts of the run that are on their way from other workers to borrowed ones."""

@@ -21,8 +21,9 @@ from ebbtide.coordinator.state.coordinator_state import (
     RunState,
 )
 from ebbtide.errors import LeaseSuperseded
-from ebbtide.store.rollout_rows import OpenRollout, RolloutState
+from ebbtide.store.rollout_rows import EndReason, OpenRollout, RolloutState
 from ebbtide.store.store import Store
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import Run
 
 log = telemetry.get_logger(__name__)
@@ -150,7 +151,7 @@ class RunRecovery:
             start=row.stored,
             max_tokens=row.request.sampling.max_tokens,
             given=time.monotonic(),  # not known; as if now, so that it is not taken for one that waits
-            orphaned=OrphanedAttempt(due, reason, False),
+            orphaned=OrphanedAttempt(due, EndReason(EndCause.NOT_HELD, reason)),
         )
 
     def _drop_lost(self, run: RunState, before: dict[str, RunningAttempt]) -> None:

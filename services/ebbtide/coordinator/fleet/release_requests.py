@@ -10,8 +10,6 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.coordinator.state.coordinator_state import ReleaseRequest, RunningAttempt, WorkerSession
 from ebbtide.types.fleet import AttemptRef
-from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.record_conversion import to_proto
 
 log = telemetry.get_logger(__name__)
 #: What was asked for and has not come back is asked for again.
@@ -46,6 +44,5 @@ def remind(session: WorkerSession, now: float) -> None:
 
 
 def _ask(session: WorkerSession, refs: Sequence[AttemptRef], reason: str) -> None:
-    release = fleet_pb2.Release(attempts=[to_proto(ref, fleet_pb2.AttemptRef) for ref in refs], reason=reason)
-    session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
+    session.take(refs, reason)
     log.info("freed", worker_id=session.worker_id, rollouts=len(refs), reason=reason)

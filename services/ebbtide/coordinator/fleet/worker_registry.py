@@ -36,9 +36,11 @@ from ebbtide.coordinator.state.worker_reports import (
     ReleasedReport,
 )
 from ebbtide.errors import NotFound, NotReady
-from ebbtide.scheduling.dispatch.attempt_endings import MOVED, blames
+from ebbtide.scheduling.dispatch.attempt_endings import blames
 from ebbtide.scheduling.health.flapping import Flapping
+from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.store import Store
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker, WorkerState, check_attempt
 from ebbtide.types.ids import check_id, new_fence
 from ebbtide.types.run import RunEvent
@@ -163,8 +165,9 @@ class WorkerRegistry:
         drains = not suspected and not session.drained.is_set()
         grace = 0.0 if suspected else self._settings.reattach_grace_s
         due = now + max(grace, _DRAIN_S if drains else 0.0)
-        blame = not session.standing  # else no rollout could make a token
-        orphaned = OrphanedAttempt(due, f"worker lost: {reason}", blame, avoid=suspected, noticed_s=quiet_s)
+        cause = EndCause.WORKER_SUSPECTED if suspected else EndCause.WORKER_LOST
+        blame = blames(cause) and not session.standing  # while its host has itself back, no rollout can make a token
+        orphaned = OrphanedAttempt(due, EndReason(cause, f"worker lost: {reason}", blame, noticed_s=quiet_s))
         for attempt, tokens in zip(lost, [_lost_at_most(one, session, now) for one in lost], strict=True):
             attempt.lost = tokens
             attempt.orphan(orphaned)
@@ -328,16 +331,19 @@ class WorkerRegistry:
         self._state.wake.set()
 
     def _released(self, session: WorkerSession, message: ReleasedReport) -> None:
-        if message.reason.startswith("version"):  # it has another version than we thought: ask again
+        cause = EndCause(message.cause)
+        if cause is EndCause.WRONG_VERSION:  # it has another version than we thought: ask again
             session.installed = session.target = None
-        now = time.monotonic()
-        orphaned = OrphanedAttempt(now, message.reason or "handed back", blames(message.reason))
-        moved = message.reason.startswith(MOVED)  # also if the move was given up meanwhile, and then it has no target
+        why = EndReason(cause, message.reason or "handed back", blames(cause))
+        orphaned = OrphanedAttempt(time.monotonic(), why)
         for ref in message.attempts:
             attempt = session.attempts.get(ref.attempt_id)
-            if attempt is not None and attempt.ref == ref:
-                reason = f"moved to {attempt.target}" if attempt.target else message.reason
-                attempt.orphan(OrphanedAttempt(now, reason, False, moved=True) if moved else orphaned)
+            if attempt is None or attempt.ref != ref:
+                continue
+            if cause is EndCause.MOVED and attempt.target:  # a move that was given up meanwhile has no target
+                attempt.orphan(OrphanedAttempt(orphaned.due, EndReason(cause, f"moved to {attempt.target}")))
+            else:
+                attempt.orphan(orphaned)
         self._state.reap.set()
         self._state.wake.set()
 

@@ -32,6 +32,7 @@ from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.store.rollout_rows import EndedAttempt, EndReason, OpenRollout, PlacedRollout, RequeuedRollout
 from ebbtide.store.store import Store
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
@@ -102,9 +103,8 @@ class AttemptTransitions:
             run.settle_at(stood.episode_id, session.session_id)
             _record(attempt, given, session)
             if session.gone:
-                attempt.orphan(
-                    OrphanedAttempt(time.monotonic(), "its worker left as the rollout was given to it", False)
-                )
+                left = EndReason(EndCause.NOT_HELD, "its worker left as the rollout was given to it")
+                attempt.orphan(OrphanedAttempt(time.monotonic(), left))
                 self._state.reap.set()
                 continue
             attempt.give(session)
@@ -142,7 +142,8 @@ class AttemptTransitions:
                     run_id=run.run_id,
                     rollout_id=attempt.waiting.rollout_id,
                     offset=row.stored if row else 0,
-                    reason=why.reason,
+                    cause=why.cause.name,
+                    reason=why.text,
                 )
             if rows:
                 metrics.count_requeued(why, len(rows), sum(attempt.lost for attempt, _ in rows))
@@ -297,7 +298,7 @@ class AttemptTransitions:
 def _free(attempt: RunningAttempt, session: WorkerSession) -> bool:
     """Whether the worker that shows up with the attempt may go on with it: nobody else has it, nor is it leaving."""
     other = attempt.session is not None and attempt.session.worker_id != session.worker_id
-    taken = attempt.orphaned is not None and attempt.orphaned.avoid
+    taken = attempt.orphaned is not None and attempt.orphaned.why.avoid
     return not other and not taken and not attempt.leaving
 
 

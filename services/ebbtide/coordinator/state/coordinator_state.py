@@ -30,6 +30,7 @@ from ebbtide.types.fleet import AttemptRef, WorkerKind, WorkerState
 from ebbtide.types.run import RunShare, RunSpec
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
+from ebbtide.wire.record_conversion import to_proto
 
 #: Episodes whose last worker is remembered, per run: a prefix cache older than so many episodes is gone anyway.
 _HOMES: Final = 1 << 16
@@ -38,20 +39,10 @@ _GROUPS: Final = 1 << 16
 
 
 class OrphanedAttempt(Struct, frozen=True):
-    """An attempt without its worker: re-queued at `due` unless the worker comes back. The rest: see `EndReason`."""
+    """An attempt without its worker: re-queued at `due` unless the worker comes back."""
 
     due: float
-    reason: str
-    blame: bool
-    avoid: bool = False
-    moved: bool = False
-    noticed_s: float | None = None
-
-    @property
-    def why(self) -> EndReason:
-        return EndReason(
-            reason=self.reason, blame=self.blame, avoid=self.avoid, moved=self.moved, noticed_s=self.noticed_s
-        )
+    why: EndReason
 
 
 class RunningAttempt(Struct, kw_only=True, eq=False):
@@ -383,11 +374,21 @@ class WorkerSession:
             self.outbox.put_nowait(fleet_pb2.CoordinatorMessage(forget=fleet_pb2.Forget(run_id=run_id)))
 
     def cancel(self, attempts: Iterable[AttemptRef]) -> None:
-        batch = [
-            fleet_pb2.AttemptRef(run_id=a.run_id, rollout_id=a.rollout_id, attempt_id=a.attempt_id) for a in attempts
-        ]
-        if batch and not self.gone:
+        """Have the worker forget these: they are over, or another worker's."""
+        if (batch := _messages(attempts)) and not self.gone:
             self.outbox.put_nowait(fleet_pb2.CoordinatorMessage(cancel=fleet_pb2.CancelBatch(attempts=batch)))
+
+    def take(self, attempts: Iterable[AttemptRef], reason: str = "") -> None:
+        """Have the worker hand these back, for another one to go on with."""
+        text = (
+            f"moved: {reason}" if reason else "moved"
+        )  # a worker of the former release sends nothing but the text back
+        release = fleet_pb2.Release(attempts=_messages(attempts), reason=text)
+        self.outbox.put_nowait(fleet_pb2.CoordinatorMessage(release=release))
+
+
+def _messages(attempts: Iterable[AttemptRef]) -> list[fleet_pb2.AttemptRef]:
+    return [to_proto(ref, fleet_pb2.AttemptRef) for ref in attempts]
 
 
 class CoordinatorState:

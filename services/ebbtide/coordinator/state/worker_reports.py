@@ -8,6 +8,7 @@ from typing import Annotated, Final, TypeAlias
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
+from ebbtide.types.end_cause import HAND_BACKS, EndCause, cause_of
 from ebbtide.types.fleet import AttemptRef, BorrowedState, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.text_bounds import shortened
 from ebbtide.types.weights import PolicyVersion
@@ -89,10 +90,17 @@ class EngineChangedReport(Struct, frozen=True, kw_only=True):
 
 
 class ReleasedReport(Struct, frozen=True, kw_only=True):
+    """Attempts handed back. What no worker can say of one, or only one of a later release, counts as FAILED, unless the
+    text says better.
+    """
+
     attempts: tuple[AttemptRef, ...] = ()
-    reason: str = ""
+    reason: str = ""  # for people
+    cause: int = 0  # an `EndCause`; a worker of the former release leaves it out
 
     def __post_init__(self) -> None:
+        said = next((one for one in (self.cause, cause_of(self.reason)) if one in HAND_BACKS), EndCause.FAILED)
+        force_setattr(self, "cause", EndCause(said))
         force_setattr(self, "reason", shortened(self.reason))
 
 

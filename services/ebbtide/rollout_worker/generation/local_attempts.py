@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
-from typing import Final
+from typing import Final, NamedTuple
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError
@@ -21,6 +21,7 @@ from ebbtide.rollout_worker.generation.generation import Assignment, Generation
 from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.types.append_delta import AppendAck
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.tokens import token_count
 from ebbtide.types.weights import PolicyVersion
@@ -33,14 +34,23 @@ _LAST_TOKENS_S: Final = 0.25
 _SETTLE_S: Final = 0.02
 
 
+class HandBack(NamedTuple):
+    """Why an attempt goes back to the coordinator. The text is for people, but a coordinator of the former release
+    knows the cause by how it begins: see `end_cause`.
+    """
+
+    cause: EndCause
+    text: str
+
+
 class LocalAttempt:
-    """One attempt. `releasing` gives the reason for which it goes back once all its tokens are stored."""
+    """One attempt."""
 
     def __init__(self, assignment: Assignment, generation: Generation, entry: int) -> None:
         self.assignment, self.generation, self.entry = assignment, generation, entry
         self.task: asyncio.Task[None] | None = None
         self.started = False
-        self.releasing = ""
+        self.releasing: HandBack | None = None  # set: it goes back once all its tokens are stored
 
 
 class LocalAttempts:
@@ -53,7 +63,7 @@ class LocalAttempts:
         outbox: Outbox,
         ledger: Ledger | None,
         *,
-        release: Callable[[list[AttemptRef], str], None],
+        release: Callable[[list[AttemptRef], HandBack], None],
         fail: Callable[[BaseException], None],
     ) -> None:
         """`release` hands attempts back to the coordinator; `fail` is told when the engine is lost."""
@@ -140,22 +150,22 @@ class LocalAttempts:
         except EngineFailed as error:
             self._fail(error)
 
-    def release(self, refs: Iterable[AttemptRef], reason: str) -> None:
+    def release(self, refs: Iterable[AttemptRef], why: HandBack) -> None:
         """Stop generating for these and flush what they made; each is handed back once all of it is stored.
 
-        One that has ended ends as it would have; one that is not held is none.
+        Finished attempts finish normally; unknown ones are ignored.
         """
         for ref in refs:
             held = self._held.get(ref.attempt_id)
             if held is None or held.releasing or held.task is None:
                 continue
-            held.releasing = reason
+            held.releasing = why
             if held.started and not self.holds:
                 asyncio.get_running_loop().call_later(_LAST_TOKENS_S, held.task.cancel)
             else:
                 held.task.cancel()
 
-    async def hand_over(self, reason: str, *, patience_s: float) -> None:
+    async def hand_over(self, why: HandBack, *, patience_s: float) -> None:
         """Stop all generation; each attempt is released once its tokens are stored.
 
         `patience_s`: how long an engine in the midst of something else may take to pause.
@@ -171,7 +181,7 @@ class LocalAttempts:
             log.warning("nothing more comes out of the engine", reason=str(error))
         for held in self._held.values():
             if held.generation.finish is None:
-                held.releasing = held.releasing or reason
+                held.releasing = held.releasing or why
         await self.close()
         self.flush()
         self._release_stored()
@@ -203,12 +213,12 @@ class LocalAttempts:
                     if held.generation.finish is not None or held.releasing:
                         break
             if held.generation.finish is None:
-                held.releasing = held.releasing or "the engine ended the request"
+                held.releasing = held.releasing or HandBack(EndCause.FAILED, "the engine ended the request")
         except EngineFailed as error:
-            held.releasing = f"stopped: {error}"
+            held.releasing = HandBack(EndCause.FAILED, f"stopped: {error}")
             self._fail(error)
         except EbbtideError as error:
-            held.releasing = str(error)
+            held.releasing = HandBack(EndCause.FAILED, str(error))
             log.warning("attempt failed", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=str(error))
 
     def _count(self, held: LocalAttempt, tokens: bytes) -> None:
@@ -239,9 +249,9 @@ class LocalAttempts:
             self._busy_s, self._busy_since = self.busy_s, 0.0
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
-            held.releasing = held.releasing or "the worker failed"
+            held.releasing = held.releasing or HandBack(EndCause.FAILED, "the worker failed")
         if held.generation.finish is not None:
-            held.releasing = ""  # it ended before it was stopped
+            held.releasing = None  # it ended before it was stopped
         elif held.releasing:
             self.flush()
         self._release_stored()
@@ -257,10 +267,10 @@ class LocalAttempts:
 
     def _release_stored(self) -> None:
         """Hand back what is to be released and is stored whole."""
-        ready: dict[str, list[AttemptRef]] = {}
+        ready: dict[HandBack, list[AttemptRef]] = {}
         for attempt_id, held in self._held.items():
             if held.releasing and held.task is None and self._outbox.stored_whole(attempt_id):
                 ready.setdefault(held.releasing, []).append(held.assignment.attempt)
-        for reason, refs in ready.items():
-            self._release(refs, reason)
+        for why, refs in ready.items():
+            self._release(refs, why)
             self.drop(refs, "released")

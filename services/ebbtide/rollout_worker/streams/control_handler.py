@@ -17,11 +17,12 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.generation.generation import Assignment
-from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
+from ebbtide.rollout_worker.generation.local_attempts import HandBack, LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.installer import Installer
 from ebbtide.rollout_worker.settings import WorkerSettings
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, WorkerState
 from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
@@ -47,9 +48,11 @@ class ControlOutbox:
     def put(self, message: fleet_pb2.WorkerMessage) -> None:
         self.queue.put_nowait(message)
 
-    def release(self, refs: Iterable[AttemptRef], reason: str) -> None:
+    def release(self, refs: Iterable[AttemptRef], why: HandBack) -> None:
         attempts = [to_proto(ref, fleet_pb2.AttemptRef) for ref in refs]
-        self.put(fleet_pb2.WorkerMessage(released=fleet_pb2.Released(attempts=attempts, reason=reason)))
+        cause = types_pb2.EndCause.ValueType(why.cause)
+        released = fleet_pb2.Released(attempts=attempts, reason=why.text, cause=cause)
+        self.put(fleet_pb2.WorkerMessage(released=released))
 
     def end(self) -> None:
         """After what is queued, the stream is to be closed from this side."""
@@ -172,12 +175,12 @@ class ControlHandler:
         self.installer.forget(run_id)
         log.info("run over", run_id=run_id)
 
-    def release(self, refs: Iterable[AttemptRef], reason: str) -> None:
+    def release(self, refs: Iterable[AttemptRef], why: HandBack) -> None:
         """Hand these back, and all that they made; see `LocalAttempts.release`."""
         refs = list(refs)
         if early := [ref for ref in refs if self._arriving.pop(ref.attempt_id, None)]:
-            self.outgoing.release(early, reason)
-        self.attempts.release(refs, reason)
+            self.outgoing.release(early, why)
+        self.attempts.release(refs, why)
 
     def borrow(self, *, wanted: bool, reason: str) -> None:
         """Told whether this worker's host is to be borrowed."""
@@ -215,30 +218,31 @@ class ControlHandler:
     def _assign(self, assignment: Assignment) -> None:
         current = self.installer.current
         if self.draining:
-            reason = "draining"
+            why = HandBack(EndCause.WORKER_LEAVES, "draining")
         elif current is None or (current.run_id, current.version.policy) != (
             assignment.attempt.run_id,
             assignment.policy,
         ):
-            reason = "version: none of this policy is installed"
+            why = HandBack(EndCause.WRONG_VERSION, "version: none of this policy is installed")
         elif not assignment.admits(current.version.version):
-            reason = f"version: {current.version.version} is installed"
+            why = HandBack(EndCause.WRONG_VERSION, f"version: {current.version.version} is installed")
         else:
             try:
                 self.attempts.start(assignment)
             except InvalidRequest as error:
-                reason = str(error)
+                why = HandBack(EndCause.FAILED, str(error))
             else:
                 return
         ref = assignment.attempt
-        log.info("not taken", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=reason)
-        self.outgoing.release([ref], reason)
+        log.info("not taken", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=why.text)
+        self.outgoing.release([ref], why)
 
     async def drain(self) -> bool:
         """Once told to leave: hand over all attempts, and close the streams. Whether all tokens were stored in time."""
         try:
             async with asyncio.timeout(self.remaining_s) as self._limit:
-                await self.attempts.hand_over("drained", patience_s=min(_PAUSE_S, self.remaining_s / 4))
+                why = HandBack(EndCause.WORKER_LEAVES, "drained")
+                await self.attempts.hand_over(why, patience_s=min(_PAUSE_S, self.remaining_s / 4))
                 await self.attempts.empty.wait()
         except TimeoutError:
             log.warning("tokens not handed over in time", tokens=self.outbox.unacknowledged, attempts=len(self.outbox))

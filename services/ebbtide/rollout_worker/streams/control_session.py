@@ -23,6 +23,7 @@ from ebbtide.errors import (
     Unavailable,
 )
 from ebbtide.rollout_worker.generation.generation import Assignment
+from ebbtide.rollout_worker.generation.local_attempts import HandBack
 from ebbtide.rollout_worker.installs.version_store import Installation
 from ebbtide.rollout_worker.streams.append_client import AppendClient
 from ebbtide.rollout_worker.streams.control_handler import ControlHandler
@@ -30,6 +31,7 @@ from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.leader_channel import LeaderChannel
 from ebbtide.runtime import race
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
@@ -161,7 +163,8 @@ class ControlSession:
             case "cancel":
                 worker.cancel(_refs(message.cancel.attempts))
             case "release":
-                worker.release(_refs(message.release.attempts), message.release.reason or "moved")
+                why = HandBack(EndCause.MOVED, message.release.reason or "moved")
+                worker.release(_refs(message.release.attempts), why)
             case "install":
                 install = message.install
                 version = from_proto(install.version, PolicyVersion)
@@ -183,7 +186,7 @@ class ControlSession:
                 yield from_proto(item, Assignment)
             except InvalidRequest as error:
                 log.warning("not taken", rollout_id=item.attempt.rollout_id, reason=str(error))
-                self._worker.outgoing.release(_refs([item.attempt]), str(error))
+                self._worker.outgoing.release(_refs([item.attempt]), HandBack(EndCause.FAILED, str(error)))
 
 
 def _refs(refs: Iterable[fleet_pb2.AttemptRef]) -> list[AttemptRef]:
