@@ -81,10 +81,10 @@ class Store:
             raise StoreUnavailable(f"the store at {self.link.where} is Redis {version}; {wanted} or newer is needed")
         settings = await self._settings("appendonly", "appendfsync", "save", "maxmemory", "maxmemory-policy")
         fsync = settings.get("appendfsync", "off") if settings.get("appendonly") == "yes" else "off"
-        lasts_s = self.link.synced_after_s = _FSYNC_S.get(fsync, _UNSYNCED_S)
+        synced_s = lasts_s = _FSYNC_S.get(fsync, _UNSYNCED_S)
         if self.link.sentinel and not self.link.replicas:
             lasts_s = max(lasts_s, _UNCONFIRMED_S)
-        self.link.durable_after_s = lasts_s
+        self.link.promise(synced_after_s=synced_s, durable_after_s=lasts_s)
         return Condition(
             version=version,
             fsync=fsync,

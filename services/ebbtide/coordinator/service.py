@@ -21,6 +21,7 @@ from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.coordinator.state.run_event_writer import RunEventWriter
 from ebbtide.coordinator.store_measurements import measure_for_ever
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rpc.server import Service
@@ -58,8 +59,8 @@ class Coordinator:
             barren_limit=settings.barren_attempts,
             keep_ended_s=settings.keep_ended_s,
         )
-        self.fleet = WorkerRegistry(settings, self.state, self.store, self._attempts, self._bells)
-
+        self._news = RunEventWriter(self.state, self.store, self._bells)
+        self.fleet = WorkerRegistry(settings, self.state, self._attempts, self._news)
         lives = StoreIncarnations(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
         self._lives, self._publishers = lives, PublisherKeys(self.store)
         self._recovery = RunRecovery(
@@ -71,6 +72,7 @@ class Coordinator:
             self._attempts,
             self._recovery,
             self._publishers,
+            self._news,
             slice_s=settings.slice_s,
             balance=settings.rebalance,
         )
@@ -113,7 +115,7 @@ class Coordinator:
             await self.leading.seize(address)
         # A lease that ends while much is read would be taken by another, who reads as long.
         await race(self._take_over(), self.leading.keep(_nobody))
-        self.link.on_link = self._lives.came
+        self.link.watch(self._lives.came)
         return self.services
 
     async def _take_over(self) -> None:
@@ -134,11 +136,11 @@ class Coordinator:
         }
 
     def leave(self) -> None:
-        """From here on broken streams are our own doing, and workers keep their attempts."""
-        self.fleet.leaving = True
+        """See `WorkerRegistry.leave`."""
+        self.fleet.leave()
 
     async def close(self) -> None:
-        await self.fleet.close()
+        await self._news.close()
         await self.link.close()
 
 

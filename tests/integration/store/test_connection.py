@@ -57,7 +57,7 @@ async def test_calls_made_while_the_link_is_broken_are_done_on_the_next_one(link
 
 async def test_a_call_begun_in_one_life_of_the_store_is_not_sent_in_another(link: Any, server: Any) -> None:
     life, came = link.life, list[str]()
-    link.on_link = lambda: came.append(link.life)
+    link.watch(lambda: came.append(link.life))
     await link.call("SET", "kept", "1")
     server.freeze()
     sent = [asyncio.create_task(link.call("INCR", "sent")) for _ in range(5)]
@@ -91,7 +91,7 @@ async def test_what_is_to_be_durable_is_not_called_so_in_another_life(link: Any,
 async def test_a_script_is_sent_again_to_a_store_that_has_forgotten_it(link: Any, server: Any) -> None:
     echo = LuaScript("echo", "return ARGV[1]")
     came: list[bool] = []
-    link.on_link = lambda: came.append(True)
+    link.watch(lambda: came.append(True))
     assert await link.run(echo, "p", "one") == b"one"
     server.stop()
     server.start()

@@ -19,7 +19,7 @@ ENGINE = EngineInfo(model="m", vocab_size=100, max_model_len=10_000)
 
 def session(state: CoordinatorState, name: str, kind: WorkerKind) -> WorkerSession:
     hello = AttachReport(worker_id=name, kind=kind, protocol_version=PROTOCOL_VERSION, slots=64, engine=ENGINE)
-    made = state.sessions[name] = WorkerSession(name, hello, 0.0)
+    made = state.sessions[name] = WorkerSession(name, hello, 0.0, state.resumes)
     return made
 
 

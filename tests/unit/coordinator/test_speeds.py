@@ -43,7 +43,7 @@ class Scene:
         hello = AttachReport(
             worker_id=name, kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=64, engine=engine
         )
-        session = WorkerSession(f"session of {name}", hello, self.now)
+        session = WorkerSession(f"session of {name}", hello, self.now, [])
         session.run_id = "r"
         self.state.sessions[session.session_id] = session
         return session

@@ -52,7 +52,7 @@ class House:
         hello = AttachReport(
             worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine
         )
-        self.session = WorkerSession("session", hello, 0.0)
+        self.session = WorkerSession("session", hello, 0.0, [])
         self.storing = AppendBatcher(self.state, self.store, Notifier())  # type: ignore[arg-type] # an imitation
 
     def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, AppendAck]]":

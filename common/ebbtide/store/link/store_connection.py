@@ -57,8 +57,8 @@ class StoreConnection:
         self.sentinel = self._dialer.sentinel
         self.patience_s, self.replicas = patience_s, replicas
         self.life = ""  # of the store as it is, or was last; empty before the first link
-        self.durable_after_s = self.synced_after_s = 0.0  # see `Condition`
-        self.on_link: Callable[[], None] = lambda: None  # called when a link came up: earlier calls may have been lost
+        self.durable_after_s = self._synced_after_s = 0.0  # see `promise`
+        self._watchers: list[Callable[[], None]] = []
         self.superseded = asyncio.Event()  # set when the store belongs to another coordinator
         self._up = asyncio.Event()
         self._why = f"the store at {self.where} was not reached yet"
@@ -86,6 +86,16 @@ class StoreConnection:
             self._keeper = None
             await self._dialer.close()
 
+    def watch(self, came: Callable[[], None]) -> None:
+        """Have `came` called whenever a link came up from now on, before any call goes on: earlier ones may be lost."""
+        self._watchers.append(came)
+
+    def promise(self, *, synced_after_s: float, durable_after_s: float) -> None:
+        """Take in what was learnt of the store: how long after its acknowledgement a write survives the store's server,
+        and how long until it survives whatever takes that server's place.
+        """
+        self._synced_after_s, self.durable_after_s = synced_after_s, durable_after_s
+
     @property
     def away_s(self) -> float:
         """For how long the store has owed an answer, or was out of reach; 0 while it owes none."""
@@ -111,8 +121,8 @@ class StoreConnection:
         """
         if self.durable_after_s:
             life, rest_s = self.life, self.durable_after_s
-            if self.synced_after_s < rest_s and await self.call("WAIT", 1, _RARE_MS, life=life):
-                rest_s = self.synced_after_s
+            if self._synced_after_s < rest_s and await self.call("WAIT", 1, _RARE_MS, life=life):
+                rest_s = self._synced_after_s
             await asyncio.sleep(rest_s)
             await self.call("PING", life=life)
 
@@ -183,7 +193,8 @@ class StoreConnection:
     async def _serve(self, link: AbstractConnection) -> None:
         """Use the link until it breaks; raises what broke it."""
         self._up.set()
-        self.on_link()
+        for came in self._watchers:
+            came()
         tasks = [asyncio.create_task(work) for work in (self._write(link), self._read(link), self._watch())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -23,6 +23,7 @@ from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.publisher_keys import PublisherKeys
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunChange, RunState, WorkerSession
+from ebbtide.coordinator.state.run_event_writer import RunEventWriter
 from ebbtide.errors import StoreUnavailable
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.placement import outsized, place
@@ -67,14 +68,15 @@ class Dispatcher:
         attempts: AttemptTransitions,
         recovery: RunRecovery,
         publishers: PublisherKeys,
+        news: RunEventWriter,
         *,
         slice_s: float,
         balance: bool = True,
     ) -> None:
         self._state, self._fleet, self._attempts, self._recovery = state, fleet, attempts, recovery
-        self._publishers = publishers
+        self._publishers, self._news = publishers, news
         self._moves = Rebalancer(state, on=balance)
-        self._borrowers = BorrowedHosts(state, self._moves, fleet.news)
+        self._borrowers = BorrowedHosts(state, self._moves, news)
         self._changes = EngineChanges(state)
         self._sharing = FleetSharing(state, fleet, self._moves, self._changes, slice_s=slice_s)
         self._arranged = self._measured = float("-inf")
@@ -177,7 +179,7 @@ class Dispatcher:
             waiting = len(run.line) + len(run.running)
             log.warning("no workers", run_id=run.run_id, rollouts=waiting)
             message = f"{text}; {waiting} rollouts go on when one comes"
-            self._fleet.news.tell(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
+            self._news.tell(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
 
     def _open_sessions(self) -> list[WorkerSession]:
         """Those that stay. One that is shunned does so too, and pulls weights meanwhile; it is given no rollouts."""

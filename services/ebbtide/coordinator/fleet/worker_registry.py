@@ -24,7 +24,6 @@ from ebbtide.coordinator.state.coordinator_state import (
     RunningAttempt,
     WorkerSession,
 )
-from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
 from ebbtide.coordinator.state.worker_reports import (
     AttachReport,
@@ -39,7 +38,6 @@ from ebbtide.errors import NotFound, NotReady
 from ebbtide.scheduling.dispatch.attempt_endings import blames
 from ebbtide.scheduling.health.flapping import Flapping
 from ebbtide.store.rollout_rows import EndReason
-from ebbtide.store.store import Store
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker, WorkerState, check_attempt
 from ebbtide.types.ids import check_id, new_fence
@@ -61,21 +59,15 @@ _INSTALL_FAILURES: Final = 3
 
 class WorkerRegistry:
     def __init__(
-        self,
-        settings: CoordinatorSettings,
-        state: CoordinatorState,
-        store: Store,
-        attempts: AttemptTransitions,
-        bells: Notifier,
+        self, settings: CoordinatorSettings, state: CoordinatorState, attempts: AttemptTransitions, news: RunEventWriter
     ) -> None:
-        self._settings, self._state, self._attempts = settings, state, attempts
-        self.news = RunEventWriter(state, store, bells)
+        self._settings, self._state, self._attempts, self._news = settings, state, attempts, news
         self._health = WorkerHealth(settings.heartbeat_timeout_s, settings.heartbeat_s)
         self._flapping = Flapping()
         self.judge_every_s = self._health.judge_every_s
         self._closing: dict[str, WorkerSession] = {}  # gone, but what they sent is still to be stored
         self._lost: dict[str, tuple[float, Worker]] = {}
-        self.leaving = False  # this coordinator ends: broken streams are its own doing
+        self._leaving = False
 
     def attach(self, hello: AttachReport) -> tuple[WorkerSession, list[AttemptRef], list[AttemptRef]]:
         """Open a session. Returns it, the held attempts that go on, and those that are over."""
@@ -88,8 +80,7 @@ class WorkerRegistry:
                 "run the same version of Ebbtide on both"
             )
         now = time.monotonic()
-        session = WorkerSession(new_fence(), hello, now)
-        session.resumes = self._state.resumes
+        session = WorkerSession(new_fence(), hello, now, self._state.resumes)
         adopted, superseded = self._attempts.adopt(session, (held.attempt for held in hello.held))
         for other in [one for one in self._state.sessions.values() if one.worker_id == hello.worker_id]:
             self.detach(other, "it attached again", went_on=not other.attempts)
@@ -104,7 +95,7 @@ class WorkerRegistry:
         shunned_s = self.shunned_s(session)
         text = f"worker {hello.worker_id} attached"
         text += f"; it was lost too often, and gets no work for {shunned_s:.0f} s" if shunned_s else ""
-        self.news.of_worker(session, text, "shunned" if shunned_s else "attached")
+        self._news.of_worker(session, text, "shunned" if shunned_s else "attached")
         log.info("attached", worker_id=hello.worker_id, adopted=len(adopted), superseded=len(superseded))
         return session, adopted, superseded
 
@@ -131,7 +122,7 @@ class WorkerRegistry:
         self._state.sessions.pop(session.session_id, None)
         quiet_s = suspect.quiet_s if suspect else self._health.quiet_s(session, now)
         self._health.gone(session)
-        if self.leaving:
+        if self._leaving:
             return
         if session.draining:
             self._flapping.left(session.worker_id)
@@ -146,7 +137,7 @@ class WorkerRegistry:
         event = "left" if left else state.name.lower()
         log.warning(event, worker_id=session.worker_id, reason=reason, rollouts=lost)
         text = f"worker {session.worker_id} {event}" + ("" if left else f": {reason}; {lost} rollouts go elsewhere")
-        self.news.of_worker(session, text, event, rollouts=lost)
+        self._news.of_worker(session, text, event, rollouts=lost)
 
     def _keep_lost(self, worker: Worker, now: float) -> None:
         """List it as lost for a while. However many come and go, the listing stays a message that arrives."""
@@ -173,7 +164,7 @@ class WorkerRegistry:
             attempt.orphan(orphaned)
         if lost and drains:
             self._closing[session.session_id] = session
-            self.news.background(self._drain(session, lost, orphaned, now + grace))
+            self._news.background(self._drain(session, lost, orphaned, now + grace))
         return len(lost)
 
     async def _drain(
@@ -239,7 +230,7 @@ class WorkerRegistry:
                 session.draining, session.state = True, WorkerState.DRAINING
                 session.reason = message.reason or session.reason
                 text = f"worker {session.worker_id} drains" + (f": {message.reason}" if message.reason else "")
-                self.news.of_worker(session, text, "draining", deadline=message.deadline_s)
+                self._news.of_worker(session, text, "draining", deadline=message.deadline_s)
 
     def _turned(self, session: WorkerSession) -> None:
         """The host of a borrowed worker took itself back, or gave itself again: there may be something to place."""
@@ -279,7 +270,7 @@ class WorkerRegistry:
         if not message.pull_s and not message.pause_s:
             return  # it had the version already: nothing was installed
         if run:
-            self.news.installed(run, session, message)
+            self._news.installed(run, session, message)
         metrics.install_seconds.labels("pull").observe(message.pull_s)
         metrics.install_seconds.labels("pause").observe(message.pause_s)
         log.info(
@@ -297,7 +288,7 @@ class WorkerRegistry:
         session.installed = None
         metrics.engine_starts.inc()
         text = f"the engine of worker {session.worker_id} was started anew, for {message.engine.model}"
-        self.news.of_worker(session, text, "changed", seconds=message.seconds)
+        self._news.of_worker(session, text, "changed", seconds=message.seconds)
         log.info("engine changed", worker_id=session.worker_id, run_id=message.run_id, seconds=message.seconds)
         self._state.wake.set()
 
@@ -320,7 +311,7 @@ class WorkerRegistry:
         session.unfit[message.run_id] = now + _INSTALL_PAUSE_S
         text = f"worker {session.worker_id} could not install version {version}: {message.message}"
         key = f"install.{session.worker_id}.{version}"
-        self.news.tell(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
+        self._news.tell(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
         if message.architecture and not run.fitted:
             run.misfits[message.architecture] += 1
             run.architecture = message.architecture
@@ -392,8 +383,9 @@ class WorkerRegistry:
             given_up=bool(session.given_up),
         )
 
-    async def close(self) -> None:
-        await self.news.close()
+    def leave(self) -> None:
+        """This coordinator ends: from here on broken streams are its own doing, and workers keep their attempts."""
+        self._leaving = True
 
 
 def _lost_at_most(attempt: RunningAttempt, session: WorkerSession, now: float) -> int:

@@ -274,7 +274,8 @@ class WorkerSession:
     that it was asked for because its host has itself back, or is given up, and has not handed back.
     """
 
-    def __init__(self, session_id: str, hello: AttachReport, now: float) -> None:
+    def __init__(self, session_id: str, hello: AttachReport, now: float, resumes: list[tuple[str, float]]) -> None:
+        """`resumes`: of the `CoordinatorState`, which is told there how long rollouts took to go on."""
         self.session_id = session_id
         self.hello = hello
         self.state = WorkerState.READY
@@ -282,7 +283,7 @@ class WorkerSession:
         self.attempts: dict[str, RunningAttempt] = {}  # by attempt id
         self.pending: dict[str, RunningAttempt] = {}
         self.held: Counter[tuple[str, VersionBounds]] = Counter()
-        self.resumes: list[tuple[str, float]] = []  # the state's
+        self.resumes = resumes
         self.plateau = 0
         self.outbox: asyncio.Queue[fleet_pb2.CoordinatorMessage | None] = asyncio.Queue()
         self.run_id = ""
