@@ -1,15 +1,21 @@
 """What a coordinator counts. No label without a bound: never a rollout or a worker, and of runs the live ones alone."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.coordinator.state.coordinator_state import RunState
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState
+from ebbtide.errors import StoreUnavailable
 from ebbtide.store.rollout_rows import EndReason
+from ebbtide.store.store import Store
 from ebbtide.types.fleet import BorrowedState, Worker, WorkerState
 
 #: Of more live runs than these, the youngest have no gauges.
 _RUNS_SHOWN: Final = 200
+#: As often as Prometheus looks, by its own default.
+_MEASURE_EVERY_S: Final = 15.0
 _WAITS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
 
 leads = telemetry.gauge("coordinator_leads", "1 while this coordinator holds the lease of the fleet, else 0")
@@ -94,6 +100,27 @@ def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
             lent[_lent(worker, worker.borrowed)] += 1
     for name, number in lent.items():
         borrowed.labels(name).set(number)
+
+
+async def measure_for_ever(state: CoordinatorState, store: Store) -> None:
+    """Ask the store now and then how full it is, and what waits in it."""
+    store_away_seconds.set_function(lambda: store.link.away_s)
+    while True:
+        with suppress(StoreUnavailable):  # the last figures stand, and the time that it is away says so
+            await measure(state, store)
+        await asyncio.sleep(_MEASURE_EVERY_S)
+
+
+async def measure(state: CoordinatorState, store: Store) -> None:
+    """Set the gauges. Raises `StoreUnavailable`."""
+    room = await store.room()
+    live = list(state.runs.values())
+    held = [await store.runs.waiting(run.run_id) for run in live]
+    store_bytes.set(room.used)
+    store_limit_bytes.set(room.limit)
+    shares = (used / run.spec.quota_bytes for run, (used, _) in zip(live, held, strict=True))
+    quota_used.set(max(shares, default=0.0))
+    trajectories.set(sum(count for _, count in held))
 
 
 def _observe_shares(shown: Sequence[RunState]) -> None:

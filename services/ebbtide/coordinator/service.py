@@ -13,6 +13,7 @@ from ebbtide.coordinator.failover.election import Election
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.metrics import measure_for_ever
 from ebbtide.coordinator.publisher_keys import PublisherKeys
 from ebbtide.coordinator.servicers import fleet_servicer as fleet_wire
 from ebbtide.coordinator.servicers import rollouts_servicer as rollouts_wire
@@ -22,7 +23,6 @@ from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
-from ebbtide.coordinator.store_measurements import measure_for_ever
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rpc.server import Service
 from ebbtide.runtime import race

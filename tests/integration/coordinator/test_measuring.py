@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from ebbtide.coordinator.store_measurements import measure
+from ebbtide.coordinator.metrics import measure
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.v1 import types_pb2
 

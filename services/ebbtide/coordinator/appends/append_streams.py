@@ -10,11 +10,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
-from ebbtide.coordinator.fleet.stream_cut import StreamCut
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.state.coordinator_state import (
     CoordinatorState,
@@ -51,7 +51,7 @@ class AppendStreams:
 
     async def _answers(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         receiver, name = AppendReceiver(), ""
-        with ExitStack() as stack, StreamCut() as cut:
+        with ExitStack() as stack, Cut() as cut:
             messages = aiter(requests)
             while (request := await cut.next(messages)) is not None:
                 session = self._fleet.session(request.session or name)
@@ -109,6 +109,62 @@ class AppendStreams:
         if started and run and run.line:
             self._state.wake.set()  # its worker may take one that waits
         return found
+
+
+class Cut:
+    """Ends a worker's append stream from outside, so that the worker opens another one and sends again. Entered for the
+    length of one stream.
+
+    Invariant: a stream is cut only between two messages: what it has taken in is stored and answered first.
+    """
+
+    def __init__(self) -> None:
+        self._session: WorkerSession | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[object] | None = None
+        self._made = False
+
+    def by(self, session: WorkerSession) -> None:
+        """The stream turned out to be this session's: it ends when the session is to `resend`."""
+        session.resend.clear()
+        self._stop()
+        self._session, self._watch = session, asyncio.create_task(self._wait(session))
+
+    async def _wait(self, session: WorkerSession) -> None:
+        await session.resend.wait()
+        if self._reading is not None:
+            self._made = True
+            self._reading.cancel()
+
+    async def next(self, messages: AsyncIterator[fleet_pb2.AppendRequest]) -> fleet_pb2.AppendRequest | None:
+        """The next message; None at the end. Raises `StoreUnavailable` once the worker is to send again."""
+        if self._session is not None and self._session.resend.is_set():
+            raise _again()
+        self._reading = reading = asyncio.current_task()
+        try:
+            return await anext(messages, None)
+        except asyncio.CancelledError:
+            if not self._made or reading is None or reading.uncancel():
+                raise
+            raise _again() from None
+        finally:
+            self._reading = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+
+def _again() -> StoreUnavailable:
+    return StoreUnavailable("the store came back: open the stream anew, and send again what is not durable")
 
 
 async def _twice(answers: Responses, life: StoreIncarnation, link: StoreConnection) -> Responses:
