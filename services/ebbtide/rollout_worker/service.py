@@ -24,11 +24,11 @@ from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import JITTER, Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.installer import Installer
-from ebbtide.rollout_worker.installs.peer_blobs import check_reachable, serving
-from ebbtide.rollout_worker.installs.weight_supply import WeightSupply
+from ebbtide.rollout_worker.installs.peer_blobs import check_reachable
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.rollout_worker.streams.control_handler import ControlHandler, ControlOutbox, throttle
 from ebbtide.rollout_worker.streams.control_session import ControlSession
+from ebbtide.rollout_worker.weight_store import WeightStore
 from ebbtide.rpc.channel import check_address, open_channel, open_socket
 from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.runtime import Shutdown
@@ -97,14 +97,14 @@ async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
         info = await engine.start()
         log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
         coordinator = await stack.enter_async_context(LeaderChannel(settings.coordinator, settings.client))
-        worker, supply = await _assemble(stack, shutdown, settings, worker_id, engine, info, borrowed)
-        presence = shutdown.spawn(supply.presence.run(), "presence")
-        stack.push_async_callback(_end, presence)  # it may not outlive the channel that it tells by
-        await stack.enter_async_context(serving(settings, supply.shelf, worker.leaving, supply.presence.again))
+        worker, store = await _assemble(stack, shutdown, settings, worker_id, engine, info, borrowed)
+        telling = shutdown.spawn(store.tell_relay(), "presence")
+        stack.push_async_callback(_end, telling)  # it may not outlive the channel that it tells by
+        await stack.enter_async_context(store.serving(worker.leaving))
         session = ControlSession(worker, coordinator, attached=_once(shutdown, worker_id))
         installing = shutdown.spawn(worker.installer.run(), "installer")
         stack.push_async_callback(_end, installing)  # an install may not outlive the engine that it is for
-        supply.puller.warm_up()
+        store.warm_up()
         shutdown.spawn(throttle(engine, worker.outbox, worker.attempts), "throttle")
         streams = shutdown.spawn(session.run(), "streams")
         shutdown.spawn(_on_signal(shutdown, worker), "signals")
@@ -125,22 +125,22 @@ async def _assemble(
     engine: Engine,
     info: EngineInfo,
     borrowed: BorrowedEngine | None,
-) -> tuple[ControlHandler, WeightSupply]:
+) -> tuple[ControlHandler, WeightStore]:
     """The parts around an engine that has booted; of tasks only those to the guard of the host have begun."""
     outgoing, outbox = ControlOutbox(), _outbox(settings)
     ledger = stack.enter_context(Ledger(Path(settings.counter_file))) if settings.counter_file else None
     attempts = LocalAttempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
     stack.push_async_callback(attempts.close)
     relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
-    supply = WeightSupply(settings, worker_id, engine, WeightsStub(relay))
-    stack.callback(supply.close)
+    store = WeightStore(settings, worker_id, engine, WeightsStub(relay))
+    stack.callback(store.close)
     borrowing = await _borrow(stack, shutdown, settings, borrowed, attempts, worker_id) if borrowed else None
     changing = engine if isinstance(engine, ChangingEngine) else None
-    installer = Installer(engine, supply.weights, attempts, supply.presence, outgoing.put, borrowing, changing)
-    worker = ControlHandler(settings, worker_id, info, outbox, attempts, installer, outgoing)
+    installer = Installer(engine, store, attempts, outgoing.put, borrowing, changing)
+    worker = ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing)
     if borrowing is not None:
         worker.borrowing, borrowing.sleeping = borrowing, _sleeping(engine, installer)
-    return worker, supply
+    return worker, store
 
 
 async def _borrow(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
-from ebbtide.rollout_worker.installs.version_store import VersionStore
+from ebbtide.rollout_worker.engine_needs import EngineNeeds
 from ebbtide.testing import wait_until
 from ebbtide.transfer import Mirror
 from ebbtide.types.fleet import WorkerKind
@@ -177,13 +177,13 @@ async def test_who_finds_the_mirror_filled_meanwhile_asks_nobody(
     pair = [await houses(name) for name in ("w1", "w2")]
     for house in pair:
         await house.worker()
-    relay, looks, holds = pair[0].relay, [0], VersionStore._holds
+    relay, looks, holds = pair[0].relay, [0], EngineNeeds.met_by
 
-    def look(weights: VersionStore, mirror: Mirror, manifest: Any) -> bool:
+    def look(needs: EngineNeeds, mirror: Mirror, manifest: Any) -> bool:
         looks[0] += 1
-        return holds(weights, mirror, manifest)
+        return holds(needs, mirror, manifest)
 
-    monkeypatch.setattr(VersionStore, "_holds", look)
+    monkeypatch.setattr(EngineNeeds, "met_by", look)
     asked, version = relay.asked, relay.publish(2)
     mirror = await asyncio.to_thread(Mirror, relay.manifests[1], pair[0].mirrors)
     async with mirror.hold(shared=True):  # both may look, and neither may fill it

@@ -10,7 +10,7 @@ from typing import Any
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
 from ebbtide.rollout_worker.installs.installer import Installer, InstallLender
-from ebbtide.rollout_worker.installs.version_store import Installation
+from ebbtide.rollout_worker.weight_store import Installation
 from ebbtide.types.weights import PolicyVersion
 
 
@@ -30,12 +30,10 @@ class Worker:
         self.installing = asyncio.Event()  # cleared: installs do not end
         self.installing.set()
         self.gone: set[int] = set()
-        self.installed: Any = None
         attempts: Any = SimpleNamespace(holds=GenerationHolds(), ended=asyncio.Event(), admit=lambda *_: True)
-        presence: Any = SimpleNamespace(installed=lambda _: None, forget=lambda: None)
-        weights: Any = self
+        store: Any = self
         engine: Any = self
-        self.installer = Installer(engine, weights, attempts, presence, lambda _: None, lender)
+        self.installer = Installer(engine, store, attempts, lambda _: None, lender)
 
     async def install(self, number: int, path: Path, changes: Path | None = None) -> float:
         if number in self.bad:
@@ -50,17 +48,23 @@ class Worker:
     def forget(self, run_id: str) -> None:
         self.looks.append(f"forgot {run_id}")
 
-    async def prepare(self, wanted: Installation, change: object = None) -> object:
+    async def begin(self, wanted: Installation, change: object = None) -> object:
         if wanted.version.version in self.gone:
             raise Unavailable("retired")
-        self.looks.append("pull")
-        await self.pulling.wait()
         return object()
+
+    def serves(self, manifest: object) -> None:
+        pass
+
+    def announce(self, install_s: float) -> None:
+        pass
 
     def refused(self, version: PolicyVersion) -> None:
         self.looks.append(f"refused {version.version}")
 
     @asynccontextmanager
-    async def ready(self, *_: object) -> AsyncIterator[tuple[Path, Path | None]]:
+    async def locked(self, *_: object) -> AsyncIterator[tuple[Path, Path | None]]:
+        self.looks.append("pull")
+        await self.pulling.wait()
         self.looks.append("locked")
         yield Path("weights"), Path("changes")

@@ -122,3 +122,44 @@ async def test_where_the_version_is_gone_the_next_one_ends_the_rest(worker: Work
     await wait_until(lambda: worker.installer.current == version(2))
     await worker.installer.restore()
     assert [number for number, _ in worker.made] == [1, 2], "they are back already"
+
+
+async def test_weights_do_not_come_back_beside_an_install(worker: Worker) -> None:
+    assert worker.installer.rest()
+    worker.gone = {1}
+    with pytest.raises(Unavailable):
+        await worker.installer.restore()
+    worker.installing.clear()
+    worker.installer.wish(version(2))
+    await wait_until(lambda: worker.installer.installing)
+    with pytest.raises(Unavailable, match="on its way"):
+        await worker.installer.restore()
+    worker.installing.set()
+    await wait_until(lambda: worker.installer.current == version(2))
+    await worker.installer.restore()
+    assert worker.made == [(1, True), (2, True)]
+
+
+async def test_a_worker_that_leaves_ends_its_pull_and_begins_nothing_more() -> None:
+    worker = Worker()
+    running = asyncio.create_task(worker.installer.run())
+    worker.pulling.clear()
+    worker.installer.wish(version(1))
+    await wait_until(lambda: worker.looks == ["pull"])
+    worker.installer.stop()
+    await asyncio.wait_for(running, 5.0)
+    assert not worker.installer.busy
+    assert not worker.made
+
+
+async def test_a_worker_that_leaves_ends_an_install_that_has_begun() -> None:
+    worker = Worker()
+    running = asyncio.create_task(worker.installer.run())
+    worker.installing.clear()
+    worker.installer.wish(version(1))
+    await wait_until(lambda: worker.installer.installing)
+    worker.installer.wish(version(2))
+    worker.installer.stop()
+    worker.installing.set()
+    await asyncio.wait_for(running, 5.0)
+    assert worker.made == [(1, True)]

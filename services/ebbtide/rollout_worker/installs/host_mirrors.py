@@ -1,9 +1,9 @@
-"""The mirror that this worker uses: that of its host, or one of its own where that one cannot be had.
+"""Chooses and locks the mirror that this worker uses: the host's, or one of its own where the host's cannot be had.
 
-Invariant: `current` is the one in use, None before the first. A host's mirror whose holder shows no sign of life is
-left, and kept open: it is used again, from the next version on, once its holder has gone on or ended. Where the host
-has no room for one, this worker has its own for good: to look for room anew may take it from others. When the process
-dies, its own goes; the host's stays with the others, locked no more.
+Invariant: `current` is the mirror in use, None before the first. This worker leaves a host's mirror whose holder shows
+no sign of life, and keeps it open: it uses it again, from the next version on, once the holder has gone on or ended.
+Where the host has no room for a mirror, this worker has its own for good: another look for room may take it from
+others. When the process dies, its own mirror goes; the host's stays with the others, and is locked no more.
 """
 
 import asyncio
@@ -22,10 +22,11 @@ from ebbtide.weights import same_geometry
 T = TypeVar("T")
 log = telemetry.get_logger(__name__)
 
-#: Longest time between two signs of life, and how many at least fall into somebody's patience.
+#: Longest time between two signs of life.
 _BEAT_S: Final = 1.0
+#: At least so many signs of life fall into the patience of another worker.
 _BEATS: Final = 4
-#: To see whether a lock is free.
+#: Time to see whether a lock is free.
 _GLANCE_S: Final = 0.05
 
 
@@ -33,21 +34,21 @@ class HostMirrors:
     """One mirror at a time."""
 
     def __init__(self, folder: Path | None, patience_s: float) -> None:
-        """`folder`: of the host's mirrors; None for one of this worker's own. `patience_s`: after which a holder who
-        shows no sign of life is taken for one that may never go on."""
+        """`folder`: of the host's mirrors; None for one of this worker's own. `patience_s`: after which a holder that
+        shows no sign of life is taken for one that never goes on."""
         self._folder, self._patience_s = folder, patience_s
         self.current: Mirror | None = None
-        self._left: Mirror | None = None
-        self._beats = 0  # of the one that was left, when it was
+        self._left: Mirror | None = None  # the host's, while its holder shows no sign of life
+        self._beats = 0  # of that one, when it was left
 
     @property
     def shared(self) -> bool:
-        """Whether the host's other workers find in it what this one fetched."""
+        """Whether the host's other workers find in the mirror what this one fetched."""
         return self._folder is not None and self._left is None
 
     @asynccontextmanager
     async def locked(self, manifest: Manifest, *, shared: bool = False) -> AsyncIterator[Mirror]:
-        """The mirror for a version while nobody else changes it; `shared` with those who install from it.
+        """The mirror for a version while no other process changes it; `shared` with those that install from it.
 
         Raises `NoCapacity` if there is none, and no memory for one.
         """
@@ -66,7 +67,7 @@ class HostMirrors:
 
     @asynccontextmanager
     async def at_work(self, mirror: Mirror, most_s: float = math.inf) -> AsyncIterator[None]:
-        """Show those who wait for a locked mirror that this worker goes on, for so long at most."""
+        """Show the workers that wait for a locked mirror that this one goes on, for `most_s` at most."""
         beating = asyncio.create_task(self._beat(mirror, most_s), name="signs of life")
         try:
             yield
@@ -97,7 +98,7 @@ class HostMirrors:
         return await self._open(manifest)
 
     async def _open(self, manifest: Manifest) -> Mirror:
-        """A mirror that has room for this version. Those for tensors of another kind go."""
+        """A mirror that has room for this version. Mirrors of another geometry are closed."""
         if self.current is not None and alike(self.current.manifest, manifest):
             return self.current
         if self._left is None or not alike(self._left.manifest, manifest):
@@ -112,12 +113,12 @@ class HostMirrors:
             return await unbroken(asyncio.to_thread(self._make, manifest))
 
     def _make(self, manifest: Manifest) -> Mirror:
-        """In a thread: memory for it is found first."""
+        """Runs in a thread, as it waits for memory."""
         self.current = mirror = Mirror(manifest, self._folder if self.shared else None)
         return mirror
 
     def forget(self, run_id: str) -> None:
-        """Give up what is kept of a run that is over. Nobody here may be reading it."""
+        """Close the mirrors of a run that is over. The engine must not be reading them."""
         if self.current is not None and self.current.manifest.run_id == run_id:
             self.current.close()
             self.current = None
@@ -126,7 +127,7 @@ class HostMirrors:
             self._left = None
 
     def close(self) -> None:
-        """Give them up. A host's goes when no other worker uses it."""
+        """Close the mirrors. The host's goes when no other worker uses it."""
         for mirror in (self.current, self._left):
             if mirror is not None:
                 mirror.close()
@@ -148,7 +149,7 @@ def alike(one: Manifest, other: Manifest) -> bool:
 
 
 async def unbroken(work: Awaitable[T]) -> T:
-    """Wait for what goes on in a thread, also when cancelled: nobody else may touch the same meanwhile."""
+    """Wait for the work of a thread to its end, also when cancelled: nothing else may touch the same data meanwhile."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -1,7 +1,6 @@
-"""What this worker serves to other workers: blobs that it verified, from its cache and its mirror.
+"""Serves blobs that this worker verified to other workers, from its cache and its mirror.
 
-Invariant: `streams` has who reads now, at most `most` of them, and in how many streams each. What is served matches its
-digest. Nothing is kept here.
+Invariant: every blob that is served matches its digest. Nothing is kept here.
 """
 
 import asyncio
@@ -17,20 +16,22 @@ from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.rpc.channel import check_address
 from ebbtide.transfer import BlobCache, Mirror, check_peer
 
-#: Who is turned away asks another source meanwhile.
+#: A reader that is turned away asks another source meanwhile.
 _RETRY_S: Final = 2.0
-#: For the message that each stream is in the midst of.
+#: Lets each stream end its current message.
 _GRACE_S: Final = 1.0
-#: A blob that takes longer to arrive here may be had elsewhere sooner.
+#: Readers get a blob that takes longer to arrive here from another source sooner.
 _PATIENCE_S: Final = 10.0
 _ANYWHERE: Final = ("0.0.0.0", "::", "*")  # noqa: S104 - told apart, not bound
 
 
 class PeerBlobs:
-    """`mirror` gives the mirror of the moment."""
+    """The blobs that peers may read."""
 
     def __init__(self, cache: BlobCache, mirror: Callable[[], Mirror | None], most: int) -> None:
+        """`mirror` gives the mirror in use now. `most`: readers at once."""
         self._cache, self._mirror, self._most = cache, mirror, most
+        #: Streams of each reader.
         self.streams: Counter[str] = Counter()
         self.address = ""  # under which others reach it; empty: it is not served
 
@@ -50,12 +51,12 @@ class PeerBlobs:
                 yield digest, data
         finally:
             self.streams[reader] -= 1
-            self.streams += Counter()  # who has no stream left is no reader
+            self.streams += Counter()  # forgets readers without a stream
             metrics.PEER_STREAMS.set(self.streams.total())
 
     async def _blob(self, digest: bytes) -> bytes:
         data = self._cache.get(digest) or await self._dense(digest) or await self._cache.wait(digest, _PATIENCE_S)
-        # What is not kept in the cache is in the mirror once it is not waited for any more.
+        # A blob that the cache did not keep has reached the mirror by now.
         if data is None and (data := await self._dense(digest)) is None:
             raise VersionUnavailable(f"this worker does not hold {digest.hex()[:16]}; ask another source")
         return data
@@ -69,9 +70,9 @@ class PeerBlobs:
 async def serving(
     settings: WorkerSettings, shelf: PeerBlobs, leaving: asyncio.Event, changed: Callable[[], None]
 ) -> AsyncGenerator[None, None]:
-    """Serves the shelf, if the settings say so, until `leaving` is set; readers' streams end as `Unavailable` then.
+    """Serve the shelf, if the settings say so, until `leaving` is set; readers' streams end as `Unavailable` then.
 
-    `changed` is called when nobody should be sent here any more.
+    `changed` is called when no peer should be sent here any more.
     Raises `InvalidRequest` for an address that cannot be served.
     """
     if not settings.peer_listen:
@@ -125,7 +126,7 @@ def check_reachable(settings: WorkerSettings) -> None:
 
 @contextmanager
 def _as_peer_listen() -> Iterator[None]:
-    """A server says `listen` of what this worker's settings call `peer_listen`."""
+    """Name the field `peer_listen`, as this worker's settings do, in a server's error about `listen`."""
     try:
         yield
     except InvalidRequest as error:

@@ -23,7 +23,7 @@ from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.installer import Installer
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, WorkerState
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, WorkerState
 from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
 
@@ -70,20 +70,18 @@ class ControlHandler:
         self,
         settings: WorkerSettings,
         worker_id: str,
-        info: EngineInfo,
         outbox: Outbox,
         attempts: LocalAttempts,
         installer: Installer,
         outgoing: ControlOutbox,
     ) -> None:
-        self.settings, self.worker_id, self.info = settings, worker_id, info
+        self.settings, self.worker_id = settings, worker_id
         self.outbox, self.attempts, self.installer, self.outgoing = outbox, attempts, installer, outgoing
         self.leaving = asyncio.Event()  # set once the worker is to hand over
         self.reason = ""  # for which it leaves
         self.drained = False
         self.beat = asyncio.Event()  # set when a heartbeat has news that cannot wait
         attempts.holds.watch(self._hold_changed)
-        installer.changed = self._engine_changed
         self._arriving: dict[str, Assignment] = {}
         self._deadline = math.inf
         self._limit: asyncio.Timeout | None = None
@@ -121,7 +119,7 @@ class ControlHandler:
                 protocol_version=PROTOCOL_VERSION,
                 capabilities=["resume", f"engine:{self.settings.engine}"],
                 slots=self.settings.slots,
-                engine=to_proto(self.info, fleet_pb2.EngineInfo),
+                engine=to_proto(self.attempts.info, fleet_pb2.EngineInfo),
                 held=held,
                 installed=[to_proto(current.version, types_pb2.PolicyVersion)] if current else [],
                 flush_tokens=self.settings.flush_tokens,
@@ -203,9 +201,6 @@ class ControlHandler:
             self._admit()  # back they go
         self._say_draining()
         self.beat.set()
-
-    def _engine_changed(self, info: EngineInfo) -> None:
-        self.info = self.attempts.info = info
 
     def _hold_changed(self) -> None:
         self.beat.set()
