@@ -26,13 +26,32 @@ _RECLAIMS_S: Final = (0.01, 0.1, 0.5, 1.5, 4.0, 15.0)
 _GRANTS_S: Final = (0.2, 1.0, 5.0)
 
 
+class Lease:
+    """In place of `DeviceLease`: it holds while the host lends itself."""
+
+    def __init__(self, _page: Any) -> None:
+        self.granted = asyncio.Event()
+
+    async def spell(self, seconds: float) -> None:
+        del seconds  # of an install: none here is long against a grant
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self.granted.wait()
+        except TimeoutError:
+            return
+
+    def may_wake(self) -> bool:
+        return self.granted.is_set()
+
+
 class Host:
     """Stands for the worker's side of the grants."""
 
-    def __init__(self, attempts: LocalAttempts, draw: random.Random, taken: Callable[[float], None]) -> None:
-        self.sleeping = None
+    def __init__(
+        self, attempts: LocalAttempts, lease: Lease, draw: random.Random, taken: Callable[[float], None]
+    ) -> None:
         self._attempts, self._engine, self._draw, self._taken = attempts, attempts._engine, draw, taken
-        self._granted, self._wanted = asyncio.Event(), asyncio.Event()
+        self._granted, self._wanted = lease.granted, asyncio.Event()
         self._wanted.set()
         self._spell_s = self._share = self._disturbance = 0.0
 
@@ -51,17 +70,6 @@ class Host:
         else:  # quiet from the next reclaim on
             self._wanted.clear()
             self._disturbance = 0.0
-
-    async def spell(self, seconds: float) -> None:
-        del seconds  # of an install: none here is long against a grant
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                await self._granted.wait()
-        except TimeoutError:
-            return
-
-    def may_wake(self) -> bool:
-        return self._granted.is_set()
 
     async def run(self) -> None:
         draw = self._draw
@@ -99,11 +107,13 @@ def borrower(loop: SimLoop, seed: int, taken: Callable[[float], None]) -> Any:
         _stack: AsyncExitStack,
         shutdown: Shutdown,
         _settings: WorkerSettings,
-        _page: Any,
-        attempts: LocalAttempts,
         worker_id: str,
+        _page: Any,
+        lease: Lease,
+        attempts: LocalAttempts,
+        _sleeping: None,
     ) -> Host:
-        host = Host(attempts, random.Random(f"{seed} {worker_id} {loop.now}"), taken)
+        host = Host(attempts, lease, random.Random(f"{seed} {worker_id} {loop.now}"), taken)
         shutdown.spawn(host.run(), "host")
         return host
 

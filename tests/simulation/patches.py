@@ -24,7 +24,7 @@ import ebbtide.weight_relay.library.relay_disk
 from ebbtide.rollout_worker.engine import scripted_engine
 from ebbtide.transfer import Mirror, Puller
 from tests.simulation.engine import Told, engine_class
-from tests.simulation.grants import page
+from tests.simulation.grants import Lease, page
 from tests.simulation.grpc_client import SimChannel
 from tests.simulation.grpc_server import SimServer
 from tests.simulation.loop import Exited, Proc, SimLoop, current
@@ -141,6 +141,7 @@ def patched(
         (ebbtide.rollout_worker.service, "_borrowed", page),
         (ebbtide.rollout_worker.service, "_borrow", borrow),
         (ebbtide.rollout_worker.service, "_sleeping", lambda *_: None),
+        (ebbtide.rollout_worker.service, "DeviceLease", Lease),
         (logging, "lastResort", None),
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]

@@ -1,13 +1,11 @@
-"""A borrowed worker and the serving-guard of its host: grants come in, the lease in the page is renewed, news go out.
+"""Borrows the device from the serving-guard of its host: grants come in, reports of the engine go out.
 
-Invariant: the lease ends at most `GRANT_S` behind the arrival of the newest grant, at once with the stream, and it is
-never renewed while the coordinator does not want this host borrowed; so without a guard, or with one that hangs, the
-engine stands still by itself. A guard that is not there is looked for again, for ever: the worker stays attached, and
-its heartbeats say that it may not generate. Nothing of this outlives the process; the next one begins with Hello.
+Invariant: grants go to the `DeviceLease` alone, which ends with the stream. A guard that is not there is looked for
+again, for ever: the worker stays attached, and its heartbeats say that it may not generate. Nothing of this outlives
+the process; the next one begins with Hello.
 """
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from typing import Any, Final
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.rollout_worker import metrics
+from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
@@ -26,7 +25,7 @@ from ebbtide.rpc.channel import write
 from ebbtide.rpc.status_table import translated
 from ebbtide.runtime import race
 from ebbtide.types.fleet import BorrowedState
-from ebbtide.types.grants import GRANT_S, GRANTS_VERSION, BorrowerReport, Forecast, Grant, Hello, Residency
+from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Grant, Hello, Residency
 from ebbtide.v1 import grants_pb2
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
 from ebbtide.wire.record_conversion import from_proto, to_proto
@@ -43,10 +42,6 @@ _LOOK_S: Final = 0.05
 _STILL_S: Final = 0.1
 #: And after so long nothing is to be expected of it: the coordinator is told.
 _HELD_S: Final = 0.25
-#: For how long an install waits for a spell: without one it disturbs who is served, without it the run may wait.
-_PATIENCE_S: Final = 5.0
-#: Between two looks for a grant then.
-_PAUSE_S: Final = 0.01
 #: A stream that lasted so long was a good one: the next is opened soon.
 _LONG_S: Final = 10.0
 _HOLD: Final = "grant"
@@ -60,34 +55,29 @@ class GuardLink:
         stub: GrantsStub,
         target: str,
         engine: BorrowedEngine,
+        lease: DeviceLease,
         attempts: LocalAttempts,
+        sleeping: WeightSleep | None,
         *,
         worker_id: str,
         slots: int,
     ) -> None:
-        """`engine` has booted."""
+        """`engine` has booted. `sleeping` moves its weights; None: they stay."""
         self._stub, self._target, self._engine, self._attempts = stub, target, engine, attempts
-        self._page = engine.page
+        self._page, self._lease, self._sleeping = engine.page, lease, sleeping
         self._worker_id, self._slots = worker_id, slots
-        self._forecast = Forecast()
-        self._wanted = True
-        self._news = asyncio.Event()
-        self._connected = False
-        self._reason = ""
-        #: What moves the engine's weights; None: they stay.
-        self.sleeping: WeightSleep | None = None
-        self._residency = Residency.AWAKE  # as wished by the newest grant,
-        self._granted_at = -math.inf  # which came then
-        self._wished = asyncio.Event()
+        self._news = asyncio.Event()  # set when the guard is to be told at once
+        self._reason = ""  # for which there is no guard
+        self._wished = asyncio.Event()  # set when the weights are not where the newest grant wishes them
         self._able_at = time.monotonic()  # when the engine was last seen to generate, or to be free to
         self._flushed = True
 
     @property
     def state(self) -> BorrowedState:
         """For the coordinator: what this worker may expect."""
-        forecast = self._forecast
+        forecast = self._lease.forecast
         return BorrowedState(
-            granted=_HOLD not in self._attempts.holds and self._connected,
+            granted=_HOLD not in self._attempts.holds and self._lease.connected,
             share=min(1.0, forecast.share),
             spell_s=forecast.spell_s,
             disturbance=forecast.disturbance,
@@ -96,11 +86,9 @@ class GuardLink:
 
     def want(self, *, wanted: bool, reason: str) -> None:
         """Told by the coordinator whether this host is to be borrowed."""
-        if wanted != self._wanted:
+        if wanted != self._lease.wanted:
             log.info("to be borrowed" if wanted else "not to be borrowed", reason=reason)
-        self._wanted = wanted
-        if not wanted:
-            self._page.renew(0.0)
+        self._lease.want(wanted=wanted)
         self._news.set()
 
     async def run(self) -> None:
@@ -128,33 +116,13 @@ class GuardLink:
         while True:
             await self._wished.wait()
             self._wished.clear()
-            if self.sleeping is not None:
-                await self.sleeping.be(self._residency)
+            if self._sleeping is not None:
+                await self._sleeping.be(self._lease.residency)
                 self._news.set()
 
     @property
     def _at(self) -> Residency:
-        return self.sleeping.residency if self.sleeping is not None else Residency.AWAKE
-
-    async def spell(self, seconds: float) -> None:
-        """Wait until nothing is inside the serving engine and probably nothing will be for so long, so that the device
-        is free for work other than steps; but not for ever."""
-        end = time.monotonic() + _PATIENCE_S
-        while not self._spell_of(seconds):
-            if time.monotonic() > end:
-                log.warning("no grant for so long came: going on without one", waited_s=_PATIENCE_S, wanted_s=seconds)
-                return
-            await asyncio.sleep(_PAUSE_S)
-
-    def _spell_of(self, seconds: float) -> bool:
-        idle = self._page.budget().tokens and self._page.idle()
-        forecast = self._forecast.spell_s  # 0: not known
-        return bool(idle) and (not forecast or forecast >= seconds)
-
-    def may_wake(self) -> bool:
-        """Whether the guard wishes the weights awake, in a grant that holds. That is the permission to load them: the
-        guard gives neither tokens nor a budget to an engine that does not have any."""
-        return self._residency is Residency.AWAKE and time.monotonic() - self._granted_at < GRANT_S
+        return self._sleeping.residency if self._sleeping is not None else Residency.AWAKE
 
     async def _borrow(self) -> None:
         call = self._stub.Borrow()
@@ -164,8 +132,7 @@ class GuardLink:
             await race(self._receive(call), self._report(call))
         finally:
             call.cancel()
-            self._page.renew(0.0)
-            self._connected, self._forecast, self._granted_at = False, Forecast(), -math.inf
+            self._lease.end()
 
     async def _receive(self, call: Any) -> None:
         async for message in call:
@@ -173,21 +140,12 @@ class GuardLink:
         raise Unavailable("the guard ended the stream")
 
     def _take(self, grant: Grant) -> None:
-        if not self._connected:
-            self._connected, self._reason = True, ""
+        if not self._lease.connected:
+            self._reason = ""
             log.info("guard found", target=self._target)
-        self._forecast = grant.forecast
-        steps = self._page.steps()
-        if steps.block_bytes:
-            blocks = grant.kv_bytes // steps.block_bytes
-            blocks = blocks if blocks < steps.kv_total else -1
-            if blocks != self._page.kv_blocks:
-                self._page.limit_kv(blocks)
-        self._residency, self._granted_at = grant.residency, time.monotonic()
-        if self.sleeping is not None and grant.residency is not self._at:
+        self._lease.take(grant)
+        if self._sleeping is not None and grant.residency is not self._at:
             self._wished.set()
-        free = self._wanted and grant.tokens > 0
-        self._page.renew(time.monotonic() + min(grant.expires_s, GRANT_S) if free else 0.0)
         self._look()
 
     async def _report(self, call: Any) -> None:
@@ -210,9 +168,9 @@ class GuardLink:
             kv_bytes_used=steps.kv_used * steps.block_bytes,
             recomputed_tokens=steps.recomputed,
             residency=self._at,
-            wanted=self._wanted,
-            wake_host_s=self.sleeping.wake_host_s if self.sleeping else 0.0,
-            wake_away_s=self.sleeping.wake_away_s if self.sleeping else 0.0,
+            wanted=self._lease.wanted,
+            wake_host_s=self._sleeping.wake_host_s if self._sleeping else 0.0,
+            wake_away_s=self._sleeping.wake_away_s if self._sleeping else 0.0,
         )
 
     def _hello(self) -> Hello:

@@ -15,6 +15,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.grants import check_folder, page_path, socket_path
 from ebbtide.ledger import Ledger
+from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
@@ -134,29 +135,33 @@ async def _assemble(
     relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
     store = WeightStore(settings, worker_id, engine, WeightsStub(relay))
     stack.callback(store.close)
-    borrowing = await _borrow(stack, shutdown, settings, borrowed, attempts, worker_id) if borrowed else None
+    lease = DeviceLease(borrowed.page) if borrowed else None
     changing = engine if isinstance(engine, ChangingEngine) else None
-    installer = Installer(engine, store, attempts, outgoing.put, borrowing, changing)
-    worker = ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing)
-    if borrowing is not None:
-        worker.borrowing, borrowing.sleeping = borrowing, _sleeping(engine, installer)
-    return worker, store
+    installer = Installer(engine, store, attempts, outgoing.put, lease, changing)
+    sleeping = _sleeping(engine, installer) if borrowed else None
+    borrowing = None
+    if borrowed and lease:
+        borrowing = await _borrow(stack, shutdown, settings, worker_id, borrowed, lease, attempts, sleeping)
+    return ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing, borrowing), store
 
 
 async def _borrow(
     stack: AsyncExitStack,
     shutdown: Shutdown,
     settings: WorkerSettings,
-    borrowed: BorrowedEngine,
-    attempts: LocalAttempts,
     worker_id: str,
+    borrowed: BorrowedEngine,
+    lease: DeviceLease,
+    attempts: LocalAttempts,
+    sleeping: WeightSleep | None,
 ) -> GuardLink:
     """Begin to borrow from the guard of the host, be it there yet or not."""
     found_at = socket_path(borrowed.path.parent)
-    channel = await stack.enter_async_context(open_socket(found_at))
+    stub = GrantsStub(await stack.enter_async_context(open_socket(found_at)))
     stack.callback(borrowed.close)
-    stub = GrantsStub(channel)
-    borrowing = GuardLink(stub, str(found_at), borrowed, attempts, worker_id=worker_id, slots=settings.slots)
+    borrowing = GuardLink(
+        stub, str(found_at), borrowed, lease, attempts, sleeping, worker_id=worker_id, slots=settings.slots
+    )
     for work in (borrowing.run(), borrowing.watch(), borrowing.move()):
         stack.push_async_callback(_end, shutdown.spawn(work, "grants"))
     return borrowing

@@ -11,7 +11,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import page_path
-from ebbtide.rollout_worker import guard_link
+from ebbtide.rollout_worker import device_lease
 from ebbtide.rollout_worker.service import serve
 from ebbtide.runtime import Shutdown
 from ebbtide.testing import wait_until
@@ -238,7 +238,7 @@ async def test_an_install_waits_for_a_spell_as_long_as_the_last_one_took(
 
 
 async def test_an_install_does_not_wait_for_ever(house: House, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_link, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(device_lease, "_PATIENCE_S", 0.2)
     worker = await borrow(house, folder)
     house.coordinator.install(house.relay.publish(1))
     await house.coordinator.hear("installed")

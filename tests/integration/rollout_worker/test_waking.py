@@ -14,6 +14,7 @@ import pytest
 
 from ebbtide.auth.security import ServerSettings
 from ebbtide.grants import page_path, socket_path
+from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
@@ -58,6 +59,7 @@ class Host:
         attempts: Any = SimpleNamespace(holds=GenerationHolds(), running=0, tokens=0, flush=lambda: None)
         self._attempts = attempts
         self.borrowing: GuardLink
+        self.lease: DeviceLease
         self.worker: Worker
         self.sleeping: WeightSleep
 
@@ -81,9 +83,12 @@ class Host:
         await wait_until(lambda: self.pairs.page.steps().pid)
         found = socket_path(self.folder)
         stub = GrantsStub(await stack.enter_async_context(open_socket(found)))
-        self.borrowing = GuardLink(stub, str(found), self.pairs, self._attempts, worker_id="w1", slots=8)
-        self.worker = Worker(self.borrowing)
-        self.borrowing.sleeping = self.sleeping = WeightSleep(Sleeper(), self.worker.installer)
+        self.lease = DeviceLease(self.pairs.page)
+        self.worker = Worker(self.lease)
+        self.sleeping = WeightSleep(Sleeper(), self.worker.installer)
+        self.borrowing = GuardLink(
+            stub, str(found), self.pairs, self.lease, self._attempts, self.sleeping, worker_id="w1", slots=8
+        )
         for work in (self.borrowing.run(), self.borrowing.watch(), self.borrowing.move(), self.worker.installer.run()):
             stack.push_async_callback(_end, asyncio.create_task(work))
 
@@ -118,10 +123,10 @@ async def host(grant_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     host = Host(grant_dir)
     async with AsyncExitStack() as stack:
         # Nobody writes budgets here: the first install goes on without one.
-        monkeypatch.setattr("ebbtide.rollout_worker.guard_link._PATIENCE_S", 0.05)
+        monkeypatch.setattr("ebbtide.rollout_worker.device_lease._PATIENCE_S", 0.05)
         await host.start(stack)
         await host.fall_asleep()
-        monkeypatch.setattr("ebbtide.rollout_worker.guard_link._PATIENCE_S", 60.0)
+        monkeypatch.setattr("ebbtide.rollout_worker.device_lease._PATIENCE_S", 60.0)
         yield host
 
 
@@ -142,7 +147,7 @@ async def test_an_engine_whose_guard_has_second_thoughts_during_the_pull_loads_n
     host.serve(0, idle_s=1000.0)
     await wait_until(lambda: host.worker.looks == ["pull"])
     host.serve(0, idle_s=0.0)
-    await wait_until(lambda: not host.borrowing.may_wake())
+    await wait_until(lambda: not host.lease.may_wake())
     host.worker.pulling.set()
     await wait_until(lambda: host.worker.looks == ["pull", "locked"])
     assert host.worker.made == [(1, True)]

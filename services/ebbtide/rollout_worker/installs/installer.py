@@ -45,7 +45,7 @@ _HOLD = "install"
 
 
 class InstallLender(Protocol):
-    """Who lends the device: see `Borrowing`."""
+    """Who lends the device: see `DeviceLease`."""
 
     async def spell(self, seconds: float) -> None:
         """Wait for a time in which the engine may be touched for so long, but not for ever."""

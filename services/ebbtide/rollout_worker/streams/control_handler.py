@@ -74,9 +74,12 @@ class ControlHandler:
         attempts: LocalAttempts,
         installer: Installer,
         outgoing: ControlOutbox,
+        borrowing: GuardLink | None,
     ) -> None:
+        """`borrowing`: of a borrowed worker."""
         self.settings, self.worker_id = settings, worker_id
         self.outbox, self.attempts, self.installer, self.outgoing = outbox, attempts, installer, outgoing
+        self._borrowing = borrowing
         self.leaving = asyncio.Event()  # set once the worker is to hand over
         self.reason = ""  # for which it leaves
         self.drained = False
@@ -87,7 +90,6 @@ class ControlHandler:
         self._limit: asyncio.Timeout | None = None
         self._started = self._measured_at = time.monotonic()
         self._measured_tokens, self._rate = 0, 0.0
-        self.borrowing: GuardLink | None = None  # of a borrowed worker
 
     @property
     def draining(self) -> bool:
@@ -147,7 +149,7 @@ class ControlHandler:
             quiet_s=self.attempts.quiet_s,
             install_s=self.installer.install_s,
             restart_s=self.installer.restart_s,
-            borrowed=to_proto(self.borrowing.state, fleet_pb2.Borrowed) if self.borrowing else None,
+            borrowed=to_proto(self._borrowing.state, fleet_pb2.Borrowed) if self._borrowing else None,
         )
         return fleet_pb2.WorkerMessage(heartbeat=beat)
 
@@ -182,8 +184,8 @@ class ControlHandler:
 
     def borrow(self, *, wanted: bool, reason: str) -> None:
         """Told whether this worker's host is to be borrowed."""
-        if self.borrowing is not None:
-            self.borrowing.want(wanted=wanted, reason=reason)
+        if self._borrowing is not None:
+            self._borrowing.want(wanted=wanted, reason=reason)
 
     def leave(self, within_s: float, reason: str) -> None:
         """Begin to hand over, to be gone in `within_s` seconds; told again, only an earlier deadline is news."""

@@ -1,0 +1,86 @@
+"""Holds what the serving-guard grants to this worker now: the lease of the device, and what it forecasts.
+
+Invariant: the lease in the page ends at most `GRANT_S` behind the newest grant, at once with the stream that brought
+it, and it is never renewed while the coordinator does not want this host borrowed. So without a guard, or with one that
+hangs, the engine stands still by itself. Nothing of this outlives the process.
+"""
+
+import asyncio
+import math
+import time
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.grants import Page
+from ebbtide.types.grants import GRANT_S, Forecast, Grant, Residency
+
+log = telemetry.get_logger(__name__)
+
+#: Longest time that an install waits for a spell: without one it disturbs the served requests, but the run waits, too.
+_PATIENCE_S: Final = 5.0
+#: Between two looks for a grant then.
+_PAUSE_S: Final = 0.01
+
+
+class DeviceLease:
+    """The installer's `Lender`."""
+
+    def __init__(self, page: Page) -> None:
+        """`page`: of a borrowed engine, which reads the lease there."""
+        self._page = page
+        self._wanted = True
+        self._granted_at = -math.inf
+        #: Whether a guard gives grants.
+        self.connected = False
+        self.forecast = Forecast()
+        #: Where the newest grant wishes the weights.
+        self.residency = Residency.AWAKE
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the coordinator wants this host borrowed."""
+        return self._wanted
+
+    def want(self, *, wanted: bool) -> None:
+        """The lease ends at once when the host is not wanted."""
+        self._wanted = wanted
+        if not wanted:
+            self._page.renew(0.0)
+
+    def take(self, grant: Grant) -> None:
+        """Renew the lease as a grant says, and limit the memory for keys and values."""
+        self.connected, self.forecast = True, grant.forecast
+        steps = self._page.steps()
+        if steps.block_bytes:
+            blocks = grant.kv_bytes // steps.block_bytes
+            blocks = blocks if blocks < steps.kv_total else -1
+            if blocks != self._page.kv_blocks:
+                self._page.limit_kv(blocks)
+        self.residency, self._granted_at = grant.residency, time.monotonic()
+        free = self._wanted and grant.tokens > 0
+        self._page.renew(time.monotonic() + min(grant.expires_s, GRANT_S) if free else 0.0)
+
+    def end(self) -> None:
+        """The stream of grants has ended."""
+        self._page.renew(0.0)
+        self.connected, self.forecast, self._granted_at = False, Forecast(), -math.inf
+
+    async def spell(self, seconds: float) -> None:
+        """Wait until no request is inside the serving engine and probably none will be for so long, so that the device
+        is free for work other than steps; but not for ever."""
+        end = time.monotonic() + _PATIENCE_S
+        while not self._spell_of(seconds):
+            if time.monotonic() > end:
+                log.warning("no grant for so long came: going on without one", waited_s=_PATIENCE_S, wanted_s=seconds)
+                return
+            await asyncio.sleep(_PAUSE_S)
+
+    def _spell_of(self, seconds: float) -> bool:
+        idle = self._page.budget().tokens and self._page.idle()
+        forecast = self.forecast.spell_s  # 0: not known
+        return bool(idle) and (not forecast or forecast >= seconds)
+
+    def may_wake(self) -> bool:
+        """Whether the guard wishes the weights awake, in a grant that holds. That is the permission to load them: the
+        guard gives neither tokens nor a budget to an engine that does not have any."""
+        return self.residency is Residency.AWAKE and time.monotonic() - self._granted_at < GRANT_S
