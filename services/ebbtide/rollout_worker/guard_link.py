@@ -32,17 +32,17 @@ from ebbtide.wire.record_conversion import from_proto, to_proto
 
 log = telemetry.get_logger(__name__)
 
-#: The guard is told what runs here so often, and at changes at once;
+#: Interval of reports to the guard while something changes.
 _REPORT_S: Final = 0.1
-#: if there is no news, so seldom. It takes a worker that says nothing for a second for one that hangs.
+#: Report interval when nothing changed. The guard takes a worker that is silent for a second for one that hangs.
 _NO_NEWS_S: Final = 0.4
-#: How often it is looked whether the engine may generate.
+#: Interval of looks whether the engine may generate.
 _LOOK_S: Final = 0.05
-#: An engine that stood still for so long will not go on in this moment: what it made is flushed.
+#: The tokens of an engine that stood still for so long are flushed: it will probably not go on in this moment.
 _STILL_S: Final = 0.1
-#: And after so long nothing is to be expected of it: the coordinator is told.
+#: After so long the coordinator is told to expect nothing of the engine.
 _HELD_S: Final = 0.25
-#: A stream that lasted so long was a good one: the next is opened soon.
+#: After a stream that lasted so long, the next one is opened soon.
 _LONG_S: Final = 10.0
 _HOLD: Final = "grant"
 
@@ -92,7 +92,7 @@ class GuardLink:
         self._news.set()
 
     async def run(self) -> None:
-        """Hold the stream to the guard, one after the other, for ever."""
+        """Hold one stream to the guard after the other, for ever."""
         waits = pauses(0.05, 1.0)
         while True:
             began = time.monotonic()
@@ -106,13 +106,13 @@ class GuardLink:
             await asyncio.sleep(next(waits))
 
     async def watch(self) -> None:
-        """Hold and flush as the engine stands still, for ever."""
+        """Hold generation and flush tokens while the engine stands still, for ever."""
         while True:
             self._look()
             await asyncio.sleep(_LOOK_S)
 
     async def move(self) -> None:
-        """Have the weights where the guard wants them, for ever. Raises `EngineFailed`."""
+        """Move the weights to where the guard wishes them, for ever. Raises `EngineFailed`."""
         while True:
             await self._wished.wait()
             self._wished.clear()
@@ -187,9 +187,9 @@ class GuardLink:
         )
 
     def _look(self) -> None:
-        """Whether the engine generates, or could: then nothing is held."""
+        """Hold generation unless the engine generates, or could."""
         now, steps, holds = time.monotonic(), self._page.steps(), self._attempts.holds
-        # What waits while nothing runs lacks memory: a budget alone does not help it.
+        # Requests that wait while none runs lack memory: a budget alone does not help them.
         without = not self._page.kv_blocks or (steps.waiting and not steps.running)
         starved = self._at is not Residency.AWAKE or (steps.kv_total and without)
         if steps.stepping or (self._page.budget().tokens and not starved):
@@ -206,7 +206,7 @@ class GuardLink:
             metrics.GRANTED.set(still_s <= _HELD_S)
 
     def _say_apart(self, reason: str) -> None:
-        """Once for each reason: a guard may be away for long, and that is normal."""
+        """Log each reason once: a guard may be away for long, and that is normal."""
         if reason != self._reason:
             log.info("without a guard: the engine stands still", reason=reason)
             self._reason = reason

@@ -1,4 +1,4 @@
-"""The worker's life: boot the engine, stay attached, and hand everything over at the end."""
+"""Runs a worker: boots the engine, stays attached, and hands everything over at the end."""
 
 import asyncio
 import os
@@ -43,9 +43,9 @@ log = telemetry.get_logger(__name__)
 
 #: How long the coordinator may take to close the streams of a worker that has handed everything over.
 _GOODBYE_S: Final = 5.0
-#: But no longer than this behind the time by which all was to be handed over.
+#: They may take no longer than this behind the time by which all was to be handed over.
 _LAST_S: Final = 0.5
-#: A failed process is ended ten seconds later, whatever it has left to do (`runtime`).
+#: A failed process ends ten seconds later in any case (`runtime`); this leaves time to hand over.
 _FAILED_S: Final = 8.0
 
 
@@ -86,7 +86,7 @@ async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
     worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
     telemetry.bind(worker_id=worker_id)
     check_reachable(settings)
-    addresses(settings.coordinator)  # an engine may take a minute to start: what is wrong is said before
+    addresses(settings.coordinator)  # an engine may take a minute to start: wrong settings are reported before
     check_address(settings.relay, field="relay")
     if settings.mirror_dir:
         check_mirrors(Path(settings.mirror_dir))
@@ -94,13 +94,13 @@ async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
     engine = make_engine(settings, borrowed)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.stop)
-        # First of all: the engine's processes may be forked, which nothing but this thread should live through.
+        # The engine starts first: it may fork its processes, and no thread but this one should exist then.
         info = await engine.start()
         log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
         coordinator = await stack.enter_async_context(LeaderChannel(settings.coordinator, settings.client))
         worker, store = await _assemble(stack, shutdown, settings, worker_id, engine, info, borrowed)
         telling = shutdown.spawn(store.tell_relay(), "presence")
-        stack.push_async_callback(_end, telling)  # it may not outlive the channel that it tells by
+        stack.push_async_callback(_end, telling)  # it may not outlive the channel to the relay
         await stack.enter_async_context(store.serving(worker.leaving))
         session = ControlSession(worker, coordinator, attached=_once(shutdown, worker_id))
         installing = shutdown.spawn(worker.installer.run(), "installer")
@@ -112,7 +112,7 @@ async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
         if settings.notices != "none":
             from ebbtide.rollout_worker.notices import watch
 
-            # Not before the engine is up: a notice that stands by then is still there to be read.
+            # Begins once the engine is up: earlier notices can still be read then.
             shutdown.spawn(watch(settings.notices, settings.metadata_url, worker.leave), "notices")
         await worker.leaving.wait()
         await _leave(worker, session, streams)
@@ -127,7 +127,7 @@ async def _assemble(
     info: EngineInfo,
     borrowed: BorrowedEngine | None,
 ) -> tuple[ControlHandler, WeightStore]:
-    """The parts around an engine that has booted; of tasks only those to the guard of the host have begun."""
+    """Make the parts around an engine that has booted. The only tasks that begin here are those to the host's guard."""
     outgoing, outbox = ControlOutbox(), _outbox(settings)
     ledger = stack.enter_context(Ledger(Path(settings.counter_file))) if settings.counter_file else None
     attempts = LocalAttempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
@@ -175,7 +175,7 @@ def _sleeping(engine: Engine, installer: Installer) -> WeightSleep | None:
 
 
 async def _on_signal(shutdown: Shutdown, worker: ControlHandler) -> None:
-    """A signal, or a failure, of which the process ends by itself some seconds later."""
+    """Leave upon a signal, or upon a failure: the process ends by itself some seconds after one."""
     await shutdown.requested.wait()
     failure = shutdown.failure
     patience_s = worker.settings.drain_timeout_s

@@ -1,4 +1,4 @@
-"""What the workers of one host have in common: a folder in shared memory, and a name for who shares it."""
+"""Names the folder in shared memory that the workers of one host use, and the host that they share it on."""
 
 import hashlib
 import os

@@ -1,8 +1,8 @@
-"""Why generation is held on purpose: an install, a slow store, a drain.
+"""Keeps the reasons for which generation is held on purpose: an install, a slow store, a drain.
 
-Invariant: `reasons` has an entry exactly as long as whoever began the hold has not ended it; a store that is slow for a
-moment has none. Whoever watches is told after each change, so that a heartbeat says at once whether tokens are to be
-expected. Gone with the process.
+Invariant: `reasons` has an entry from the begin of a hold to its end; a store that is slow for a moment causes none.
+Watchers are told after each change, so that a heartbeat says at once whether tokens are to be expected. Nothing of this
+outlives the process.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class GenerationHolds:
-    """The reasons, and who is told when they change."""
+    """The reasons, and the watchers that are told of their changes."""
 
     def __init__(self) -> None:
         self.reasons: set[str] = set()

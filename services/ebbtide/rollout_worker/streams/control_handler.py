@@ -1,9 +1,9 @@
-"""The worker as the coordinator meets it: what it says of itself, and what it does when told.
+"""Does what the coordinator tells this worker, and reports its state.
 
 Invariant: while `draining`, no attempt is admitted; of all deadlines to leave by, the earliest counts. Messages for the
-coordinator wait in `outgoing` for the control stream of the moment; what a broken stream did not take is dropped, for
-the next attach says everything anew. Nothing here waits when told something: assignments that an install holds up lie
-in `_arriving`, and whatever else comes is done meanwhile.
+coordinator wait in `outgoing` for the control stream of the moment. Messages that a broken stream did not take are
+dropped: the next attach reports everything anew. No message waits for an earlier one: assignments that come during an
+install lie in `_arriving`, and other messages are handled meanwhile.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from ebbtide.wire.record_conversion import to_proto
 
 log = telemetry.get_logger(__name__)
 
-#: Of the time given to leave, so much is kept for goodbyes and the process's own end, but no more than a tenth.
+#: Part of the time given to leave that is kept for goodbyes and the process's own end, but no more than a tenth of it.
 _MARGIN_S: Final = 2.0
-#: An engine that is busy may take so long to pause, but no more than a quarter of the time left.
+#: A busy engine may take so long to pause, but no more than a quarter of the time left.
 _PAUSE_S: Final = 2.0
-#: A hold for the store is spoken of when it has lasted so long: on a busy machine there are many short ones.
+#: A hold for the store is reported when it has lasted so long: on a busy machine there are many short ones.
 _SLOW_S: Final = 0.25
 #: The rate of tokens is measured over at least this time, however often heartbeats go.
 _RATE_S: Final = 0.2
@@ -55,7 +55,7 @@ class ControlOutbox:
         self.put(fleet_pb2.WorkerMessage(released=released))
 
     def end(self) -> None:
-        """After what is queued, the stream is to be closed from this side."""
+        """Close the stream from this side, behind the queued messages."""
         self.queue.put_nowait(None)
 
     def clear(self) -> None:
@@ -83,7 +83,7 @@ class ControlHandler:
         self.leaving = asyncio.Event()  # set once the worker is to hand over
         self.reason = ""  # for which it leaves
         self.drained = False
-        self.beat = asyncio.Event()  # set when a heartbeat has news that cannot wait
+        self.beat = asyncio.Event()  # set when a heartbeat is due at once
         attempts.holds.watch(self._hold_changed)
         self._arriving: dict[str, Assignment] = {}
         self._deadline = math.inf
@@ -103,7 +103,7 @@ class ControlHandler:
     def attach(self) -> fleet_pb2.WorkerMessage:
         """The first message of a session; begins `outgoing` anew."""
         self.outgoing.clear()
-        self._arriving.clear()  # not among those held: the coordinator gives them out again
+        self._arriving.clear()  # they are not reported as held: the coordinator assigns them again
         if self.draining:
             self._say_draining()
         if self.drained:
@@ -130,7 +130,7 @@ class ControlHandler:
         )
 
     def heartbeat(self) -> fleet_pb2.WorkerMessage:
-        """The worker's state; `tokens_per_s` is a mean of the last moments. Looks after the engine, too."""
+        """The worker's state; `tokens_per_s` is a mean of the last moments. Checks the engine, too."""
         self.attempts.check()
         now, tokens = time.monotonic(), self.attempts.tokens
         if (elapsed := now - self._measured_at) >= _RATE_S:
@@ -154,21 +154,22 @@ class ControlHandler:
         return fleet_pb2.WorkerMessage(heartbeat=beat)
 
     def assign(self, assignments: Iterable[Assignment]) -> None:
-        """Start what can be started here; hand the rest straight back, with the reason. During an install they wait."""
+        """Start the assignments that this worker can take, and hand the others back with the reason. During an install
+        they wait."""
         for assignment in assignments:
             if assignment.attempt.attempt_id not in self.attempts:
                 self._arriving[assignment.attempt.attempt_id] = assignment
         self._admit()
 
     def cancel(self, refs: Iterable[AttemptRef]) -> None:
-        """Forget these: they are over, or somebody else's."""
+        """Forget these attempts: they are over, or belong to another worker."""
         refs = list(refs)
         for ref in refs:
             self._arriving.pop(ref.attempt_id, None)
         self.attempts.drop(refs, "cancelled")
 
     def forget(self, run_id: str) -> None:
-        """A run is over: drop its attempts, and give back what is kept for it."""
+        """A run is over: drop its attempts, and free what is kept for it."""
         for attempt_id in [one for one, held in self._arriving.items() if held.attempt.run_id == run_id]:
             del self._arriving[attempt_id]
         self.attempts.drop([ref for ref, _ in self.outbox.held() if ref.run_id == run_id], "cancelled")
@@ -176,7 +177,7 @@ class ControlHandler:
         log.info("run over", run_id=run_id)
 
     def release(self, refs: Iterable[AttemptRef], why: HandBack) -> None:
-        """Hand these back, and all that they made; see `LocalAttempts.release`."""
+        """Hand these attempts back with all their tokens; see `LocalAttempts.release`."""
         refs = list(refs)
         if early := [ref for ref in refs if self._arriving.pop(ref.attempt_id, None)]:
             self.outgoing.release(early, why)
@@ -188,7 +189,7 @@ class ControlHandler:
             self._borrowing.want(wanted=wanted, reason=reason)
 
     def leave(self, within_s: float, reason: str) -> None:
-        """Begin to hand over, to be gone in `within_s` seconds; told again, only an earlier deadline is news."""
+        """Begin to hand over, to be gone in `within_s` seconds. A later deadline than the one set is ignored."""
         deadline = time.monotonic() + within_s - min(_MARGIN_S, within_s / 10)
         if deadline >= self._deadline:
             return
@@ -200,7 +201,7 @@ class ControlHandler:
             self.reason = reason
             self.leaving.set()
             self.installer.stop()
-            self._admit()  # back they go
+            self._admit()  # hands them back
         self._say_draining()
         self.beat.set()
 
@@ -235,7 +236,8 @@ class ControlHandler:
         self.outgoing.release([ref], why)
 
     async def drain(self) -> bool:
-        """Once told to leave: hand over all attempts, and close the streams. Whether all tokens were stored in time."""
+        """Hand over all attempts and close the streams, once told to leave. Returns whether all tokens were stored in
+        time."""
         try:
             async with asyncio.timeout(self.remaining_s) as self._limit:
                 why = HandBack(EndCause.WORKER_LEAVES, "drained")

@@ -1,6 +1,6 @@
-"""The control stream, opened anew after any failure, and the append stream beside it.
+"""Keeps the control stream and the append stream open, and opens them anew after any failure.
 
-Invariant: one session at a time, which begins with an attach that names all attempts held. The coordinator's
+Invariant: there is one session at a time. It begins with an attach that names all attempts held. The coordinator's
 answer says which of them go on; all others are dropped. While there is no session, generation goes on as far as
 the outbox allows.
 """
@@ -82,7 +82,7 @@ class ControlSession:
             await self._wait(next(waits))
 
     async def _wait(self, pause_s: float) -> None:
-        """Who leaves has no time for long pauses."""
+        """A worker that leaves has no time for long pauses."""
         await race(self._heads.pause(pause_s), self._hurry())
 
     async def _hurry(self) -> None:
@@ -139,7 +139,7 @@ class ControlSession:
         await asyncio.Event().wait()  # the coordinator ends the stream, and with it the session
 
     async def _beat(self, interval_s: float) -> None:
-        """Heartbeats at the interval, and at once when one has news."""
+        """Send heartbeats at the interval, and at once when one is due."""
         news = self._worker.beat
         while True:
             news.clear()
@@ -155,7 +155,7 @@ class ControlSession:
             raise Unavailable("the coordinator ended the stream")
 
     def _handle(self, message: fleet_pb2.CoordinatorMessage) -> None:
-        """Waits for nothing: no message may be stuck behind another."""
+        """Returns at once: no message may be stuck behind another."""
         worker = self._worker
         match message.WhichOneof("kind"):
             case "assign":
@@ -180,7 +180,7 @@ class ControlSession:
                 log.warning("message not understood", kind=other)
 
     def _readable(self, items: Iterable[fleet_pb2.Assignment]) -> Iterator[Assignment]:
-        """What is no assignment goes back: one rollout must not end the worker."""
+        """The assignments that can be read. The others are handed back: one rollout must not end the worker."""
         for item in items:
             try:
                 yield from_proto(item, Assignment)
