@@ -50,13 +50,7 @@ _HURRY_S: Final = 0.2
 class ControlSession:
     """Keeps the worker attached."""
 
-    def __init__(
-        self,
-        worker: ControlHandler,
-        heads: LeaderChannel,
-        *,
-        attached: Callable[[], None],
-    ) -> None:
+    def __init__(self, worker: ControlHandler, heads: LeaderChannel, *, attached: Callable[[], None]) -> None:
         """`attached` is called after each attach."""
         self._worker, self._heads = worker, heads
         self._stub = FleetStub(heads)
