@@ -26,10 +26,10 @@ from ebbtide.rollout_worker.generation.outbox import JITTER, Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.installer import Installer
 from ebbtide.rollout_worker.installs.peer_blobs import check_reachable
+from ebbtide.rollout_worker.installs.weight_store import WeightStore
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.rollout_worker.streams.control_handler import ControlHandler, ControlOutbox, throttle
 from ebbtide.rollout_worker.streams.control_session import ControlSession
-from ebbtide.rollout_worker.weight_store import WeightStore
 from ebbtide.rpc.channel import check_address, open_channel, open_socket
 from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.runtime import Shutdown

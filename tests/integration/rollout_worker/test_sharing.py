@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
-from ebbtide.rollout_worker.engine_needs import EngineNeeds
+from ebbtide.rollout_worker.installs.engine_needs import EngineNeeds
 from ebbtide.testing import wait_until
 from ebbtide.transfer import Mirror
 from ebbtide.types.fleet import WorkerKind

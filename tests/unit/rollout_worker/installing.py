@@ -10,7 +10,7 @@ from typing import Any
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
 from ebbtide.rollout_worker.installs.installer import Installer, InstallLender
-from ebbtide.rollout_worker.weight_store import Installation
+from ebbtide.rollout_worker.installs.weight_store import Installation
 from ebbtide.types.weights import PolicyVersion
 
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from ebbtide.rollout_worker.install_states import (
+from ebbtide.rollout_worker.installs.install_states import (
     BUSY,
     DROPPABLE,
     HOLDING,

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ebbtide.rollout_worker.installs.weight_store import threads_for
 from ebbtide.rollout_worker.settings import WorkerSettings
-from ebbtide.rollout_worker.weight_store import threads_for
 from ebbtide.types.fleet import WorkerKind
 
 

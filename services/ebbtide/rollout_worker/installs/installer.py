@@ -21,10 +21,10 @@ from ebbtide.errors import EbbtideError, InvalidRequest, Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine, EngineNotChanged
-from ebbtide.rollout_worker.engine_needs import OtherArchitecture
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
-from ebbtide.rollout_worker.install_messages import engine_changed_message, failed_message, installed_message
-from ebbtide.rollout_worker.install_states import (
+from ebbtide.rollout_worker.installs.engine_needs import OtherArchitecture
+from ebbtide.rollout_worker.installs.install_messages import engine_changed_message, failed_message, installed_message
+from ebbtide.rollout_worker.installs.install_states import (
     BUSY,
     DROPPABLE,
     HOLDING,
@@ -34,7 +34,7 @@ from ebbtide.rollout_worker.install_states import (
     InstallState,
     transition,
 )
-from ebbtide.rollout_worker.weight_store import Installation, WeightStore
+from ebbtide.rollout_worker.installs.weight_store import Installation, WeightStore
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.weights import Manifest
 from ebbtide.v1 import fleet_pb2

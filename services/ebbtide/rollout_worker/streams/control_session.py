@@ -24,9 +24,9 @@ from ebbtide.errors import (
 )
 from ebbtide.rollout_worker.generation.generation import Assignment
 from ebbtide.rollout_worker.generation.local_attempts import HandBack
+from ebbtide.rollout_worker.installs.weight_store import Installation
 from ebbtide.rollout_worker.streams.append_client import AppendClient
 from ebbtide.rollout_worker.streams.control_handler import ControlHandler
-from ebbtide.rollout_worker.weight_store import Installation
 from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.leader_channel import LeaderChannel

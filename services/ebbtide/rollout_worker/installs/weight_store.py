@@ -18,7 +18,7 @@ from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
-from ebbtide.rollout_worker.engine_needs import EngineNeeds
+from ebbtide.rollout_worker.installs.engine_needs import EngineNeeds
 from ebbtide.rollout_worker.installs.host_mirrors import HostMirrors, unbroken
 from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs, serving
 from ebbtide.rollout_worker.settings import WorkerSettings

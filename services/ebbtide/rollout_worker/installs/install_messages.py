@@ -1,8 +1,8 @@
 """Makes the messages that tell the coordinator of installs."""
 
 from ebbtide.errors import EbbtideError, Unavailable
-from ebbtide.rollout_worker.engine_needs import OtherArchitecture
-from ebbtide.rollout_worker.weight_store import Installation
+from ebbtide.rollout_worker.installs.engine_needs import OtherArchitecture
+from ebbtide.rollout_worker.installs.weight_store import Installation
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
