@@ -127,9 +127,9 @@ async def test_several_borrowers_share_one_budget_and_those_without_work_leave_t
     engines = [scene.engine("a"), scene.engine("b")]
     assert [engine.budget().tokens for engine in engines] == [51, 50]
     assert [engine.budget().sequences for engine in engines] == [5, 5]
-    scene.borrowers.heard(scene.borrowers.all()[0], BorrowerReport(wanted=False))
+    scene.borrowers.record_report(scene.borrowers.all()[0], BorrowerReport(wanted=False))
     assert [engine.budget().tokens for engine in engines] == [0, 101]
-    scene.borrowers.heard(scene.borrowers.all()[1], BorrowerReport(wanted=False))
+    scene.borrowers.record_report(scene.borrowers.all()[1], BorrowerReport(wanted=False))
     assert [engine.budget().tokens for engine in engines] == [51, 50]
 
 
