@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.scheduling.coserving.governor import LearntCosts
+from ebbtide.scheduling.coserving.budget_decider import LearntCosts
 from ebbtide.serving_guard.traffic.request_books import RequestBooks, percentiles
 from ebbtide.types.grants import UNKNOWN
 

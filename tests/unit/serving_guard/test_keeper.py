@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.grants import Page, page_path
-from ebbtide.scheduling.coserving.governor import (
+from ebbtide.scheduling.coserving.budget_decider import (
     BudgetDecider,
     BudgetDecision,
     LatencyTargets,

@@ -6,7 +6,7 @@ Rollouts may do what all governors allow.
 
 from collections.abc import Callable, Mapping
 
-from ebbtide.scheduling.coserving.governor import (
+from ebbtide.scheduling.coserving.budget_decider import (
     BudgetDecider,
     BudgetDecision,
     LatencyTargets,

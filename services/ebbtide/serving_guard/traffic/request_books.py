@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.scheduling.coserving.governor import LearntCosts
+from ebbtide.scheduling.coserving.budget_decider import LearntCosts
 from ebbtide.serving_guard import metrics
 from ebbtide.types.grants import UNKNOWN, Latency
 
