@@ -12,6 +12,7 @@ import asyncio
 import re
 import time
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from typing import Final
@@ -53,23 +54,14 @@ _MOST: Final = 64
 
 
 class MetricsSample(Struct, frozen=True):
-    """One answer: gauges and sums over all its engines; histograms as cumulative counts by upper bound."""
+    """One answer: gauges and sums over all its engines."""
 
-    values: Mapping[str, float]
-    histograms: Mapping[str, Mapping[float, float]]
-
-    @property
-    def inside(self) -> int:
-        return self.waiting + int(self.values.get(_INSIDE[0], 0.0))
-
-    @property
-    def waiting(self) -> int:
-        """Requests in the engine's queue; those in prefill have no first token either."""
-        return int(self.values.get(_INSIDE[1], 0.0))
-
-    @property
-    def ended(self) -> int:
-        return int(self.values.get(_ENDED, 0.0))
+    inside: int
+    waiting: int  # in the engine's queue; requests in prefill have no first token either
+    kv_usage: float
+    ended: int
+    failed: int  # of those that ended
+    histograms: Mapping[str, Mapping[float, float]]  # cumulative counts by upper bound
 
     @property
     def started(self) -> int:
@@ -149,7 +141,7 @@ class MetricsObserver:
             log.info("the engine's metrics are back")
         self._failing = False
         last, self._last = self._last, sample
-        self._memory.usage(now, sample.values.get(_INSIDE[2], 0.0))
+        self._memory.usage(now, sample.kv_usage)
         if last is None:
             self._observed(sample.inside, sample.inside, now)
             self._unstarted = sample.inside
@@ -164,8 +156,7 @@ class MetricsObserver:
         self._record_latencies(last, sample, ended)
 
     def _record_latencies(self, last: MetricsSample, sample: MetricsSample, ended: int) -> None:
-        failed = sample.values.get("failed", 0.0) - last.values.get("failed", 0.0)
-        self._books.finished(ended, int(max(0.0, failed)))
+        self._books.finished(ended, max(0, sample.failed - last.failed))
         learnt = self._keeper.learnt()
         tpot = next((name for name in _TPOT if name in sample.histograms), _TPOT[0])
         for kind, name, target in (("ttft", _TTFT, learnt.ttft_target_s), ("tpot", tpot, learnt.tpot_target_s)):
@@ -185,23 +176,30 @@ class MetricsObserver:
 def parsed(text: bytes) -> MetricsSample:
     """Parse an answer in Prometheus' text format. Raises `ValueError` if it lacks the numbers of requests, or holds an
     impossible value."""
-    values: dict[str, float] = {}
-    histograms: dict[str, dict[float, float]] = {}
+    values: defaultdict[str, float] = defaultdict(float)
+    histograms: dict[str, defaultdict[float, float]] = {}
     for name_, labels, number in _LINE.findall(text):
         name, value = name_.decode(), float(number)
         base = name.removesuffix("_bucket")
         if {name, base} & set(_WANTED) and not 0 <= value < inf:
             raise ValueError(f"{name} is {value}")
         if name in _WANTED:
-            values[name] = values.get(name, 0.0) + value
+            values[name] += value
             if name == _ENDED and (reason := _REASON.search(labels)) and reason[1] in {b"error", b"abort"}:
-                values["failed"] = values.get("failed", 0.0) + value
+                values["failed"] += value
         elif base != name and base in _WANTED and (bound := _LE.search(labels)):
-            counts = histograms.setdefault(base, {})
-            counts[float(bound[1])] = counts.get(float(bound[1]), 0.0) + value
-    if _INSIDE[0] not in values or _INSIDE[1] not in values:
-        raise ValueError(f"no {_INSIDE[0]} and {_INSIDE[1]} in the answer: is it vLLM's /metrics?")
-    return MetricsSample(values, histograms)
+            histograms.setdefault(base, defaultdict(float))[float(bound[1])] += value
+    running, waiting, usage = _INSIDE
+    if running not in values or waiting not in values:
+        raise ValueError(f"no {running} and {waiting} in the answer: is it vLLM's /metrics?")
+    return MetricsSample(
+        inside=int(values[running]) + int(values[waiting]),
+        waiting=int(values[waiting]),
+        kv_usage=values[usage],
+        ended=int(values[_ENDED]),
+        failed=int(values["failed"]),
+        histograms=histograms,
+    )
 
 
 def between(before: Mapping[float, float], after: Mapping[float, float]) -> Iterator[float]:

@@ -116,7 +116,7 @@ class Guard:
 
     async def start(self, shutdown: Shutdown) -> None:
         await self._front.start()
-        self._keeper.start()
+        self._keeper.review()
         await self._server.start()
         for work, name in ((self._enforcer.run(), "enforcer"), (self._tick(), "memory"), (self._gauges(), "gauges")):
             shutdown.spawn(self._contained(work, name), name)

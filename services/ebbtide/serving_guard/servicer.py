@@ -87,11 +87,10 @@ class GrantServicer(GrantsServicer):
 
 
 async def _hello(requests: AsyncIterator[pb.BorrowerMessage]) -> Hello:
-    try:
+    first = None
+    with suppress(TimeoutError):
         async with asyncio.timeout(_HELLO_S):
-            first = await anext(requests)
-    except (TimeoutError, StopAsyncIteration):
-        raise InvalidRequest("the first message must be hello", field="kind") from None
-    if first.WhichOneof("kind") != "hello":
+            first = await anext(requests, None)
+    if first is None or first.WhichOneof("kind") != "hello":
         raise InvalidRequest("the first message must be hello", field="kind")
     return from_proto(first.hello, Hello, field="hello")

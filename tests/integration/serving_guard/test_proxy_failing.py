@@ -250,7 +250,7 @@ async def test_who_asks_on_a_connection_lost_before_hears_of_it() -> None:
         await reader.read()
 
     async with scripted(serve) as url:
-        pool, asker = engine_connections.EnginePool(url, connect_timeout_s=1.0, keep_s=1.0, buffer_bytes=4096), Deaf()
+        pool, asker = engine_connections.EnginePool(url, ProxySettings(keep_upstream_s=1.0)), Deaf()
         connection = await pool.connect()
         connection.transport.abort()
         await pool.empty.wait()

@@ -101,7 +101,7 @@ class Scene:
 @pytest.fixture
 async def scene(tmp_path: Path) -> Iterator[Scene]:  # type: ignore[misc]
     made = Scene(tmp_path)
-    made.keeper.start()
+    made.keeper.review()
     yield made
     made.keeper.close()
 
@@ -217,7 +217,7 @@ async def test_a_request_is_held_until_the_step_under_way_ends_and_no_longer_tha
 
 async def test_each_model_has_its_own_governor_and_rollouts_may_do_what_all_allow(tmp_path: Path) -> None:
     scene = Scene(tmp_path, big=LatencyTargets(ttft_s=1.0))
-    scene.keeper.start()
+    scene.keeper.review()
     try:
         engine = scene.engine()
         other, big = scene.made

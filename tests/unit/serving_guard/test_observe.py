@@ -23,8 +23,7 @@ vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} 1.5
 def test_requests_are_summed_over_engines_and_told_from_their_likes() -> None:
     sample = parsed(TEXT)
     assert (sample.inside, sample.waiting) == (7, 4)
-    assert sample.values["vllm:request_success_total"] == 103
-    assert sample.values["failed"] == 3
+    assert (sample.ended, sample.failed, sample.kv_usage) == (103, 3, 0.25)
     assert sample.histograms == {"vllm:time_to_first_token_seconds": {0.1: 5.0, inf: 7.0}}
 
 

@@ -147,22 +147,16 @@ class KvRises:
     """The largest rise of a value within `window_s`, in the last `remember_s` to twice that."""
 
     def __init__(self, window_s: float, remember_s: float) -> None:
-        self._window_s = window_s
         self._remember_s = remember_s
-        self._lately: deque[tuple[float, int]] = deque()  # values in rising order: the first is the window's lowest
+        self._negated = KvPeaks(window_s)  # its highest value is the negative of the window's lowest
         self._now = self._before = 0
         self._since = float("-inf")
 
     def add(self, now: float, value: int) -> int:
-        lately = self._lately
-        while lately and lately[-1][1] >= value:
-            lately.pop()
-        lately.append((now, value))
-        while lately[0][0] < now - self._window_s:
-            lately.popleft()
+        lowest = -self._negated.add(now, -value)
         if now - self._since >= self._remember_s:
             # The first value is no rise, and rises older than two spans are forgotten.
             self._before = self._now if now - self._since < 2 * self._remember_s else 0
             self._now, self._since = 0, now
-        self._now = max(self._now, value - lately[0][1])
+        self._now = max(self._now, value - lowest)
         return max(self._now, self._before)

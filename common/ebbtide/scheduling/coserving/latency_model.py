@@ -1,6 +1,6 @@
 """Learns latencies without rollouts, and the delays by rollouts, from served requests and rollout steps.
 
-Invariant: `_beside` is the sum of rollout steps' durations. The overlap with a part of a request's life is the growth
+Invariant: `beside` is the sum of rollout steps' durations. The overlap with a part of a request's life is the growth
 of that sum meanwhile, and never more than that part. A step is reported shortly after its end, so the sum at a token
 may lack the last part of a step.
 """
@@ -25,7 +25,7 @@ class LatencyModel:
 
     def __init__(self, unloaded: UnloadedLatency, steps: StepTime) -> None:
         self._unloaded, self._steps = unloaded, steps
-        self._beside = 0.0
+        self.beside = 0.0
         self._step_end = -inf  # when the last step ended, or until when a step may begin
         self._solo: ServedRequest | None = None  # came while nothing was inside, and nothing came since
         self._changed = -inf  # when a request came, had its first token or left
@@ -36,7 +36,7 @@ class LatencyModel:
     def stepped(self, now: float, tokens: int, seconds: float, *, beside: bool | None) -> None:
         """A rollout step ended. `beside`: whether served work went on during it; None: during a part of it, so its
         duration is not learnt."""
-        self._beside += max(0.0, seconds)
+        self.beside += max(0.0, seconds)
         self._step_end = max(self._step_end, now)
         if beside is not None:
             self._steps.observe(tokens, seconds, beside=beside)
@@ -51,7 +51,7 @@ class LatencyModel:
 
     def arrived(self, now: float, prompt_tokens: int, *, alone: bool, streamed: bool = True) -> ServedRequest:
         self._changed = now
-        request = ServedRequest(arrived=now, prompt_tokens=prompt_tokens, beside=self._beside, streamed=streamed)
+        request = ServedRequest(arrived=now, prompt_tokens=prompt_tokens, beside=self.beside, streamed=streamed)
         self._solo = request if alone and streamed else None
         return request
 
@@ -59,16 +59,13 @@ class LatencyModel:
         """Requests of other governors came or left."""
         self._changed, self._solo = now, None
 
-    @property
-    def beside(self) -> float:
-        return self._beside
-
     def began(self, request: ServedRequest, target: float) -> None:
         """Its first token came."""
         self._changed = request.first
         ttft = request.first - request.arrived
-        overlap = min(ttft, self._beside - request.beside)
-        request.missed |= request.streamed and ttft - overlap <= target < ttft
+        overlap = min(ttft, self.beside - request.beside)
+        if request.streamed:
+            request.note_miss(ttft, overlap, target)
         if request is not self._solo:
             return
         if overlap > 0.0:
@@ -95,7 +92,7 @@ class LatencyModel:
         behind, seconds = request.tokens - 1, request.last - request.first
         if ok and behind > 0 and seconds > 0.0:
             overlap = min(seconds, request.beside_last - request.beside_first)
-            request.missed |= seconds - overlap <= target * behind < seconds
+            request.note_miss(seconds, overlap, target * behind)
             if request is self._solo and overlap == 0.0:
                 self._unloaded.finished(behind, seconds)
         if request is self._solo:

@@ -30,6 +30,10 @@ class ServedRequest(Struct):
     missed: bool = False  # it missed a target that it would have met without rollouts
     streamed: bool = True
 
+    def note_miss(self, seconds: float, overlap: float, target: float) -> None:
+        """Set `missed` if these seconds exceed the target, and would not without the overlap with rollouts."""
+        self.missed |= seconds - overlap <= target < seconds
+
 
 class SlackBook:
     """Keeps the requests inside, and computes until when rollouts may go on beside them."""

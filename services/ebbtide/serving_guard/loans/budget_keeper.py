@@ -42,7 +42,7 @@ _CLOSED: Final = BudgetDecision(Budget(), "closed", -1.0, inf)
 
 
 class BudgetKeeper(TrafficListener):
-    """Runs in the event loop that it was started in."""
+    """Starts with the first event or review, and belongs to that event loop."""
 
     def __init__(
         self,
@@ -70,9 +70,6 @@ class BudgetKeeper(TrafficListener):
     @property
     def decision(self) -> BudgetDecision:
         return self._decision
-
-    def start(self) -> None:
-        self.review()
 
     def close(self) -> None:
         """Take everything back, for good."""

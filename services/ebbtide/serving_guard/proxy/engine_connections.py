@@ -15,6 +15,7 @@ import httptools
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.proxy.http_heads import Header
+from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 
 #: Bytes of an answer's whole head.
 _LONGEST_HEAD: Final = 256 << 10
@@ -104,7 +105,7 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        self.transport.set_write_buffer_limits(high=self._pool.buffer_bytes)
+        self.transport.set_write_buffer_limits(high=self._pool.settings.buffer_bytes)
 
     def data_received(self, data: bytes) -> None:
         asker = self._asker
@@ -205,11 +206,9 @@ class EngineConnection(asyncio.Protocol):
 class EnginePool:
     """Keeps idle connections to the engine for the next request; the one used last is taken first."""
 
-    def __init__(self, url: str, *, connect_timeout_s: float, keep_s: float, buffer_bytes: int) -> None:
-        self.host, self.port = address_of(url)
-        self.url = url
-        self.buffer_bytes = buffer_bytes
-        self._connect_timeout_s, self._keep_s = connect_timeout_s, keep_s
+    def __init__(self, url: str, settings: ProxySettings) -> None:
+        self._host, self._port = address_of(url)
+        self.url, self.settings = url, settings
         self._idle: deque[EngineConnection] = deque()
         self._open: set[EngineConnection] = set()
         self._reached: tuple[float, bool] = (0.0, False)  # when the engine was last probed, and whether it accepted
@@ -222,7 +221,7 @@ class EnginePool:
 
     def idle(self) -> EngineConnection | None:
         """Take an idle connection out of the pool; None: there is none."""
-        oldest = time.monotonic() - self._keep_s
+        oldest = time.monotonic() - self.settings.keep_upstream_s
         while self._idle:
             connection = self._idle.pop()
             if connection.idle_since >= oldest and not connection.transport.is_closing():
@@ -233,9 +232,9 @@ class EnginePool:
     async def connect(self) -> EngineConnection:
         """Open a new connection. Raises `OSError` or `TimeoutError`."""
         metrics.ENGINE_CONNECTS.inc()
-        async with asyncio.timeout(self._connect_timeout_s):
+        async with asyncio.timeout(self.settings.connect_timeout_s):
             loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(lambda: EngineConnection(self), self.host, self.port)
+            _, connection = await loop.create_connection(lambda: EngineConnection(self), self._host, self._port)
         # Counted only now: uvloop does not call `connection_lost` if the connection is cancelled while it is made.
         if not connection.transport.is_closing():
             self._open.add(connection)
@@ -254,7 +253,7 @@ class EnginePool:
     async def _try_connecting(self) -> bool:
         try:
             async with asyncio.timeout(_PROBE_S):
-                _, writer = await asyncio.open_connection(self.host, self.port)
+                _, writer = await asyncio.open_connection(self._host, self._port)
             writer.close()
             reached = True
         except (OSError, TimeoutError):
@@ -272,7 +271,7 @@ class EnginePool:
 
     def prune(self) -> None:
         """Close connections that were idle too long; those used longest ago come first."""
-        oldest = time.monotonic() - self._keep_s
+        oldest = time.monotonic() - self.settings.keep_upstream_s
         while self._idle and (self._idle[0].idle_since < oldest or self._idle[0].transport.is_closing()):
             self._idle.popleft().transport.abort()
 

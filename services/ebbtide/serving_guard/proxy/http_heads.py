@@ -48,7 +48,11 @@ class RequestHead(Struct, frozen=True):
     expects: bool
 
     def forwarded(self, framing: bytes) -> bytes:
-        return request_head(self.method, self.target, self.headers, framing)
+        """The head for the engine; `framing` is the header with the body's length, or empty."""
+        lines = [self.method + b" " + self.target + b" HTTP/1.1", *_lines(self.headers, _NOT_FORWARDED)]
+        if framing:
+            lines.append(framing)
+        return b"\r\n".join([*lines, b"\r\n"])
 
 
 def read_head(method: bytes, target: bytes, headers: list[Header], version: str, *, keep_alive: bool) -> RequestHead:
@@ -102,16 +106,6 @@ def _refuse_upgrades(method: bytes, seen: dict[bytes, list[bytes]]) -> None:
             501,
             'websockets do not pass the serving-guard; stream over HTTP ("stream": true), or reach the engine itself',
         )
-
-
-def request_head(method: bytes, target: bytes, headers: Sequence[Header], framing: bytes) -> bytes:
-    """The head for the engine; `framing` is the header with the body's length, or empty."""
-    lines = [method + b" " + target + b" HTTP/1.1"]
-    lines += _lines(headers, _NOT_FORWARDED)
-    if framing:
-        lines.append(framing)
-    lines.append(b"\r\n")
-    return b"\r\n".join(lines)
 
 
 def answer_head(status: int, reason: bytes, headers: Sequence[Header], extra: Iterable[bytes]) -> bytes:

@@ -40,12 +40,7 @@ class Proxy:
     ) -> None:
         self._settings, self._listen = settings, listen
         self.listener = RequestListener(traffic)
-        self.pool = EnginePool(
-            upstream,
-            connect_timeout_s=settings.connect_timeout_s,
-            keep_s=settings.keep_upstream_s,
-            buffer_bytes=settings.buffer_bytes,
-        )
+        self.pool = EnginePool(upstream, settings)
         self.clients = ClientTable(settings, self.pool, self.listener)
         self.address = ""
         self._servers: list[asyncio.Server] = []

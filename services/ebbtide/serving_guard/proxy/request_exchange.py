@@ -128,16 +128,14 @@ class RequestExchange:
         keep."""
         if not self._turn or self.over:
             return
-        ample = self._kept_bytes > (self._settings.keep_body_bytes if self.inference else self._settings.buffer_bytes)
+        keep_bytes = self._settings.keep_body_bytes
+        ample = self._kept_bytes > (keep_bytes if self.inference else self._settings.buffer_bytes)
         if not self._going:
-            if self.inference and not self._whole_request and not ample and not self._too_long_to_keep():
-                return
-            self._forward()
+            short = not ample and (self.head.length or 0) <= keep_bytes
+            if not (self.inference and short and not self._whole_request):
+                self._forward()
         elif ample and not self._whole_request:
             self._client.hold(True)
-
-    def _too_long_to_keep(self) -> bool:
-        return (self.head.length or 0) > self._settings.keep_body_bytes
 
     def _forward(self) -> None:
         self._going = True
@@ -188,8 +186,8 @@ class RequestExchange:
         await asyncio.wait((held,), timeout=self._settings.max_hold_s)
         if not held.done():
             held.cancel()
-        elif not held.cancelled() and (error := held.exception()) is not None and self._timed is not None:
-            self._timed.hold_failed(error)
+        elif not held.cancelled() and (error := held.exception()) is not None:
+            self._listener.failed("ready", error)
 
     def _send(self, connection: EngineConnection) -> None:
         self._connection = connection

@@ -27,11 +27,8 @@ class RequestListener:
     def __init__(self, traffic: TrafficListener) -> None:
         self.traffic = traffic
         self.estimator = PromptEstimator()
+        self.ids = itertools.count(1)
         self._logged: set[str] = set()
-        self._ids = itertools.count(1)
-
-    def id(self) -> str:
-        return str(next(self._ids))
 
     def call(self, what: Callable[..., Any], *values: object) -> Any:
         try:
@@ -51,7 +48,7 @@ class TimedRequest:
     """One inference request, from its arrival on."""
 
     def __init__(self, listener: RequestListener, asked: PromptEstimate) -> None:
-        self.id = listener.id()
+        self.id = str(next(listener.ids))
         self._listener, self._traffic, self._asked = listener, listener.traffic, asked
         self._events: SseTokenCounter | None = None
         self._answer: list[bytes] | None = None
@@ -64,9 +61,6 @@ class TimedRequest:
     def ready(self) -> Awaitable[None] | None:
         held = self._listener.call(self._traffic.ready, self.id)
         return held if isinstance(held, Awaitable) else None
-
-    def hold_failed(self, error: BaseException) -> None:
-        self._listener.failed("ready", error)
 
     def headed(self, status: int, kind: bytes, encoding: bytes) -> None:
         """The answer's head is here: its status, content type and content encoding."""

@@ -30,7 +30,7 @@ class _Request(Struct):
     tokens: int = 0
 
 
-class _Side(Struct):
+class _Latencies(Struct):
     """TTFT or TPOT of one model's requests."""
 
     model: str
@@ -64,8 +64,8 @@ class RequestBooks:
         self.waiting = 0
         self._open: dict[str, _Request] = {}
         self._seen = 0  # requests inside, in mode observe
-        self._sides = {
-            model: (_Side(model, "ttft", deque(maxlen=_WINDOW)), _Side(model, "tpot", deque(maxlen=_WINDOW)))
+        self._latencies = {
+            model: (_Latencies(model, "ttft", deque(maxlen=_WINDOW)), _Latencies(model, "tpot", deque(maxlen=_WINDOW)))
             for model in {"": None, **dict.fromkeys(models)}
         }
         self._busy: deque[tuple[int, float]] = deque()  # a second, and the part of it with a request inside
@@ -74,7 +74,7 @@ class RequestBooks:
     @property
     def models(self) -> Sequence[str]:
         """The models that are counted separately; "": all others."""
-        return tuple(self._sides)
+        return tuple(self._latencies)
 
     @property
     def inside(self) -> int:
@@ -119,9 +119,9 @@ class RequestBooks:
 
     def served(self, kind: str, seconds: Sequence[float], target: float) -> None:
         """Mode observe: add latencies of requests; nothing else is known of these requests."""
-        side = self._of("")[kind == "tpot"]
+        latencies = self._of("")[kind == "tpot"]
         for one in seconds:
-            side.add(one, target)
+            latencies.add(one, target)
 
     def finished(self, count: int, failed: int = 0) -> None:
         """Mode observe: count requests that ended."""
@@ -137,8 +137,8 @@ class RequestBooks:
             tpot.latency(learnt.tpot_target_s, learnt.unloaded_tpot_s),
         )
 
-    def _of(self, model: str) -> tuple[_Side, _Side]:
-        return self._sides.get(model) or self._sides[""]
+    def _of(self, model: str) -> tuple[_Latencies, _Latencies]:
+        return self._latencies.get(model) or self._latencies[""]
 
     def load(self, now: float) -> float:
         """Share of the last minute, or of the time since the start, with a request inside."""
