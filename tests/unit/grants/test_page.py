@@ -1,4 +1,4 @@
-"""What the page of grants promises to guard, worker and engine."""
+"""The page of grants keeps its promises to guard, worker and engine."""
 
 import math
 import os

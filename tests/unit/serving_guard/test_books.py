@@ -1,4 +1,4 @@
-"""What is counted of served requests."""
+"""Served requests are counted and timed."""
 
 import pytest
 
@@ -12,7 +12,7 @@ LEARNT = LearntCosts(ttft_target_s=0.2, tpot_target_s=0.02)
 def serve(
     books: RequestBooks, name: str, at: float, *, first: float, gap: float, tokens: int, ok: bool = True
 ) -> float:
-    """One request; returns its end."""
+    """Serve one request; returns when it ended."""
     books.arrived(name, "m", 10, at, streamed=True)
     now = at + first
     for number in range(tokens):

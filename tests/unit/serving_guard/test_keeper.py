@@ -1,4 +1,4 @@
-"""Behind each event the pages hold what the governor decided at it, or less."""
+"""After each event the pages hold what the governor decided at it, or less."""
 
 import asyncio
 import os
@@ -26,8 +26,8 @@ from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
 
 
-class Told(BudgetDecider):
-    """Nothing while anything is inside, `budget` otherwise; keeps what it heard."""
+class FakePolicy(BudgetDecider):
+    """Gives no budget while a request is inside, and `budget` otherwise; records its calls."""
 
     def __init__(self, targets: LatencyTargets, limits: StepLimits) -> None:
         self.targets = targets
@@ -76,18 +76,18 @@ class Told(BudgetDecider):
 
 class Scene:
     def __init__(self, folder: Path, **targets: LatencyTargets) -> None:
-        self.made: list[Told] = []
+        self.made: list[FakePolicy] = []
         self.folder = folder
         self.borrowers = BorrowerTable(folder, MemoryBudget())
         panel = GovernorPanel(self.make, {"": LatencyTargets(), **targets}, StepLimits())
         self.keeper = BudgetKeeper(panel, self.borrowers, RequestBooks(time.monotonic()))
 
-    def make(self, targets: LatencyTargets, limits: StepLimits) -> Told:
-        self.made.append(Told(targets, limits))
+    def make(self, targets: LatencyTargets, limits: StepLimits) -> FakePolicy:
+        self.made.append(FakePolicy(targets, limits))
         return self.made[-1]
 
     def engine(self, worker_id: str = "w") -> Page:
-        """That of a borrower with a lease."""
+        """The page of a borrower with a lease."""
         page = Page(page_path(self.folder, worker_id), create=True)
         page.enter(os.getpid(), 8)
         page.renew(time.monotonic() + 600)

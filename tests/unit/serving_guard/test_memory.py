@@ -1,4 +1,4 @@
-"""The guard's memory: what serving uses is taken from rollouts' share, never more and never less."""
+"""Rollouts' share of memory falls by exactly what serving uses."""
 
 from pathlib import Path
 
