@@ -58,7 +58,7 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._head_since = 0.0
         self._refusal = b""
-        self._deaf = False  # whether further bytes are discarded
+        self._discarding = False  # whether further bytes are discarded
         self._paused = False  # whether reading is paused
         self._held = False  # whether an answer asked for that
         self.is_clogged = False
@@ -78,14 +78,14 @@ class ClientConnection(asyncio.Protocol):
             self.refuse(refused)
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._discarding:
             return
         self._heard_at = time.monotonic()
         in_head = self._incoming is None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._deaf = True  # what follows is not HTTP; the request itself is answered
+            self._discarding = True  # what follows is not HTTP; the request itself is answered
         except httptools.HttpParserCallbackError:
             log.exception("a request could not be handled")
             self.refuse(HeadRefused(500, "the serving-guard failed; its log says why", "internal_error"))
@@ -104,7 +104,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio passes it
         self._clients.left(self)
-        self._deaf = True
+        self._discarding = True
         del self._parser  # it refers back to this object
         metrics.CANCELLED.inc(len(self._queue))
         for answer in self._queue:
@@ -133,7 +133,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._deaf:
+        if self._discarding:
             return
         self._head_bytes += len(name) + len(value)
         self._headers.append((name, value))
@@ -141,7 +141,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_head()
 
     def on_headers_complete(self) -> None:
-        if self._deaf:
+        if self._discarding:
             return
         self._head_since = 0.0
         if len(self._queue) >= _PIPELINED:
@@ -167,7 +167,7 @@ class ClientConnection(asyncio.Protocol):
             self._begin()
 
     def on_body(self, data: bytes) -> None:
-        if self._deaf or self._incoming is None:
+        if self._discarding or self._incoming is None:
             return
         self._body_bytes += len(data)
         if self._body_bytes > self._settings.max_body_bytes:
@@ -176,7 +176,7 @@ class ClientConnection(asyncio.Protocol):
         self._incoming.body(data)
 
     def on_message_complete(self) -> None:
-        if not self._deaf and (answer := self._incoming) is not None:
+        if not self._discarding and (answer := self._incoming) is not None:
             self._incoming = None
             answer.complete()
 
@@ -209,9 +209,9 @@ class ClientConnection(asyncio.Protocol):
 
     def refuse(self, refused: HeadRefused) -> None:
         """Send the refusal after the answers to earlier requests, and accept nothing more from this client."""
-        if self._deaf:
+        if self._discarding:
             return
-        self._deaf = True
+        self._discarding = True
         metrics.REFUSED.labels(str(refused.status)).inc()
         self._refusal = http_heads.failure(refused.status, refused.message, refused.kind, close=True)
         if (answer := self._incoming) is not None:
@@ -275,7 +275,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _end(self, *, linger: bool) -> None:
         """Close. If the client may still be sending (`linger`), give it time to read the answer first."""
-        self._deaf = True
+        self._discarding = True
         if not linger or self.transport.is_closing():
             self.transport.close()
             return

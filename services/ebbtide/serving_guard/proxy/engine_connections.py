@@ -67,8 +67,8 @@ class EngineConnection(asyncio.Protocol):
         self._headers: list[Header] = []
         self._head_bytes = 0
         self._pieces: list[bytes] = []
-        self._heard = self._headed = self._interim = self._complete = self._until_close = False
-        self._trouble = ""  # why the answer, or the connection, cannot be used
+        self._received = self._headed = self._interim = self._complete = self._until_close = False
+        self._problem = ""  # why the answer, or the connection, cannot be used
         self._keeps = False  # whether the connection outlives this answer
 
     def ask(self, asker: AnswerReceiver, head: bytes) -> None:
@@ -112,20 +112,20 @@ class EngineConnection(asyncio.Protocol):
         if asker is None:  # it sends data without a request
             self.transport.abort()
             return
-        self._heard = True
+        self._received = True
         if not self._headed:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._trouble = self._trouble or f"its answer is not HTTP/1.1 ({type(error).__name__})"
+            self._problem = self._problem or f"its answer is not HTTP/1.1 ({type(error).__name__})"
         if not self._headed and self._head_bytes > _LONGEST_HEAD:
-            self._trouble = "the head of its answer is too long"
-        if self._trouble and not self._complete:
-            self._end_broken(self._trouble)
+            self._problem = "the head of its answer is too long"
+        if self._problem and not self._complete:
+            self._end_broken(self._problem)
             return
         if self._headed:
-            if self._trouble:  # it sent more than one answer
+            if self._problem:  # it sent more than one answer
                 self.transport.abort()
             pieces, self._pieces = self._pieces, []
             asker.passed(pieces[0] if len(pieces) == 1 else b"".join(pieces), last=self._complete)
@@ -150,7 +150,7 @@ class EngineConnection(asyncio.Protocol):
         self.transport.abort()
         if asker is not None:
             soon = time.monotonic() - self._asked_at < _UNREAD_S
-            asker.broken(reason, untouched=self._used and not self._heard and soon)
+            asker.broken(reason, untouched=self._used and not self._received and soon)
 
     def pause_writing(self) -> None:
         if self._asker is not None:
@@ -164,7 +164,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._complete:
-            self._trouble = "it answered twice"
+            self._problem = "it answered twice"
 
     def on_status(self, reason: bytes) -> None:
         self._reason += reason
@@ -179,7 +179,7 @@ class EngineConnection(asyncio.Protocol):
         if status < 200:  # an interim answer, such as 103; the final one follows
             self._interim = True
             if status == _SWITCHED:
-                self._trouble = "it switched protocols without a request to do so"
+                self._problem = "it switched protocols without a request to do so"
             return
         self._headed = True
         # After an answer to HEAD the parser waits for a body of the announced length, so it reads no other answer.

@@ -71,7 +71,7 @@ class RequestExchange:
         self._task: asyncio.Task[None] | None = None
         self._held: asyncio.Future[None] | None = None
         self._out = b""  # the answer's head, until its body begins
-        self._again = False  # whether it was sent a second time
+        self._resent = False  # whether it was sent a second time
         self._turn = False  # whether earlier requests on the client's connection are answered
         self._going = False  # whether it is being forwarded
         self._chunked = self._close = False  # how the answer goes to the client
@@ -246,8 +246,8 @@ class RequestExchange:
 
     def broken(self, reason: str, *, untouched: bool) -> None:
         self._connection = None
-        if untouched and self._sent and not self._again:
-            self._again = True  # the engine may close a kept connection at any time
+        if untouched and self._sent and not self._resent:
+            self._resent = True  # the engine may close a kept connection at any time
             self._start(self._open(fresh=True))
         elif self.answering and not self._out:
             self._finish(whole=False)
