@@ -111,6 +111,10 @@ class WeightRelay:
         """Make the blobs put so far durable, so that the commit, which has a deadline, need not."""
         await self._shelf.sync()
 
+    def missing(self, run_id: str, version: PolicyVersion) -> bytes | None:
+        """Which blobs a staged version lacks."""
+        return self._publishing.missing(run_id, version)
+
     async def commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
         """Make a staged version visible. Idempotent. Raises `NotReady` while blobs or the patch's base are missing, and
         `InvalidRequest` if a blob that came for another version is not what this one says."""

@@ -25,7 +25,7 @@ from ebbtide.wire.record_conversion import from_proto, to_proto
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "ebbtide.v1.Weights"
-#: Digests in one answer: 100,000 take 3.4 MB of a message's 4 MiB. A publisher asks again for the rest.
+#: Digests in one answer: 100,000 take 3.4 MB of a message's 4 MiB. PutTiles tells the rest, which needs fewer bytes.
 MAX_DIGESTS = 100_000
 
 
@@ -43,13 +43,20 @@ class RelayServicer(WeightsServicer):
         return pb.BeginPublishResponse(missing=missing[:MAX_DIGESTS])
 
     async def PutTiles(self, request: AsyncIterator[pb.Tile], context: Context) -> pb.PutTilesResponse:
-        stored = 0
+        stored, first, missing = 0, None, None
         with refusals("blob", context.peer()):
             async for tile in request:
+                if first is None:
+                    first = tile
+                    if tile.HasField("version") and not tile.digest:
+                        continue  # asks what is missing, and puts nothing
                 await self._relay.put(_digest(tile.digest), tile.data)
                 stored += 1
         await self._relay.sync()
-        return pb.PutTilesResponse(stored=stored)
+        if first is not None and first.HasField("version"):
+            version = from_proto(first.version, PolicyVersion, field="version")
+            missing = self._relay.missing(check_id(first.run_id, field="run_id"), version)
+        return pb.PutTilesResponse(stored=stored, missing=missing)
 
     async def CommitPublish(self, request: pb.CommitPublishRequest, context: Context) -> pb.VersionInfo:
         version = from_proto(request.version, PolicyVersion, field="version")

@@ -10,6 +10,7 @@ import pytest
 
 from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.client import Client
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import Draining, LeaseSuperseded, NotReady
 from ebbtide.rpc.server import Server
 from ebbtide.types.run import EnvironmentSpec, RunSpec
@@ -19,6 +20,7 @@ from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.wire.record_conversion import to_proto
+from tests.integration.client.reader import Reader
 
 TOKEN = "a-token-of-tests"
 SPEC = RunSpec(name="spell", model="model", environment=EnvironmentSpec(name="spell_backward"))
@@ -236,3 +238,12 @@ async def both(coordinator: Coordinator, relay: str) -> AsyncIterator[Client]:
     coordinator.script.ttl_s = 60.0
     async with Client(coordinator.address, relay, security=ClientSecurity(token=TOKEN), patience_s=10.0) as client:
         yield client
+
+
+@pytest.fixture
+async def reader(relay: str) -> AsyncIterator[Reader]:
+    peer = ServicePeer("weight-relay", relay, ClientSecurity(token=TOKEN), patience_s=5.0)
+    reader = Reader(peer, "run")
+    yield reader
+    reader.close()
+    await peer.close()

@@ -1,7 +1,7 @@
 """Versions are published as what changed, from a copy, in order, and whatever happens to the relay meanwhile."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,6 @@ from tests.integration.client.reader import Reader
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
 SEED = bytes(range(32))
-
-
-@pytest.fixture
-async def reader(relay: str) -> AsyncIterator[Reader]:
-    peer = ServicePeer("weight-relay", relay, SECURITY, patience_s=5.0)
-    reader = Reader(peer, "run")
-    yield reader
-    reader.close()
-    await peer.close()
 
 
 def announced(script: Any) -> list[int]:

@@ -23,7 +23,7 @@ from ebbtide.weight_relay.library.version_records import (
     on_disk,
 )
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
-from ebbtide.weights import check_tile, same_geometry
+from ebbtide.weights import check_tile, mark_missing, same_geometry
 
 log = telemetry.get_logger(__name__)
 
@@ -170,6 +170,18 @@ class VersionIntake:
             raise InvalidRequest(f"tile {digest.hex()} has {len(data)} bytes, not {size}", field="tensors.digests")
         if units is not None:
             self._codecs.of(units[0]).check(data, units[1])
+
+    async def sync(self) -> None:
+        """Make the blobs put so far durable, so that the commit, which has a deadline, need not."""
+        await self._shelf.sync()
+
+    def missing(self, run_id: str, version: PolicyVersion) -> bytes | None:
+        """Which blobs a staged version lacks (`mark_missing`); None if it is not staged here."""
+        stage = self._shelf.index.stage_of((run_id, version.policy), version.version)
+        if stage is None or stage.manifest.version != version:
+            return None
+        stage.used_at = self._shelf.clock()
+        return mark_missing(stage.blobs, self._shelf.index.on_disk)
 
     async def commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
         return await self._shelf.finish(self._commit(run_id, version))
