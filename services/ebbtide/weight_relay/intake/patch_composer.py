@@ -93,11 +93,8 @@ class PatchComposer:
         index, loop = self._shelf.index, asyncio.get_running_loop()
         base, target = (index.find(*key[0], number).manifest for number in key[1])
         patches = index.chain(key[0], way)
-        job = TileComposer(base, target, patches, self._codecs, self._shelf.read_verified)
-        if index.whole(key[0]).get(key[1][1]):
-            whole = find_ways(index.anchors(key[0]), index.steps(key[0]), key[1][1], ())[0]
-            start = index.find(*key[0], whole.start).manifest
-            job.from_anchor = Way(start=start, patches=tuple(index.chain(key[0], whole)), anchor=True)
+        from_anchor = self._from_anchor(key[0], key[1][1])
+        job = TileComposer(base, target, patches, from_anchor, self._codecs, self._shelf.read_verified)
         begun, outcome = loop.time(), ComposeOutcome(target)
         async for made in self._codecs.map(job.make, job.tasks()):
             async with self._shelf.lock:  # garbage of the same name may be under way to be deleted
@@ -113,6 +110,14 @@ class PatchComposer:
         await self._shelf.finish(self._connect(key, patch))
         metrics.COMPOSED.inc()
         metrics.COMPOSED_BYTES.inc(size)
+
+    def _from_anchor(self, stream: Stream, version: int) -> Way | None:
+        index = self._shelf.index
+        if version not in index.whole(stream):
+            return None
+        whole = find_ways(index.anchors(stream), index.steps(stream), version, ())[0]
+        start = index.find(*stream, whole.start).manifest
+        return Way(start=start, patches=tuple(index.chain(stream, whole)), anchor=True)
 
     async def _connect(self, key: Key, patch: Patch) -> None:
         shelf = self._shelf

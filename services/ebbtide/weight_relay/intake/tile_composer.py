@@ -25,12 +25,17 @@ class TileComposer:
     """The tiles of one composed patch. `make` runs in threads."""
 
     def __init__(
-        self, base: Manifest, target: Manifest, patches: Sequence[Patch], codecs: TileCodecs, read: Read
+        self,
+        base: Manifest,
+        target: Manifest,
+        patches: Sequence[Patch],
+        from_anchor: Way | None,
+        codecs: TileCodecs,
+        read: Read,
     ) -> None:
-        self._base, self._target, self._patches = base, target, patches
+        """`from_anchor`: a way from an anchor to the target, if there is one."""
+        self._base, self._target, self._patches, self._from_anchor = base, target, patches, from_anchor
         self._codecs, self._read = codecs, read
-        #: From an anchor to the target.
-        self.from_anchor: Way | None = None
 
     def tasks(self) -> Iterator[TileTask]:
         """One for each tile in which the versions differ."""
@@ -59,8 +64,8 @@ class TileComposer:
         """A tile patch not smaller than its tile becomes the tile, which an anchor leads to if the patch does not."""
         if read_tile(data, width, task.length // width).kind in {Kind.DENSE, Kind.PACKED}:
             return self._dense(task, patched(bytes(task.length), [data], width, self._codecs))
-        if self.from_anchor is not None:
-            for whole in Planner(self._target, [self.from_anchor]).tasks([task.place], {}):
+        if self._from_anchor is not None:
+            for whole in Planner(self._target, [self._from_anchor]).tasks([task.place], {}):
                 if isinstance(whole, TileTask):
                     return self._dense(task, rebuild(whole, width, self._codecs, self._read))
         raise InvalidRequest("is larger composed than its dense tile, which is not here", field="patch")
