@@ -17,7 +17,7 @@ from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.v1 import fleet_pb2_grpc, rollouts_pb2, rollouts_pb2_grpc, runs_pb2, runs_pb2_grpc, types_pb2
 from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
 from ebbtide.weight_relay.service import WeightRelay
-from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
+from ebbtide.weight_relay.servicer import SERVICE
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.wire.record_conversion import to_proto
 from tests.integration.client.reader import Reader
@@ -201,7 +201,7 @@ class RelayServer:
         self.service = WeightRelay(RelaySettings(data_dir=str(self.directory)))
         await self.service.open()
         settings = ServerSettings(listen=self.address, token=TOKEN)
-        self._server = Server(settings, [(add_WeightsServicer_to_server, RelayServicer(self.service), SERVICE)])
+        self._server = Server(settings, [(add_WeightsServicer_to_server, self.service.servicer, SERVICE)])
         await self._server.start()
         self.address = self._server.address
 

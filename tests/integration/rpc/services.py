@@ -33,7 +33,6 @@ from ebbtide.v1.grants_pb2_grpc import add_GrantsServicer_to_server
 from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.servicer import SERVICE as WEIGHTS
-from ebbtide.weight_relay.servicer import RelayServicer
 from ebbtide.weight_relay.settings import RelaySettings
 
 
@@ -94,7 +93,7 @@ class Services:
         peer = PeerBlobs(BlobCache(1 << 20), lambda: None, 4)
         self._services = [
             *await coordinator.open(),
-            (add_WeightsServicer_to_server, RelayServicer(relay), WEIGHTS),
+            (add_WeightsServicer_to_server, relay.servicer, WEIGHTS),
             (add_GrantsServicer_to_server, self._grants(), GRANTS),
         ]
         self._peer = [(add_to_server, PeerServicer(peer), WEIGHTS)]
