@@ -24,7 +24,7 @@ from ebbtide.types.run import RunStatus
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 from ebbtide.v1.types_pb2 import WatchEndedRequest
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
-from ebbtide.weight_relay.library.ended_runs import EndedRuns, kept_s
+from ebbtide.weight_relay.library.ended_runs import EndedRuns
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weight_relay.outlets.fan_out import FanOut
 from ebbtide.weight_relay.settings import RelaySettings
@@ -163,8 +163,9 @@ class RunEndFollower:
             self._seen = {run_id: seen for run_id, seen in self._seen.items() if run_id in held}
             self._seen |= dict.fromkeys(message.live, life)
         for run in ended:
+            finished = run.status is RunStatus.FINISHED  # nothing of a cancelled run is wanted
             if self._ended.add(run) or run.run_id in self._retiring.held():
-                self._due.setdefault(run.run_id, self._clock() + kept_s(run.status, self._keep_s))
+                self._due.setdefault(run.run_id, self._clock() + (self._keep_s if finished else 0.0))
             self._others.discard(run.run_id)
         self._more.set()
 
