@@ -2,8 +2,8 @@
 
 Method, target, headers, status and bodies pass unchanged, except for hop-by-hop headers. If a client leaves, its
 request ends at the engine at once. If the engine fails, the client gets a 502 with the reason. Inference requests are
-timed for a `TrafficListener`, whose failures do not affect them. The proxy waits only for the client, the engine, and (for
-`max_hold_s` at most) the rollout step under way.
+timed for a `TrafficListener`, whose failures do not affect them. The proxy waits only for the client, the engine, and
+(for `max_hold_s` at most) the rollout step under way.
 
 Both sides use `asyncio.Protocol` and httptools (llhttp, the parser of Node.js), without a task for each request. A
 streamed answer of 8 events takes about 0.15 ms of a core (`benchmarks/proxy.py`).

@@ -55,8 +55,8 @@ class FanOut:
 
         `peer`: other readers may be sent to the caller. Otherwise an address is refused, since a reader that is sent
         there shows its token, and failures that the caller reports are not shared with other readers.
-        Raises as `ask` and `VersionReader.ways`, `InvalidRequest` for a holder whose address is none that others may be sent
-        to, and `PermissionDenied` for one that is of no peer.
+        Raises as `ask` and `VersionReader.ways`, `InvalidRequest` for a holder whose address is none that others may
+        be sent to, and `PermissionDenied` for one that is of no peer.
         """
         if asked.holder is not None and asked.holder.address:
             if not peer:
