@@ -1,6 +1,7 @@
 """Fixtures for all tests: a redis-server process, flushed for each test that asks for it, a folder of grants, and a
 tiny checkpoint."""
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from ebbtide.testing import EmbeddedRedis
+
+# Children inherit what is ignored, and `nohup make test &` has SIGINT ignored: tests that interrupt one would wait forever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -193,7 +193,7 @@ def test_a_guard_that_leaves_continues_whom_it_stopped(scene: Scene) -> None:
     assert scene.sent == [signal.SIGSTOP, signal.SIGCONT]
 
 
-@pytest.mark.parametrize("pid", [0, 1, os.getpid(), 2**22 - 1])
+@pytest.mark.parametrize("pid", [0, 1, os.getpid(), 2**22 - 1], ids=["none", "init", "own", "unknown"])
 def test_no_worker_names_processes_that_are_not_its_own(pid: int) -> None:
     with pytest.raises(InvalidRequest, match=r"hello\.pids"):
         borrower_processes.checked((pid,), Path("w.page"))
