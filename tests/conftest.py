@@ -1,5 +1,5 @@
 """Fixtures for all tests: a redis-server process, flushed for each test that asks for it, a folder of grants, and a
-tiny checkpoint."""
+tiny checkpoint; and which tests stay together when several processes run them."""
 
 import signal
 import tempfile
@@ -12,6 +12,16 @@ from ebbtide.testing import EmbeddedRedis
 
 # Children inherit what is ignored, and `nohup make test &` has SIGINT ignored: tests that interrupt one would wait forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a fixture of their module or of a module's session run in one process, which makes it once."""
+    for item in items:
+        info = getattr(item, "_fixtureinfo", None)
+        definitions = [one for found in info.name2fixturedefs.values() for one in found] if info else []
+        if any(one.scope == "module" or (one.scope == "session" and one.baseid.endswith(".py")) for one in definitions):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="session")
