@@ -5,23 +5,27 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from ebbtide.testing import EmbeddedRedis
 
-# Children inherit what is ignored, and `nohup make test &` has SIGINT ignored: tests that interrupt one would wait forever.
+# Children inherit what is ignored, and under `nohup make test &` that is SIGINT: interrupted ones would go on forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a fixture of their module or of a module's session run in one process, which makes it once."""
-    for item in items:
-        info = getattr(item, "_fixtureinfo", None)
-        definitions = [one for found in info.name2fixturedefs.values() for one in found] if info else []
-        if any(one.scope == "module" or (one.scope == "session" and one.baseid.endswith(".py")) for one in definitions):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+class ByFile(LoadFileScheduling):  # type: ignore[misc]  # a class without types
+    """Tests of a file run in one process, as they share what it made for all; those of chaos have one each."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if nodeid.startswith("tests/chaos/") else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
