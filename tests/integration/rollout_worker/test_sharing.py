@@ -135,6 +135,7 @@ async def test_who_is_kept_waiting_by_a_relay_is_waited_for_longer_than_anybodys
     first.coordinator.install(version)
     await wait_until(lambda: relay.asked > asked)
     second.coordinator.install(version)
+    await wait_until(lambda: hosts(second, 2), what="the second one, which waits for the first")
     seen = time.monotonic()
     await wait_until(lambda: time.monotonic() - seen > 1.5, what="many times the patience")
     relay.flowing.set()

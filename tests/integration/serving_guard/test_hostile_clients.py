@@ -163,7 +163,7 @@ async def test_an_upload_goes_no_faster_than_the_engine_reads() -> None:
         size = 64 << 20
         writer.write(b"POST /v1/files HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
         writer.write(b"x" * size)
-        await wait_until(lambda: any(client._paused for client in stand.proxy.clients._open))
+        await wait_until(lambda: stand.proxy.pool._open and any(one._paused for one in stand.proxy.clients._open))
         (connection,) = stand.proxy.pool._open
         assert connection.transport.get_write_buffer_size() < 1 << 20
         assert (await stand.session.get("/ebbtide/health")).status == 200
