@@ -114,9 +114,8 @@ async def test_a_run_whose_trainer_loses_or_freezes_any_rank_ends_like_an_undist
         assert took < TOGETHER_S + (SILENT_S if how is signal.SIGSTOP else 0.0)
         assert not [process for process in processes if process.is_running() and process.status() != "zombie"]
         log = cluster.programs["trainer"].log()
-        said = (
-            f"rank {rank} of 2 has been silent" if how is signal.SIGSTOP else f"rank {rank} of 2 was killed by SIGKILL"
-        )
+        end = "has been silent" if how is signal.SIGSTOP else "was killed by SIGKILL"
+        said = f"rank {rank} of 2 {end}"
         assert said in last_reason(log)
         await asyncio.to_thread(cluster.programs["trainer"].start)
         run, events = await ended(client, name)
