@@ -21,15 +21,6 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    made = Cluster(tmp_path)
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
-@pytest.fixture
 async def load(cluster: Cluster) -> AsyncIterator[Load]:
     """64 rollouts in the middle of their generation on two workers, so slow that a command finds them there."""
     cluster.script["scripted_step_s"] = 0.08

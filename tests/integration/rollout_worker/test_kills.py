@@ -9,7 +9,7 @@ import pytest
 
 from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
-from tests.chaos.way import Way
+from tests.fakes.links import Way
 from tests.integration.rollout_worker.reading import Reads, pulled
 from tests.integration.rollout_worker.training import Trainer
 

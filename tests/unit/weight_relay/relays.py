@@ -5,22 +5,15 @@ from typing import Any
 
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
+from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line, Version
 
 #: One tile of bf16 and one of fp32.
 SMALL = {"w": ("BF16", "<u2", 20_000), "b": ("F32", "<u4", 3_000)}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def relay_at(folder: Path, clock: Clock | None = None, **settings: Any) -> WeightRelay:
-    return WeightRelay(RelaySettings(data_dir=str(folder), **settings), clock=clock or Clock())
+def relay_at(folder: Path, clock: SetClock | None = None, **settings: Any) -> WeightRelay:
+    return WeightRelay(RelaySettings(data_dir=str(folder), **settings), clock=clock or SetClock())
 
 
 async def put(relay: WeightRelay, version: Version, *, whole: bool = False, arriving: bool = False) -> None:

@@ -12,11 +12,12 @@ from ebbtide.testing import wait_until
 from ebbtide.weight_relay.library.relay_disk import RelayDisk
 from ebbtide.weight_relay.library.version_records import Stream
 from ebbtide.weight_relay.service import WeightRelay
+from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line
-from tests.unit.weight_relay.relays import SMALL, Clock, held, publish, put, relay_at
+from tests.unit.weight_relay.relays import SMALL, held, publish, put, relay_at
 
 
-async def opened(folder: Path, clock: Clock | None = None) -> WeightRelay:
+async def opened(folder: Path, clock: SetClock | None = None) -> WeightRelay:
     relay = relay_at(folder, clock)
     await relay.open()
     return relay
@@ -94,7 +95,7 @@ async def test_what_has_come_is_not_wanted_again_after_a_restart(tmp_path: Path)
 
 
 async def test_a_stage_that_somebody_reads_is_no_dead_one(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = SetClock()
     relay, line = await opened(tmp_path, clock), Line(1, sizes=SMALL)
     first, second = await relay.publishing.begin(line[1].manifest, arriving=True)
     await relay.publishing.put(first, line[1].tiles[first])
@@ -135,7 +136,7 @@ async def test_what_is_arriving_and_does_not_fit_a_lowered_budget_is_let_go_at_t
 
 
 async def test_a_disk_that_fails_does_not_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = SetClock()
     relay, line = relay_at(tmp_path, clock, stage_ttl_s=0.04), Line(1, sizes=SMALL)
     await relay.open()
     await relay.publishing.begin(line[1].manifest, arriving=True)

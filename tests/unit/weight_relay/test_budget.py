@@ -10,8 +10,9 @@ from ebbtide.weight_relay.intake.version_intake import MAX_STAGES, MAX_STAGES_OF
 from ebbtide.weight_relay.library.version_records import BLOCK
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import seal_manifest
+from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import SIGNER, Line
-from tests.unit.weight_relay.relays import SMALL, Clock, publish, relay_at
+from tests.unit.weight_relay.relays import SMALL, publish, relay_at
 
 BUDGET = 1 << 20
 
@@ -66,7 +67,7 @@ async def test_what_the_budget_counts_is_given_back_when_it_goes(tmp_path: Path)
 
 
 async def test_a_trainer_that_dies_again_and_again_is_not_kept_waiting_by_what_it_left(tmp_path: Path) -> None:
-    relay = relay_at(tmp_path, clock := Clock())
+    relay = relay_at(tmp_path, clock := SetClock())
     await relay.open()
     line = Line(MAX_STAGES + 1, sizes=SMALL)
     for version in line.versions:
@@ -80,7 +81,7 @@ async def test_a_trainer_that_dies_again_and_again_is_not_kept_waiting_by_what_i
 
 
 async def test_where_all_stages_are_taken_a_silent_publisher_gives_way(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = SetClock()
     relay = relay_at(tmp_path, clock)
     await relay.open()
     lines = [Line(1, sizes=SMALL, run_id=f"run-{number}", seed=number) for number in range(MAX_STAGES + 2)]

@@ -18,8 +18,9 @@ from ebbtide.weight_relay.intake import version_intake
 from ebbtide.weight_relay.library.run_end_follower import RunEndFollower
 from ebbtide.weight_relay.library.version_records import VersionStage, make_stage
 from ebbtide.weight_relay.service import WeightRelay
+from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line
-from tests.unit.weight_relay.relays import SMALL, Clock, held, publish, put, relay_at
+from tests.unit.weight_relay.relays import SMALL, held, publish, put, relay_at
 
 FINISHED, CANCELLED = RunStatus.FINISHED, RunStatus.CANCELLED
 
@@ -52,7 +53,7 @@ class Source:
 
 
 class House:
-    def __init__(self, folder: Path, relay: WeightRelay, source: Source, clock: Clock, ends: RunEndFollower) -> None:
+    def __init__(self, folder: Path, relay: WeightRelay, source: Source, clock: SetClock, ends: RunEndFollower) -> None:
         self.folder, self.relay, self.source, self.clock, self.ends = folder, relay, source, clock, ends
 
     def files(self) -> list[str]:
@@ -66,7 +67,7 @@ class House:
 
 @asynccontextmanager
 async def house_at(folder: Path, **settings: Any) -> AsyncIterator[House]:
-    clock, source = Clock(), Source()
+    clock, source = SetClock(), Source()
     relay = relay_at(folder, clock)
     await relay.open()
     ends = RunEndFollower(

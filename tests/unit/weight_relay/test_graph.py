@@ -11,14 +11,15 @@ from ebbtide.testing import wait_until
 from ebbtide.types.weights import Holder
 from ebbtide.weight_relay.outlets.holder_table import WayRequest
 from ebbtide.weight_relay.service import WeightRelay
+from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line
-from tests.unit.weight_relay.relays import SMALL, Clock, anchors, held, patches, publish, publish_all, relay_at
+from tests.unit.weight_relay.relays import SMALL, anchors, held, patches, publish, publish_all, relay_at
 
 DENSE = 20_000 * 2 + 3_000 * 4
 STREAM = "run", "policy"
 
 
-async def opened(folder: Path, clock: Clock | None = None, **settings: Any) -> WeightRelay:
+async def opened(folder: Path, clock: SetClock | None = None, **settings: Any) -> WeightRelay:
     relay = relay_at(folder, clock, **settings)
     await relay.open()
     return relay
@@ -53,7 +54,7 @@ async def test_what_live_holders_have_keeps_its_patches_to_the_newest(
     assert [way.via for way in await relay.reading.ways("run", "policy", 6, [2])] == [(3, 4, 5, 6)]
     assert relay.reading.manifest("run", "policy", 0).version.version == 6
     await relay.close()
-    clock = Clock()
+    clock = SetClock()
     relay = await opened(tmp_path, clock, keep_versions=1, anchor_every=4)
     assert held(relay) == [2, 3, 4, 5, 6]  # its holders have had no time to tell
     clock.now = 61.0
@@ -63,7 +64,7 @@ async def test_what_live_holders_have_keeps_its_patches_to_the_newest(
 
 
 async def test_versions_go_by_age_and_an_anchor_is_made_for_what_is_left(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = SetClock()
     relay = await opened(tmp_path, clock, keep_versions=9, max_age_s=100.0)
     line = Line(4, sizes=SMALL)
     for version in line:
