@@ -50,6 +50,7 @@ async def test_a_late_joiner_of_another_host_gets_what_the_others_serve(
         await first.coordinator.hear("installed", number)
     await wait_until(partial(serves, live, number), what="the relay's knowledge of who serves it")
     await second.worker(version=0, relay=live.way.address, mirror_dir=str(tmp_path / "other"))
+    live.way.back.delay = lambda: 0.2  # the relay is far away, so that it has not sent all before the other is asked
     second.coordinator.install(version, publisher=trainer.key)
     await second.coordinator.hear("installed")
     assert reads[-1] == (2, trainer.exact())
