@@ -208,7 +208,7 @@ def test_the_tokenizer_is_loaded_before_the_first_stop_string_wants_it(fresh: Fa
 
 WORKER = """
 import asyncio, sys
-from ebbtide.rollout_worker.engine.vllm import VllmEngine
+from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.settings import VllmSettings
 async def main():
     settings = VllmSettings(enforce_eager=True, max_model_len=128, threads=int(sys.argv[2]), kv_cache_mib=64)

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 FORMER = {
+    "ebbtide.client.distributed": "ebbtide.client.publisher.torch_exchange",
     "ebbtide.cli.health": "ebbtide.cli.commands.health_command",
     "ebbtide.rollout_worker.engine.plugin": "ebbtide.rollout_worker.engine.vllm.vllm_plugin",
     "ebbtide.trainer.base_model_command": "ebbtide.trainer.base_model.__main__",
