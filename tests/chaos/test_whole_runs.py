@@ -32,7 +32,7 @@ class House:
         where: dict[str, Any] = {key: process.address for key, process in services.items()}
         if name == "trainer":
             where |= {"threads": 1, "device": "cpu", "keep_checkpoints": 99}
-        await self.cluster.start(name, "trainer" if name == "trainer" else "trainer.driver", holder=name, **where)
+        await self.cluster.start(name, name, holder=name, **where)
 
     def checkpoint(self, step: int) -> Path:
         return self.output / RUN / "checkpoints" / f"step-{step:06d}"

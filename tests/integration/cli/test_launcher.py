@@ -112,7 +112,7 @@ HOST = """
 import asyncio, sys
 from pathlib import Path
 from ebbtide.cli.interrupts import run
-from ebbtide.cli.launcher import Launcher, launcher
+from ebbtide.local_cluster.launcher import Launcher, launcher
 from tests.integration.cli.stand_ins import program
 
 async def main():

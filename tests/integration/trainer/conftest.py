@@ -89,7 +89,7 @@ class Cluster:
         self.programs = {
             "worker": Program("rollout_worker", self.directory, *where, *worker),
             "trainer": Program("trainer", self.directory, *where, *cpu, "--holder", "trainer", *self._trainer),
-            "driver": Program("trainer.driver", self.directory, *where, "--holder", "driver"),
+            "driver": Program("driver", self.directory, *where, "--holder", "driver"),
         }
         for program in self.programs.values():
             program.launch()
