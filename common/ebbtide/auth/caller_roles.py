@@ -1,6 +1,6 @@
-"""What a servicer may ask of its caller: the roles by which the call was let in.
+"""Keeps the roles of the present call's caller, for its servicer.
 
-Set by the admission before the servicer begins; each call is a task of its own, so that none sees another's.
+Admission sets them before the servicer begins. Each call is its own task, so calls do not see each other's roles.
 """
 
 from contextvars import ContextVar
@@ -8,16 +8,16 @@ from typing import Final
 
 from ebbtide.auth.roles import AMONG_PEERS, Role
 
-#: None: of no role, who may do everything.
+#: None: the caller came without a role, and may do everything.
 _ROLES: Final[ContextVar[frozenset[Role] | None]] = ContextVar("caller_roles", default=None)
 
 
 def note_roles(roles: frozenset[Role] | None) -> None:
-    """The caller of this task's call has come with these."""
+    """Set the roles of the caller of this task's call."""
     _ROLES.set(roles)
 
 
 def is_among_peers() -> bool:
-    """Whether workers may be sent to the caller, and show it their tokens."""
+    """Whether workers may fetch from the caller, and show it their tokens."""
     roles = _ROLES.get()
     return roles is None or not roles.isdisjoint(AMONG_PEERS)
