@@ -1,4 +1,4 @@
-"""Waiting for a condition, instead of sleeping and hoping."""
+"""Waits for conditions, so that tests need no sleeps."""
 
 import asyncio
 import inspect
