@@ -107,7 +107,7 @@ async def test_a_store_that_is_gone_or_silent_is_named_when_patience_ends(link: 
     finally:
         server.thaw()
     server.kill()
-    with pytest.raises(StoreUnavailable, match=r"redis\.sock does not answer .*; start it, or mend the store URL"):
+    with pytest.raises(StoreUnavailable, match=r"redis\.sock does not answer .*; start it, or correct the store URL"):
         await link.call("PING", patience_s=0.5)
 
 

@@ -30,7 +30,7 @@ async def test_nothing_is_answered_before_the_replica_has_it(pair: Any) -> None:
     assert replica.command("DBSIZE") == b":200\r\n"
     replica.freeze()
     try:
-        with pytest.raises(StoreUnavailable, match=r"fewer than 1 replicas .* confirm what it takes; start them"):
+        with pytest.raises(StoreUnavailable, match=r"fewer than 1 replicas .* confirm its writes; start them"):
             await link.call("SET", "unconfirmed", "1")
         waiting = [asyncio.create_task(link.call("SET", f"late{number}", "1", patience_s=30)) for number in range(5)]
         await asyncio.wait(waiting, timeout=1.5)

@@ -1,4 +1,4 @@
-"""The first words with a server: who it is, and whether it may be used at all."""
+"""Learns a server's incarnation after dialling it, and refuses servers that cannot be used."""
 
 import asyncio
 from typing import Final
@@ -6,16 +6,16 @@ from typing import Final
 import redis.exceptions
 from redis.asyncio.connection import AbstractConnection
 
-#: A server that takes longer to say who it is is frozen, or not there.
+#: A server that takes longer is frozen or gone.
 _GREETING_S: Final = 5.0
 
 
 async def greet(link: AbstractConnection) -> str:
-    """Ask a server just dialled which life of the store it is: this process of it, with the history of its data.
+    """Ask a dialled server for the store's incarnation, which names its process and the history of its data.
 
-    A restart gives another one, and so does the promotion of a replica; a broken link to the same server does not. (A
-    primary's first replica gives another one, too, though nothing was lost: that costs some repeats.) Raises redis'
-    errors for a server that is still loading, or is a replica; `TimeoutError`.
+    A restart or the promotion of a replica makes a new incarnation; a broken link does not. (A primary's first replica
+    makes one, too, though nothing is lost: this costs some repeats.) Raises redis' errors for a server that is loading
+    or a replica; `TimeoutError`.
     """
     async with asyncio.timeout(_GREETING_S):
         await link.send_command("INFO")
@@ -28,6 +28,6 @@ async def greet(link: AbstractConnection) -> str:
 
 
 def info(text: bytes) -> dict[str, str]:
-    """What `INFO` says, by name."""
+    """The values of `INFO`, by name."""
     lines = (line.partition(":") for line in text.decode().splitlines() if ":" in line)
     return {name: value for name, _, value in lines}

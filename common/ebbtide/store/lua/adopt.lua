@@ -1,6 +1,6 @@
--- ARGV: term, then id, attempt, worker, any ('1' if the attempt is known to be newer than all that the store has) of each.
--- Attempts that go on at their workers, and whose placement the store may have forgotten, run as they did. Returns per attempt
--- {1 it runs | 0 it is over | 2 the rollout is not known, tokens stored}.
+-- ARGV: term, then id, attempt, worker, any ('1' if the attempt is known to be newer than all of the store's) of each.
+-- Records attempts as running that their workers continue, and whose placement the store may have forgotten. Returns per attempt
+-- {1 it runs | 0 it is over | 2 the rollout is unknown, tokens stored}.
 local bad = barred(ARGV[1])
 if bad then return bad end
 local out = {}

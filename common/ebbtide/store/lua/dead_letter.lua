@@ -1,4 +1,4 @@
--- ARGV: term, then id, message of each. Queued rollouts that cannot be generated finish as dead letters. Returns how many.
+-- ARGV: term, then id, message of each. Finishes queued rollouts that cannot be generated as dead letters. Returns how many.
 local bad = barred(ARGV[1])
 if bad then return bad end
 local ended = 0

@@ -1,5 +1,5 @@
--- ARGV: term, role, fence, ttl in ms. Whoever holds the fence may renew, even late, while nobody else has claimed.
--- A store that is out of memory lets a lease be prolonged, though not set.
+-- ARGV: term, role, fence, ttl in ms. Renews a lease. The fence's holder may do so even late, until another claims it.
+-- A store that is out of memory still extends a lease, but cannot set one.
 local bad = barred(ARGV[1], ARGV[2], ARGV[3])
 if bad then return bad end
 if redis.call('PEXPIRE', CLAIM .. ARGV[2], ARGV[4]) == 0 then

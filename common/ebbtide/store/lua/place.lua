@@ -1,4 +1,4 @@
--- ARGV: term, then id, attempt, worker of each. Gives queued rollouts to workers; a repeat of the same attempt is answered alike.
+-- ARGV: term, then id, attempt, worker of each. Gives queued rollouts to workers; a repeat of the same attempt gets the same answer.
 -- Returns per rollout {req, prompt, tokens so far, attempts}, or 0 if it is no longer queued.
 local bad = barred(ARGV[1])
 if bad then return bad end

@@ -1,4 +1,4 @@
--- ARGV: term, how many rollouts at most. Deletes the data of an ended run, a page at a time. Returns how many went; 0: all is gone.
+-- ARGV: term, how many rollouts at most. Deletes a page of an ended run's data. Returns how many rollouts; 0: all is gone.
 local bad = deposed(ARGV[1])
 if bad then return bad end
 if redis.call('EXISTS', FENCE) == 1 then return refuse('LIVE') end
