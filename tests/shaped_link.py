@@ -7,7 +7,6 @@ one rate per direction. The link runs in the event loop that started it.
 import asyncio
 import contextlib
 from collections import deque
-from types import TracebackType
 from typing import Final, Self
 
 #: Much less than a connection has under way, so that connections share the rate evenly.
@@ -72,9 +71,7 @@ class ShapedLink:
     async def __aenter__(self) -> Self:
         return await self.start()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

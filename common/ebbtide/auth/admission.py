@@ -9,12 +9,12 @@ Invariant: `_known` has only tokens that the present keys verified, and nothing 
 
 import time
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any, Final
 
-from ebbtide.auth.caller_roles import note_roles
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.role_tokens import SKEW_S, Claims, Keys, is_signed, verify
-from ebbtide.auth.roles import Role, is_open, permitted, told
+from ebbtide.auth.roles import AMONG_PEERS, Role, is_open, permitted, told
 from ebbtide.auth.run_scope import OfOneRun, can_name_run, check_run, no_run_named
 from ebbtide.auth.security import AUTHORIZATION, TokenCheck
 from ebbtide.auth.tls import roles_of_peer
@@ -24,6 +24,15 @@ Metadata = Iterable[tuple[str, str | bytes]] | None
 #: Verified tokens to remember: to check a signature takes a tenth of a millisecond.
 _MOST: Final = 4096
 _SCHEME: Final = "Bearer "
+#: Roles of the present call's caller; None: the caller came without a role, and may do everything. Each call is a task
+#: of its own, so calls do not see each other's roles.
+_CALLER_ROLES: Final[ContextVar[frozenset[Role] | None]] = ContextVar("caller_roles", default=None)
+
+
+def is_among_peers() -> bool:
+    """Whether workers may fetch from the present call's caller, and show it their tokens."""
+    roles = _CALLER_ROLES.get()
+    return roles is None or not roles.isdisjoint(AMONG_PEERS)
 
 
 class Admission:
@@ -57,12 +66,12 @@ class Admission:
         another role than the call, or any message of the request is about another run than the token.
         """
         if self._keys is None and not self._certificates:
-            note_roles(None)
+            _CALLER_ROLES.set(None)
             return request
         claims = self._claims(context.invocation_metadata())
         roles = roles_of_peer(context.auth_context()) if self._certificates else None
         _check_certificate(method, claims, roles)
-        note_roles(roles if claims is None else frozenset({claims.role}))
+        _CALLER_ROLES.set(roles if claims is None else frozenset({claims.role}))
         if claims is None or not claims.run_id or is_open(method):
             return request
         if hasattr(request, "__aiter__"):
@@ -119,5 +128,5 @@ class Anyone:
     def admit(self, method: str, metadata: Metadata) -> None: ...
 
     def checked(self, _method: str, request: Any, _context: Any) -> Any:
-        note_roles(None)
+        _CALLER_ROLES.set(None)
         return request

@@ -105,12 +105,7 @@ def _claims(found: Mapping[str, Any]) -> Claims:
     # A token for one run whose run is empty must not become valid for every run.
     if "run" in found and (not run_id or not isinstance(run_id, str)):
         raise ValueError("no run")
-    return Claims(
-        role=Role(found["role"]),
-        expires=float(expires),
-        run_id=run_id or "",
-        name=str(found.get("sub", "")),
-    )
+    return Claims(role=Role(found["role"]), expires=float(expires), run_id=run_id or "", name=str(found.get("sub", "")))
 
 
 def is_signed(token: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.link.greeting import info
+from ebbtide.store.link.dialer import info
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.migrations import Schema
 from ebbtide.store.record_codec import text_pairs

@@ -37,9 +37,7 @@ def pack_tokens(ids: npt.ArrayLike, logprobs: npt.ArrayLike, versions: npt.Array
 def unpack_tokens(data: bytes, *, field: str = "tokens") -> TokenArray:
     """The records in `data`, shape (n,), dtype `TOKEN`. Raises `InvalidRequest` if the last record is incomplete."""
     if len(data) % TOKEN_BYTES:
-        raise InvalidRequest(
-            f"{len(data)} bytes are not whole token records of {TOKEN_BYTES} bytes", field=field
-        )
+        raise InvalidRequest(f"{len(data)} bytes are not whole token records of {TOKEN_BYTES} bytes", field=field)
     return np.frombuffer(data, dtype=TOKEN)
 
 

@@ -1,4 +1,4 @@
-"""Dials the store: the server that a URL names, or the primary that Sentinels name."""
+"""Dials the store (the server that a URL names, or the primary that Sentinels name) and learns its incarnation."""
 
 import asyncio
 from typing import Any, Final, Protocol, cast
@@ -15,6 +15,8 @@ from ebbtide.errors import InvalidRequest
 
 #: A server that takes longer before the first command is frozen or cut off.
 _CONNECT_S: Final = 5.0
+#: A server that takes longer to give its incarnation is frozen or gone.
+_GREETING_S: Final = 5.0
 #: A Sentinel that takes longer is skipped: another one, or the next try, has the answer.
 _SENTINEL_S: Final = 1.0
 _COMMON: Final[dict[str, Any]] = {"protocol": 2, "socket_timeout": None, "socket_connect_timeout": 5}
@@ -160,6 +162,29 @@ async def _connected(link: AbstractConnection) -> AbstractConnection:
             raise TimeoutError(f"silent for {_CONNECT_S:g} s") from None
         raise
     return link
+
+
+async def greet(link: AbstractConnection) -> str:
+    """Ask a dialled server for the store's incarnation, which names its process and the history of its data.
+
+    A restart or the promotion of a replica makes a new incarnation; a broken link does not. (A primary's first replica
+    makes one, too, though nothing is lost: this costs some repeats.) Raises redis' errors for a server that is loading
+    or a replica; `TimeoutError`.
+    """
+    async with asyncio.timeout(_GREETING_S):
+        await link.send_command("INFO")
+        said = info(await link.read_response())
+    if said.get("loading", "0") != "0":
+        raise redis.exceptions.BusyLoadingError("loading the dataset")
+    if said.get("role", "master") != "master":
+        raise redis.exceptions.ReadOnlyError("its role is that of a replica")
+    return f"{said.get('run_id', '')}.{said.get('master_replid', '')}"
+
+
+def info(text: bytes) -> dict[str, str]:
+    """The values of `INFO`, by name."""
+    lines = (line.partition(":") for line in text.decode().splitlines() if ":" in line)
+    return {name: value for name, _, value in lines}
 
 
 def _once() -> Retry:

@@ -20,8 +20,7 @@ import redis.exceptions
 from redis.asyncio.connection import AbstractConnection
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.link.dialer import dialer
-from ebbtide.store.link.greeting import greet
+from ebbtide.store.link.dialer import dialer, greet
 from ebbtide.store.link.store_faults import TermSuperseded, estranges, fault
 from ebbtide.store.lua_scripts import LuaScript
 
