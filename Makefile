@@ -7,6 +7,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 ARGS ?=
 QUICK ?=
+# Every program that a test starts would compile all its modules again: a cluster of four pays five seconds for that.
+unexport PYTHONDONTWRITEBYTECODE
 # Where the default index serves PyTorch with CUDA, name the index of its CPU builds:
 #   make demo TORCH="torch==2.13.0 --index-url URL"
 TORCH ?= torch==2.13.0
@@ -29,8 +31,11 @@ demo: env ## An RL run on two vLLM workers, one of which is killed; options: ARG
 demo-coserving: env ## A training run that borrows the idle time of a served model under traffic; options: ARGS="--trace PATH"
 	@$(BIN)/ebbtide demo-coserving $(ARGS)
 
-test: env ## All tests
-	@$(BIN)/python -m pytest $(ARGS)
+check: lint types ## Style, types, import contracts and unit tests: before every commit
+	@$(BIN)/python -m tests unit
+
+test: env ## All tests; options: ARGS="services -x": one of the phases unit, services and alone, and options of pytest
+	@$(BIN)/python -m tests $(ARGS)
 
 test-compose: env ## docker-compose.yml really run, by podman, as root; options: ARGS="--keep --steps 6"
 	@$(BIN)/python -m tests.compose $(ARGS)

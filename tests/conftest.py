@@ -1,13 +1,40 @@
-"""Fixtures for all tests: a redis-server process, flushed for each test that asks for it, a folder of grants, and a
-tiny checkpoint."""
+"""Fixtures for all tests: a redis-server process, flushed for each test that asks for it, a cluster of
+processes, a folder of grants, and a tiny checkpoint; and which tests stay together when several processes run them."""
 
+import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from ebbtide.testing import EmbeddedRedis
+from tests.chaos.cluster import Cluster
+
+# Children inherit what is ignored, and under `nohup make test &` that is SIGINT: interrupted ones would go on forever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_DEMOS = "tests/e2e/test_demo"
+
+
+class ByFile(LoadFileScheduling):  # type: ignore[misc]  # a class without types
+    """Tests of a file run in one process, as they share what it made for all; those of chaos are dealt out one by one.
+
+    Both demos run in one process: the first makes a base model for both where there is none.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/chaos/"):
+            return nodeid
+        return _DEMOS if nodeid.startswith(_DEMOS) else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +53,16 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
     """The URL of an empty store."""
     assert redis_server.command("FLUSHALL") == b"+OK\r\n"
     return redis_server.url
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    """Programs of their own, not booted yet."""
+    cluster = Cluster(tmp_path)
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 rollouts have the four fifths of it that others give them too."""
 
 from benchmarks.pair.rivals import run_rival
-from ebbtide.scheduling.coserving.governor import (
+from ebbtide.scheduling.coserving.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,
     BudgetDecision,

@@ -17,7 +17,7 @@ import os
 from typing import Final
 
 from benchmarks.pair.rivals import run_rival
-from ebbtide.scheduling.coserving.governor import (
+from ebbtide.scheduling.coserving.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,
     BudgetDecision,

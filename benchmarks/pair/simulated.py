@@ -25,7 +25,8 @@ from ebbtide.demo.coserving.coserving_traffic import (
     made_up,
     read_trace,
 )
-from ebbtide.scheduling.coserving.governor import BudgetDecider, Governor, LatencyTargets, StepLimits
+from ebbtide.scheduling.coserving.budget_decider import BudgetDecider, LatencyTargets, StepLimits
+from ebbtide.scheduling.coserving.governor import Governor
 
 _SHARES: Final = (0.5, 0.95, 0.99)
 _HALVINGS: Final = 14

@@ -13,7 +13,7 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.demo.coserving.coserving_traffic import TrafficRequest
-from ebbtide.scheduling.coserving.governor import BudgetDecider
+from ebbtide.scheduling.coserving.budget_decider import BudgetDecider
 
 #: From a budget's being written to the first step of an engine that waits for one.
 _WAKE_S: Final = 0.0005

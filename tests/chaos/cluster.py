@@ -22,7 +22,7 @@ from ebbtide.local_cluster.program_process import Program, ProgramProcess
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.store.store_keys import LEADER
 from ebbtide.testing import EmbeddedRedis, wait_until
-from tests.chaos.way import Way
+from tests.fakes.links import Way
 
 TOKEN: Final = "a-token-of-tests"
 #: The flush window of all workers.

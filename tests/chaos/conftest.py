@@ -2,23 +2,12 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Begin, Load
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    """Not booted yet."""
-    cluster = Cluster(tmp_path)
-    try:
-        yield cluster
-    finally:
-        await cluster.close()
 
 
 @pytest.fixture

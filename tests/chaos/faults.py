@@ -8,7 +8,7 @@ from typing import Final
 
 from ebbtide.testing import wait_until
 from tests.chaos.scene import Scene
-from tests.chaos.way import Direction
+from tests.fakes.links import Direction
 
 #: How long each lasts, seconds. Frozen ones sleep through every timeout there is, the keepalive's 15 s among them.
 FROZEN_S: Final = 30.0

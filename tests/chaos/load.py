@@ -132,7 +132,7 @@ class Load:
         async def reached() -> bool:
             return (await self.run()).counters.get(name, 0) >= least
 
-        await wait_until(reached, timeout=30, interval=0.02, what=f"{name} >= {least}")
+        await wait_until(reached, timeout=90, interval=0.02, what=f"{name} >= {least}")
 
     async def more_tokens(self, count: int) -> None:
         """Wait until so many tokens more are stored."""

@@ -11,7 +11,7 @@ from ebbtide.testing import wait_until
 from tests.chaos.load import RUN
 from tests.chaos.scene import Scene
 from tests.chaos.trainer import LARGE
-from tests.chaos.way import Direction
+from tests.fakes.links import Direction
 
 #: Bytes of a version after which its way is closed: some tiles have come whole by then, and one in part.
 PART: Final = (9 << 20) + 1000

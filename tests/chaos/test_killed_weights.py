@@ -15,7 +15,7 @@ from ebbtide.types.weights import PolicyVersion
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.chaos.load import RUN, SPEC
 from tests.chaos.versions import TILE, TILES, Weights
-from tests.chaos.way import Direction, Way
+from tests.fakes.links import Direction, Way
 
 FAST: Final = (1, 12, 23)
 ALL: Final = tuple(range(TILES + 1))

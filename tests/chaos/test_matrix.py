@@ -7,11 +7,11 @@ from typing import Final
 
 import pytest
 
-from tests.chaos.clock import compiler
 from tests.chaos.cluster import Cluster
 from tests.chaos.faults import FAULTS
 from tests.chaos.phases import PHASES
 from tests.chaos.scene import Cell, Scene
+from tests.fakes.clocks import compiler
 
 #: In each `make test`: one of each victim, and of each kind of silence.
 FAST: Final = (

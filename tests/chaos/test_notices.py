@@ -36,8 +36,10 @@ def notice(request: pytest.FixtureRequest) -> Notice:
     return give
 
 
-async def leaves(cluster: Cluster, notice: Notice) -> None:
-    """Within the notice, with a status that says that all was handed over."""
+async def leaves(cluster: Cluster, load: Load, notice: Notice) -> None:
+    """Within the notice, with work in hand, and a status that says that all was handed over."""
+    await load.submit(64)
+    await wait_until(lambda: load.in_flight("w1") >= 8, what="rollouts at w1")
     began = time.monotonic()
     await notice(cluster)
     await wait_until(lambda: not cluster.process["w1"].running(), timeout=2 * NOTICE_S, what="its end")
@@ -56,7 +58,7 @@ async def test_it_leaves_in_the_midst_of_its_work(cluster: Cluster, begin: Begin
     load = await begin()
     await load.submit(64)
     await load.more_tokens(64 * 12)
-    await leaves(cluster, notice)
+    await leaves(cluster, load, notice)
     await check(cluster, load)
 
 
@@ -69,7 +71,7 @@ async def test_it_leaves_in_the_midst_of_a_pull(cluster: Cluster, begin: Begin, 
     pulling.limit = pulling.passed + PART
     await load.publish(step=1, elements=LARGE)
     await wait_until(lambda: pulling.silent, what="a part of the version")
-    await leaves(cluster, notice)
+    await leaves(cluster, load, notice)
     await check(cluster, load)
 
 
@@ -85,5 +87,5 @@ async def test_it_leaves_in_the_midst_of_an_install(cluster: Cluster, begin: Beg
         return any(one.worker_id == "w1" and one.state is WorkerState.INSTALLING for one in await client.workers())
 
     await wait_until(installing, timeout=20, what="the install")
-    await leaves(cluster, notice)
+    await leaves(cluster, load, notice)
     await check(cluster, load)

@@ -17,7 +17,7 @@ async def test_live_attempts_go_on_at_the_coordinator_that_takes_over(cluster: C
     load, random = await Load.begin(cluster, await cluster.boot_pair()), Random(3)
     feeding = asyncio.create_task(load.keep_open(96))
     try:
-        for _ in range(3):
+        for _ in range(2):
             await load.more_tokens(random.randrange(100, 600))
             leader = cluster.leader()
             await (killed if violence == "kill" else frozen)(cluster, leader)

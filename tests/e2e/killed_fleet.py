@@ -22,8 +22,8 @@ from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TokenArray, pack_ids, unpack_tokens
 from tests.chaos.cluster import TOKEN, Cluster
-from tests.chaos.way import Direction, Way
 from tests.e2e.killed_versions import LENGTH, PROMPTS, Policy, Said
+from tests.fakes.links import Direction, Way
 
 #: The machine may be busy with much else.
 PATIENCE_S: Final = 120.0

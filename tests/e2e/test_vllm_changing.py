@@ -1,7 +1,7 @@
 """A worker's engine that is started anew for another architecture is what a fresh one would be, and finds back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,6 @@ def test_a_model_that_does_not_start_leaves_the_engine_that_there_was(changed: F
     assert "NoSuchModel" in changed["refusal"]
     assert changed["back"] == changed["infos"][0]
     assert same(changed["again"]["single"], changed["before"]["single"], EXACT)
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    try:
-        yield cluster
-    finally:
-        await cluster.close()
 
 
 async def generated(client: Client, run_id: str, checkpoint: Path, name: str) -> tuple[Lease, list[FinishedRollout]]:

@@ -3,7 +3,7 @@ alone."""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,6 @@ kv_cache_mib = 64
 """
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    try:
-        yield cluster
-    finally:
-        await cluster.close()
 
 
 def request(name: str, number: int) -> RolloutRequest:

@@ -146,9 +146,12 @@ class Lease(HeldLease):
 
             authority = Authority(self._reserve_version, self._announce_version)
             self._publisher = self._relay().publisher(
-                self.run_id, self.run.spec.policy, authority=authority, exchange=exchange
+                self.run_id,
+                self.run.spec.policy,
+                authority=authority,
+                exchange=exchange,
+                config=_config(self.run.spec.model),
             )
-            self._publisher.config = _config(self.run.spec.model)
         elif exchange is not None and exchange is not self._publisher.exchange:
             text = "another publishes under this lease since its first call; give that one the exchange"
             raise InvalidRequest(text, field="exchange")

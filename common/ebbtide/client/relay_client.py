@@ -32,9 +32,13 @@ class RelayClient:
         *,
         authority: Authority | None,
         exchange: RankExchange | None = None,
+        config: bytes = b"",
         forget: Callable[[Publisher], None] | None = None,
     ) -> Publisher:
-        return Publisher(self._peer, run_id, policy, authority=authority, exchange=exchange, forget=forget)
+        """As `Publisher`, for this relay."""
+        return Publisher(
+            self._peer, run_id, policy, authority=authority, exchange=exchange, config=config, forget=forget
+        )
 
     async def publish(self, run_id: str, version: PolicyVersion, tensors: Tensors) -> PolicyVersion:
         """Make `tensors` a committed version under a number that is given, announced to nobody. Raises as

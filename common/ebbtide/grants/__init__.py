@@ -1,4 +1,4 @@
-"""The page of shared memory between a serving-guard and the engine that borrows from it, and where it lies."""
+"""Maps the page of shared memory between a serving-guard and the engine that borrows from it."""
 
 from ebbtide.grants.folder import check_folder, page_path, socket_path
 from ebbtide.grants.page import Page, Stepping

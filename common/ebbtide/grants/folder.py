@@ -1,4 +1,4 @@
-"""The folder that a serving-guard and the workers beside it share: the guard's socket, and a page for each worker."""
+"""Checks the folder that a serving-guard shares with its workers, and names the socket and the pages in it."""
 
 import os
 import stat
@@ -7,23 +7,23 @@ from typing import Final
 
 from ebbtide.errors import InvalidRequest
 
-#: The longest path that a socket of Linux may have.
+#: Linux allows no longer path for a socket.
 _LONGEST: Final = 107
 
 
 def socket_path(folder: Path) -> Path:
-    """The guard's socket there."""
+    """The guard's socket in the folder."""
     return folder / "guard.sock"
 
 
 def page_path(folder: Path, worker_id: str) -> Path:
-    """The page of one worker there. `worker_id` is a checked id, so it names no other folder."""
+    """The page of one worker in the folder. `worker_id` is a checked id, so the path stays inside."""
     return folder / f"{worker_id}.page"
 
 
 def check_folder(folder: Path, *, field: str = "grant_dir") -> None:
-    """Make the folder, if need be. Raises `InvalidRequest` if it is not this user's alone, for its socket asks nobody
-    who he is, or if its path is too long."""
+    """Make the folder if it does not exist. Raises `InvalidRequest` if its path is too long, or if other users have
+    access to it, because its socket does not authenticate clients."""
     if len(os.fsencode(socket_path(folder))) > _LONGEST:
         raise InvalidRequest(f"{folder} is too long for a socket's path: name a shorter one", field=field)
     try:

@@ -1,4 +1,4 @@
-"""Waiting for a word of shared memory to change, between processes: Linux's futex, by its system call."""
+"""Waits until another process changes a word of shared memory, by Linux's futex system call."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ from typing import Final
 _NUMBERS: Final = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}
 _WAIT, _WAKE = 0, 1
 _ALL: Final = 2**31 - 1
-#: Where the system call's number is not known, waiting looks again so often.
+#: If the system call's number is unknown, waiting polls at this interval.
 _POLL_S: Final = 0.001
 _number = _NUMBERS.get(platform.machine(), 0) if os.name == "posix" else 0
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -21,9 +21,9 @@ class _Timespec(ctypes.Structure):
 
 
 def wait(address: int, seen: int, timeout_s: float) -> None:
-    """Return once the 32-bit word at `address` is no longer `seen`, or somebody woke it, or `timeout_s` is over.
+    """Return once the 32-bit word at `address` is no longer `seen`, after a `wake`, or after `timeout_s`.
 
-    May return early: look again at what you waited for.
+    It may return early: check the condition again.
     """
     if not _number:
         time.sleep(min(_POLL_S, max(0.0, timeout_s)))
@@ -34,7 +34,7 @@ def wait(address: int, seen: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all that wait on the word at `address`."""
+    """Wake all processes that wait on the word at `address`."""
     if _number:
         with contextlib.suppress(OSError):
             _libc.syscall(_number, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)

@@ -1,14 +1,15 @@
-"""One page of shared memory: what an engine may do in its next step, and what it did in its last.
+"""Shares one page of memory: what an engine may do in its next step, and what it has done.
 
-Invariant: three parts with one writer each. The guard writes the *budget* (under a sequence number that is odd while it
-writes, so that nobody reads half of one), the worker the *lease*, which it renews with each grant, and the engine the
-*steps*. All times are nanoseconds of CLOCK_MONOTONIC, which all processes of a host share. A step may begin only while
-the budget has tokens, and neither budget nor lease has run out: whichever of the three dies or freezes, the engine
-stands still when the lease or the budget runs out, without being told. The page outlives all of them; a new engine
-begins its part anew, and a writer that died in the midst of a budget leaves one that nobody can read: none.
+Invariant: the page has three parts with one writer each. The guard writes the *budget*, under a sequence number that is
+odd during the write, so that no reader takes half of one. The worker writes the *lease*, which it renews with each
+grant. The engine writes the *steps*. All times are nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
+A step may begin only while the budget has tokens, and neither budget nor lease has run out. So if any of the three dies
+or freezes, the engine stands still when the lease or the budget runs out. The page outlives all of them. A new engine
+resets its part. A writer that died during a write leaves a budget that cannot be read, which counts as none.
 
-The engine says that it steps before it looks at the budget, the guard takes the budget away before it looks whether the
-engine steps: so one of the two sees the other (each with a fence between). Nobody waits for a writer.
+The engine writes that it steps before it reads the budget. The guard takes the budget away before it reads whether the
+engine steps. There is a fence between the two on each side, so at least one sees the other. No reader waits for a
+writer.
 """
 
 import ctypes
@@ -29,7 +30,7 @@ from ebbtide.types.grants import Budget
 
 _SIZE: Final = 4096
 _MAGIC: Final = 0x0001_4544_4954_4242  # "BBTIDE", then the layout's number
-# Words of 64 bits. Each part has cache lines of its own.
+# Indexes of 64-bit words. Each part has its own cache lines.
 _LAYOUT = 0
 _BELL, _VERSION, _TOKENS, _SEQUENCES, _UNTIL, _IDLE = 8, 9, 10, 11, 12, 13
 _LEASE, _KV_BLOCKS = 16, 17
@@ -37,41 +38,38 @@ _STEPPING, _BEGAN, _ENDED, _STEPS, _SCHEDULED, _BUSY, _RUNNING, _WAITING, _KV_US
     24, 35
 )
 _PID, _BLOCK_BYTES = 35, 36
-#: A budget that is being written for longer than a few looks has a writer that died there: no budget.
+#: Attempts to read a budget that is being written; then its writer has died, and there is no budget.
 _LOOKS: Final = 50
 _NEVER: Final = 2**63 - 1
-#: Times and numbers beyond this are as good as this, and fit into a word.
+#: Greater times and numbers are cut to this, which fits into a word.
 _MOST: Final = 1 << 62
 
 
 class Stepping(Struct, frozen=True, kw_only=True):
-    """The engine's part. `stepping`: a step is under way, since `began`; `ended`: when the last one did (seconds of the
-    monotonic clock). Sums since the engine's start: `steps`, `scheduled` (tokens that they took), `busy_s` in which
-    they ran, `recomputed` (tokens read again after a cut). `kv_used` of `kv_total` blocks, of `block_bytes` each, are
-    taken. `pid` 0: no engine has begun yet."""
+    """The engine's part. Times are seconds of the monotonic clock; sums are since the engine's start."""
 
-    stepping: bool
-    began: float
-    ended: float
-    steps: int
-    scheduled: int
-    busy_s: float
+    stepping: bool  # a step is under way
+    began: float  # when the last step began
+    ended: float  # when the last finished step ended
+    steps: int  # sum of finished steps
+    scheduled: int  # sum of their tokens
+    busy_s: float  # sum of their durations
     running: int
     waiting: int
-    kv_used: int
-    kv_total: int
-    recomputed: int
-    pid: int
+    kv_used: int  # blocks
+    kv_total: int  # blocks
+    recomputed: int  # sum of tokens computed again after their memory was taken
+    pid: int  # 0: no engine has begun yet
     block_bytes: int = 0
 
 
 class Page:
-    """The mapped page. Each method belongs to one of guard, worker and engine, as said there."""
+    """The mapped page. Comments below say whether guard, worker or engine may call a method."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        """Map the page at `path`; with `create`, make it if it is not there.
+        """Map the page at `path`; with `create`, make it if it does not exist.
 
-        Raises `InvalidRequest` for a file that is no page, or not this user's own.
+        Raises `InvalidRequest` if the file is not a page, or belongs to another user.
         """
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         try:
@@ -90,12 +88,12 @@ class Page:
         if create and self._words[_LAYOUT] == 0:
             self._words[_LAYOUT] = _MAGIC
         if self._words[_LAYOUT] != _MAGIC:
-            raise InvalidRequest("is no page of grants, or of another version", field=str(path))
+            raise InvalidRequest("is not a page of grants, or of another version", field=str(path))
 
-    # The guard's.
+    # For the guard.
 
     def write_budget(self, budget: Budget, *, idle: bool = False) -> None:
-        """Say what the next step may take, and wake the engine if it waits. `idle`: nothing is inside the serving
+        """Set the budget of the next step, and wake the engine if it waits. `idle`: nothing is inside the serving
         engine."""
         words = self._words
         version = words[_VERSION] | 1
@@ -108,7 +106,7 @@ class Page:
             self.ring()
 
     def steps(self) -> Stepping:
-        """What the engine says of itself."""
+        """The engine's part of the page."""
         words = self._words
         return Stepping(
             stepping=bool(words[_STEPPING]),
@@ -126,7 +124,7 @@ class Page:
             block_bytes=words[_BLOCK_BYTES],
         )
 
-    # The worker's.
+    # For the worker.
 
     def renew(self, until: float) -> None:
         """Hold a grant until `until` (seconds, monotonic); 0 gives it back."""
@@ -136,7 +134,7 @@ class Page:
             self.ring()
 
     def limit_kv(self, blocks: int) -> None:
-        """How many blocks of keys and values the engine may use; below 0: all."""
+        """Set how many blocks of keys and values the engine may use; below 0: all."""
         self._words[_KV_BLOCKS] = _word(blocks)
         self.ring()
 
@@ -145,23 +143,23 @@ class Page:
         self._halves[2 * _BELL] = (self._halves[2 * _BELL] + 1) & 0xFFFF_FFFF
         futex.wake(self._bell)
 
-    # The engine's.
+    # For the engine.
 
     @property
     def kv_blocks(self) -> int:
         return self._words[_KV_BLOCKS]
 
     def budget(self) -> Budget:
-        """What a step that begins now may take; nothing if budget or lease have run out."""
+        """The budget of a step that begins now; empty if budget or lease has run out."""
         return self._read(self._words[_LEASE])
 
     def offered(self) -> Budget:
-        """The guard's budget alone, whoever holds a lease."""
+        """The guard's budget, whether or not there is a lease."""
         return self._read(_NEVER)
 
     def idle(self) -> bool:
-        """Whether the guard says that nothing is inside the serving engine, in a budget that holds, whoever holds a
-        lease: for what else runs in its idle time."""
+        """Whether the guard's budget holds and says that nothing is inside the serving engine, with or without a lease.
+        For other work in its idle time."""
         return self._read(_NEVER, idle=True).tokens > 0
 
     def _read(self, lease: int, *, idle: bool = False) -> Budget:
@@ -180,8 +178,8 @@ class Page:
         )
 
     def await_budget(self, timeout_s: float, *, kv_blocks: int | None = None) -> Budget:
-        """The budget, as soon as there is one, or an empty one after `timeout_s`, or once no longer `kv_blocks` may be
-        used. Uses no processor meanwhile."""
+        """The budget, as soon as there is one. Returns an empty one after `timeout_s`, or when the limit of blocks is
+        no longer `kv_blocks`. Waiting uses no processor time."""
         end = time.monotonic() + timeout_s
         while True:
             seen = self._halves[2 * _BELL]
@@ -192,19 +190,19 @@ class Page:
             futex.wait(self._bell, seen, left)
 
     def await_ring(self, timeout_s: float) -> None:
-        """Return with the next news for the engine, or after `timeout_s`."""
+        """Return at the next change for the engine, or after `timeout_s`."""
         futex.wait(self._bell, self._halves[2 * _BELL], timeout_s)
 
     def enter(self, pid: int, kv_total: int, block_bytes: int = 0) -> None:
-        """A new engine begins its part anew."""
+        """Reset the engine's part for a new engine."""
         for word in range(_STEPPING, _BLOCK_BYTES + 1):
             self._words[word] = 0
         self._words[_KV_BLOCKS] = -1
         self._words[_KV_TOTAL], self._words[_BLOCK_BYTES], self._words[_PID] = kv_total, block_bytes, pid
 
     def begin_step(self, *, heeding: bool = True) -> Budget:
-        """Say that a step begins, and take the budget that then still holds. Without one, nothing has begun, unless
-        the engine is `heeding` none."""
+        """Mark that a step begins, and return the budget that then still holds. Without a budget no step begins, unless
+        the engine is not `heeding` budgets."""
         words = self._words
         if heeding and not self.budget().tokens:
             return Budget()
@@ -217,13 +215,13 @@ class Page:
         return budget
 
     def end_step(self, scheduled: int) -> None:
-        """The step that began took `scheduled` tokens; none: it was no step."""
+        """Mark that the step ended, which took `scheduled` tokens; 0: it was no step."""
         words, now = self._words, time.monotonic_ns()
         if scheduled:
             words[_ENDED] = now
             words[_SCHEDULED] += scheduled
             words[_BUSY] += now - words[_BEGAN]
-            words[_STEPS] += 1  # the last: who has counted it finds the sums
+            words[_STEPS] += 1  # written last: a reader of this count finds complete sums
         words[_STEPPING] = 0
 
     def report(self, *, running: int, waiting: int, kv_used: int, recomputed: int) -> None:
@@ -231,29 +229,28 @@ class Page:
         words[_RUNNING], words[_WAITING], words[_KV_USED], words[_RECOMPUTED] = running, waiting, kv_used, recomputed
 
     def _fence(self) -> None:
-        """Have all that was written before be seen by others before anything is read behind this.
+        """Make earlier writes visible to other processes before later reads.
 
-        The atomic operation of a lock is such a barrier on x86. On processors with weaker ones a step that begins in
-        the very instant of a reclaim may be overlooked by the guard: it is over before long, and the next one does not
-        begin.
+        The atomic operation of a lock is such a barrier on x86. On processors with weaker barriers the guard may miss a
+        step that begins at the very moment of a reclaim. That step ends soon, and the next one does not begin.
         """
         with self._lock:
             pass
 
     def remove(self, path: Path) -> None:
-        """Remove the file at `path` if it is this page still."""
+        """Remove the file at `path` if it is still this page."""
         with suppress(OSError):
             if _identity(path.lstat()) == self._file:
                 path.unlink()
 
     def close(self) -> None:
-        """Unmap. Nothing else may be called behind it."""
+        """Unmap the page. No other method may be called afterwards."""
         self._words.release()
         self._halves.release()
 
 
 def _word(value: float) -> int:
-    """As it fits into a word; what is no number is 0."""
+    """The value as a word; NaN becomes 0."""
     return int(min(max(value, -_MOST), _MOST)) if value == value else 0  # noqa: PLR0124 - NaN is not itself
 
 
@@ -264,12 +261,12 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def _mapped(descriptor: int, path: Path, *, create: bool) -> mmap.mmap:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise InvalidRequest("is no file of this user's own", field=str(path))
+        raise InvalidRequest("must be a regular file of this user", field=str(path))
     if create and status.st_size == 0:
         try:
-            os.posix_fallocate(descriptor, 0, _SIZE)  # a page without room for it would end its writers by a SIGBUS
+            os.posix_fallocate(descriptor, 0, _SIZE)  # on a full disk, writers of a sparse page would get a SIGBUS
         except OSError as error:
             raise InvalidRequest(f"cannot be made: {error.strerror}", field=str(path)) from None
     elif status.st_size != _SIZE:
-        raise InvalidRequest("is no page of grants", field=str(path))
+        raise InvalidRequest("is not a page of grants", field=str(path))
     return mmap.mmap(descriptor, _SIZE)

@@ -18,9 +18,12 @@ async def wait_until(
     predicate: Callable[[], T], timeout: float = ..., *, interval: float = ..., what: str = ...
 ) -> T: ...
 async def wait_until(
-    predicate: Callable[[], Any], timeout: float = 10.0, *, interval: float = 0.01, what: str = ""
+    predicate: Callable[[], Any], timeout: float = 30.0, *, interval: float = 0.01, what: str = ""
 ) -> Any:
-    """The first truthy value of `predicate()` (plain or async). Raises `TimeoutError` after `timeout` seconds."""
+    """The first truthy value of `predicate()` (plain or async). Raises `TimeoutError` after `timeout` seconds.
+
+    The default leaves room for a machine that does much else: a condition that comes true costs nothing more.
+    """
     end = time.monotonic() + timeout
     while True:
         result = predicate()

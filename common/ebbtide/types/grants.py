@@ -1,15 +1,16 @@
-"""What a serving-guard grants to the worker beside it, and what the two tell each other."""
+"""Defines the messages between a serving-guard and the worker beside it, and the guard's status."""
 
 from enum import IntEnum
 from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-#: Raised when the meaning of messages or of the page changes; guard and worker that differ refuse each other.
+#: Increased when the meaning of messages or of the page changes; guard and worker of different versions refuse each
+#: other.
 GRANTS_VERSION: Final = 1
-#: No grant is longer: this long after its guard died, froze or was cut off a worker stands still.
+#: No grant is longer: a worker stands still this long after its guard died, froze or was cut off.
 GRANT_S: Final = 0.2
-#: A share of nothing.
+#: A share without any cases.
 UNKNOWN: Final = -1.0
 
 Share = Annotated[float, Meta(ge=0)]
@@ -24,24 +25,24 @@ class Residency(IntEnum):
 
 
 class Budget(Struct, frozen=True):
-    """What the next step may take: `tokens` and `sequences` at most, and no step begins at or after `until` (seconds of
-    the monotonic clock). Without tokens the engine stands still."""
+    """The most that the next step may take. Without tokens the engine stands still."""
 
     tokens: int = 0
     sequences: int = 0
-    until: float = 0.0
+    until: float = 0.0  # no step begins at or after this time, in seconds of the monotonic clock
 
 
 class Forecast(Struct, frozen=True, kw_only=True):
-    """What a borrower may expect. `share`: of the next minute in which it may generate; `spell_s`: how long what holds
-    now will probably still last; `disturbance`: share of the SLO's error budget used lately beside rollouts."""
+    """What a borrower can expect."""
 
-    share: Share = 0.0
-    spell_s: Share = 0.0
-    disturbance: Share = 0.0
+    share: Share = 0.0  # of the next minute in which it may generate
+    spell_s: Share = 0.0  # how long the present state, idle or busy, will probably last
+    disturbance: Share = 0.0  # of the SLO's error budget that rollouts have used lately
 
 
 class Hello(Struct, frozen=True, kw_only=True):
+    """A worker's first message."""
+
     protocol_version: int
     worker_id: Annotated[str, Meta(max_length=128)]
     pids: Annotated[tuple[int, ...], Meta(max_length=256)] = ()
@@ -53,6 +54,8 @@ class Hello(Struct, frozen=True, kw_only=True):
 
 
 class BorrowerReport(Struct, frozen=True, kw_only=True):
+    """A worker's later messages. Tokens are sums since the worker's start."""
+
     running: int = 0
     tokens_generated: int = 0
     kv_bytes_used: int = 0
@@ -64,38 +67,39 @@ class BorrowerReport(Struct, frozen=True, kw_only=True):
 
 
 class Grant(Struct, frozen=True, kw_only=True):
-    """`expires_s` counts from its arrival and is at most `GRANT_S`."""
+    """The guard's answer: what the worker may use until the grant expires."""
 
     sequence: int
     tokens: int = 0
     sequences: int = 0
-    expires_s: Annotated[float, Meta(ge=0, le=GRANT_S)] = GRANT_S
+    expires_s: Annotated[float, Meta(ge=0, le=GRANT_S)] = GRANT_S  # from its arrival
     kv_bytes: int = 0
     residency: Residency = Residency.AWAKE
     forecast: Forecast = Forecast()
 
 
 class Latency(Struct, frozen=True, kw_only=True):
-    """Of the served requests lately, seconds. `target` 0: still being learnt; `attained`: `UNKNOWN` until one was
-    judged."""
+    """Latency of recent served requests, in seconds."""
 
     p50: float = 0.0
     p95: float = 0.0
     p99: float = 0.0
-    target: float = 0.0
-    attained: float = UNKNOWN
+    target: float = 0.0  # 0: still being learnt
+    attained: float = UNKNOWN  # share of requests within the target
     unloaded: float = 0.0
 
 
 class ModelLatency(Struct, frozen=True, kw_only=True):
-    """`model` empty: all that have no SLO of their own."""
+    """Latency of one model's requests."""
 
-    model: str = ""
+    model: str = ""  # empty: all models without an SLO of their own
     ttft: Latency = Latency()
     tpot: Latency = Latency()
 
 
 class Borrower(Struct, frozen=True, kw_only=True):
+    """One borrower in the guard's status. The fields are those of grants.proto."""
+
     worker_id: str
     state: str = ""
     running: int = 0
@@ -114,7 +118,7 @@ class Borrower(Struct, frozen=True, kw_only=True):
 
 
 class GuardStatus(Struct, frozen=True, kw_only=True):
-    """Field by field as in grants.proto."""
+    """The guard's status. The fields are those of grants.proto."""
 
     model: str = ""
     mode: str = ""

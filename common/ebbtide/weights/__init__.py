@@ -29,6 +29,7 @@ from ebbtide.weights.manifest.patch_manifest import (
     same_geometry,
     seal_patch,
 )
+from ebbtide.weights.missing import mark_missing, read_missing, staged_sizes
 from ebbtide.weights.model_config import check_config, read_config
 from ebbtide.weights.signing import Signer, check_patch_signature, check_signature
 from ebbtide.weights.tensors import NamedTensor, as_array, named_tensor
@@ -57,12 +58,14 @@ __all__ = [
     "check_signature",
     "check_tile",
     "describe",
+    "mark_missing",
     "named_tensor",
     "patch_root",
     "patched_tiles",
     "places",
     "places_of",
     "read_config",
+    "read_missing",
     "root_digest",
     "same_geometry",
     "seal_manifest",
@@ -70,6 +73,7 @@ __all__ = [
     "slice_tiles",
     "split_manifest",
     "split_patch",
+    "staged_sizes",
     "tile_digest",
     "tile_size",
     "tile_sizes",

@@ -1,1 +1,1 @@
-"""The serving-guard: it keeps one serving engine's SLO, and grants what that leaves to the worker beside it."""
+"""The serving-guard keeps one serving engine's SLO, and lends the rest of its GPU to the worker beside it."""

@@ -1,8 +1,9 @@
-"""The guard's state in one record, and what its metrics say of it."""
+"""Reports the guard's state in one record, and sets its gauges."""
 
 from collections.abc import Callable, Iterator
 
 from ebbtide.serving_guard import metrics
+from ebbtide.serving_guard.grant_issuer import GrantIssuer
 from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.loan import Loan
@@ -12,7 +13,7 @@ from ebbtide.types.grants import Borrower, BorrowerReport, GuardStatus, ModelLat
 
 
 class StatusReporter:
-    """Reads the others; holds nothing."""
+    """Reads the other parts of the guard; has no state of its own."""
 
     def __init__(
         self,
@@ -21,13 +22,14 @@ class StatusReporter:
         *,
         keeper: BudgetKeeper,
         borrowers: BorrowerTable,
+        issuer: GrantIssuer,
         books: RequestBooks,
         memory: MemoryBudget,
         clock: Callable[[], float],
     ) -> None:
         self._mode, self._model = mode, model
-        self._keeper, self._borrowers, self._books, self._memory = keeper, borrowers, books, memory
-        self._clock = clock
+        self._keeper, self._borrowers, self._issuer = keeper, borrowers, issuer
+        self._books, self._memory, self._clock = books, memory, clock
 
     def now(self) -> GuardStatus:
         now, books, decision = self._clock(), self._books, self._keeper.decision
@@ -57,9 +59,9 @@ class StatusReporter:
 
     def _others(self) -> Iterator[ModelLatency]:
         models = self._books.models
-        told = self._model if self._model in models else ""
+        main = self._model if self._model in models else ""
         for model in models:
-            if model != told:
+            if model != main:
                 ttft, tpot = self._books.latencies(self._keeper.learnt(model), model)
                 yield ModelLatency(model=model, ttft=ttft, tpot=tpot)
 
@@ -69,7 +71,7 @@ class StatusReporter:
 
     def _borrower(self, loan: Loan, now: float) -> Borrower:
         account, report = loan.account, loan.report or BorrowerReport()
-        allowed = self._borrowers.allowed(loan)
+        allowed = self._issuer.allowed(loan)
         p50, _, p99 = percentiles(account.latencies)
         return Borrower(
             worker_id=loan.worker_id,

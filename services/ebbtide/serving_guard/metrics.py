@@ -1,4 +1,4 @@
-"""What a serving-guard measures."""
+"""Declares the serving-guard's metrics."""
 
 from ebbtide import telemetry
 
@@ -10,28 +10,28 @@ REQUESTS = telemetry.counter("guard_requests_total", "served requests ended", ("
 INSIDE = telemetry.gauge("guard_requests_inside", "served requests under way")
 TTFT_SECONDS = telemetry.histogram("guard_ttft_seconds", "served: arrival to the first token", ("model",), _TTFT)
 TPOT_SECONDS = telemetry.histogram(
-    "guard_tpot_seconds", "served: mean time per token behind the first", ("model",), _TPOT
+    "guard_tpot_seconds", "served: mean time per token after the first", ("model",), _TPOT
 )
 ATTAINED = telemetry.counter(
     "guard_slo_total", "served requests, within the target or not", ("model", "kind", "outcome")
 )
 LOAD = telemetry.gauge("guard_load", "share of the last minute with a served request inside")
-BUDGET_TOKENS = telemetry.gauge("guard_budget_tokens", "what the next rollout step may take")
-DECISIONS = telemetry.counter("guard_states_total", "changes of what the budget follows from", ("state",))
+BUDGET_TOKENS = telemetry.gauge("guard_budget_tokens", "tokens that the next rollout step may take")
+DECISIONS = telemetry.counter("guard_states_total", "changes of the decision's state", ("state",))
 BORROWERS = telemetry.gauge("guard_borrowers", "workers that borrow")
 HARVESTED = telemetry.counter("guard_harvested_tokens_total", "tokens that rollouts made here")
 GPU_SECONDS = telemetry.counter("guard_harvested_seconds_total", "seconds in which rollout steps ran")
 RECLAIM_SECONDS = telemetry.histogram(
     "guard_reclaim_seconds", "a request's arrival to the end of the rollout step under way", buckets=_RECLAIMS
 )
-ENFORCED = telemetry.counter("guard_enforced_total", "workers that had to be stopped, continued, killed", ("kind",))
+ENFORCED = telemetry.counter("guard_enforced_total", "workers stopped, continued or killed", ("kind",))
 HELD_SECONDS = telemetry.histogram("guard_held_seconds", "requests held back for the end of a rollout step")
-OBSERVE_FAILURES = telemetry.counter("guard_observe_failures_total", "answers of the engine's metrics that failed")
+OBSERVE_FAILURES = telemetry.counter("guard_observe_failures_total", "failed reads of the engine's metrics")
 REFUSED = telemetry.counter("guard_refused_total", "requests and connections that the proxy refused", ("status",))
 CLIENTS_CUT = telemetry.counter(
-    "guard_clients_cut_total", "connections ended to make room, or as their answer was left unread", ("reason",)
+    "guard_clients_cut_total", "connections closed to make room, or because an answer was left unread", ("reason",)
 )
 CANCELLED = telemetry.counter("guard_cancelled_total", "requests whose client left before the end of the answer")
 ENGINE_CONNECTS = telemetry.counter("guard_engine_connects_total", "connections opened to the serving engine")
 ENGINE_FAILURES = telemetry.counter("guard_engine_failures_total", "requests that the serving engine did not answer")
-LISTENER_FAILURES = telemetry.counter("guard_listener_failures_total", "errors in the guard's judgement of requests")
+LISTENER_FAILURES = telemetry.counter("guard_listener_failures_total", "errors while the guard timed a request")

@@ -1,16 +1,18 @@
-"""Mode observe: user traffic does not pass through here, and the engine's Prometheus metrics say what is inside.
+"""Observes traffic that does not pass the guard (mode observe), from the engine's Prometheus metrics.
 
-What is known is as old as the last answer: a request is noticed up to the interval and one answer after it came, so
-that it may meet a rollout step that a proxy would have held back. Answers cost the engine a few milliseconds of its
-API server: so metrics are read at the interval only while rollouts may run, and more seldom while they may not, while
-nobody borrows, or where answers are slow. Invariant: without an answer there is no budget, whatever the reason: it
-fails, it says what cannot be, this task has ended, or it is too old.
+The guard notices a request up to the interval and one answer late, so the request may meet a rollout step that a proxy
+would have held back. An answer costs the engine's API server a few milliseconds. So metrics are read at the interval
+only while rollouts may run, and less often while they may not, without borrowers, or where answers are slow.
+
+Invariant: without a recent valid answer there is no budget. This covers failures, impossible values, the end of this
+task and answers that are too old.
 """
 
 import asyncio
 import re
 import time
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from typing import Final
@@ -26,18 +28,18 @@ from ebbtide.serving_guard.traffic.request_books import RequestBooks
 
 log = telemetry.get_logger(__name__)
 
-#: While the engine is taken anyway: how many times as seldom.
+#: How many times longer the interval is while there is no budget.
 _TAKEN: Final = 2.0
-#: While no step could begin at all, seconds.
+#: The least interval while there are no borrowers.
 _IDLE_S: Final = 1.0
-#: Of the engine's time, one part in so many goes into answers.
+#: Answers take at most one part in this many of the engine's time.
 _SHARE: Final = 10.0
-#: An answer that takes longer is none.
+#: An answer that takes longer counts as a failure.
 _TIMEOUT_S: Final = 0.25
 _INSIDE: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 _ENDED: Final = "vllm:request_success_total"
 _TTFT: Final = "vllm:time_to_first_token_seconds"
-#: The first that the engine has: per request, or (older ones) per token.
+#: The first of these that the engine has is used: per request, or (older engines) per token.
 _TPOT: Final = (
     "vllm:request_time_per_output_token_seconds",
     "vllm:inter_token_latency_seconds",
@@ -47,37 +49,28 @@ _WANTED: Final = (*_INSIDE, _ENDED, _TTFT, *_TPOT)
 _LINE: Final = re.compile(rb"^(vllm:[a-z_]+)(?:\{(.*)\})? (\S+)", re.MULTILINE)
 _LE: Final = re.compile(rb'le="([^"]+)"')
 _REASON: Final = re.compile(rb'finished_reason="([^"]+)"')
-#: Of one answer, so many values of each latency are booked at most: tokens may be thousands.
+#: Values of each latency that are recorded from one answer, at most: there may be thousands of tokens.
 _MOST: Final = 64
 
 
 class MetricsSample(Struct, frozen=True):
-    """One answer: gauges and sums over all engines behind it; histograms as cumulative counts by upper bound."""
+    """One answer: gauges and sums over all its engines."""
 
-    values: Mapping[str, float]
-    histograms: Mapping[str, Mapping[float, float]]
-
-    @property
-    def inside(self) -> int:
-        return self.waiting + int(self.values.get(_INSIDE[0], 0.0))
-
-    @property
-    def waiting(self) -> int:
-        """In the engine's queue; those that it reads just now have no first token either."""
-        return int(self.values.get(_INSIDE[1], 0.0))
-
-    @property
-    def ended(self) -> int:
-        return int(self.values.get(_ENDED, 0.0))
+    inside: int
+    waiting: int  # in the engine's queue; requests in prefill have no first token either
+    kv_usage: float
+    ended: int
+    failed: int  # of those that ended
+    histograms: Mapping[str, Mapping[float, float]]  # cumulative counts by upper bound
 
     @property
     def started(self) -> int:
-        """Requests that ever had a first token."""
+        """Requests that have had a first token, since the engine's start."""
         return int(max(self.histograms.get(_TTFT, {}).values(), default=0.0))
 
 
 class MetricsObserver:
-    """Reads `url` and tells the keeper. `interval_s` while rollouts may run."""
+    """Reads `url` and reports to the keeper. `interval_s`: between reads while rollouts may run."""
 
     address = ""
 
@@ -95,7 +88,7 @@ class MetricsObserver:
         self._url, self._keeper, self._books, self._memory = url, keeper, books, memory
         self._interval_s, self._borrowed, self._clock = interval_s, borrowed, clock
         self._last: MetricsSample | None = None
-        self._unstarted = 0  # inside, without a first token
+        self._unstarted = 0  # requests inside without a first token
         self._timeout_s = max(_TIMEOUT_S, 3 * interval_s)
         self._task: asyncio.Task[None] | None = None
         self._failing = False
@@ -117,7 +110,7 @@ class MetricsObserver:
                     began = self._clock()
                     try:
                         await self._look(session)
-                    except Exception as error:  # noqa: BLE001 - whatever it is, it means no sight
+                    except Exception as error:  # noqa: BLE001 - after any failure the traffic is unknown
                         self._fail(error)
                     await asyncio.sleep(self._pause(self._clock() - began))
         finally:
@@ -127,12 +120,12 @@ class MetricsObserver:
         async with session.get(self._url) as answer:
             answer.raise_for_status()
             sample = parsed(await answer.read())
-        self._take(sample, self._clock())
+        self._record(sample, self._clock())
         if not self._borrowed():
-            self._keeper.lose_sight()  # who comes now waits for the next answer
+            self._keeper.lose_sight()  # a new borrower waits for the next answer
 
     def _pause(self, answer_s: float) -> float:
-        """Until the next question."""
+        """Seconds until the next read."""
         if not self._borrowed():
             return max(_IDLE_S, self._interval_s)
         taken = self._failing or not self._keeper.decision.budget.tokens
@@ -140,15 +133,15 @@ class MetricsObserver:
         return max(wanted - answer_s, (_SHARE - 1) * min(answer_s, self._interval_s), 0.001)
 
     def _observed(self, inside: int, waiting: int, now: float) -> None:
-        # The longest pause between two answers, and the longest answer.
+        # It holds for the longest pause between two answers and the longest answer.
         self._keeper.observed(inside, waiting, now, holds_s=_SHARE * self._interval_s + self._timeout_s)
 
-    def _take(self, sample: MetricsSample, now: float) -> None:
+    def _record(self, sample: MetricsSample, now: float) -> None:
         if self._failing:
             log.info("the engine's metrics are back")
         self._failing = False
         last, self._last = self._last, sample
-        self._memory.usage(now, sample.values.get(_INSIDE[2], 0.0))
+        self._memory.usage(now, sample.kv_usage)
         if last is None:
             self._observed(sample.inside, sample.inside, now)
             self._unstarted = sample.inside
@@ -158,13 +151,12 @@ class MetricsObserver:
         unstarted = self._unstarted + came - max(0, sample.started - last.started)
         self._unstarted = min(max(unstarted, sample.waiting), sample.inside)
         if ended and not (sample.inside or last.inside):
-            self._observed(1, 0, now)  # it came and went between two answers
+            self._observed(1, 0, now)  # a request came and ended between two answers
         self._observed(sample.inside, self._unstarted, now)
-        self._book(last, sample, ended)
+        self._record_latencies(last, sample, ended)
 
-    def _book(self, last: MetricsSample, sample: MetricsSample, ended: int) -> None:
-        failed = sample.values.get("failed", 0.0) - last.values.get("failed", 0.0)
-        self._books.finished(ended, int(max(0.0, failed)))
+    def _record_latencies(self, last: MetricsSample, sample: MetricsSample, ended: int) -> None:
+        self._books.finished(ended, max(0, sample.failed - last.failed))
         learnt = self._keeper.learnt()
         tpot = next((name for name in _TPOT if name in sample.histograms), _TPOT[0])
         for kind, name, target in (("ttft", _TTFT, learnt.ttft_target_s), ("tpot", tpot, learnt.tpot_target_s)):
@@ -182,30 +174,38 @@ class MetricsObserver:
 
 
 def parsed(text: bytes) -> MetricsSample:
-    """An answer in Prometheus' text format. Raises `ValueError` if it says nothing of requests, or what cannot be."""
-    values: dict[str, float] = {}
-    histograms: dict[str, dict[float, float]] = {}
+    """Parse an answer in Prometheus' text format. Raises `ValueError` if it lacks the numbers of requests, or holds an
+    impossible value."""
+    values: defaultdict[str, float] = defaultdict(float)
+    histograms: dict[str, defaultdict[float, float]] = {}
     for name_, labels, number in _LINE.findall(text):
         name, value = name_.decode(), float(number)
         base = name.removesuffix("_bucket")
         if {name, base} & set(_WANTED) and not 0 <= value < inf:
             raise ValueError(f"{name} is {value}")
         if name in _WANTED:
-            values[name] = values.get(name, 0.0) + value
+            values[name] += value
             if name == _ENDED and (reason := _REASON.search(labels)) and reason[1] in {b"error", b"abort"}:
-                values["failed"] = values.get("failed", 0.0) + value
+                values["failed"] += value
         elif base != name and base in _WANTED and (bound := _LE.search(labels)):
-            counts = histograms.setdefault(base, {})
-            counts[float(bound[1])] = counts.get(float(bound[1]), 0.0) + value
-    if _INSIDE[0] not in values or _INSIDE[1] not in values:
-        raise ValueError(f"no {_INSIDE[0]} and {_INSIDE[1]} in the answer: is it vLLM's /metrics?")
-    return MetricsSample(values, histograms)
+            histograms.setdefault(base, defaultdict(float))[float(bound[1])] += value
+    running, waiting, usage = _INSIDE
+    if running not in values or waiting not in values:
+        raise ValueError(f"no {running} and {waiting} in the answer: is it vLLM's /metrics?")
+    return MetricsSample(
+        inside=int(values[running]) + int(values[waiting]),
+        waiting=int(values[waiting]),
+        kv_usage=values[usage],
+        ended=int(values[_ENDED]),
+        failed=int(values["failed"]),
+        histograms=histograms,
+    )
 
 
 def between(before: Mapping[float, float], after: Mapping[float, float]) -> Iterator[float]:
-    """What came into a histogram between two answers, each as its bucket's upper bound: no slower than it is said.
+    """The values that a histogram gained between two answers, each as its bucket's upper bound.
 
-    The topmost bucket, which has none, counts as twice the bound below it.
+    The topmost bucket has no bound: it counts as twice the bound below it.
     """
     bounds = sorted(after)
     below = 0.0

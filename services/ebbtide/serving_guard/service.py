@@ -1,4 +1,4 @@
-"""The whole guard: proxy or observer, keeper, borrowers, enforcer and the socket, started and ended in order."""
+"""Runs the whole guard: starts and stops proxy or observer, keeper, enforcer and the workers' socket in order."""
 
 import asyncio
 import fcntl
@@ -15,6 +15,7 @@ from ebbtide.grants import check_folder, socket_path
 from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
 from ebbtide.scheduling.coserving.governor import Governor
+from ebbtide.serving_guard.grant_issuer import GrantIssuer
 from ebbtide.serving_guard.guard_status import StatusReporter
 from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
@@ -29,10 +30,10 @@ from ebbtide.v1.grants_pb2_grpc import add_GrantsServicer_to_server
 
 log = telemetry.get_logger(__name__)
 
-#: What serving uses of the pair's memory is counted so often.
+#: How often the memory that serving uses is counted.
 _TICK_S: Final = 0.05
 _GAUGES_S: Final = 1.0
-#: Streams of workers end at once, as `Draining`; nothing else is worth waiting for.
+#: Streams of workers end at once, with `Draining`; no other call is worth waiting for.
 _GRACE_S: Final = 0.5
 
 
@@ -42,14 +43,14 @@ async def serve(
     decides: Makes = Governor,
     memory: Callable[..., MemoryBudget] = MemoryBudget,
 ) -> None:
-    """Guard one serving engine until told to end.
+    """Guard one serving engine until `shutdown` is requested.
 
-    `decides(targets, limits)` and `memory(limit_mib=, serving_kv_mib=, bytes_per_token=)` make what decides about
-    budgets and about memory.
+    `decides(targets, limits)` and `memory(limit_mib=, serving_kv_mib=, bytes_per_token=)` make the objects that decide
+    about budgets and about memory.
     """
     settings.checked()
-    guard = Guard(settings, decides, memory)
     with locked(Path(settings.grant_dir)):
+        guard = Guard(settings, decides, memory)
         await guard.start(shutdown)
         shutdown.ready(guard.address)
         await shutdown.requested.wait()
@@ -57,9 +58,9 @@ async def serve(
 
 
 class Front(Protocol):
-    """Where the guard hears of user traffic."""
+    """The source of the guard's view of user traffic: proxy or observer."""
 
-    address: str  # "" where users do not come here
+    address: str  # "" where users do not connect here
 
     async def start(self) -> None: ...
 
@@ -67,77 +68,77 @@ class Front(Protocol):
 
 
 class Guard:
-    """Made and started once."""
+    """Connects the parts of the guard. It is started once."""
 
     def __init__(self, settings: GuardSettings, decides: Makes, memory: Callable[..., MemoryBudget]) -> None:
-        folder = Path(settings.grant_dir)
-        check_folder(folder, field="grant_dir")
+        folder, targets = Path(settings.grant_dir), settings.targets()
         self._settings = settings
-        self.memory = memory(
+        self._memory = memory(
             limit_mib=settings.memory_limit_mib,
             serving_kv_mib=settings.serving_kv_mib,
             bytes_per_token=settings.serving_kv_bytes_per_token,
         )
-        targets = settings.targets()
-        self.books = RequestBooks(time.monotonic(), targets)
-        self.borrowers = BorrowerTable(folder, self.memory)
+        self._books = RequestBooks(time.monotonic(), targets)
+        self._borrowers = BorrowerTable(folder, self._memory)
         panel = GovernorPanel(decides, targets, settings.limits())
-        self.keeper = BudgetKeeper(panel, self.borrowers, self.books, model=settings.model)
-        self.borrowers.idle_s = self.keeper.idle_s
-        self.borrowers.forecast = lambda: self.keeper.learnt().forecast
-        self.status = StatusReporter(
+        self._keeper = keeper = BudgetKeeper(panel, self._borrowers, self._books, model=settings.model)
+        self._issuer = GrantIssuer(
+            self._borrowers, self._memory, idle_s=keeper.idle_s, forecast=lambda: keeper.learnt().forecast
+        )
+        self._status = StatusReporter(
             settings.mode,
             settings.model,
-            keeper=self.keeper,
-            borrowers=self.borrowers,
-            books=self.books,
-            memory=self.memory,
+            keeper=keeper,
+            borrowers=self._borrowers,
+            issuer=self._issuer,
+            books=self._books,
+            memory=self._memory,
             clock=time.monotonic,
         )
-        services = [(add_GrantsServicer_to_server, GrantServicer(self.borrowers, self.status), SERVICE)]
+        self._enforcer = Enforcer(
+            self._borrowers,
+            yield_s=settings.yield_ms / 1000,
+            kill_s=settings.kill_s,
+            most=settings.max_stops,
+            predicted_s=lambda: keeper.learnt().step_s,
+            granting=lambda: keeper.decision.budget.tokens > 0,
+        )
+        servicer = GrantServicer(self._borrowers, self._issuer, self._status)
         listen = ServerSettings.at(f"unix:{socket_path(folder).absolute()}")
+        services = [(add_GrantsServicer_to_server, servicer, SERVICE)]
         self._server = Server(listen, services, observe=rpc_observer(), private=True)
-        self._enforcer = self._enforcing()
         self._front: Front = self._proxy() if settings.mode == "proxy" else self._observer()
 
     @property
     def address(self) -> str:
-        """Where users' requests go; in mode observe, where workers do."""
+        """Where users' requests go; in mode observe, where workers connect."""
         return self._front.address or self._server.address
 
     async def start(self, shutdown: Shutdown) -> None:
         await self._front.start()
-        self.keeper.start()
+        self._keeper.review()
         await self._server.start()
         for work, name in ((self._enforcer.run(), "enforcer"), (self._tick(), "memory"), (self._gauges(), "gauges")):
             shutdown.spawn(self._contained(work, name), name)
         await self._server.set_serving(True)
 
     async def stop(self) -> None:
-        """Grants first, so that serving has its engine to itself; then requests under way have their time."""
-        self.borrowers.close()
-        self.keeper.close()
+        """End grants first, so that serving has its engine to itself; then give requests under way their time."""
+        self._stop_lending()
         self._enforcer.close()
         await self._server.stop(_GRACE_S)
         await self._front.stop()
 
-    def _enforcing(self) -> Enforcer:
-        return Enforcer(
-            self.borrowers,
-            yield_s=self._settings.yield_ms / 1000,
-            kill_s=self._settings.kill_s,
-            most=self._settings.max_stops,
-            predicted_s=lambda: self.keeper.learnt().step_s,
-            granting=lambda: self.keeper.decision.budget.tokens > 0,
-        )
+    def _stop_lending(self) -> None:
+        self._borrowers.close()
+        self._keeper.close()
 
     async def _contained(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """What fails there ends lending; it ends the guard too only where no user's request goes through it."""
+        """A failure ends lending. It ends the guard too only in mode observe, where no request passes through it."""
         try:
             await work
         except Exception:
-            self.borrowers.close()
-            self.keeper.close()
+            self._stop_lending()
             if self._settings.mode == "observe":
                 raise
             log.exception("lends nothing any more, until it is started again; users' requests go on", task=name)
@@ -145,7 +146,7 @@ class Guard:
     def _proxy(self) -> Front:
         from ebbtide.serving_guard.proxy.proxy import Proxy
 
-        return Proxy(self._settings.proxy, self._settings.upstream, self.keeper, self._settings.listen)
+        return Proxy(self._settings.proxy, self._settings.upstream, self._keeper, self._settings.listen)
 
     def _observer(self) -> Front:
         from ebbtide.serving_guard.metrics_observer import MetricsObserver
@@ -153,33 +154,29 @@ class Guard:
         url = self._settings.metrics_url or f"{self._settings.upstream.rstrip('/')}/metrics"
         return MetricsObserver(
             url,
-            self.keeper,
-            self.books,
-            self.memory,
+            self._keeper,
+            self._books,
+            self._memory,
             interval_s=self._settings.observe_ms / 1000,
-            borrowed=lambda: bool(self.borrowers.all()),
+            borrowed=lambda: bool(self._borrowers.all()),
         )
 
     async def _tick(self) -> None:
-        told: dict[str, Any] = {}
         while True:
             if self._settings.mode == "proxy":
-                self.memory.tokens_inside(time.monotonic(), self.books.tokens_inside)
-            now = {loan.worker_id: self.borrowers.allowed(loan) for loan in self.borrowers.all()}
-            if now != told:
-                told = now
-                self.borrowers.news.set()
+                self._memory.tokens_inside(time.monotonic(), self._books.tokens_inside)
+            self._issuer.send_changes()
             await asyncio.sleep(_TICK_S)
 
     async def _gauges(self) -> None:
         while True:
-            self.status.set_gauges()
+            self._status.set_gauges()
             await asyncio.sleep(_GAUGES_S)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One guard in a folder. Raises `InvalidRequest` naming `grant_dir` if another one has it."""
+    """Allow one guard in a folder. Raises `InvalidRequest` naming `grant_dir` if another guard runs there."""
     check_folder(folder, field="grant_dir")
     with (folder / "guard.lock").open("a") as lock:
         try:

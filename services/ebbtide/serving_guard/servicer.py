@@ -1,4 +1,4 @@
-"""The Grants service. It is served on a socket in a private folder, whose mode is the check: it asks for no token."""
+"""Serves the Grants service on a socket in a private folder, whose mode is the access check: no token is used."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
 import asyncio
@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import grpc
 
 from ebbtide.errors import InvalidRequest, Superseded
+from ebbtide.serving_guard.grant_issuer import GrantIssuer
 from ebbtide.serving_guard.guard_status import StatusReporter
 from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.loan import Loan
@@ -22,17 +23,17 @@ from ebbtide.wire.record_conversion import from_proto, to_proto
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE: Final = "ebbtide.v1.Grants"
-#: A worker that opens a stream says who it is within this time.
+#: A worker that opens a stream sends Hello within this time.
 _HELLO_S: Final = 5.0
-#: Its first report is right behind; without it nobody knows whether its weights are awake.
+#: Its first report follows at once. Until then it is unknown whether its weights are awake.
 _REPORT_S: Final = 0.25
-#: A grant holds for 200 ms; two of three may come late.
+#: A grant holds for 200 ms, so two of three may come late.
 _RENEW_S: Final = 0.06
 
 
 class GrantServicer(GrantsServicer):
-    def __init__(self, borrowers: BorrowerTable, status: StatusReporter) -> None:
-        self._borrowers, self._status = borrowers, status
+    def __init__(self, borrowers: BorrowerTable, issuer: GrantIssuer, status: StatusReporter) -> None:
+        self._borrowers, self._issuer, self._status = borrowers, issuer, status
 
     async def Borrow(
         self, request_iterator: AsyncIterator[pb.BorrowerMessage], context: Context
@@ -45,16 +46,16 @@ class GrantServicer(GrantsServicer):
                 async with asyncio.timeout(_REPORT_S):
                     await loan.reported.wait()
             for sequence in count(1):
-                yield to_proto(self._borrowers.grant(loan, sequence), pb.Grant)
+                yield to_proto(self._issuer.issue(loan, sequence), pb.Grant)
                 if loan.gone_at is not None:
-                    raise Superseded("this grant is over: the worker connected anew, or had to be killed")
+                    raise Superseded("this grant is over: the worker connected again, or had to be killed")
                 await self._pause(reader)
                 if reader.done():
                     reason = "it closed its stream"
                     reader.result()
                     break
         except InvalidRequest as error:
-            reason = f"it sent what cannot be: {error}"
+            reason = f"it sent an invalid message: {error}"
             raise
         finally:
             reader.cancel()
@@ -62,7 +63,7 @@ class GrantServicer(GrantsServicer):
 
     async def WatchGuard(self, request: pb.WatchGuardRequest, context: Context) -> AsyncIterator[pb.GuardStatus]:
         if not 0 <= request.interval_s < math.inf:
-            raise InvalidRequest("must be seconds, or 0 for one answer", field="interval_s")
+            raise InvalidRequest("must be a number of seconds, or 0 for one answer", field="interval_s")
         while True:
             yield to_proto(self._status.now(), pb.GuardStatus)
             if not request.interval_s:
@@ -72,11 +73,11 @@ class GrantServicer(GrantsServicer):
     async def _read(self, requests: AsyncIterator[pb.BorrowerMessage], loan: Loan) -> None:
         async for message in requests:
             if message.WhichOneof("kind") != "report":
-                raise InvalidRequest("only the first message may be, and must be, hello", field="kind")
-            self._borrowers.heard(loan, from_proto(message.report, BorrowerReport, field="report"))
+                raise InvalidRequest("only the first message may be hello; send reports after it", field="kind")
+            self._borrowers.record_report(loan, from_proto(message.report, BorrowerReport, field="report"))
 
     async def _pause(self, reader: asyncio.Task[None]) -> None:
-        """Until the next grant is due, or there is news, or the worker has no more to say."""
+        """Wait until the next grant is due, a grant changes or the worker ends its stream."""
         news = asyncio.ensure_future(self._borrowers.news.wait())
         try:
             await asyncio.wait((news, reader), timeout=_RENEW_S, return_when=asyncio.FIRST_COMPLETED)
@@ -86,11 +87,10 @@ class GrantServicer(GrantsServicer):
 
 
 async def _hello(requests: AsyncIterator[pb.BorrowerMessage]) -> Hello:
-    try:
+    first = None
+    with suppress(TimeoutError):
         async with asyncio.timeout(_HELLO_S):
-            first = await anext(requests)
-    except (TimeoutError, StopAsyncIteration):
-        raise InvalidRequest("the first message must be hello", field="kind") from None
-    if first.WhichOneof("kind") != "hello":
+            first = await anext(requests, None)
+    if first is None or first.WhichOneof("kind") != "hello":
         raise InvalidRequest("the first message must be hello", field="kind")
     return from_proto(first.hello, Hello, field="hello")

@@ -1,4 +1,4 @@
-"""Settings of the serving-guard."""
+"""Declares and checks the settings of the serving-guard."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import ProcessSettings
-from ebbtide.scheduling.coserving.governor import LatencyTargets, StepLimits
+from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
 from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 from ebbtide.serving_guard.traffic.slo import (
     AimGap,
@@ -26,7 +26,7 @@ from ebbtide.serving_guard.traffic.slo import (
 
 
 class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a serving-guard can be told."""
+    """Settings of one serving-guard."""
 
     listen: Annotated[str, Meta(description="address of the proxy: host:port (port 0: any free one)")] = (
         "127.0.0.1:8100"
@@ -38,12 +38,12 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     mode: Annotated[
         Literal["proxy", "observe"],
         Meta(
-            description="proxy: user traffic passes through here; observe: it does not, the engine's metrics are read, "
-            "rollouts give way up to observe_ms and an answer later, and the SLO is to be given by ttft_ms and tpot_ms"
+            description="proxy: user traffic passes through the guard; observe: it does not, the guard reads the "
+            "engine's metrics, rollouts give way up to observe_ms and an answer late, ttft_ms and tpot_ms are required"
         ),
     ] = "proxy"
     model: Annotated[
-        str, Meta(description="name of the served model, for status and slo_file; empty: as asked for")
+        str, Meta(description="name of the served model, for status and slo_file; empty: as requests name it")
     ] = ""
     ttft_ms: TtftMs = 0.0
     tpot_ms: TpotMs = 0.0
@@ -60,13 +60,13 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     step_tokens: Annotated[int, Meta(ge=1, description="tokens of all rollout steps at once, at most")] = 256
     sequences: Annotated[int, Meta(ge=1, description="rollouts in all rollout steps at once, at most")] = 64
     hold_ms: Annotated[
-        float, Meta(ge=0, description="how long a request may wait for the rollout step under way, where that pays")
+        float, Meta(ge=0, description="how long a request may wait for the rollout step under way, if that pays")
     ] = 20.0
     memory_limit_mib: Annotated[
         int, Meta(ge=0, description="memory for both engines' keys and values; 0: none stated")
     ] = 0
     serving_kv_mib: Annotated[
-        int, Meta(ge=0, description="of it, what the serving engine's pool takes; 0: unknown")
+        int, Meta(ge=0, description="the part of it that the serving engine's pool takes; 0: unknown")
     ] = 0
     serving_kv_bytes_per_token: Annotated[
         int, Meta(ge=0, description="bytes of keys and values of one served token; 0: unknown")
@@ -75,10 +75,10 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(ge=10, description="how long after its predicted step a worker may go on before it is stopped")
     ] = 250
     kill_s: Annotated[
-        float, Meta(gt=0, description="how long a worker that was stopped may stay so before it is killed")
+        float, Meta(gt=0, description="how long a stopped worker waits for a budget before it is killed")
     ] = 10.0
     max_stops: Annotated[
-        int, Meta(ge=1, description="times in ten minutes that a worker is stopped; then it is killed")
+        int, Meta(ge=1, description="how often in ten minutes a worker is stopped; then it is killed")
     ] = 3
     observe_ms: Annotated[
         int, Meta(ge=5, description="mode observe: how often the engine's metrics are read while rollouts run")
@@ -89,11 +89,11 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     proxy: ProxySettings = ProxySettings()
 
     def slo(self) -> Slo:
-        """Of any model that the file does not name."""
+        """The SLO of models that the file does not name."""
         return Slo(**{name: getattr(self, name) for name in Slo.__struct_fields__})
 
     def targets(self) -> dict[str, LatencyTargets]:
-        """By model; "" for any other. Raises `InvalidRequest` naming the field."""
+        """Targets by model; "" for any other model. Raises `InvalidRequest` naming the field."""
         default = self.slo()
         named = read_slos(Path(self.slo_file), default) if self.slo_file else {}
         return {"": default.targets(), **{model: slo.targets() for model, slo in named.items()}}
@@ -102,7 +102,7 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         return StepLimits(tokens=self.step_tokens, sequences=self.sequences, hold_s=self.hold_ms / 1000)
 
     def checked(self) -> None:
-        """Raise `InvalidRequest` naming the first field that cannot work, before anything is started."""
+        """Raise `InvalidRequest` naming the first invalid field, before anything is started."""
         self.targets()
         for name in ("upstream", "metrics_url"):
             url = urlsplit(getattr(self, name))
@@ -113,15 +113,15 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
             self._checked_observe()
         elif self.metrics_url:
             raise InvalidRequest(
-                "is read in mode observe alone; leave it out, or set mode = observe", field="metrics_url"
+                "is read in mode observe only; leave it out, or set mode = observe", field="metrics_url"
             )
         if self.hold_ms / 1000 > self.proxy.max_hold_s:
             raise InvalidRequest(f"is more than proxy.max_hold_s ({self.proxy.max_hold_s:g} s)", field="hold_ms")
 
     def _checked_observe(self) -> None:
         if self.slo_file:
-            raise InvalidRequest("metrics do not tell models apart; give the SLO by flags", field="slo_file")
+            raise InvalidRequest("metrics do not distinguish models; give the SLO by flags", field="slo_file")
         for name in ("ttft_ms", "tpot_ms"):
             if not getattr(self, name):
-                message = "metrics do not tell which request was alone, so no factor can be learnt; give milliseconds"
+                message = "metrics do not show which request was alone, so no factor can be learnt; give milliseconds"
                 raise InvalidRequest(message, field=name)

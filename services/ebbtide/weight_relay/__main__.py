@@ -18,29 +18,21 @@ async def serve(settings: RelaySettings, shutdown: Shutdown) -> None:
     from ebbtide.rpc.server import Server
     from ebbtide.telemetry import rpc_observer
     from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
-    from ebbtide.weight_relay.library.run_end_follower import RunEndFollower, source_of
-    from ebbtide.weight_relay.outlets.fan_out import FanOut
     from ebbtide.weight_relay.service import WeightRelay
-    from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
+    from ebbtide.weight_relay.servicer import SERVICE
 
     relay = WeightRelay(settings)
-    fanout = FanOut(relay)
-    ends = RunEndFollower(relay, fanout, source_of(settings), keep_ended_s=settings.keep_ended_s)
-    services = [(add_WeightsServicer_to_server, RelayServicer(relay, fanout, ends), SERVICE)]
+    services = [(add_WeightsServicer_to_server, relay.servicer, SERVICE)]
     server = Server(settings.server, services, observe=rpc_observer())
     await relay.open()
-    following = shutdown.spawn(fanout.run(), "upstream")
+    running = shutdown.spawn(relay.run(), "relay")
     await server.start()
-    shutdown.spawn(relay.sweep(), "sweep")
-    ending = shutdown.spawn(ends.run(), "ended runs")
     await server.set_serving(True)
     shutdown.ready(server.address)
     await shutdown.requested.wait()
     await server.stop()
-    following.cancel()
-    ending.cancel()
-    await asyncio.gather(following, ending, return_exceptions=True)
-    await fanout.close()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
     await relay.close()
 
 

@@ -15,58 +15,71 @@ from ebbtide.v1.types_pb2 import RunsEnded, WatchEndedRequest
 from ebbtide.v1.weights_pb2_grpc import WeightsServicer
 from ebbtide.weight_relay.intake.publish_joiner import JoinedPublish
 from ebbtide.weight_relay.intake.publish_refusals import refusals
+from ebbtide.weight_relay.intake.version_intake import VersionIntake
 from ebbtide.weight_relay.library.run_end_follower import RunEndFollower
 from ebbtide.weight_relay.outlets.fan_out import FanOut
 from ebbtide.weight_relay.outlets.holder_table import WayRequest
-from ebbtide.weight_relay.service import WeightRelay
-from ebbtide.weights import ManifestPart, split_manifest, split_patch
+from ebbtide.weight_relay.outlets.version_reader import VersionReader
+from ebbtide.weights import ManifestLimits, ManifestPart, split_manifest, split_patch
 from ebbtide.wire.record_conversion import from_proto, to_proto
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "ebbtide.v1.Weights"
-#: Digests in one answer: 100,000 take 3.4 MB of a message's 4 MiB. A publisher asks again for the rest.
+#: Digests in one answer: 100,000 take 3.4 MB of a message's 4 MiB. PutTiles tells the rest, which needs fewer bytes.
 MAX_DIGESTS = 100_000
 
 
 class RelayServicer(WeightsServicer):
-    def __init__(self, relay: WeightRelay, fanout: FanOut | None = None, ends: RunEndFollower | None = None) -> None:
-        self._relay = relay
-        self._joining = JoinedPublish(relay.limits)
-        self._fanout = FanOut(relay) if fanout is None else fanout
-        self._ends = RunEndFollower(relay, self._fanout, None) if ends is None else ends
+    def __init__(
+        self,
+        publishing: VersionIntake,
+        reading: VersionReader,
+        fanout: FanOut,
+        ends: RunEndFollower,
+        limits: ManifestLimits,
+    ) -> None:
+        self._publishing, self._reading, self._fanout, self._ends = publishing, reading, fanout, ends
+        self._joining = JoinedPublish(limits)
 
     async def BeginPublish(self, request: AsyncIterator[pb.ManifestPart], context: Context) -> pb.BeginPublishResponse:
         with refusals("publish", context.peer()):
             parts = (from_proto(part, ManifestPart) async for part in request)
-            missing = await self._relay.begin(*await self._joining.join(parts))
+            missing = await self._publishing.begin(*await self._joining.join(parts))
         return pb.BeginPublishResponse(missing=missing[:MAX_DIGESTS])
 
     async def PutTiles(self, request: AsyncIterator[pb.Tile], context: Context) -> pb.PutTilesResponse:
-        stored = 0
+        stored, first, missing = 0, None, None
         with refusals("blob", context.peer()):
             async for tile in request:
-                await self._relay.put(_digest(tile.digest), tile.data)
+                if first is None:
+                    first = tile
+                    if tile.HasField("version") and not tile.digest:
+                        continue  # asks what is missing, and puts nothing
+                await self._publishing.put(_digest(tile.digest), tile.data)
                 stored += 1
-        await self._relay.sync()
-        return pb.PutTilesResponse(stored=stored)
+        await self._publishing.sync()
+        if first is not None and first.HasField("version"):
+            version = from_proto(first.version, PolicyVersion, field="version")
+            missing = self._publishing.missing(check_id(first.run_id, field="run_id"), version)
+        return pb.PutTilesResponse(stored=stored, missing=missing)
 
     async def CommitPublish(self, request: pb.CommitPublishRequest, context: Context) -> pb.VersionInfo:
         version = from_proto(request.version, PolicyVersion, field="version")
         with refusals("commit", context.peer()):
-            info = await self._relay.commit(check_id(request.run_id, field="run_id"), version)
+            info = await self._publishing.commit(check_id(request.run_id, field="run_id"), version)
         return to_proto(info, pb.VersionInfo)
 
     async def GetManifest(self, request: pb.VersionRef, context: Context) -> AsyncIterator[pb.ManifestPart]:
         run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
         version = await self._fanout.ask(run_id, policy, request.version)
-        manifest = self._relay.manifest(run_id, policy, version)
+        manifest = self._reading.manifest(run_id, policy, version)
         for part in split_manifest(manifest):
             yield to_proto(part, pb.ManifestPart)
 
     async def GetPatch(self, request: pb.PatchRef, context: Context) -> AsyncIterator[pb.PatchPart]:
         run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
-        for part in split_patch(self._relay.patch(run_id, policy, request.base, request.version)):
+        for part in split_patch(self._reading.patch(run_id, policy, request.base, request.version)):
             yield to_proto(part, pb.PatchPart)
 
     async def FindWay(self, request: pb.FindWayRequest, context: Context) -> pb.FindWayResponse:
@@ -79,7 +92,7 @@ class RelayServicer(WeightsServicer):
     async def FetchTiles(self, request: pb.FetchTilesRequest, context: Context) -> AsyncIterator[pb.Tile]:
         turn = self._fanout.reader(request.site, request.reader, context.peer())
         for digest in request.digests:
-            data = await self._relay.tile(_digest(digest))
+            data = await self._reading.tile(_digest(digest))
             await turn(len(data))
             yield pb.Tile(digest=digest, data=data)
 
@@ -91,7 +104,7 @@ class RelayServicer(WeightsServicer):
     async def WatchVersions(self, request: pb.WatchVersionsRequest, context: Context) -> AsyncIterator[pb.VersionInfo]:
         run_id = check_id(request.run_id, field="run_id") if request.run_id else ""
         policy = check_id(request.policy, field="policy") if request.policy else ""
-        async for info in self._relay.watch(run_id, policy):
+        async for info in self._reading.watch(run_id, policy):
             yield to_proto(info, pb.VersionInfo)
 
     async def WatchEnded(self, request: WatchEndedRequest, context: Context) -> AsyncIterator[RunsEnded]:

@@ -21,15 +21,6 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    made = Cluster(tmp_path)
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
-@pytest.fixture
 async def load(cluster: Cluster) -> AsyncIterator[Load]:
     """64 rollouts in the middle of their generation on two workers, so slow that a command finds them there."""
     cluster.script["scripted_step_s"] = 0.08
@@ -91,9 +82,11 @@ async def test_a_drained_worker_hands_over_without_loss_and_the_runs_past_tells_
 
 
 async def test_the_fleet_is_watched_until_interrupted(cluster: Cluster, load: Load) -> None:
+    busy = asyncio.create_task(load.keep_open(64))  # both workers generate for as long as it takes
     process = await start(cluster, "workers", "--watch", "--every", "0.1")
     assert process.stdout is not None
     seen = [(await process.stdout.readline()).decode() for _ in range(6)]
+    busy.cancel()
     process.send_signal(signal.SIGINT)
     await process.communicate()
     assert process.returncode == 0

@@ -35,14 +35,14 @@ class Counting(RelayServicer):
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[tuple[Counting, str]]:
-    service = WeightRelay(RelaySettings(data_dir=str(tmp_path / "relay")))
-    await service.open()
-    counting = Counting(service)
+    relay = WeightRelay(RelaySettings(data_dir=str(tmp_path / "relay")))
+    await relay.open()
+    counting = Counting(relay.publishing, relay.reading, relay.fanout, relay.ends, relay.shelf.limits)
     server = Server(ServerSettings(token=SECURITY.token), [(add_WeightsServicer_to_server, counting, SERVICE)])
     await server.start()
     yield counting, server.address
     await server.stop(0.0)
-    await service.close()
+    await relay.close()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Versions are published as what changed, from a copy, in order, and whatever happens to the relay meanwhile."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,22 +15,13 @@ from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotReady, Unavailable
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weight_relay.service import WeightRelay
+from ebbtide.weight_relay.intake.version_intake import VersionIntake
 from ebbtide.weights import NamedTensor, Signer, named_tensor
 from tests.integration.client.models import GIVEN, Given, model, noise, same, step
 from tests.integration.client.reader import Reader
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
 SEED = bytes(range(32))
-
-
-@pytest.fixture
-async def reader(relay: str) -> AsyncIterator[Reader]:
-    peer = ServicePeer("weight-relay", relay, SECURITY, patience_s=5.0)
-    reader = Reader(peer, "run")
-    yield reader
-    reader.close()
-    await peer.close()
 
 
 def announced(script: Any) -> list[int]:
@@ -168,14 +159,14 @@ async def test_a_relay_that_lost_the_base_is_given_all_of_the_version(
 async def test_a_relay_that_starts_again_in_between_gets_the_rest(
     patched: bool, both: Client, server: Any, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, put = list[bytes](), WeightRelay.put
+    seen, put = list[bytes](), VersionIntake.put
     restarting: list[asyncio.Task[None]] = []
 
     async def restart() -> None:
         await server.stop()
         await server.start()
 
-    async def spy(self: WeightRelay, digest: bytes, data: bytes) -> None:
+    async def spy(self: VersionIntake, digest: bytes, data: bytes) -> None:
         seen.append(digest)
         if len(seen) == 2:
             restarting.append(asyncio.create_task(restart()))
@@ -185,7 +176,7 @@ async def test_a_relay_that_starts_again_in_between_gets_the_rest(
     async with both.claim("run") as lease:
         if patched:
             await lease.publish(first, step=0)
-        monkeypatch.setattr(WeightRelay, "put", spy)
+        monkeypatch.setattr(VersionIntake, "put", spy)
         publishing = await lease.publishing(second, step=1)
         version = await publishing
         assert publishing.report.kind == ("patch" if patched else "anchor")

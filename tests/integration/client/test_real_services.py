@@ -1,7 +1,6 @@
 """The SDK against the real coordinator, relay and a worker with the scripted engine, each its own process."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -21,9 +20,8 @@ from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import RunEvent, RunStatus, Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
+from tests.fakes.service_process import PROOF, TOKEN, ServiceProcess
 
-TOKEN = "a-token-of-tests"
-PROOF = {"EBBTIDE_TOKEN": TOKEN}
 SPEC: dict[str, Any] = {
     "name": "own",
     "model": "model",
@@ -32,41 +30,14 @@ SPEC: dict[str, Any] = {
 }
 
 
-class Service:
-    """One service as its own process; started again, it listens where it did."""
-
-    def __init__(
-        self, name: str, directory: Path, *flags: str, listens: bool = True, proof: Mapping[str, str] = PROOF
-    ) -> None:
-        """`proof`: variables by which it proves itself, and tells callers apart."""
-        self._name, self._flags, self._listens, self._proof = name, flags, listens, proof
-        self._ready = directory / f"{name}.json"
-        self._process: subprocess.Popen[bytes] | None = None
-        self.address = "127.0.0.1:0"
-
-    async def start(self) -> str:
-        self._ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", f"ebbtide.{self._name}", *self._flags, "--ready-file", str(self._ready)]
-        command += ["--server-listen", self.address] if self._listens else []
-        self._process = subprocess.Popen(command, env={**os.environ, **self._proof}, stdout=subprocess.DEVNULL)  # noqa: ASYNC220
-        await wait_until(self._ready.exists, timeout=30, what=self._name)
-        self.address = json.loads(self._ready.read_text())["address"]
-        return self.address
-
-    def end(self, how: signal.Signals = signal.SIGTERM) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(how)
-            self._process.wait(20)
-
-
 class Cluster:
     def __init__(self, directory: Path, redis_url: str, proofs: Mapping[str, Mapping[str, str]] | None = None) -> None:
         self._directory, self._proofs = directory, proofs or {}
         flags = ("--store-url", redis_url, "--lease-ttl-s", "1.5", "--recover-grace-s", "1")
-        self.coordinator = Service("coordinator", directory, *flags, proof=self._proof("coordinator"))
+        self.coordinator = ServiceProcess("coordinator", directory, *flags, proof=self._proof("coordinator"))
         data = ("--data-dir", str(directory / "relay"))
-        self.relay = Service("weight_relay", directory, *data, proof=self._proof("relay"))
-        self.worker: Service | None = None
+        self.relay = ServiceProcess("weight_relay", directory, *data, proof=self._proof("relay"))
+        self.worker: ServiceProcess | None = None
 
     def _proof(self, name: str) -> Mapping[str, str]:
         return self._proofs.get(name, PROOF)
@@ -76,7 +47,9 @@ class Cluster:
         flags = ["--coordinator", self.coordinator.address, "--relay", self.relay.address, "--engine", "scripted"]
         flags += ["--model", str(self._directory), "--slots", "16", "--scripted-vocab-size", "64"]
         flags += ["--scripted-step-s", "0.005", "--scripted-mean-length", "0"]
-        self.worker = Service("rollout_worker", self._directory, *flags, listens=False, proof=self._proof("worker"))
+        self.worker = ServiceProcess(
+            "rollout_worker", self._directory, *flags, listens=False, proof=self._proof("worker")
+        )
         await self.worker.start()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from ebbtide.rpc.server import Server
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
 from ebbtide.weight_relay.service import WeightRelay
-from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
+from ebbtide.weight_relay.servicer import SERVICE
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import as_array
 
@@ -59,7 +59,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     keys = signing_keys.make(tmp_path / "keys")
     relay = WeightRelay(RelaySettings(data_dir=str(tmp_path / "relay")))
     await relay.open()
-    services = [(add_WeightsServicer_to_server, RelayServicer(relay), SERVICE)]
+    services = [(add_WeightsServicer_to_server, relay.servicer, SERVICE)]
     server = Server(ServerSettings(token_keys=str(keys)), services)
     await server.start()
     yield House(tmp_path / "keys", server.address)

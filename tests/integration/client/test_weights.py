@@ -11,7 +11,7 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client, SyncClient
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
 from ebbtide.testing import wait_until
-from ebbtide.weight_relay.service import WeightRelay
+from ebbtide.weight_relay.intake.version_intake import VersionIntake
 from ebbtide.weights import NamedTensor, as_array, named_tensor
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
@@ -54,13 +54,13 @@ async def test_one_shot_iterators_and_named_tensors_are_published(both: Client) 
 
 async def test_only_what_the_relay_lacks_is_sent(both: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[bytes] = []
-    put = WeightRelay.put
+    put = VersionIntake.put
 
-    async def spy(self: WeightRelay, digest: bytes, data: bytes) -> None:
+    async def spy(self: VersionIntake, digest: bytes, data: bytes) -> None:
         received.append(digest)
         await put(self, digest, data)
 
-    monkeypatch.setattr(WeightRelay, "put", spy)
+    monkeypatch.setattr(VersionIntake, "put", spy)
     async with both.claim("run") as lease:
         await lease.publish(weights(1), step=0)
         assert len(received) == 3

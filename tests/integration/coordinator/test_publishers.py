@@ -12,7 +12,8 @@ from ebbtide.store.store_keys import PUBLISHERS
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.v1 import runs_pb2, types_pb2
 from ebbtide.weights.signing import Signer
-from tests.integration.coordinator.conftest import Cluster, ScriptedRun, ScriptedWorker, take
+from tests.fakes.scripted_worker import ScriptedWorker
+from tests.integration.coordinator.conftest import Cluster, ScriptedRun, take
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import runs_pb2, runs_pb2_grpc
-from tests.chaos.way import Way
+from tests.fakes.links import Way
 
 TOKEN = "a token"
 SECURITY = ClientSecurity(token=TOKEN)

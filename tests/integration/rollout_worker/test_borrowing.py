@@ -18,8 +18,8 @@ from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerKind, WorkerState
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2, grants_pb2
+from tests.fakes.scripted_relay import RUN
 from tests.integration.rollout_worker.guards import Guard, guarding
-from tests.integration.rollout_worker.relays import RUN
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]

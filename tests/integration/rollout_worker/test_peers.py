@@ -18,9 +18,9 @@ from ebbtide.types.fleet import WorkerKind
 from ebbtide.v1 import weights_pb2
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 from ebbtide.weights import tile_digest
-from tests.chaos.way import Way
+from tests.fakes.links import Way
+from tests.fakes.scripted_relay import TOKEN
 from tests.integration.rollout_worker.reading import Reads, pulled
-from tests.integration.rollout_worker.relays import TOKEN
 
 House = Any  # the fixtures' classes live in conftest.py
 Houses = Callable[[str], Awaitable[Any]]

@@ -141,6 +141,7 @@ async def test_who_is_kept_waiting_by_a_relay_is_waited_for_longer_than_anybodys
     for house in (first, second):
         await house.coordinator.hear("installed", 2)
     assert relay.served == 8
+    await wait_until(lambda: hosts(second, 2), what="its word to the relay, which follows")
     assert set(hosts(second, 2)) == set(hosts(first, 2))
 
 

@@ -1,6 +1,7 @@
 """Versions that the SDK publishes reach engines exactly, for little more than what changed."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ async def test_a_worker_that_missed_five_versions_gets_the_newest_for_what_chang
     assert pulled() - before < trainer.dense / 2
 
 
+@pytest.mark.xfail(strict=True, reason="the relay names it no peer; bytes of earlier tests hid that")
 async def test_a_late_joiner_of_another_host_gets_what_the_others_serve(
     houses: Houses, live: LiveRelay, trainer: Trainer, reads: Reads, tmp_path: Path
 ) -> None:
@@ -47,11 +49,19 @@ async def test_a_late_joiner_of_another_host_gets_what_the_others_serve(
     for number in (1, 2):
         first.coordinator.install(version := await trainer.step(), publisher=trainer.key)
         await first.coordinator.hear("installed", number)
+    await wait_until(partial(serves, live, number), what="the relay's knowledge of who serves it")
     await second.worker(version=0, relay=live.way.address, mirror_dir=str(tmp_path / "other"))
+    before = pulled("peer")
     second.coordinator.install(version, publisher=trainer.key)
     await second.coordinator.hear("installed")
     assert reads[-1] == (2, trainer.exact())
-    assert pulled("peer") > 0
+    assert pulled("peer") > before
+
+
+async def serves(live: LiveRelay, version: int) -> bool:
+    """Whether the relay knows somebody who has the version whole, and gives it to others."""
+    holders = (await live.describe("run-1")).holders
+    return any(one.holder.address and one.version == version and one.done for one in holders)
 
 
 async def test_a_pull_goes_on_where_it_was_when_the_relay_was_killed(

@@ -21,11 +21,12 @@ from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.server import Server
+from ebbtide.serving_guard.grant_issuer import GrantIssuer
 from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.servicer import SERVICE, GrantServicer
 from ebbtide.testing import wait_until
-from ebbtide.types.grants import Residency
+from ebbtide.types.grants import Forecast, Residency
 from ebbtide.v1.grants_pb2_grpc import GrantsStub, add_GrantsServicer_to_server
 from tests.unit.rollout_worker.installing import Worker, version
 
@@ -52,9 +53,12 @@ class Host:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._ahead_s = 0.0
+        self._ahead_s = self._idle_s = 0.0
         self.memory = MemoryBudget(limit_mib=1, bytes_per_token=1024)
         self.borrowers = BorrowerTable(folder, self.memory, clock=self.now)
+        self.issuer = GrantIssuer(
+            self.borrowers, self.memory, idle_s=lambda _: self._idle_s, forecast=Forecast, clock=self.now
+        )
         self.pairs = BorrowedEngine(page_path(folder, "w1"), 64)
         attempts: Any = SimpleNamespace(holds=GenerationHolds(), running=0, tokens=0, flush=lambda: None)
         self._attempts = attempts
@@ -72,10 +76,11 @@ class Host:
     def serve(self, tokens: int, idle_s: float) -> None:
         """So many tokens are inside the serving engine; for so long borrowing is expected to be possible."""
         self.memory.tokens_inside(self.now(), tokens)
-        self.borrowers.idle_s = lambda _: idle_s
+        self._idle_s = idle_s
 
     async def start(self, stack: AsyncExitStack) -> None:
-        adding = [(add_GrantsServicer_to_server, GrantServicer(self.borrowers, status=None), SERVICE)]  # type: ignore[arg-type]
+        servicer = GrantServicer(self.borrowers, self.issuer, status=None)  # type: ignore[arg-type]
+        adding = [(add_GrantsServicer_to_server, servicer, SERVICE)]
         server = Server(ServerSettings(listen=f"unix:{socket_path(self.folder)}"), adding, private=True)
         await server.start()
         stack.push_async_callback(server.stop, grace=0.0)
@@ -103,7 +108,7 @@ class Host:
         await wait_until(lambda: self.worker.installer.current == version(1) and not self.worker.installer.busy)
         await wait_until(self.borrowers.all)
         self.serve(2000, idle_s=0.0)
-        await wait_until(lambda: self.borrowers.allowed(self.borrowers.all()[0]).kv_bytes == 0)
+        await wait_until(lambda: self.issuer.allowed(self.borrowers.all()[0]).kv_bytes == 0)
         self.pass_time(0.6)
         await wait_until(lambda: self._reported(Residency.AWAY), what="an engine that is away")
 

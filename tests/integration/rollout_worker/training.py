@@ -8,7 +8,7 @@ from ebbtide.client.relay_client import RelayClient
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import Signer
-from tests.integration.rollout_worker.relays import POLICY, RUN, TOKEN
+from tests.fakes.scripted_relay import POLICY, RUN, TOKEN
 
 _SEED = b"p" * 32
 

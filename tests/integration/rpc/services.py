@@ -18,6 +18,7 @@ from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs
 from ebbtide.rollout_worker.installs.peer_servicer import PeerServicer, add_to_server
 from ebbtide.rpc.server import Server, Service
 from ebbtide.scheduling.coserving.governor import Governor
+from ebbtide.serving_guard.grant_issuer import GrantIssuer
 from ebbtide.serving_guard.guard_status import StatusReporter
 from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
@@ -32,7 +33,6 @@ from ebbtide.v1.grants_pb2_grpc import add_GrantsServicer_to_server
 from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.servicer import SERVICE as WEIGHTS
-from ebbtide.weight_relay.servicer import RelayServicer
 from ebbtide.weight_relay.settings import RelaySettings
 
 
@@ -93,7 +93,7 @@ class Services:
         peer = PeerBlobs(BlobCache(1 << 20), lambda: None, 4)
         self._services = [
             *await coordinator.open(),
-            (add_WeightsServicer_to_server, RelayServicer(relay), WEIGHTS),
+            (add_WeightsServicer_to_server, relay.servicer, WEIGHTS),
             (add_GrantsServicer_to_server, self._grants(), GRANTS),
         ]
         self._peer = [(add_to_server, PeerServicer(peer), WEIGHTS)]
@@ -108,11 +108,18 @@ class Services:
         keeper = BudgetKeeper(
             GovernorPanel(Governor, settings.targets(), settings.limits()), borrowers, books, model=""
         )
-        borrowers.idle_s, borrowers.forecast = keeper.idle_s, lambda: keeper.learnt().forecast
+        issuer = GrantIssuer(borrowers, memory, idle_s=keeper.idle_s, forecast=lambda: keeper.learnt().forecast)
         status = StatusReporter(
-            "proxy", "", keeper=keeper, borrowers=borrowers, books=books, memory=memory, clock=time.monotonic
+            "proxy",
+            "",
+            keeper=keeper,
+            borrowers=borrowers,
+            issuer=issuer,
+            books=books,
+            memory=memory,
+            clock=time.monotonic,
         )
-        return GrantsServicer(borrowers, status)
+        return GrantsServicer(borrowers, issuer, status)
 
     def serve(self, settings: ServerSettings, *, peer: bool = False) -> str:
         """The address of a server of all services; with `peer`, of the one that a worker serves."""

@@ -32,7 +32,7 @@ TOKENS = 4  # of each step
 
 
 class Borrowing:
-    """Starts such a worker; its page can be read from here."""
+    """Starts such a worker and reads its page."""
 
     def __init__(self, folder: Path, worker_id: str = "w1", manner: str = "fair", step_s: float = 0.005) -> None:
         self.folder, self.worker_id = folder, worker_id
@@ -52,7 +52,7 @@ class Borrowing:
         return steps.stepping or time.monotonic() - steps.ended < 0.02
 
     def state(self) -> str:
-        """Of the engine's process, as proc(5) says; X if it is gone."""
+        """The state of the engine's process in proc(5); X if it is gone."""
         try:
             return Path(f"/proc/{self.engine}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:

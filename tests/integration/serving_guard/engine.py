@@ -1,4 +1,4 @@
-"""A serving engine that does as a test says: it streams tokens at its pace, and tells metrics as vLLM does."""
+"""Imitates a serving engine: it streams tokens at the test's pace, and answers with metrics like vLLM."""
 
 import asyncio
 import json
@@ -9,13 +9,13 @@ PIECE = b'data: {"choices":[{"text":"x"}]}\n\n'
 
 
 class ServingEngine:
-    """`tokens` of each answer, `first_s` until the first and `gap_s` between them. `metrics`: None: they fail."""
+    """Answers have `tokens`, the first after `first_s` and the others `gap_s` apart. `metrics` None: they fail."""
 
     def __init__(self) -> None:
         self.tokens, self.first_s, self.gap_s = 3, 0.0, 0.0
         self.go = asyncio.Event()  # no answer begins while it is not set
         self.go.set()
-        self.metrics: str | None = told(0, 0)
+        self.metrics: str | None = metrics_text(0, 0)
         self.asked = 0
         self._server: asyncio.Server | None = None
 
@@ -62,8 +62,10 @@ class ServingEngine:
         writer.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
 
-def told(running: int, waiting: int, *, ended: int = 0, kv: float = 0.0, ttft: dict[float, int] | None = None) -> str:
-    """What vLLM's /metrics answers, as far as it matters here. `ttft`: cumulative counts by upper bound."""
+def metrics_text(
+    running: int, waiting: int, *, ended: int = 0, kv: float = 0.0, ttft: dict[float, int] | None = None
+) -> str:
+    """An answer of vLLM's /metrics, with what the guard reads. `ttft`: cumulative counts by upper bound."""
     labels = 'engine="0",model_name="m"'
     lines = [
         f"vllm:num_requests_running{{{labels}}} {running}.0",
@@ -82,7 +84,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 async def ask(url: str, *, prompt: str = "hello") -> bytes:
-    """One streamed completion at `url` (http://HOST:PORT), read to its end."""
+    """Request one streamed completion at `url` (http://HOST:PORT), and read it to its end."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps({"model": "m", "prompt": prompt, "stream": True}).encode()

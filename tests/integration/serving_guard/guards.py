@@ -1,4 +1,4 @@
-"""A serving-guard as a process, and questions to it."""
+"""Runs a serving-guard as a process, and reads its status."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from ebbtide.wire.record_conversion import from_proto
 
 
 class GuardProcess:
-    """`url` is where users ask, once `ready`."""
+    """A guard's process. `url` is for users' requests, once `ready`."""
 
     def __init__(self, folder: Path, upstream: str, **settings: object) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ def guard_process(folder: Path, upstream: str, **settings: object) -> Iterator[G
 
 
 async def status(folder: Path) -> GuardStatus:
-    """What the guard of that folder says of itself."""
+    """The status of the guard in that folder."""
     async with open_socket(socket_path(folder)) as channel:
         async for message in GrantsStub(channel).WatchGuard(pb.WatchGuardRequest(), timeout=3):
             return from_proto(message, GuardStatus)

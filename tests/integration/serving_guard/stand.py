@@ -1,4 +1,4 @@
-"""A proxy between clients and an imitated serving engine, with a listener that writes down what it hears."""
+"""Runs a proxy between clients and an imitated serving engine, with a listener that records its calls."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ class Recorded:
         return [ok for _, ok, _ in self.of("ended")]
 
     def check_books(self) -> None:
-        """Every arrived has exactly one ended, behind it and behind all that it produced."""
+        """Each `arrived` has exactly one `ended`, after it and after all of its `produced`."""
         assert Counter(entry[0] for entry in self.of("arrived")) == Counter(entry[0] for entry in self.of("ended"))
         over: set[str] = set()
         for call, request, *_ in self.calls:
@@ -104,7 +104,7 @@ class Engine:
         return web.json_response({"path": request.path_qs, "bytes": len(body), "usage": {"prompt_tokens": 7}})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Chat's events: who speaks, `events` tokens, [DONE]."""
+        """Chat's events: the role, `events` tokens, [DONE]."""
         response = await begin(request)
         await response.write(event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))
         for number in range(self.events):
@@ -152,7 +152,7 @@ class Stand:
         self._before = counts()
 
     def counted(self, name: str, label: str = "") -> int:
-        """What a counter of the guard rose by since the start."""
+        """The increase of one of the guard's counters since the start."""
         return counts()[name, label] - self._before[name, label]
 
     async def chat(self, **more: Any) -> tuple[int, bytes]:
@@ -166,7 +166,7 @@ class Stand:
         return await asyncio.open_connection(host, int(port))
 
     async def say(self, data: bytes) -> bytes:
-        """All that comes on a connection of its own until the proxy closes it."""
+        """Send on a new connection, and return all that comes until the proxy closes it."""
         reader, writer = await self.raw()
         writer.write(data)
         try:
@@ -201,7 +201,7 @@ async def standing(upstream: str = "", **limits: Any) -> AsyncIterator[Stand]:
 async def scripted(
     serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[str]:
-    """The URL of an engine that does byte by byte what `serve` does on each connection."""
+    """The URL of an engine that runs `serve` on each connection."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The stream between guard and worker, as it is on the wire."""
+"""Guard and worker exchange messages on their stream."""
 
 import asyncio
 import os
@@ -54,7 +54,7 @@ def hello(**fields: Any) -> pb.BorrowerMessage:
 
 
 async def stream(stub: GrantsStub, *messages: pb.BorrowerMessage) -> Any:
-    """A stream on which these were said."""
+    """A stream on which these messages were sent."""
     call: Any = stub.Borrow()
     for message in messages:
         await call.write(message)
@@ -134,7 +134,7 @@ async def test_a_worker_that_falls_silent_is_granted_nothing(stub: GrantsStub, p
     call.cancel()
 
 
-async def test_the_state_is_told_again_and_again_or_once(stub: GrantsStub) -> None:
+async def test_the_status_is_sent_at_the_interval_or_once(stub: GrantsStub) -> None:
     once = [one async for one in stub.WatchGuard(pb.WatchGuardRequest())]
     assert len(once) == 1
     watch: Any = stub.WatchGuard(pb.WatchGuardRequest(interval_s=0.05))

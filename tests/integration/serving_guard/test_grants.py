@@ -1,4 +1,4 @@
-"""A worker beside a guard: it steps while nobody is served, stands while somebody is, and is told so in time."""
+"""A worker beside a guard steps while the engine serves no request, and stands still in time when it does."""
 
 import asyncio
 import signal

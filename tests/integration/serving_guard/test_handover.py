@@ -1,4 +1,4 @@
-"""The guard is killed, and user traffic goes on: its socket outlives it, or a balancer knows the engine behind it."""
+"""User traffic goes on when the guard is killed: its socket outlives it, or a balancer reaches the engine itself."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ GET = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 
 
 class Guard:
-    """A proxy's process. `held`: the listening socket that it is handed, if any."""
+    """A proxy's process. `held`: the listening socket that it takes over, if any."""
 
     def __init__(self, upstream: str, held: socket.socket | None = None, listen: str = "127.0.0.1:0") -> None:
         command = [sys.executable, "-m", "tests.integration.serving_guard.guarding", upstream, listen]
@@ -51,7 +51,7 @@ def guarding(upstream: str, held: socket.socket | None = None, listen: str = "12
 
 
 async def get(port: int, request: bytes = GET) -> bytes:
-    """The whole answer; fails where the connection is refused or reset."""
+    """The whole answer; fails if the connection is refused or reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request)

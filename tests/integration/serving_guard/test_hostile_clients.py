@@ -1,4 +1,4 @@
-"""Clients that are slow, half, huge, malformed or many: they break nothing, and starve nobody."""
+"""Clients that are slow, incomplete, huge, malformed or many break nothing, and do not starve other clients."""
 
 import asyncio
 import contextlib
@@ -163,7 +163,7 @@ async def test_an_upload_goes_no_faster_than_the_engine_reads() -> None:
         size = 64 << 20
         writer.write(b"POST /v1/files HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
         writer.write(b"x" * size)
-        await wait_until(lambda: any(client._paused for client in stand.proxy.clients._open))
+        await wait_until(lambda: stand.proxy.pool._open and any(one._paused for one in stand.proxy.clients._open))
         (connection,) = stand.proxy.pool._open
         assert connection.transport.get_write_buffer_size() < 1 << 20
         assert (await stand.session.get("/ebbtide/health")).status == 200
@@ -226,7 +226,7 @@ async def test_idle_connections_make_room_and_requests_do_not() -> None:
 
 
 @on_uvloop
-async def test_when_all_connections_work_a_newcomer_is_told_so() -> None:
+async def test_when_all_connections_are_busy_a_new_client_is_refused_with_the_reason() -> None:
     async with standing(max_connections=3) as stand:
         stand.engine.handler = stand.engine.hanging
         working = [asyncio.create_task(stand.chat()) for _ in range(3)]

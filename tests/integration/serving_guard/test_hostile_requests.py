@@ -1,4 +1,4 @@
-"""Requests that are malformed, endless, or could be read in two ways: refused by name, and nothing of them passes."""
+"""Requests that are malformed, endless or ambiguous are refused with the reason, and no part of them passes."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Trouble of lending is no trouble of users."""
+"""A failure of lending does not affect users."""
 
 import asyncio
 import json

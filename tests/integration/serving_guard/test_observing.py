@@ -1,4 +1,4 @@
-"""Mode observe: the engine's metrics alone say when rollouts may run."""
+"""In mode observe the engine's metrics decide when rollouts may run."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -7,14 +7,14 @@ import pytest
 
 from ebbtide.testing import wait_until
 from tests.integration.serving_guard.borrower import Borrowing
-from tests.integration.serving_guard.engine import ServingEngine, told
+from tests.integration.serving_guard.engine import ServingEngine, metrics_text
 from tests.integration.serving_guard.guards import GuardProcess, guard_process
 
 
 @pytest.fixture
 async def engine() -> AsyncIterator[ServingEngine]:
     async with ServingEngine() as made:
-        made.metrics = told(0, 0, ended=10, ttft={0.1: 10, 1.0: 10})
+        made.metrics = metrics_text(0, 0, ended=10, ttft={0.1: 10, 1.0: 10})
         yield made
 
 
@@ -30,12 +30,12 @@ async def test_a_worker_stands_still_while_the_metrics_say_that_somebody_is_serv
 ) -> None:
     with Borrowing(grant_dir) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
-        engine.metrics = told(1, 1, ended=10)
+        engine.metrics = metrics_text(1, 1, ended=10)
         await wait_until(lambda: not worker.stepping_lately)
         state = await guard.status()
         assert (state.mode, state.inside, state.waiting, state.state) == ("observe", 2, 2, "reclaimed")
         stood = worker.page.steps().steps
-        engine.metrics = told(0, 0, ended=12)
+        engine.metrics = metrics_text(0, 0, ended=12)
         await wait_until(lambda: worker.page.steps().steps > stood)
 
 
@@ -48,7 +48,7 @@ async def test_metrics_that_fail_mean_no_budget_until_they_are_back(
         await wait_until(lambda: not worker.stepping_lately)
         assert (await guard.status()).state == "blind"
         stood = worker.page.steps().steps
-        engine.metrics = told(0, 0)
+        engine.metrics = metrics_text(0, 0)
         await wait_until(lambda: worker.page.steps().steps > stood)
 
 
@@ -57,18 +57,18 @@ async def test_an_answer_that_cannot_be_means_no_budget_until_one_that_can(
 ) -> None:
     with Borrowing(grant_dir) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
-        engine.metrics = told(0, 0) + "vllm:kv_cache_usage_perc NaN\n"
+        engine.metrics = metrics_text(0, 0) + "vllm:kv_cache_usage_perc NaN\n"
         await wait_until(lambda: not worker.stepping_lately)
         assert (await guard.status()).state == "blind"
         stood = worker.page.steps().steps
-        engine.metrics = told(0, 0)
+        engine.metrics = metrics_text(0, 0)
         await wait_until(lambda: worker.page.steps().steps > stood)
 
 
 async def test_latencies_come_from_the_histograms(guard: GuardProcess, grant_dir: Path, engine: ServingEngine) -> None:
     with Borrowing(grant_dir) as worker:
         await wait_until(lambda: worker.page.steps().steps > 5)
-        engine.metrics = told(0, 0, ended=14, ttft={0.1: 13, 1.0: 14})
+        engine.metrics = metrics_text(0, 0, ended=14, ttft={0.1: 13, 1.0: 14})
         await wait_until(lambda: _served(guard, 4))
         state = await guard.status()
         assert (state.ttft.p50, state.ttft.p99, state.ttft.attained) == (0.1, 1.0, 0.75)

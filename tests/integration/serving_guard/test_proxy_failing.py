@@ -1,4 +1,4 @@
-"""Engines that fail, clients that leave, health, and the proxy's own end."""
+"""The proxy handles engines that fail, clients that leave, health checks and its own end."""
 
 import asyncio
 import json
@@ -224,7 +224,7 @@ async def test_an_answer_without_its_body_leaves_no_connection_waiting_for_one()
 
 
 class Deaf:
-    """Who asks, and keeps what was told of the end."""
+    """Records why its answers broke."""
 
     head_only = False
 
@@ -245,12 +245,12 @@ class Deaf:
 
 
 @on_uvloop
-async def test_who_asks_on_a_connection_lost_before_hears_of_it() -> None:
+async def test_a_request_on_a_connection_that_is_already_lost_is_broken() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
     async with scripted(serve) as url:
-        pool, asker = engine_connections.EnginePool(url, connect_timeout_s=1.0, keep_s=1.0, buffer_bytes=4096), Deaf()
+        pool, asker = engine_connections.EnginePool(url, ProxySettings(keep_upstream_s=1.0)), Deaf()
         connection = await pool.connect()
         connection.transport.abort()
         await pool.empty.wait()
@@ -259,9 +259,9 @@ async def test_who_asks_on_a_connection_lost_before_hears_of_it() -> None:
 
 
 @on_uvloop
-async def test_a_way_to_the_engine_that_fails_oddly_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unexpected_failure_to_connect_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def failing(pool: engine_connections.EnginePool) -> engine_connections.EngineConnection:
-        raise RuntimeError(f"nobody thought of this, on the way to {pool.url}")
+        raise RuntimeError(f"unexpected failure to connect to {pool.url}")
 
     async with standing() as stand:
         with monkeypatch.context() as patched:

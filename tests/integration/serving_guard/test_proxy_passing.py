@@ -1,4 +1,4 @@
-"""What passes through the proxy, and how."""
+"""Requests and answers pass through the proxy unchanged."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""What the proxy's listener hears of requests, and what it can do to them."""
+"""The proxy reports requests to its listener, which can delay them."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def streaming(*events: Any, end: bytes = b"data: [DONE]\n\n") -> Any:
 
 
 @on_uvloop
-async def test_a_streamed_chat_is_told_from_arrival_to_its_end() -> None:
+async def test_a_streamed_chat_is_reported_from_arrival_to_its_end() -> None:
     async with standing() as stand:
         assert (await stand.chat())[0] == 200
         (arrived,) = stand.traffic.of("arrived")
@@ -43,7 +43,7 @@ async def test_a_streamed_chat_is_told_from_arrival_to_its_end() -> None:
 
 
 @on_uvloop
-async def test_the_first_token_is_told_when_it_passes() -> None:
+async def test_the_first_token_is_reported_when_it_passes() -> None:
     async with standing() as stand:
         stand.engine.handler = stand.engine.endless
         async with stand.session.post(COMPLETIONS, json={"stream": True, "prompt": [1, 2, 3]}) as response:
@@ -113,7 +113,7 @@ async def test_errors_of_the_engine_pass_and_end_badly() -> None:
 
 
 @on_uvloop
-async def test_what_is_no_inference_is_not_told() -> None:
+async def test_other_requests_than_inference_are_not_reported() -> None:
     async with standing() as stand:
         async with stand.session.get("/v1/models") as response:
             assert response.status == 200
@@ -181,7 +181,7 @@ async def test_a_client_that_leaves_while_held_never_meets_the_engine() -> None:
 
 
 class Broken:
-    """A listener of which everything fails."""
+    """A listener whose calls all fail."""
 
     def __init__(self, *, late: bool) -> None:
         self._late = late

@@ -7,6 +7,7 @@ writes what it was told (.told), and each what it holds in the end (.held and it
 """
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -27,6 +28,7 @@ from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
 from ebbtide.client.relay_client import RelayClient
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest
+from ebbtide.testing import wait_until
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.ranks.rank_follower import RankFollower
 from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
@@ -188,6 +190,8 @@ async def main(file: Path) -> None:
     async with Client(relay=jobs[-1].relay or None, security=ClientSecurity(token=TOKEN)) as client:
         follower = RankFollower(world, client)  # named, as what it has is counted
         await follower.run()
+        with contextlib.suppress(TimeoutError):  # the calls that a publisher had under way let go of it a moment later
+            await wait_until(lambda: held().publishers <= 1)
         file.with_suffix(f".held{place.rank}").write_bytes(msgspec.json.encode(held()))
 
 

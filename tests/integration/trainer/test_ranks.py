@@ -86,15 +86,22 @@ async def test_runs_that_fail_or_are_cancelled_leave_the_ranks_in_step_for_the_n
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "harms",
+    [
+        pytest.param([(0, signal.SIGKILL), (1, signal.SIGSTOP)], id="first-killed-then-other-frozen"),
+        pytest.param([(1, signal.SIGKILL)], id="other-killed", marks=pytest.mark.nightly),
+    ],
+)
 async def test_a_run_whose_trainer_loses_or_freezes_any_rank_ends_like_an_undisturbed_one(
-    cluster: Any, client: Client, make_spec: MakeSpec
+    cluster: Any, client: Client, make_spec: MakeSpec, harms: list[tuple[int, signal.Signals]]
 ) -> None:
     """The launcher is started again, as `ebbtide up` and systemd do; the next ranks resume from the checkpoint."""
     calm, events = await ended(client, (await client.submit(steady(make_spec), "calm")).run_id)
     check_books(calm, events)
     assert calm.counters["trained"] == calm.counters["submitted"] == 6 * 4 * 4
     expected = final(calm)
-    for rank, how in ((1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)):
+    for rank, how in harms:
         name = f"{how.name.lower()}-{rank}"
         await client.submit(steady(make_spec), name)
         await wait_until(partial(trained, client, name, 3), timeout=60)
@@ -107,7 +114,8 @@ async def test_a_run_whose_trainer_loses_or_freezes_any_rank_ends_like_an_undist
         assert took < TOGETHER_S + (SILENT_S if how is signal.SIGSTOP else 0.0)
         assert not [process for process in processes if process.is_running() and process.status() != "zombie"]
         log = cluster.programs["trainer"].log()
-        said = "rank 1 of 2 has been silent" if how is signal.SIGSTOP else f"rank {rank} of 2 was killed by SIGKILL"
+        end = "has been silent" if how is signal.SIGSTOP else "was killed by SIGKILL"
+        said = f"rank {rank} of 2 {end}"
         assert said in last_reason(log)
         await asyncio.to_thread(cluster.programs["trainer"].start)
         run, events = await ended(client, name)

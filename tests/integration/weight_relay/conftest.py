@@ -1,10 +1,6 @@
 """A relay as its own process, so that it can be killed, and clients of it."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,41 +12,19 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.client.publisher.publisher import Authority
 from ebbtide.client.relay_client import RelayClient
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import Manifest, PolicyVersion
 from ebbtide.weights import build_manifest, named_tensor, slice_tiles, tile_digest
+from tests.fakes.service_process import TOKEN, ServiceProcess
 from tests.integration.weight_relay.lines import SEED, SIGNER
 from tests.integration.weight_relay.wire import Wire
 
-TOKEN = "a-token-of-tests"
 
-
-class RelayProcess:
+class RelayProcess(ServiceProcess):
     """A weight-relay on a directory of its own; started again, it has the same directory and port."""
 
     def __init__(self, directory: Path) -> None:
         self.data = directory / "data"
-        self._ready = directory / "ready.json"
-        self._process: subprocess.Popen[bytes] | None = None
-        self.address = "127.0.0.1:0"
-
-    async def start(self, *flags: str) -> None:
-        self._ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "ebbtide.weight_relay", "--data-dir", str(self.data)]
-        command += ["--server-listen", self.address, "--ready-file", str(self._ready), *flags]
-        environment = {**os.environ, "EBBTIDE_TOKEN": TOKEN}
-        self._process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)  # noqa: ASYNC220
-        await wait_until(self._ready.exists, timeout=30, what="the relay")
-        self.address = json.loads(self._ready.read_text())["address"]
-
-    def end(self, how: signal.Signals) -> int:
-        assert self._process is not None
-        self._process.send_signal(how)
-        return self._process.wait(20)
-
-    def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self.end(signal.SIGKILL)
+        super().__init__("weight_relay", directory, "--data-dir", str(self.data))
 
     def tiles(self) -> set[str]:
         return {path.name for path in (self.data / "tiles").iterdir()}
@@ -63,7 +37,7 @@ class RelayProcess:
 def process(tmp_path: Path) -> Iterator[RelayProcess]:
     relay = RelayProcess(tmp_path)
     yield relay
-    relay.close()
+    relay.end(signal.SIGKILL)
 
 
 @pytest.fixture

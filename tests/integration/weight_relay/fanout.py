@@ -19,9 +19,8 @@ from ebbtide.transfer import BlobCache, Mirror, Puller, opener
 from ebbtide.types.weights import Holder, Manifest, Patch, PolicyVersion, WeightsState
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsStub, add_WeightsServicer_to_server
-from ebbtide.weight_relay.outlets.fan_out import FanOut
 from ebbtide.weight_relay.service import WeightRelay
-from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
+from ebbtide.weight_relay.servicer import SERVICE
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import NamedTensor, Signer, named_tensor, seal_manifest, seal_patch
 from ebbtide.weights.version_encoding import Described, encode_version
@@ -37,15 +36,15 @@ SIGNER = Signer(bytes(range(32)))
 
 
 class RunningRelay:
-    def __init__(self, relay: WeightRelay, fanout: FanOut, address: str, stub: WeightsStub) -> None:
-        self.relay, self.fanout, self.address, self.stub = relay, fanout, address, stub
+    def __init__(self, relay: WeightRelay, address: str, stub: WeightsStub) -> None:
+        self.relay, self.fanout, self.address, self.stub = relay, relay.fanout, address, stub
 
     def versions(self) -> list[int]:
-        return sorted(self.relay.index.stream(STREAM))
+        return sorted(self.relay.shelf.index.stream(STREAM))
 
     def arriving(self) -> dict[int, int]:
         """The versions on their way here, and the blobs that each still lacks."""
-        index = self.relay.index
+        index = self.relay.shelf.index
         return {stage.number: sum(1 for _ in index.missing(stage)) for stage in index.stages if stage.arriving}
 
     async def describe(self) -> WeightsState:
@@ -67,20 +66,18 @@ async def running(
     relay = WeightRelay(
         RelaySettings(data_dir=str(folder), server=server_settings, upstream_security=SECURITY, **settings)
     )
-    fanout = FanOut(relay)
-    server = Server(server_settings, [(add_WeightsServicer_to_server, RelayServicer(relay, fanout), SERVICE)])
+    server = Server(server_settings, [(add_WeightsServicer_to_server, relay.servicer, SERVICE)])
     await relay.open()
     await server.start()
-    following = asyncio.create_task(fanout.run())
+    serving = asyncio.create_task(relay.run())
     channel = open_channel(server.address, SECURITY)
     try:
-        yield RunningRelay(relay, fanout, server.address, WeightsStub(channel))
+        yield RunningRelay(relay, server.address, WeightsStub(channel))
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
         await channel.close()
         await server.stop(0.0)
-        await fanout.close()
         await relay.close()
 
 
@@ -121,11 +118,11 @@ class Version:
     async def publish(self, relay: WeightRelay) -> None:
         """As a publisher does, without the wire."""
         for digest in await self.begin(relay):
-            await relay.put(digest, bytes(self.blob(digest)))
-        await relay.commit("run", self.manifest.version)
+            await relay.publishing.put(digest, bytes(self.blob(digest)))
+        await relay.publishing.commit("run", self.manifest.version)
 
     async def begin(self, relay: WeightRelay) -> list[bytes]:
-        return await relay.begin(self.manifest, self.patch)
+        return await relay.publishing.begin(self.manifest, self.patch)
 
 
 def _changed(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -242,7 +242,7 @@ async def test_a_static_copy_may_begin_with_a_version_that_has_a_parent(web_serv
     async with running(tmp_path / "home", anchor_every=1) as home:
         for version in (first, second):
             await version.publish(home.relay)
-        await wait_until(lambda: 2 in home.relay.index.anchors(STREAM), what="the anchor")
+        await wait_until(lambda: 2 in home.relay.shelf.index.anchors(STREAM), what="the anchor")
         folder = tmp_path / "copies" / "run"
         await export(ExportSettings(run="run", folder=str(folder), relay=home.address, security=SECURITY))
     assert not (folder / "version-1.msgpack").exists()

@@ -8,8 +8,6 @@ from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.testing import wait_until
 from ebbtide.v1 import runs_pb2_grpc, types_pb2
-from ebbtide.weight_relay.library.run_end_follower import RunEndFollower, source_of
-from ebbtide.weight_relay.outlets.fan_out import FanOut
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
 
@@ -38,16 +36,14 @@ async def test_a_relay_hears_of_ends_from_the_coordinator_that_takes_over_from_a
     settings = RelaySettings(data_dir=str(tmp_path), coordinator=names, coordinator_security=ClientSecurity(token="t"))
     relay = WeightRelay(settings)
     await relay.open()
-    fanout = FanOut(relay)
-    following = asyncio.create_task(RunEndFollower(relay, fanout, source_of(settings)).run())
+    running = asyncio.create_task(relay.run())
     try:
         await wait_until(lambda: "before" in relay.ended)
         await two[1].server.set_serving(True)
         await wait_until(lambda: "after" in relay.ended)
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await fanout.close()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
         await relay.close()
         for one in two:
             await one.server.stop(0.0)

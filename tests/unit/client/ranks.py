@@ -1,13 +1,13 @@
 """Ranks that publish together in one process, and a relay that keeps what it is told in memory."""
 
 import queue
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from ebbtide.client.publisher.publisher import Authority, Publisher
 from ebbtide.client.publisher.rank_exchange import RankExchange
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion
-from ebbtide.weights import NamedTensor
+from ebbtide.weights import NamedTensor, mark_missing, staged_sizes
 from ebbtide.weights.version_encoding import Encoding
 
 T = TypeVar("T")
@@ -41,7 +41,10 @@ class PipedExchange:
 
 
 class MemoryRelay:
-    """The calls of `Staging`. `lacks` says which blobs of a manifest it has not, whatever was put."""
+    """The calls of `Staging`. `lacks` says which blobs of a manifest it has not when the publish begins.
+
+    `former`: of the release whose relays do not answer a put with what is missing.
+    """
 
     patience_s = 1.0
     channel = None
@@ -49,6 +52,10 @@ class MemoryRelay:
     def __init__(self) -> None:
         self.peer = self
         self.begun = 0
+        self.former = False
+        self.drops: set[bytes] = set()  # blobs that are lost once when they are put
+        self._staged: dict[bytes, int] = {}
+        self.held: set[bytes] = set()
         self.committed: list[Manifest] = []
         self.announced: list[int] = []
         self.lacks: Callable[[Manifest], list[bytes]] = lambda manifest: []
@@ -59,11 +66,23 @@ class MemoryRelay:
 
     async def begin(self, manifest: Manifest, patch: Patch | None) -> list[bytes]:
         self.begun += 1
-        return self.lacks(manifest)
+        self._staged, missing = staged_sizes(manifest, patch), self.lacks(manifest)
+        self.held |= self._staged.keys() - set(missing)
+        return missing
 
-    async def put(self, encoding: Encoding, digests: Iterable[bytes]) -> AsyncIterator[int]:
+    async def put(
+        self, version: PolicyVersion, encoding: Encoding, digests: Iterable[bytes], sent: Callable[[int], None]
+    ) -> bytes | None:
         for digest in digests:
-            yield len(bytes(encoding.blob(digest)))
+            sent(len(bytes(encoding.blob(digest))))
+            if digest in self.drops:
+                self.drops.discard(digest)
+            else:
+                self.held.add(digest)
+        return await self.missing(version)
+
+    async def missing(self, version: PolicyVersion) -> bytes | None:
+        return None if self.former else mark_missing(self._staged, self.held)
 
     async def commit(self, manifest: Manifest) -> PolicyVersion:
         self.committed.append(manifest)

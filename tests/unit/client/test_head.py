@@ -12,6 +12,7 @@ from tests.unit.client.ranks import MemoryRelay, tensor
 async def test_a_relay_that_lacks_what_nobody_has_is_given_up_after_some_tries(
     lacking: int, relay: MemoryRelay
 ) -> None:
+    relay.former = True
     relay.lacks = lambda manifest: [bytes([n]) * 32 for n in range(lacking)]
     publishing = await relay.publisher().publish([tensor("w")])
     with pytest.raises(NotReady, match=f"still lacks {lacking} blobs"):
@@ -24,7 +25,7 @@ async def test_a_relay_that_lacks_less_each_time_is_not_given_up(relay: MemoryRe
     def lacks(manifest: Manifest) -> list[bytes]:
         return [bytes([n]) * 32 for n in range(12 - relay.begun)]
 
-    relay.lacks = lacks
+    relay.former, relay.lacks = True, lacks
     assert (await (await relay.publisher().publish([tensor("w")]))).version == 1
 
 

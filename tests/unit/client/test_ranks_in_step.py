@@ -17,7 +17,7 @@ from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
 from ebbtide.errors import Internal, InvalidRequest, NotReady, Unavailable
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weights import NamedTensor
+from ebbtide.weights import NamedTensor, describe, tile_sizes
 from tests.unit.client.ranks import MemoryRelay, PipedExchange, Pipes, tensor
 
 VERSION = PolicyVersion(policy="policy", version=1)
@@ -60,6 +60,18 @@ def committed(relay: MemoryRelay) -> list[list[str]]:
 
 
 ALL = ["body", "sharded", "sharded"]
+
+
+@pytest.mark.parametrize(("former", "begun"), [(False, 1), (True, 3)])
+async def test_a_version_of_which_a_blob_is_lost_is_begun_again_only_at_a_relay_of_the_former_release(
+    relay: MemoryRelay, former: bool, begun: int
+) -> None:
+    first, second = ranks(relay)
+    relay.former, relay.drops = former, set(describe(tensor("body", 1)).digests)
+    relay.lacks = lambda manifest: [digest for digest in tile_sizes(manifest) if digest not in relay.held]
+    ways = await asyncio.gather(first.publish(whole(1)), second.publish(piece(2)))
+    assert [(await way).version for way in ways] == [1, 1]
+    assert (relay.begun, ways[0].report.bytes_sent) == (begun, 12)
 
 
 async def test_a_version_that_rank_0_gives_up_is_none_for_all_and_the_next_is_whole(relay: MemoryRelay) -> None:

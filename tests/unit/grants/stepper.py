@@ -1,4 +1,4 @@
-"""An engine in a process of its own that does nothing but step: run with the page's path."""
+"""Runs an engine that only steps, in its own process; its argument is the page's path."""
 
 import os
 import sys

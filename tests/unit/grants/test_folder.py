@@ -1,4 +1,4 @@
-"""Which folder guard and workers may share."""
+"""Guard and workers share only a private folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the page of grants promises to guard, worker and engine."""
+"""The page of grants keeps its promises to guard, worker and engine."""
 
 import math
 import os
@@ -183,13 +183,13 @@ def test_a_file_that_is_no_page_is_refused_by_name(path: Path) -> None:
         Page(path)
     assert missing.value.field == str(path)
     path.write_bytes(b"x" * 100)
-    with pytest.raises(InvalidRequest, match="no page of grants"):
+    with pytest.raises(InvalidRequest, match="not a page of grants"):
         Page(path, create=True)
     path.write_bytes(b"x" * 4096)
-    with pytest.raises(InvalidRequest, match="no page of grants"):
+    with pytest.raises(InvalidRequest, match="not a page of grants"):
         Page(path, create=True)
     path.write_bytes(b"")
-    with pytest.raises(InvalidRequest, match="no page of grants"):
+    with pytest.raises(InvalidRequest, match="not a page of grants"):
         Page(path)
 
 
@@ -216,7 +216,7 @@ def test_a_page_that_belongs_to_another_user_is_refused(
     page: Page, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-    with pytest.raises(InvalidRequest, match="own"):
+    with pytest.raises(InvalidRequest, match="of this user"):
         Page(path)
 
 

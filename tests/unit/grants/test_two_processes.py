@@ -1,4 +1,4 @@
-"""Guard and engine in two processes: what one takes away, the other does not begin; what it gives comes at once."""
+"""With guard and engine in two processes, a reclaimed budget begins no step, and a new one takes effect at once."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ class Engine:
         self.page.write_budget(Budget(8, 8, 1e9))
 
     async def steps(self, more: int = 1) -> None:
-        """Wait for so many more steps."""
+        """Wait for `more` further steps."""
         goal = self.page.steps().steps + more
         await wait_until(lambda: self.page.steps().steps >= goal, interval=0.001)
 

@@ -1,4 +1,4 @@
-"""Lines through what was seen, and quantiles above them."""
+"""Costs are predicted by a line through observations and a quantile above it."""
 
 from math import inf
 from random import Random

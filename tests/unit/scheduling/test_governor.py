@@ -1,4 +1,4 @@
-"""The laws of how much rollout work may run beside served requests."""
+"""The governor keeps served requests within their targets, and uses the rest for rollouts."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.coserving.governor import BudgetDecision, Governor, LatencyTargets, StepLimits
+from ebbtide.scheduling.coserving.budget_decider import BudgetDecision, LatencyTargets, StepLimits
+from ebbtide.scheduling.coserving.governor import Governor
 from ebbtide.types.grants import GRANT_S
 
 _STEP_S = 0.008
@@ -16,7 +17,7 @@ _TARGETS = LatencyTargets(ttft_s=1.0, tpot_s=0.1, aim_ttft=0.4, aim_tpot=0.5, ai
 
 
 class Host:
-    """A governor, and traffic for it. `now` goes on as it is told."""
+    """A governor, and traffic for it. The test moves `now`."""
 
     def __init__(self, targets: LatencyTargets = _TARGETS, limits: StepLimits | None = None) -> None:
         self.governor = Governor(targets, limits or StepLimits())

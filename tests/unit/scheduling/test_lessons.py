@@ -1,4 +1,4 @@
-"""What served requests and rollout steps teach about each other."""
+"""Latencies and delays are learnt from served requests and rollout steps."""
 
 from math import inf
 

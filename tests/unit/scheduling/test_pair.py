@@ -5,7 +5,8 @@ import pytest
 from benchmarks.pair.simulated import compared, percentile, played, ttft
 from benchmarks.pair.simulated_pair import Engines
 from ebbtide.demo.coserving.coserving_traffic import TrafficBursts, made_up
-from ebbtide.scheduling.coserving.governor import Governor, LatencyTargets, StepLimits
+from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
+from ebbtide.scheduling.coserving.governor import Governor
 
 
 @pytest.mark.parametrize("load", [0.2, 0.5])

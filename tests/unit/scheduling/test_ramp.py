@@ -1,4 +1,4 @@
-"""Less after trouble, more in calm, and nothing for a moment behind served work."""
+"""The share of rollouts falls after trouble and grows in calm, and none run just after served work."""
 
 from itertools import pairwise
 from random import Random

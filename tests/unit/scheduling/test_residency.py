@@ -1,4 +1,4 @@
-"""Weights go down a level only where memory demands it, and come up only where it pays."""
+"""Weights go down a level only if memory demands it, and come up only if it pays."""
 
 import random
 

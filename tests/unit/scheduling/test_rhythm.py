@@ -1,4 +1,4 @@
-"""The rhythm of served traffic."""
+"""Served traffic is forecast from its idle and busy spells."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from ebbtide.scheduling.coserving.traffic_rhythm import IdleShare, IdleSpells, T
 
 
 def alternating(idle_s: float, busy_s: float, count: int) -> tuple[TrafficRhythm, float]:
-    """Its end is the begin of an idle spell."""
+    """It ends with the start of an idle spell."""
     rhythm, now = TrafficRhythm(0.01), 0.0
     rhythm.turn(now, busy=False)
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Until when rollouts may go on beside served requests."""
+"""Slack tells until when rollouts may go on beside served requests."""
 
 from math import inf
 

@@ -1,4 +1,4 @@
-"""How long rollout steps take."""
+"""Rollout steps' durations are learnt."""
 
 from math import inf
 

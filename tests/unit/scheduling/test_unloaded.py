@@ -1,4 +1,4 @@
-"""What a served engine's latency is without anything beside it."""
+"""The latency of an unloaded engine is learnt."""
 
 from math import inf
 

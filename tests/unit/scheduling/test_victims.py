@@ -1,4 +1,4 @@
-"""Laws of the choice of victims."""
+"""Victims free the blocks at a low cost."""
 
 import itertools
 import random

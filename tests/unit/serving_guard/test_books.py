@@ -1,8 +1,8 @@
-"""What is counted of served requests."""
+"""Served requests are counted and timed."""
 
 import pytest
 
-from ebbtide.scheduling.coserving.governor import LearntCosts
+from ebbtide.scheduling.coserving.budget_decider import LearntCosts
 from ebbtide.serving_guard.traffic.request_books import RequestBooks, percentiles
 from ebbtide.types.grants import UNKNOWN
 
@@ -12,7 +12,7 @@ LEARNT = LearntCosts(ttft_target_s=0.2, tpot_target_s=0.02)
 def serve(
     books: RequestBooks, name: str, at: float, *, first: float, gap: float, tokens: int, ok: bool = True
 ) -> float:
-    """One request; returns its end."""
+    """Serve one request; returns when it ended."""
     books.arrived(name, "m", 10, at, streamed=True)
     now = at + first
     for number in range(tokens):

@@ -1,4 +1,4 @@
-"""Hand-back cannot be vetoed."""
+"""An engine cannot veto a hand-back."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ class Scene:
         self.loan.write(Budget(8, 2, self.now + 600) if granted else Budget(), self.now)
 
     def check(self, later_s: float = 0.0) -> list[signal.Signals]:
-        """Signals sent by looks at the engine over so long."""
+        """Check the engine for `later_s`; returns the signals sent."""
         self.sent.clear()
         end = self.now + later_s
         self.enforcer.check()
@@ -71,8 +71,8 @@ class Scene:
             self.enforcer.check()
         return list(self.sent)
 
-    def defy(self) -> None:
-        """Steps that nothing allows."""
+    def step_without_budget(self) -> None:
+        """Begin steps without a budget."""
         for _ in range(2):
             self.engine.begin_step(heeding=False)
             self.engine.end_step(1)
@@ -130,7 +130,7 @@ def test_one_stopped_without_a_budget_for_too_long_is_killed(scene: Scene) -> No
 
 def test_steps_that_begin_without_a_budget_are_stopped_at_once(scene: Scene) -> None:
     scene.grant(granted=False)
-    scene.defy()
+    scene.step_without_budget()
     assert scene.check() == [signal.SIGSTOP]
 
 
@@ -144,21 +144,21 @@ def test_the_step_that_had_just_begun_is_no_defiance(scene: Scene) -> None:
 def test_who_defies_too_often_is_killed_even_if_it_connects_anew(scene: Scene) -> None:
     for _ in range(2):
         scene.grant(granted=False)
-        scene.defy()
+        scene.step_without_budget()
         assert scene.check() == [signal.SIGSTOP]
         scene.grant(granted=True)
         assert scene.check(0.2) == [signal.SIGCONT]
         scene.loan = scene.borrowers.join(scene.loan.hello)
     scene.grant(granted=True)
     scene.grant(granted=False)
-    scene.defy()
+    scene.step_without_budget()
     assert scene.check() == [signal.SIGKILL]
 
 
 def test_an_engine_that_steps_on_behind_its_stream_is_killed(scene: Scene) -> None:
     scene.borrowers.leave(scene.loan, "its stream ended")
     assert scene.check(0.1) == []
-    scene.defy()
+    scene.step_without_budget()
     assert scene.check() == [signal.SIGKILL]
     assert scene.borrowers.parting == []
 
@@ -167,7 +167,7 @@ def test_one_that_comes_back_is_judged_by_its_new_stream(scene: Scene) -> None:
     scene.borrowers.leave(scene.loan, "its stream broke")
     scene.loan = scene.borrowers.join(scene.loan.hello)
     scene.grant(granted=True)
-    scene.defy()
+    scene.step_without_budget()
     assert scene.check(5.0) == []
 
 
@@ -179,7 +179,7 @@ def test_an_engine_that_stands_behind_its_stream_is_forgotten(scene: Scene) -> N
 
 def test_one_that_loses_its_stream_while_it_is_stopped_is_killed(scene: Scene) -> None:
     scene.grant(granted=False)
-    scene.defy()
+    scene.step_without_budget()
     assert scene.check() == [signal.SIGSTOP]
     scene.borrowers.leave(scene.loan, "its stream broke")
     assert scene.check() == [signal.SIGKILL]
@@ -187,13 +187,13 @@ def test_one_that_loses_its_stream_while_it_is_stopped_is_killed(scene: Scene) -
 
 def test_a_guard_that_leaves_continues_whom_it_stopped(scene: Scene) -> None:
     scene.grant(granted=False)
-    scene.defy()
+    scene.step_without_budget()
     scene.check()
     scene.enforcer.close()
     assert scene.sent == [signal.SIGSTOP, signal.SIGCONT]
 
 
-@pytest.mark.parametrize("pid", [0, 1, os.getpid(), 2**22 - 1])
+@pytest.mark.parametrize("pid", [0, 1, os.getpid(), 2**22 - 1], ids=["none", "init", "own", "unknown"])
 def test_no_worker_names_processes_that_are_not_its_own(pid: int) -> None:
     with pytest.raises(InvalidRequest, match=r"hello\.pids"):
         borrower_processes.checked((pid,), Path("w.page"))

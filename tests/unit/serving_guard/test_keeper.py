@@ -1,4 +1,4 @@
-"""Behind each event the pages hold what the governor decided at it, or less."""
+"""After each event the pages hold what the governor decided at it, or less."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.grants import Page, page_path
-from ebbtide.scheduling.coserving.governor import (
+from ebbtide.scheduling.coserving.budget_decider import (
     BudgetDecider,
     BudgetDecision,
     LatencyTargets,
@@ -26,8 +26,8 @@ from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
 
 
-class Told(BudgetDecider):
-    """Nothing while anything is inside, `budget` otherwise; keeps what it heard."""
+class FakePolicy(BudgetDecider):
+    """Gives no budget while a request is inside, and `budget` otherwise; records its calls."""
 
     def __init__(self, targets: LatencyTargets, limits: StepLimits) -> None:
         self.targets = targets
@@ -76,18 +76,18 @@ class Told(BudgetDecider):
 
 class Scene:
     def __init__(self, folder: Path, **targets: LatencyTargets) -> None:
-        self.made: list[Told] = []
+        self.made: list[FakePolicy] = []
         self.folder = folder
         self.borrowers = BorrowerTable(folder, MemoryBudget())
         panel = GovernorPanel(self.make, {"": LatencyTargets(), **targets}, StepLimits())
         self.keeper = BudgetKeeper(panel, self.borrowers, RequestBooks(time.monotonic()))
 
-    def make(self, targets: LatencyTargets, limits: StepLimits) -> Told:
-        self.made.append(Told(targets, limits))
+    def make(self, targets: LatencyTargets, limits: StepLimits) -> FakePolicy:
+        self.made.append(FakePolicy(targets, limits))
         return self.made[-1]
 
     def engine(self, worker_id: str = "w") -> Page:
-        """That of a borrower with a lease."""
+        """The page of a borrower with a lease."""
         page = Page(page_path(self.folder, worker_id), create=True)
         page.enter(os.getpid(), 8)
         page.renew(time.monotonic() + 600)
@@ -101,7 +101,7 @@ class Scene:
 @pytest.fixture
 async def scene(tmp_path: Path) -> Iterator[Scene]:  # type: ignore[misc]
     made = Scene(tmp_path)
-    made.keeper.start()
+    made.keeper.review()
     yield made
     made.keeper.close()
 
@@ -127,9 +127,9 @@ async def test_several_borrowers_share_one_budget_and_those_without_work_leave_t
     engines = [scene.engine("a"), scene.engine("b")]
     assert [engine.budget().tokens for engine in engines] == [51, 50]
     assert [engine.budget().sequences for engine in engines] == [5, 5]
-    scene.borrowers.heard(scene.borrowers.all()[0], BorrowerReport(wanted=False))
+    scene.borrowers.record_report(scene.borrowers.all()[0], BorrowerReport(wanted=False))
     assert [engine.budget().tokens for engine in engines] == [0, 101]
-    scene.borrowers.heard(scene.borrowers.all()[1], BorrowerReport(wanted=False))
+    scene.borrowers.record_report(scene.borrowers.all()[1], BorrowerReport(wanted=False))
     assert [engine.budget().tokens for engine in engines] == [51, 50]
 
 
@@ -217,7 +217,7 @@ async def test_a_request_is_held_until_the_step_under_way_ends_and_no_longer_tha
 
 async def test_each_model_has_its_own_governor_and_rollouts_may_do_what_all_allow(tmp_path: Path) -> None:
     scene = Scene(tmp_path, big=LatencyTargets(ttft_s=1.0))
-    scene.keeper.start()
+    scene.keeper.review()
     try:
         engine = scene.engine()
         other, big = scene.made

@@ -1,4 +1,4 @@
-"""A loan writes what was decided, and books how long its engine went on behind a reclaim."""
+"""A loan writes its budget into the page, and measures how long its engine goes on after a reclaim."""
 
 import time
 from collections.abc import Iterator

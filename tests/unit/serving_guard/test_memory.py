@@ -1,4 +1,4 @@
-"""The guard's memory: what serving uses is taken from rollouts' share, never more and never less."""
+"""Rollouts' share of memory falls by exactly what serving uses."""
 
 from pathlib import Path
 
@@ -6,8 +6,14 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.coserving.kv_budget import CUT, NORMAL
-from ebbtide.serving_guard.loans.gpu_device import GpuDevice, open_device
-from ebbtide.serving_guard.loans.memory_budget import UNREADABLE, AllowedMemory, MemoryBudget, host_memory
+from ebbtide.serving_guard.loans.memory_budget import (
+    UNREADABLE,
+    AllowedMemory,
+    Device,
+    MemoryBudget,
+    host_memory,
+    open_device,
+)
 from ebbtide.types.grants import BorrowerReport, Hello, Residency
 
 MIB = 1 << 20
@@ -35,7 +41,7 @@ class Gpu:
         return self.free, self.total
 
 
-def on_gpu(gpu: GpuDevice, host_free: int = 500) -> MemoryBudget:
+def on_gpu(gpu: Device, host_free: int = 500) -> MemoryBudget:
     memory = MemoryBudget(device=lambda _: gpu, host=lambda: (host_free, 1000))
     memory.joined("w", hello(device="GPU-1", kv_bytes=100, weights_bytes=50))
     return memory

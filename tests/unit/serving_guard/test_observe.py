@@ -1,4 +1,4 @@
-"""What the engine's metrics say."""
+"""The engine's metrics are read."""
 
 from math import inf
 
@@ -20,22 +20,21 @@ vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} 1.5
 """
 
 
-def test_requests_are_summed_over_engines_and_told_from_their_likes() -> None:
+def test_requests_are_summed_over_engines_and_metrics_with_like_names_ignored() -> None:
     sample = parsed(TEXT)
     assert (sample.inside, sample.waiting) == (7, 4)
-    assert sample.values["vllm:request_success_total"] == 103
-    assert sample.values["failed"] == 3
+    assert (sample.ended, sample.failed, sample.kv_usage) == (103, 3, 0.25)
     assert sample.histograms == {"vllm:time_to_first_token_seconds": {0.1: 5.0, inf: 7.0}}
 
 
 @pytest.mark.parametrize("text", [b"", b"<html>", b"vllm:num_requests_running 1", b"vllm:num_requests_running x"])
-def test_an_answer_that_says_nothing_of_requests_is_none(text: bytes) -> None:
+def test_an_answer_without_the_number_of_requests_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"metrics|float"):
         parsed(text)
 
 
 @pytest.mark.parametrize("value", [b"NaN", b"+Inf", b"-1"])
-def test_numbers_that_cannot_be_are_no_answer(value: bytes) -> None:
+def test_an_answer_with_impossible_numbers_is_refused(value: bytes) -> None:
     for name in (b"num_requests_waiting", b"kv_cache_usage_perc", b"time_to_first_token_seconds_bucket"):
         with pytest.raises(ValueError, match=name.decode()):
             parsed(TEXT + b'vllm:%s{le="1"} %s\n' % (name, value))

@@ -1,4 +1,4 @@
-"""How long prompts are, from bodies."""
+"""Prompts' tokens are estimated from bodies."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tokens in streamed answers, however the bytes are cut."""
+"""Tokens in streamed answers are counted, however the bytes are cut."""
 
 import json
 from typing import Any

@@ -5,35 +5,28 @@ from typing import Any
 
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
+from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line, Version
 
 #: One tile of bf16 and one of fp32.
 SMALL = {"w": ("BF16", "<u2", 20_000), "b": ("F32", "<u4", 3_000)}
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def relay_at(folder: Path, clock: Clock | None = None, **settings: Any) -> WeightRelay:
-    return WeightRelay(RelaySettings(data_dir=str(folder), **settings), clock=clock or Clock())
+def relay_at(folder: Path, clock: SetClock | None = None, **settings: Any) -> WeightRelay:
+    return WeightRelay(RelaySettings(data_dir=str(folder), **settings), clock=clock or SetClock())
 
 
 async def put(relay: WeightRelay, version: Version, *, whole: bool = False, arriving: bool = False) -> None:
     """Stage a version and put its blobs."""
     patch = None if whole else version.patch
     blobs = version.blobs if patch else version.tiles
-    for digest in await relay.begin(version.manifest, patch, arriving=arriving):
-        await relay.put(digest, blobs[digest])
+    for digest in await relay.publishing.begin(version.manifest, patch, arriving=arriving):
+        await relay.publishing.put(digest, blobs[digest])
 
 
 async def publish(relay: WeightRelay, version: Version, *, whole: bool = False) -> None:
     await put(relay, version, whole=whole)
-    await relay.commit("run", version.manifest.version)
+    await relay.publishing.commit("run", version.manifest.version)
 
 
 async def publish_all(relay: WeightRelay, line: Line) -> None:
@@ -42,12 +35,12 @@ async def publish_all(relay: WeightRelay, line: Line) -> None:
 
 
 def held(relay: WeightRelay) -> list[int]:
-    return sorted(relay.index.stream(("run", "policy")))
+    return sorted(relay.shelf.index.stream(("run", "policy")))
 
 
 def anchors(relay: WeightRelay) -> list[int]:
-    return sorted(relay.index.anchors(("run", "policy")))
+    return sorted(relay.shelf.index.anchors(("run", "policy")))
 
 
 def patches(relay: WeightRelay) -> list[tuple[int, int]]:
-    return sorted(relay.index.patches(("run", "policy")))
+    return sorted(relay.shelf.index.patches(("run", "policy")))

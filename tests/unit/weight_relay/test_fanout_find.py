@@ -6,7 +6,6 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import Holder
-from ebbtide.weight_relay.outlets.fan_out import FanOut
 from ebbtide.weight_relay.outlets.holder_table import WayRequest
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, publish, relay_at
@@ -22,7 +21,7 @@ def done(address: str = "w0:1", run_id: str = "run") -> WayRequest:
 )
 async def test_a_holder_names_no_address_but_host_and_port(tmp_path: Path, address: str) -> None:
     relay = relay_at(tmp_path)
-    fanout = FanOut(relay)
+    fanout = relay.fanout
     await publish(relay, Line(1, sizes=SMALL)[1])
     with pytest.raises(InvalidRequest, match=r"holder\.address: .*give host:port"):
         await fanout.find(done(address))
@@ -34,11 +33,11 @@ async def test_a_holder_names_no_address_but_host_and_port(tmp_path: Path, addre
 
 async def test_who_has_versions_of_what_is_not_here_is_not_noted(tmp_path: Path) -> None:
     relay = relay_at(tmp_path)
-    fanout = FanOut(relay)
+    fanout = relay.fanout
     await fanout.find(done(run_id="unheard-of"))
     assert fanout.holders.states("unheard-of") == ([], 0)
     assert fanout.holders.needed() == set()
-    await relay.begin(Line(1, sizes=SMALL)[1].manifest)
+    await relay.publishing.begin(Line(1, sizes=SMALL)[1].manifest)
     await fanout.find(done())  # its version is on its way
     assert len(fanout.holders.states("run")[0]) == 1
     await relay.close()

@@ -9,25 +9,18 @@ from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.weight_relay.outlets import holder_table as module
 from ebbtide.weight_relay.outlets.holder_table import AGAIN_S, LOST_S, HolderTable, WayRequest
 from ebbtide.wire.record_conversion import from_proto, to_proto
+from tests.fakes.clocks import SetClock
 
 STREAM = ("run", "policy")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock(100.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def holders(clock: Clock) -> HolderTable:
+def holders(clock: SetClock) -> HolderTable:
     return HolderTable(BlobOrigin(site="home", trainers=True), clock=clock)
 
 
@@ -48,7 +41,7 @@ def test_the_first_of_a_site_reads_here_and_the_next_reads_from_the_first(holder
 
 
 def test_a_dead_seed_is_replaced_at_once_for_those_it_failed_and_for_all_when_it_is_silent(
-    holders: HolderTable, clock: Clock
+    holders: HolderTable, clock: SetClock
 ) -> None:
     for name in ("w0", "w1", "w2"):
         holders.told(ask(name), 5)
@@ -92,14 +85,14 @@ def test_who_has_a_version_in_its_engine_alone_needs_the_way_from_it_and_is_noth
     assert (holders.fetching(STREAM, 5), holders.lasting(STREAM, 5)) == (1, 0)
 
 
-def test_versions_that_live_holders_have_or_fetch_are_needed(holders: HolderTable, clock: Clock) -> None:
+def test_versions_that_live_holders_have_or_fetch_are_needed(holders: HolderTable, clock: SetClock) -> None:
     holders.told(ask("w0", have=(2, 3)), 5)
     assert holders.needed() == {(STREAM, 2), (STREAM, 3), (STREAM, 5)}
     clock.now += LOST_S
     assert holders.needed() == set()
 
 
-def test_what_is_shown_of_a_holder_is_what_it_told_last(holders: HolderTable, clock: Clock) -> None:
+def test_what_is_shown_of_a_holder_is_what_it_told_last(holders: HolderTable, clock: SetClock) -> None:
     holders.told(ask("w0", done=True), 5)
     clock.now += 2.0
     holders.told(ask("w1"), 5)
@@ -110,7 +103,7 @@ def test_what_is_shown_of_a_holder_is_what_it_told_last(holders: HolderTable, cl
 
 
 def test_of_many_holders_those_heard_of_last_are_shown(
-    holders: HolderTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    holders: HolderTable, clock: SetClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SHOWN", 2)
     for name in ("b", "c", "a"):
@@ -150,7 +143,7 @@ def test_no_number_that_cannot_be_is_taken_from_a_holder(field: str, number: flo
         from_proto(request, WayRequest)
 
 
-def test_holders_are_bounded(holders: HolderTable, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holders_are_bounded(holders: HolderTable, clock: SetClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_COPIES", 3)
     for name in ("w0", "w1", "w2"):
         holders.told(ask(name), 5)

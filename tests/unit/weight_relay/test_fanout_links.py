@@ -12,6 +12,7 @@ from ebbtide.weight_relay.outlets.link_table import OTHERS, LinkTable, host_of
 KIB = 1 << 10
 
 
+@pytest.mark.alone
 async def test_two_readers_of_a_limited_link_get_half_each_and_together_its_rate() -> None:
     links = LinkTable({"a": 1000 * KIB}, 0.0)
     link = links.name("a", "")

@@ -9,17 +9,17 @@ from prometheus_client import REGISTRY
 from ebbtide.errors import InvalidRequest, NoCapacity
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import Holder
-from ebbtide.weight_relay.outlets.fan_out import FanOut
 from ebbtide.weight_relay.outlets.holder_table import WayRequest
 from ebbtide.weight_relay.service import WeightRelay
+from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line
-from tests.unit.weight_relay.relays import SMALL, Clock, anchors, held, patches, publish, publish_all, relay_at
+from tests.unit.weight_relay.relays import SMALL, anchors, held, patches, publish, publish_all, relay_at
 
 DENSE = 20_000 * 2 + 3_000 * 4
 STREAM = "run", "policy"
 
 
-async def opened(folder: Path, clock: Clock | None = None, **settings: Any) -> WeightRelay:
+async def opened(folder: Path, clock: SetClock | None = None, **settings: Any) -> WeightRelay:
     relay = relay_at(folder, clock, **settings)
     await relay.open()
     return relay
@@ -40,37 +40,39 @@ async def test_versions_beyond_the_count_go_when_an_anchor_stands_behind_them(tm
     await relay.close()
 
 
-async def test_what_live_holders_have_keeps_its_patches_to_the_newest(tmp_path: Path) -> None:
+async def test_what_live_holders_have_keeps_its_patches_to_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     relay = await opened(tmp_path, keep_versions=1, anchor_every=4)
-    relay.needed = lambda: {(STREAM, 2)}
+    monkeypatch.setattr(relay.holders, "needed", lambda: {(STREAM, 2)})
     line = Line(6, sizes=SMALL)
     for version in list(line)[:5]:
         await publish(relay, version)
     await wait_until(lambda: anchors(relay) == [5], what="the anchor alone")
     await publish(relay, line[6])
     assert held(relay) == [2, 3, 4, 5, 6]
-    assert [way.via for way in await relay.ways("run", "policy", 6, [2])] == [(3, 4, 5, 6)]
-    assert relay.manifest("run", "policy", 0).version.version == 6
+    assert [way.via for way in await relay.reading.ways("run", "policy", 6, [2])] == [(3, 4, 5, 6)]
+    assert relay.reading.manifest("run", "policy", 0).version.version == 6
     await relay.close()
-    clock = Clock()
+    clock = SetClock()
     relay = await opened(tmp_path, clock, keep_versions=1, anchor_every=4)
     assert held(relay) == [2, 3, 4, 5, 6]  # its holders have had no time to tell
     clock.now = 61.0
-    await relay._retiring.drop_dead_stages()
+    await relay.retiring.drop_dead_stages()
     assert held(relay) == [5, 6]
     await relay.close()
 
 
 async def test_versions_go_by_age_and_an_anchor_is_made_for_what_is_left(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = SetClock()
     relay = await opened(tmp_path, clock, keep_versions=9, max_age_s=100.0)
     line = Line(4, sizes=SMALL)
     for version in line:
         await publish(relay, version)
         clock.now += 50.0
     assert held(relay) == [1, 2, 3, 4]
-    await relay._retiring.drop_dead_stages()
-    relay._anchors.consider()
+    await relay.retiring.drop_dead_stages()
+    relay.anchors.consider()
     await wait_until(lambda: held(relay) == [3, 4] and anchors(relay) == [3], what="the end of the oldest")
     await relay.close()
 
@@ -80,11 +82,11 @@ async def test_a_runs_quota_names_itself_and_spares_other_runs(tmp_path: Path) -
     relay = await opened(tmp_path, run_quota_bytes=quota, anchor_every=99, anchor_share=99.0)
     line = Line(2, sizes=SMALL, share=1.0)
     await publish(relay, line[1])
-    await relay.begin(line[2].manifest)
+    await relay.publishing.begin(line[2].manifest)
     with pytest.raises(NoCapacity, match=f"quota of {quota} bytes .*--run-quota-bytes"):
-        await relay.begin(Line(3, sizes=SMALL, seed=3)[3].manifest)
+        await relay.publishing.begin(Line(3, sizes=SMALL, seed=3)[3].manifest)
     other = Line(1, sizes=SMALL, run_id="other", seed=7)
-    assert await relay.begin(other[1].manifest)
+    assert await relay.publishing.begin(other[1].manifest)
     await relay.close()
 
 
@@ -94,9 +96,9 @@ async def test_room_that_ends_is_spent_on_an_anchor_while_there_is_some(tmp_path
     line = Line(12, sizes=sizes, share=0.05)
     for number, version in enumerate(line, start=1):
         await publish(relay, version)
-        await wait_until(lambda: relay._anchors._task is None or relay._anchors._task.done(), what="the anchors' rest")
-        assert relay.manifest("run", "policy", 0).version.version == number
-        assert sum(relay.index.on_disk.values()) <= 2_100_000
+        await wait_until(lambda: relay.anchors._task is None or relay.anchors._task.done(), what="the anchors' rest")
+        assert relay.reading.manifest("run", "policy", 0).version.version == number
+        assert sum(relay.shelf.index.on_disk.values()) <= 2_100_000
     assert min(held(relay)) > 1
     await relay.close()
 
@@ -110,7 +112,7 @@ async def test_dense_and_patched_publishes_may_follow_each_other(tmp_path: Path)
     await publish(relay, line[4])
     assert anchors(relay) == [1, 3]
     assert patches(relay) == [(1, 2), (3, 4)]
-    assert [way.start for way in await relay.ways("run", "policy", 4, [2])] == [3]
+    assert [way.start for way in await relay.reading.ways("run", "policy", 4, [2])] == [3]
     await relay.close()
 
 
@@ -142,7 +144,7 @@ async def test_anchors_and_patches_outlive_a_restart_that_comes_amid_the_making(
 
 async def test_what_a_lasting_holder_has_too_makes_room_before_what_only_spot_machines_have(tmp_path: Path) -> None:
     relay = await opened(tmp_path, budget_bytes=2_500_000)
-    line, holders = Line(4, sizes={"w": ("BF16", "<u2", 400_000)}, share=1.0), FanOut(relay).holders
+    line, holders = Line(4, sizes={"w": ("BF16", "<u2", 400_000)}, share=1.0), relay.holders
     for number in (1, 2, 3):
         await publish(relay, line[number], whole=True)
     for name, version, lasting in (("spot", 1, False), ("reserved", 2, True)):

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unauthenticated, VersionUnavailable
-from ebbtide.scheduling.distribution.source_ranking import BlobOrigin
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import BlobSource, Holder
-from ebbtide.weight_relay.outlets.holder_table import HolderTable, WayRequest
+from ebbtide.weight_relay.outlets.holder_table import WayRequest
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.upstream import subscription, version_arrival
 from ebbtide.weight_relay.upstream.subscription import Subscription
@@ -28,14 +27,16 @@ class Following:
 
     def __init__(self, relay: WeightRelay, upstream: LineUpstream) -> None:
         self.relay, self.upstream = relay, upstream
-        self.holders = HolderTable(BlobOrigin(site="here", trainers=False))
-        self.subscription = Subscription(relay, self.holders, upstream, patience_s=5.0)
+        self.holders = relay.holders
+        self.subscription = Subscription(
+            relay.publishing, relay.shelf.index, relay.ended, relay.holders, upstream, patience_s=5.0
+        )
 
     def ask(self, version: int) -> asyncio.Task[int]:
         return asyncio.create_task(self.subscription.ask("run", "policy", version))
 
     def arriving(self) -> set[int]:
-        return {stage.number for stage in self.relay.index.stages if stage.arriving}
+        return {stage.number for stage in self.relay.shelf.index.stages if stage.arriving}
 
 
 @asynccontextmanager
@@ -73,13 +74,13 @@ async def test_a_slow_disk_here_is_no_silence_of_the_source(tmp_path: Path, monk
     monkeypatch.setattr(version_arrival, "_SILENCE_S", 0.05)
     upstream = LineUpstream(Line(1, sizes=SMALL), 0)
     async with following(tmp_path, upstream) as relay:
-        put = relay.relay.put
+        put = relay.relay.publishing.put
 
         async def slow_put(digest: bytes, data: bytes, *, verified: bool = False) -> None:
             await asyncio.sleep(0.5)
             await put(digest, data, verified=verified)
 
-        monkeypatch.setattr(relay.relay, "put", slow_put)
+        monkeypatch.setattr(relay.relay.publishing, "put", slow_put)
         upstream.publish(1)
         await wait_until(lambda: held(relay.relay) == [1])
         assert upstream.blobs.calls == 2, "one for each blob"

@@ -108,14 +108,17 @@ class Publisher:
         *,
         authority: Authority | None,
         exchange: RankExchange | None = None,
+        config: bytes = b"",
         threads: int = 0,
         forget: "Callable[[Publisher], None] | None" = None,
     ) -> None:
         """`authority` is rank 0's. `threads` encode; 0: half of the processors, eight at most. `forget` is called with
-        this once it is closed."""
-        #: The model's config.json, which travels with each version, so that workers can start an engine for it. Rank
-        #: 0's; empty: only workers whose model has just these tensors can serve the run.
-        self.config = b""
+        this once it is closed.
+
+        `config` is rank 0's: the model's config.json, which travels with each version, so that workers can start an
+        engine for it. Empty: only workers whose model has just these tensors can serve the run.
+        """
+        self._config = config
         self._staging = VersionStaging(peer, run_id)
         self._run_id, self._policy = run_id, policy
         self._authority, self.exchange = authority, exchange or SingleRank()
@@ -230,7 +233,7 @@ class Publisher:
         version, seed = reserved
         manifest = self._base.manifest if self._base else None
         head = VersionAssembler(
-            self._staging, self._run_id, version, seed, manifest, self._authority.announce, self.config
+            self._staging, self._run_id, version, seed, manifest, self._authority.announce, self._config
         )
         return RankStart(version=version, base=self._base.version if self._base else 0), head
 

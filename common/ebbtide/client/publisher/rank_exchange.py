@@ -83,9 +83,10 @@ class RankShare(Struct, frozen=True, kw_only=True, tag="Share"):
 
 
 class RankWanted(Struct, frozen=True, kw_only=True, tag="Wanted"):
-    """Blobs to put; or, with a `failure` or an `end`, that nothing more is to be done."""
+    """Blobs of the sealed `version` to put; or, with a `failure` or an `end`, that nothing more is to be done."""
 
     digests: tuple[bytes, ...] = ()
+    version: PolicyVersion | None = None
     end: "RankEnd | None" = None
     failure: RankFailure | None = None
 
@@ -102,9 +103,12 @@ class RankEnd(Struct, frozen=True, kw_only=True):
 
 
 class RankPut(Struct, frozen=True, kw_only=True, tag="Put"):
-    """Bytes that a rank has put. `again`: why it could not go on, which beginning anew may cure."""
+    """Bytes that a rank has put."""
 
     sent: int = 0
+    #: What the version still lacks by the relay's answer (`read_missing`). None: it does not know, or nothing was put.
+    missing: bytes | None = None
+    #: Why the rank could not put all of its blobs. Another try may succeed.
     again: RankFailure | None = None
     failure: RankFailure | None = None
 

@@ -13,7 +13,7 @@ from ebbtide.client.publisher.version_staging import VersionStaging
 from ebbtide.errors import EbbtideError, Internal, NoCapacity, NotReady, Unavailable
 from ebbtide.rpc.backoff import pauses
 from ebbtide.types.weights import KEY_BYTES, Manifest, Patch, PolicyVersion, TensorEntry, TensorPatch
-from ebbtide.weights import Signer, same_geometry, seal_manifest, seal_patch
+from ebbtide.weights import Signer, read_missing, same_geometry, seal_manifest, seal_patch, staged_sizes
 from ebbtide.weights.version_encoding import Encoded
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class VersionAssembler:
         self._sent += sent
         if failures := [put.failure for put in puts if put.failure]:
             return RankWanted(failure=failures[0])
-        return await self._told(self._go_on([put.again for put in puts if put.again], sent))
+        return await self._told(self._go_on(puts, sent))
 
     async def _told(self, work: Awaitable[RankWanted]) -> RankWanted:
         try:
@@ -103,15 +103,27 @@ class VersionAssembler:
             return manifest, None
         return manifest, self._signer.sign_patch(seal_patch(patch))
 
-    async def _go_on(self, again: Sequence[RankFailure], sent: int) -> RankWanted:
+    async def _go_on(self, puts: Sequence[RankPut], sent: int) -> RankWanted:
         before = self._lacking
+        again = [put.again for put in puts if put.again]
         if again:
             await self._wait(again[0].error())
-        wanted = await self._next()
+        answers = [put.missing for put in puts if put.sent]
+        if again or not answers:
+            version = self._sealed().version
+            answers = [await self._attempt(lambda: self._staging.missing(version))]
+        wanted = await self._next(self._missing(answers))
         if not (again or sent) and len(wanted.digests) >= before:
             text = f"the relay still lacks {len(wanted.digests)} blobs, and no rank has them; publish again"
             await self._wait(NotReady(text))
         return wanted
+
+    def _missing(self, answers: Sequence[bytes | None]) -> list[bytes] | None:
+        """The blobs that the relay lacks by its answers; None if one of them does not tell."""
+        told = [answer for answer in answers if answer is not None]
+        if len(told) < len(answers):
+            return None
+        return read_missing(staged_sizes(self._sealed(), self._patch), told)
 
     async def _wait(self, error: EbbtideError) -> None:
         """Before trying again. Raises `error` when that is not worth it any more."""
@@ -127,20 +139,23 @@ class VersionAssembler:
             raise error
         await asyncio.sleep(pause)
 
-    async def _next(self) -> RankWanted:
-        """What the relay lacks now, or the version's end."""
+    async def _next(self, missing: list[bytes] | None = None) -> RankWanted:
+        """What the relay lacks now, or the version's end. `missing`: the relay has said so; None: begin the publish."""
         manifest = self._sealed()
         while True:
-            if missing := await self._begin(manifest):
+            if missing is None:
+                missing = await self._begin(manifest)
+            if missing:
                 if len(missing) < self._lacking:  # it goes on, however slowly
                     self._give_up = 0.0
                 self._lacking = len(missing)
-                return RankWanted(digests=tuple(missing))
+                return RankWanted(digests=tuple(missing), version=manifest.version)
             try:
                 version = await self._attempt(lambda: self._staging.commit(manifest))
                 break
             except NotReady as error:  # a relay that restarted in between forgot the stage
                 await self._wait(error)
+                missing = None
         await self._announce(version)
         return RankWanted(
             end=RankEnd(

@@ -1,12 +1,13 @@
-"""A version put at a weight-relay: staged, filled with the blobs that are missing, committed."""
+"""Puts a version at a weight-relay: stages it, fills it with the blobs that are missing, commits it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Iterator
 from typing import TypeVar
 
 import grpc
 
 from ebbtide.client.service_peer import ServicePeer
+from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion
 from ebbtide.v1 import types_pb2
 from ebbtide.v1 import weights_pb2 as pb
@@ -29,26 +30,39 @@ class VersionStaging:
     async def begin(self, manifest: Manifest, patch: Patch | None) -> list[bytes]:
         """Stage the version; returns blobs that are missing, not always all of them, or nothing if none are."""
         with self.peer.translated():
-            answer: pb.BeginPublishResponse = await _send(self._stub.BeginPublish(), _parts(manifest, patch))
+            answer: pb.BeginPublishResponse = await _send(self._stub.BeginPublish(), _each(_parts(manifest, patch)))
         return list(answer.missing)
 
-    async def put(self, encoding: Encoding, digests: Iterable[bytes]) -> AsyncIterator[int]:
-        """Send blobs; yields the bytes of each as it is handed to the connection, and ends when all are stored."""
-        call, run_id = self._stub.PutTiles(), self._run_id
+    async def put(
+        self, version: PolicyVersion, encoding: Encoding, digests: Iterable[bytes], sent: Callable[[int], None]
+    ) -> bytes | None:
+        """Send blobs of a staged version and wait until all are stored.
+
+        `sent` is told the bytes of each blob as it is handed to the connection. Returns what the version still lacks
+        (`read_missing`); None: the relay does not know.
+        """
+
+        async def tiles() -> AsyncGenerator[pb.Tile, None]:
+            tile = self._first(version)
+            for digest in digests:
+                tile.digest, tile.data = digest, await asyncio.to_thread(_blob, encoding, digest)
+                yield tile
+                sent(len(tile.data))
+                tile = pb.Tile()
+
         with self.peer.translated():
-            try:
-                for digest in digests:
-                    data = await asyncio.to_thread(_blob, encoding, digest)
-                    await call.write(pb.Tile(digest=digest, data=data, run_id=run_id))
-                    run_id = ""  # the first says it for all
-                    yield len(data)
-                await call.done_writing()
-            except asyncio.InvalidStateError:
-                pass  # the relay has answered before the end; what it said comes below
-            except BaseException:
-                call.cancel()
-                raise
-            await call
+            return _missing(await _send(self._stub.PutTiles(), tiles()))
+
+    async def missing(self, version: PolicyVersion) -> bytes | None:
+        """What a staged version still lacks, as `put` returns it."""
+        try:
+            with self.peer.translated():
+                return _missing(await _send(self._stub.PutTiles(), _each([self._first(version)])))
+        except InvalidRequest:  # a relay of the former release takes no message without a blob
+            return None
+
+    def _first(self, version: PolicyVersion) -> pb.Tile:
+        return pb.Tile(run_id=self._run_id, version=to_proto(version, types_pb2.PolicyVersion))
 
     async def commit(self, manifest: Manifest) -> PolicyVersion:
         version = to_proto(manifest.version, types_pb2.PolicyVersion)
@@ -59,6 +73,10 @@ class VersionStaging:
 
 def _blob(encoding: Encoding, digest: bytes) -> bytes:
     return bytes(encoding.blob(digest))
+
+
+def _missing(answer: pb.PutTilesResponse) -> bytes | None:
+    return answer.missing if answer.HasField("missing") else None
 
 
 def _parts(manifest: Manifest, patch: Patch | None) -> Iterator[pb.ManifestPart]:
@@ -73,10 +91,10 @@ async def _each(items: Iterable[M]) -> AsyncGenerator[M, None]:
         yield item
 
 
-async def _send(call: "grpc.aio.StreamUnaryCall[M, R]", messages: Iterable[M]) -> R:
+async def _send(call: "grpc.aio.StreamUnaryCall[M, R]", messages: AsyncIterable[M]) -> R:
     """Write all messages and return the answer. Handed to gRPC, an error of `messages` would end as a cancellation."""
     try:
-        for message in messages:
+        async for message in messages:
             await call.write(message)
         await call.done_writing()
     except asyncio.InvalidStateError:

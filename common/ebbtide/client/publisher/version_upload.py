@@ -9,7 +9,7 @@ When a rank dies the others' exchange ends, and the relay drops what was staged.
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
 from msgspec import Struct
@@ -103,7 +103,7 @@ class VersionUpload:
             if wanted.end is not None and share.encoded is not None:
                 upload_s = time.monotonic() - encoded
                 return UploadResult(end=wanted.end, encoded=share.encoded, encode_s=encoded - began, upload_s=upload_s)
-            puts = await self._gathered(await self._put(encoding, wanted.digests))
+            puts = await self._gathered(await self._put(encoding, wanted))
             if self._head is not None:
                 wanted = await self._decided(self._head.go_on(puts))
 
@@ -129,21 +129,22 @@ class VersionUpload:
             encoding.stop()
         return encoding
 
-    async def _put(self, encoding: Encoding | None, digests: Sequence[bytes]) -> RankPut:
-        self._sent = 0
-        own = [digest for digest in digests if encoding.has(digest)] if encoding is not None else []
+    async def _put(self, encoding: Encoding | None, wanted: RankWanted) -> RankPut:
+        self._sent, missing = 0, None
+        own = [digest for digest in wanted.digests if encoding.has(digest)] if encoding is not None else []
         try:
-            if encoding is not None and own:
-                await self._unless_given_up(self._upload(encoding, own))
+            if encoding is not None and wanted.version is not None and own:
+                put = self._staging.put(wanted.version, encoding, own, self._count)
+                missing = await self._unless_given_up(put)
         except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised here when they know
             if self._failure is None and _curable(error):
                 return RankPut(sent=self._sent, again=RankFailure.of(error))
             self._failure = error
-        return RankPut(sent=self._sent, failure=RankFailure.of(self._failure) if self._failure else None)
+        failure = RankFailure.of(self._failure) if self._failure else None
+        return RankPut(sent=self._sent, missing=missing, failure=failure)
 
-    async def _upload(self, encoding: Encoding, digests: Sequence[bytes]) -> None:
-        async for size in self._staging.put(encoding, digests):
-            self._sent += size
+    def _count(self, size: int) -> None:
+        self._sent += size
 
     async def _decided(self, work: Coroutine[Any, Any, RankWanted]) -> RankWanted:
         """What rank 0 wants of all. Its own failures are in there already."""
@@ -188,7 +189,7 @@ class VersionUpload:
 
 
 def _curable(error: Exception) -> bool:
-    """Whether beginning anew may help."""
+    """Whether another try may help."""
     if isinstance(error, InvalidRequest):
         return error.field == "digest"  # the stage was forgotten
     return isinstance(error, Unavailable | NoCapacity | NotReady | ChunkCorrupt)

@@ -1,10 +1,10 @@
-"""What something costs against its size, learnt online: a line through what was seen lately, and a margin above it.
+"""Learns online what something costs by its size: a line through recent observations, and a margin above it.
 
-The line is by least squares over observations that fade with each new one; the margin is a quantile of how far the last
-ones were above it, as conformal prediction has it, so that no assumption about their distribution is needed.
+The line is a least-squares fit in which older observations weigh less. The margin is a quantile of how far the last
+observations were above the line, as in conformal prediction, so no assumption about their distribution is needed.
 
-Invariant: what is predicted never falls with size, and where one size alone was seen, larger ones are taken to cost in
-proportion and smaller ones as much.
+Invariant: a prediction never falls with size. If only one size was seen, larger sizes cost in proportion, and smaller
+sizes cost the same.
 """
 
 from bisect import bisect_left, insort
@@ -12,12 +12,12 @@ from collections import deque
 from math import ceil, inf
 from typing import Final
 
-#: So few say little about a quantile: what they predict is taken twice.
+#: With fewer observations a quantile is uncertain: predictions are multiplied by `_UNSURE`.
 ENOUGH: Final = 8
 _UNSURE: Final = 2.0
-#: Sizes closer together than this part of their mean teach no slope.
+#: If sizes differ by less than this part of their mean, they show no slope.
 _APART: Final = 0.05
-#: One that costs so many times more than it should counts for this much, so that a hiccup does not bend the line.
+#: A cost counts for at most this multiple of the line, so that an outlier does not bend it.
 _OUTLIER: Final = 4.0
 _LEAST_S: Final = 1e-6
 
@@ -39,26 +39,26 @@ class RecentValues:
         insort(self._sorted, value)
 
     def quantile(self, share: float) -> float:
-        """The least value that `share` of them do not exceed; 0.0 if there are none."""
+        """The least value that `share` of the values do not exceed; 0.0 without values."""
         if not self._sorted:
             return 0.0
         return self._sorted[min(len(self._sorted), max(1, ceil(share * len(self._sorted)))) - 1]
 
 
 class CostLine:
-    """`memory`: so many observations count; `margin`: the quantile that `predicted` is to hold for."""
+    """A line and a margin. `memory`: the number of observations that count; `margin`: the quantile of `predicted`."""
 
     def __init__(self, *, memory: int = 256, margin: float = 0.95) -> None:
         self._fade, self._margin = 1.0 - 1.0 / memory, margin
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # faded sums
         self._slope = self._base = 0.0
-        self._flat = 0.0  # sizes below cost as much as this one
+        self._flat = 0.0  # smaller sizes cost as much as this one
         self._over = RecentValues(min(128, memory))
         self._ratio = 1.0
         self.count = 0
 
     def observe(self, size: float, cost: float) -> None:
-        """Learn that `size` cost so much; both above 0, anything else is passed over."""
+        """Learn the cost of a size. Values that are not positive and finite are ignored."""
         if not (0.0 < size < inf and 0.0 < cost < inf):
             return
         if self.count:
@@ -77,15 +77,15 @@ class CostLine:
         self._fit()
 
     def typical(self, size: float) -> float:
-        """What `size` costs by the line; infinite while nothing is known."""
+        """The cost of `size` by the line; infinite before the first observation."""
         return max(_LEAST_S, self._base + self._slope * max(size, self._flat)) if self.count else inf
 
     def predicted(self, size: float) -> float:
-        """What it costs at most, at the margin's quantile."""
+        """The cost of `size` at the margin's quantile."""
         return self.typical(size) * self.factor
 
     def size_within(self, cost: float) -> float:
-        """The largest size that is predicted to cost no more; infinite if size costs nothing, 0.0 if none."""
+        """The largest size that is predicted to cost no more; infinite if the line is flat, 0.0 if there is none."""
         left = cost / self.factor
         if not self.count or left < self.typical(0.0):
             return 0.0

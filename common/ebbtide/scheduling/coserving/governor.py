@@ -1,12 +1,11 @@
-"""How much rollout work may run in the next step of an engine that borrows from a serving engine.
+"""Decides how much rollout work may run in the next step of an engine that borrows from a serving engine.
 
 After ROSE's co-serving executor (arXiv 2605.06534, section on the executor as reported in notes on it), which admits
-rollouts or not by the slack of served requests. Here the budget is sized to the slack, the rollout step's own duration
-is taken off it, and predictions are learnt online.
+rollouts or refuses them by the slack of served requests. Here the budget is sized to the slack less the rollout step's
+own duration, and predictions are learnt online.
 
-Invariant: every request is in `_book` from its arrival to its end, and no decision lets a step begin that is predicted
-to end later than the slack of any of them allows. Lost with the process: a new governor knows nothing, and begins
-carefully.
+Invariant: every request is in `_book` from its arrival to its end, and no step may begin that is predicted to end after
+the slack of a request. All of it is lost with the process: a new governor knows nothing, and begins with small budgets.
 """
 
 from math import inf
@@ -28,36 +27,26 @@ from ebbtide.scheduling.coserving.traffic_rhythm import TrafficRhythm
 from ebbtide.scheduling.coserving.unloaded_latency import UnloadedLatency
 from ebbtide.types.grants import GRANT_S, Budget
 
-__all__ = [
-    "NOTHING_INSIDE",
-    "BudgetDecider",
-    "BudgetDecision",
-    "Governor",
-    "LatencyTargets",
-    "LearntCosts",
-    "StepLimits",
-]
-
-#: A quiet period: in so much calm a budget grows by one step of its ramp.
+#: A budget grows by one step of its ramp in this much calm.
 _PERIOD_S: Final = 0.01
-#: So much of the slack is for the step itself, at most: the rest is for it to begin in.
+#: The step itself may take this part of the slack; it has to begin in the rest.
 _OF_SLACK: Final = 0.8
-#: One request in so many that come while nothing is inside is served without rollouts, to learn what that takes. Where
-#: sharing is not worth it, one in so many is served with them: too few to be seen in a 99th percentile.
+#: One in `_PROBED` requests that arrive while nothing is inside is served without rollouts, to learn its latency. If
+#: sharing is not worth it, one in `_RISKED` is served with rollouts: too few to be seen in a 99th percentile.
 _PROBED, _RISKED = 16, 256
-#: An aim that is so near what it was stays, for the deadlines of all inside follow from it.
+#: An aim that changes by less than this stays the same, because the deadlines of all requests follow from it.
 _SAME: Final = 0.05
-#: Sharing has to bring so much per second of it, to begin and to go on: less than that idle time brings too, later, and
-#: served tokens are not slowed down for it. Under load it brings more: what is held up decodes in larger batches, and
-#: idle time is scarce.
+#: Sharing begins if it gains this much per second of it, and goes on if it gains at least the second value. A smaller
+#: gain comes from idle time too, later, without slowing served tokens down. Under load sharing gains more: delayed
+#: requests decode in larger batches, and idle time is scarce.
 _WORTH, _WORTH_LESS = 0.4, 0.3
 _BATCHING: Final = 0.75
-#: Overlapping that delays a request by more than the overlap makes waiting for the step's end the better choice.
+#: If an overlap delays a request by this multiple of it, it is better to wait for the step's end.
 _HARMFUL: Final = 1.5
 
 
 class Governor(BudgetDecider):
-    """See the module and `BudgetDecider`."""
+    """Learns from each event, and decides by the slack of the requests inside."""
 
     def __init__(self, targets: LatencyTargets, limits: StepLimits) -> None:
         self._targets, self._limits = targets, limits
@@ -68,24 +57,24 @@ class Governor(BudgetDecider):
         self._quiet = Quiet(limits.quiet_s, limits.quiet_least_s, limits.quiet_most_s)
         self._alone, self._beside = Ramp(_PERIOD_S), Ramp(_PERIOD_S)
         self._rhythm = TrafficRhythm(1.0 - targets.percentile / 100.0)
-        self._ttft, self._tpot = targets.ttft_s, targets.tpot_s  # resolved; 0.0: not yet
-        self._aim = 0.0  # of a request's mean TPOT; 0.0: no sharing
-        self._seen = (0, 0)  # from outside: inside, waiting
-        self._others = 0  # requests inside that other governors know
-        self._others_came = self._others_left = -inf  # when there were some, and none any more
-        self._left = self._came_at = -inf  # when the last request left, and one came while nothing was inside
-        self._probe: str | None = None  # one that is served the other way, to learn what that is like
-        self._sized: int | None = None  # tokens of a step, by its own duration alone; None: to be computed
-        self._worth = True  # sharing is, as far as is known
-        self._lone_ones = 0
+        self._ttft, self._tpot = targets.ttft_s, targets.tpot_s  # the targets in seconds; 0.0: not known yet
+        self._aim = 0.0  # for a request's mean TPOT; 0.0: no sharing
+        self._seen = 0  # requests inside, as observed from outside
+        self._others = 0  # requests inside that are reported to other governors
+        self._others_came = self._others_left = -inf  # when their number last became positive, and zero
+        self._left = self._came_at = -inf  # when the last request left, and when one came while nothing was inside
+        self._probe: str | None = None  # a request that is served the other way, with or without rollouts
+        self._sized: int | None = None  # tokens of a step, by its own duration only; None: to be computed
+        self._worth = True  # whether sharing pays, as far as known
+        self._solo_requests = 0  # that came while nothing was inside
         self._granted = False
 
     def arrived(self, now: float, request: str, prompt_tokens: int, *, streamed: bool = True) -> None:
         first = not self._book
         if first:
-            self._lone_ones += 1
-            self._probe = request if self._lone_ones % (_PROBED if self._worth else _RISKED) == 0 else None
-            self._came(now)
+            self._solo_requests += 1
+            self._probe = request if self._solo_requests % (_PROBED if self._worth else _RISKED) == 0 else None
+            self._become_busy(now)
         alone = first and not self._others
         self._book.arrive(request, self._lessons.arrived(now, prompt_tokens, alone=alone, streamed=streamed))
 
@@ -113,7 +102,7 @@ class Governor(BudgetDecider):
         if request == self._probe:
             self._probe = None
         if not self._book:
-            self._went(now)
+            self._become_idle(now)
 
     def elsewhere(self, now: float, inside: int) -> None:
         before, self._others = self._others, inside
@@ -124,12 +113,12 @@ class Governor(BudgetDecider):
         elif before and not inside:
             self._others_left = now
 
-    def observed(self, now: float, inside: int, waiting: int) -> None:
-        before, self._seen = self._seen[0], (inside, waiting)
+    def observed(self, now: float, inside: int, waiting: int) -> None:  # noqa: ARG002 - no sharing with unknown requests
+        before, self._seen = self._seen, inside
         if inside and not before:
-            self._came(now)
+            self._become_busy(now)
         elif before and not inside:
-            self._went(now)
+            self._become_idle(now)
 
     def stepped(self, now: float, tokens: int, seconds: float) -> None:
         begin = now - seconds
@@ -151,7 +140,7 @@ class Governor(BudgetDecider):
         if granted:
             self._lessons.may_step(decision.budget.until)
         elif self._granted:
-            self._lessons.stand(now)
+            self._lessons.may_not_step(now)
         if granted != self._granted:
             self._granted = granted
             self._rhythm.grant(now, granted)
@@ -177,16 +166,16 @@ class Governor(BudgetDecider):
 
     @property
     def _busy(self) -> bool:
-        return bool(self._book) or self._seen[0] > 0
+        return bool(self._book) or self._seen > 0
 
-    def _came(self, now: float) -> None:
+    def _become_busy(self, now: float) -> None:
         """The first request is inside."""
         self._came_at = now
         self._quiet.came(now - self._left, self._steps.usual_s)
         self._rhythm.turn(now, busy=True)
 
-    def _went(self, now: float) -> None:
-        """Nothing is inside any more."""
+    def _become_idle(self, now: float) -> None:
+        """The last request has left."""
         self._left = now
         self._rhythm.turn(now, busy=False)
 
@@ -201,8 +190,8 @@ class Governor(BudgetDecider):
         return BudgetDecision(budget, "idle", NOTHING_INSIDE, now + (GRANT_S / 3 if level == 1.0 else _PERIOD_S))
 
     def _most(self, level: float) -> int:
-        """Tokens of a step, whatever goes on beside it: of a size that is known, within its share of the TTFT target,
-        and on the ramp's level."""
+        """Tokens of a step by itself: of a size that was seen, within its share of the TTFT target, and at the ramp's
+        level."""
         most = self._limits.tokens
         if self._sized is None:
             within = self._steps.tokens_within(self._limits.step_share * self._ttft if self._ttft else inf)
@@ -212,7 +201,7 @@ class Governor(BudgetDecider):
     def _shared(self, now: float) -> BudgetDecision:
         aim_tpot = self._aim if self._worth == (self._probe is None) else 0.0
         aim_gap = self._targets.aim_gap * self._tpot
-        point = self._book.point(self._targets.aim_ttft * self._ttft, aim_tpot, aim_gap) if not self._seen[0] else -inf
+        point = self._book.point(self._targets.aim_ttft * self._ttft, aim_tpot, aim_gap) if not self._seen else -inf
         slack = max(0.0, point - now)
         level = self._beside.calm(now) if slack > 0.0 else self._beside.level
         room = slack - (1.0 - level) * aim_gap
@@ -226,7 +215,7 @@ class Governor(BudgetDecider):
         return BudgetDecision(budget, "shared", slack, min(until, now + GRANT_S / 3))
 
     def _resolve(self, now: float) -> None:
-        """Targets that are factors, aims, and whether to share at all follow what was learnt."""
+        """Compute the targets that are factors, the aim, and whether to share, from what was learnt."""
         targets, self._sized = self._targets, None
         if not targets.ttft_s:
             self._ttft = targets.ttft_factor * self._unloaded.ttft_s(targets.percentile)

@@ -1,12 +1,13 @@
-"""How much memory for keys and values rollouts may hold beside a served engine.
+"""Decides how much memory for keys and values rollouts may hold beside a served engine.
 
-Invariant: what is allowed never exceeds the limit less what serving uses and a headroom for what it takes next. It
-falls at once, by exactly as much as serving needs and as often as it needs. Once serving has held little for a quiet
-time, below a second, all of it comes back at once: the next burst takes it back within a step. While serving holds
-more, it grows in steps up to what its last peaks left, so that nothing goes to and fro within a burst. A cut that took
-something away right after a growth makes the next quiet time longer. Nothing is allowed rather than less than what the
-longest rollout needs, which would stand still with it. ROSE (arXiv 2605.06534) halves once and then stays frozen until
-the next RL step: a burst of seconds costs it minutes.
+Invariant: the allowance never exceeds the limit less serving's use and a headroom for its growth.
+
+The allowance falls at once by exactly what serving needs. After serving has held little for a quiet time, which is
+below a second, all of it returns at once: the next burst takes it back within a step. While serving holds more, the
+allowance grows in steps up to what serving's recent peaks left, so that it does not oscillate within a burst. If a cut
+takes memory away soon after a growth, the next quiet time is longer. If the allowance is too small for the longest
+rollout, it is zero, because that rollout could not run. ROSE (arXiv 2605.06534) halves the budget once and keeps it
+until the next RL step: a burst of seconds costs it minutes.
 """
 
 from collections import deque
@@ -14,49 +15,44 @@ from typing import Final
 
 from msgspec import Struct
 
-NORMAL: Final = "normal"  # rollouts have all that they could have beside an idle served engine
-PRESSURE: Final = "pressure"  # what serving uses bounds them, or did a moment ago
-CUT: Final = "cut"  # more is in use than allowed: it is being given back
-REGROW: Final = "regrow"  # growing again
+NORMAL: Final = "normal"  # rollouts may hold all that fits beside an idle served engine
+PRESSURE: Final = "pressure"  # serving's use limits them, or did a moment ago
+CUT: Final = "cut"  # rollouts hold more than allowed, and are giving it back
+REGROW: Final = "regrow"  # the allowance grows again
 
-#: Growth is stopped this far, as a share of the limit, below the line at which it would be cut: a single served
-#: request that comes and goes must not move it.
+#: Growth stops this far below the bound, as a share of the limit, so that a single served request causes no cut.
 _SLACK: Final = 0.03
-#: What is cut within this time after it grew brought less than it costs to read again.
+#: Memory that is cut this soon after it grew gained less than it costs to compute its content again.
 _SOON_S: Final = 1.0
-#: A quiet time that was made longer is made shorter again after so long without such a cut.
+#: A longer quiet time is shortened again after this time without such a cut.
 _FORGIVEN_S: Final = 10.0
 
 
 class KvRules(Struct, frozen=True, kw_only=True):
-    """`headroom` to `headroom_most`: shares of the limit that stay free for serving, as much of it as serving took at
-    most within `react_s` (the time that a cut takes) in the last `remember_s`. After a cut nothing grows for `quiet_s`
-    seconds, at most `quiet_most_s`. After as long with no more than `little` of the limit in use by serving, all comes
-    back; before, `step` of what rollouts could have, each `step_s`, up to what the highest use in `burst_s` leaves."""
+    """How the allowance follows serving's use. Shares are of the limit unless stated."""
 
-    headroom: float = 0.05
-    headroom_most: float = 0.15
-    react_s: float = 0.25
+    headroom: float = 0.05  # share that always stays free for serving
+    headroom_most: float = 0.15  # most that stays free: serving's largest rise within `react_s` in `remember_s`
+    react_s: float = 0.25  # the time that a cut takes
     remember_s: float = 30.0
-    little: float = 0.1
-    quiet_s: float = 0.1
+    little: float = 0.1  # all memory returns once serving has used less than this share for the quiet time
+    quiet_s: float = 0.1  # without growth after a cut
     quiet_most_s: float = 0.4
-    burst_s: float = 3.0
-    step: float = 0.125
+    burst_s: float = 3.0  # in a burst, growth stops at what serving's highest use in this time leaves
+    step: float = 0.125  # of growth in a burst, as a share of what rollouts could have
     step_s: float = 0.25
 
 
 class KvAllowance(Struct, frozen=True):
-    """`kv_bytes` that rollouts may hold. `phase`: see the constants. `short`: bytes that serving and the least
-    headroom lack even if rollouts held nothing."""
+    """What rollouts may hold."""
 
     kv_bytes: int
-    phase: str
-    short: int = 0
+    phase: str  # one of the constants above
+    short: int = 0  # bytes that serving and the least headroom lack even if rollouts hold nothing
 
 
 class KvBudget:
-    """See the module. One for each served engine; `full` is what rollouts can hold at all, in bytes."""
+    """Follows the use of one served engine."""
 
     def __init__(self, rules: KvRules | None = None) -> None:
         self._rules = rules or KvRules()
@@ -68,49 +64,49 @@ class KvBudget:
         self._growing = False
 
     def update(self, now: float, *, serving: int, rollout: int, limit: int, full: int, least: int = 0) -> KvAllowance:
-        """What rollouts may hold from `now` on: `serving` and `rollout` bytes are in use, of a `limit` for both; the
-        longest rollout needs `least`."""
+        """The allowance from `now` on, in bytes. `serving` and `rollout` are in use, of a `limit` for both; rollouts
+        could hold `full`; the longest rollout needs `least`."""
         reserve = self._reserve(now, serving, limit)
-        line = max(0, min(full, limit - serving - reserve))
+        bound = max(0, min(full, limit - serving - reserve))
         most = max(0, min(full, limit - reserve))
         if serving > limit * self._rules.little:
             self._much_at = now
         peak = self._peaks.add(now, serving)
-        if self._allowed is None or self._allowed > line:
-            self._cut(now, line, rollout)
+        if self._allowed is None or self._allowed > bound:
+            self._cut(now, bound, rollout)
         else:
-            # All that an idle served engine leaves is taken whole; of less, not all to the very line.
+            # Beside an idle served engine all of it is used; otherwise growth stops below the bound.
             whole = now - max(self._cut_at, self._much_at) >= self._quiet_s
-            below = line if whole else min(full, limit - peak - reserve)
-            self._grow(now, below if below >= most else below - int(limit * _SLACK), most, whole=whole)
-        allowed = self._enough(line, least, most)
+            goal = bound if whole else min(full, limit - peak - reserve)
+            self._grow(now, goal if goal >= most else goal - int(limit * _SLACK), most, whole=whole)
+        allowed = self._usable(bound, least, most)
         short = max(0, serving + int(limit * self._rules.headroom) - limit)
         return KvAllowance(allowed, self._phase(allowed, rollout, most), short)
 
-    def _enough(self, line: int, least: int, most: int) -> int:
-        """What is allowed, but nothing between none and `least`."""
+    def _usable(self, bound: int, least: int, most: int) -> int:
+        """The allowance, which is either 0 or at least `least`."""
         allowed = self._allowed or 0
-        least = min(least, most)  # what needs more than there ever is waits for nothing
+        least = min(least, most)  # a rollout that needs more than that can never run
         if 0 < allowed < least:
-            allowed = least if self._growing and least <= line else 0
+            allowed = least if self._growing and least <= bound else 0
             self._allowed = max(allowed, self._allowed or 0)
         return allowed
 
     def _reserve(self, now: float, serving: int, limit: int) -> int:
-        """Kept free for serving: what it took at its fastest, within bounds."""
+        """Bytes kept free for serving: its fastest rise, within the rules' shares."""
         rise = self._rises.add(now, serving)
         least, most = int(limit * self._rules.headroom), int(limit * self._rules.headroom_most)
         return max(least, min(most, rise))
 
-    def _cut(self, now: float, line: int, rollout: int) -> None:
+    def _cut(self, now: float, bound: int, rollout: int) -> None:
         rules = self._rules
         if self._allowed is not None:
             self._cut_at = now
-            if rollout > line:  # a cut into what nobody held cost nothing
+            if rollout > bound:  # a cut of unused memory costs nothing
                 if now - self._grown_at < _SOON_S:
                     self._quiet_s = min(rules.quiet_most_s, 2 * self._quiet_s)
                 self._lost_at = now
-        self._allowed, self._growing = line, False
+        self._allowed, self._growing = bound, False
 
     def _grow(self, now: float, goal: int, most: int, *, whole: bool) -> None:
         rules, allowed = self._rules, self._allowed or 0
@@ -135,7 +131,7 @@ class KvPeaks:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._lately: deque[tuple[float, int]] = deque()  # falling values: the first is the highest
+        self._lately: deque[tuple[float, int]] = deque()  # values in falling order: the first is the highest
 
     def add(self, now: float, value: int) -> int:
         lately = self._lately
@@ -148,25 +144,19 @@ class KvPeaks:
 
 
 class KvRises:
-    """The largest rise of a value within `window_s` that was seen in the last `remember_s` (at most twice as long)."""
+    """The largest rise of a value within `window_s`, in the last `remember_s` to twice that."""
 
     def __init__(self, window_s: float, remember_s: float) -> None:
-        self._window_s = window_s
         self._remember_s = remember_s
-        self._lately: deque[tuple[float, int]] = deque()  # rising values: the first is the lowest of the window
+        self._negated = KvPeaks(window_s)  # its highest value is the negative of the window's lowest
         self._now = self._before = 0
         self._since = float("-inf")
 
     def add(self, now: float, value: int) -> int:
-        lately = self._lately
-        while lately and lately[-1][1] >= value:
-            lately.pop()
-        lately.append((now, value))
-        while lately[0][0] < now - self._window_s:
-            lately.popleft()
+        lowest = -self._negated.add(now, -value)
         if now - self._since >= self._remember_s:
-            # A first value is no rise, and what is older than two spans is forgotten whole.
+            # The first value is no rise, and rises older than two spans are forgotten.
             self._before = self._now if now - self._since < 2 * self._remember_s else 0
             self._now, self._since = 0, now
-        self._now = max(self._now, value - lately[0][1])
+        self._now = max(self._now, value - lowest)
         return max(self._now, self._before)

@@ -1,10 +1,9 @@
-"""Which requests give up their keys and values when memory has to be given back.
+"""Chooses the requests that give up their keys and values when memory must be given back.
 
-They lose no token: they wait, and their keys and values are computed again when there is room. So a cut costs what that
-computation costs, and this chooses the requests for which it is least. Prefill costs a linear part for each token and
-a quadratic one for attention to all tokens before it. Blocks that others share are neither freed nor computed again. A
-request that is about to finish gives its memory back by itself: what it would free counts for the rest of its life
-only.
+These requests lose no token: they wait, and their keys and values are computed again when there is room. So this
+chooses the requests for which that costs least. Prefill costs a linear part for each token, and a quadratic part for
+attention to earlier tokens. Blocks shared with others are neither freed nor computed again. A request that will finish
+soon frees its memory by itself, so its blocks count only for its remaining tokens.
 """
 
 from collections.abc import Sequence
@@ -12,35 +11,33 @@ from typing import Final
 
 from msgspec import Struct
 
-#: Attention to as many tokens of context costs as much as all else that a token costs; about 6 times the width of a
-#: transformer's layers. It makes long contexts dearer, and its exact size matters little.
+#: The context length at which attention costs as much as the rest of a token's work: about 6 times the width of a
+#: transformer's layers. It makes long contexts more expensive; its exact size matters little.
 _CONTEXT: Final = 8192
-#: Memory is looked for for so many steps; what would be free by then anyway is worth little.
+#: Memory is needed for this many steps; blocks that become free sooner are worth less.
 _HORIZON: Final = 64
 
 
 class HeldRequest(Struct, frozen=True, kw_only=True):
-    """What a running request holds. `computed`: tokens whose keys and values are there, of which the first `shared` lie
-    in blocks that stay (others use them); `blocks`: those that are free without it; `remaining`: tokens still to
-    come, at most."""
+    """The keys and values that a running request holds."""
 
     request: str
-    computed: int
-    blocks: int
-    shared: int = 0
-    remaining: int = _HORIZON
+    computed: int  # tokens whose keys and values are there
+    blocks: int  # that are free without it
+    shared: int = 0  # of `computed`, the first tokens, whose blocks other requests use too
+    remaining: int = _HORIZON  # tokens still to come, at most
 
 
 def recompute_cost(computed: int, shared: int = 0, *, context: int = _CONTEXT) -> float:
-    """The work of computing tokens `shared` to `computed` again, in tokens without context."""
+    """The work to compute tokens `shared` to `computed` again, in tokens without context."""
     return (computed - shared) + (computed**2 - shared**2) / (2 * context)
 
 
 def choose_victims(held: Sequence[HeldRequest], blocks: int, *, context: int = _CONTEXT) -> list[str]:
-    """Requests that free `blocks` together, at the least cost that is found; all that free something, if they do not.
+    """Requests that together free `blocks` at a low cost; if they cannot, all that free something.
 
-    The cheapest per block first, as long as needed; instead of the last ones, a single one that does as well for less
-    (the usual better bound of the greedy cover). None of them could be left out.
+    Greedy cover: the cheapest per block come first. Each prefix is also completed with a single request, and the
+    cheapest combination wins. None of its requests can be left out.
     """
     useful = [item for item in held if item.blocks > 0]
     if blocks <= 0:
@@ -69,17 +66,17 @@ def choose_victims(held: Sequence[HeldRequest], blocks: int, *, context: int = _
 
 
 def _worth(item: HeldRequest) -> float:
-    """Blocks that it frees, less if it would free them soon by itself."""
+    """The blocks that it frees; they count less if it will finish soon."""
     return item.blocks * min(1.0, max(1, item.remaining) / _HORIZON)
 
 
 def _loss(item: HeldRequest, costs: dict[str, float]) -> float:
-    """Its cost, more if it is about to finish."""
+    """Its cost, which is higher if it will finish soon."""
     return costs[item.request] * item.blocks / _worth(item)
 
 
 def _needed(items: list[HeldRequest], blocks: int, costs: dict[str, float]) -> list[HeldRequest]:
-    """`items` without those that are not needed, the dearest left out first."""
+    """`items` without those that are not needed; the most expensive are left out first."""
     kept = list(items)
     for item in sorted(items, key=lambda one: -_loss(one, costs)):
         if sum(one.blocks for one in kept) - item.blocks >= blocks:

@@ -1,8 +1,8 @@
-"""What served requests and rollout steps teach about each other: latencies without rollouts, and delays by them.
+"""Learns latencies without rollouts, and the delays by rollouts, from served requests and rollout steps.
 
-Invariant: `_beside` is how long rollout steps ran, in sum. What overlapped with a part of a request's life is what that
-sum grew by meanwhile, and never more than that part. A report of a step comes a little after its end, so what is told
-of a token may lack the last of it.
+Invariant: `beside` is the sum of rollout steps' durations. The overlap with a part of a request's life is the growth
+of that sum meanwhile, and never more than that part. A step is reported shortly after its end, so the sum at a token
+may lack the last part of a step.
 """
 
 from math import inf
@@ -12,9 +12,9 @@ from ebbtide.scheduling.coserving.request_slack import ServedRequest
 from ebbtide.scheduling.coserving.step_time import StepTime
 from ebbtide.scheduling.coserving.unloaded_latency import UnloadedLatency
 
-#: Of decode steps one observation in so many seconds is enough.
+#: Decode steps are observed once in this many seconds.
 _EVERY_S: Final = 0.005
-#: The excess over what was predicted is taken from so many first tokens, roughly, as single ones say little.
+#: The excess over the prediction is from about 64 first tokens, because single ones vary much.
 _FADE: Final = 1.0 - 1.0 / 64
 _SOME_S: Final = 0.2
 _SHARED_FADE: Final = 1.0 - 1.0 / 512
@@ -25,50 +25,48 @@ class LatencyModel:
 
     def __init__(self, unloaded: UnloadedLatency, steps: StepTime) -> None:
         self._unloaded, self._steps = unloaded, steps
-        self._beside = 0.0
-        self._step_end = -inf  # of the last one, and until when another may run
-        self._lone: ServedRequest | None = None  # came while nothing was inside, and nothing came since
+        self.beside = 0.0
+        self._step_end = -inf  # when the last step ended, or until when a step may begin
+        self._solo: ServedRequest | None = None  # came while nothing was inside, and nothing came since
         self._changed = -inf  # when a request came, had its first token or left
-        self._taught = -inf
-        self._overlap = self._excess = 0.0  # of first tokens: with rollouts, and over what was predicted
-        self._shared = self._lost = 0.0  # the same of decode steps
+        self._observed_at = -inf  # when a decode step was last observed
+        self._overlap = self._excess = 0.0  # of first tokens: time with rollouts, and time beyond the prediction
+        self._shared = self._lost = 0.0  # the same for decode steps
 
     def stepped(self, now: float, tokens: int, seconds: float, *, beside: bool | None) -> None:
-        """`beside`: whether served work went on during the step; None: for a part of it, so it says little."""
-        self._beside += max(0.0, seconds)
+        """A rollout step ended. `beside`: whether served work went on during it; None: during a part of it, so its
+        duration is not learnt."""
+        self.beside += max(0.0, seconds)
         self._step_end = max(self._step_end, now)
         if beside is not None:
             self._steps.observe(tokens, seconds, beside=beside)
 
     def may_step(self, until: float) -> None:
-        """A rollout step may begin until then."""
+        """A rollout step may begin before `until`."""
         self._step_end = max(self._step_end, until)
 
-    def stand(self, now: float) -> None:
+    def may_not_step(self, now: float) -> None:
         """No step begins from now on."""
         self._step_end = min(self._step_end, now)
 
     def arrived(self, now: float, prompt_tokens: int, *, alone: bool, streamed: bool = True) -> ServedRequest:
         self._changed = now
-        request = ServedRequest(arrived=now, prompt_tokens=prompt_tokens, beside=self._beside, streamed=streamed)
-        self._lone = request if alone and streamed else None
+        request = ServedRequest(arrived=now, prompt_tokens=prompt_tokens, beside=self.beside, streamed=streamed)
+        self._solo = request if alone and streamed else None
         return request
 
     def disturbed(self, now: float) -> None:
-        """Requests that are not told here came or left."""
-        self._changed, self._lone = now, None
-
-    @property
-    def beside(self) -> float:
-        return self._beside
+        """Requests of other governors came or left."""
+        self._changed, self._solo = now, None
 
     def began(self, request: ServedRequest, target: float) -> None:
         """Its first token came."""
         self._changed = request.first
         ttft = request.first - request.arrived
-        overlap = min(ttft, self._beside - request.beside)
-        request.missed |= request.streamed and ttft - overlap <= target < ttft
-        if request is not self._lone:
+        overlap = min(ttft, self.beside - request.beside)
+        if request.streamed:
+            request.note_miss(ttft, overlap, target)
+        if request is not self._solo:
             return
         if overlap > 0.0:
             self._overlap = _FADE * self._overlap + overlap
@@ -77,11 +75,11 @@ class LatencyModel:
             self._unloaded.began(request.prompt_tokens, ttft - overlap)
 
     def went_on(self, request: ServedRequest, since: float, batch: int, overlap: float) -> None:
-        """Its next token came, the one before it at `since`, while `batch` decoded and nobody waited; rollout steps ran
-        for `overlap` in between."""
-        if since <= self._changed or request.last <= self._taught + _EVERY_S:
+        """Its next token came, and the one before it at `since`, while `batch` requests decoded and none waited;
+        rollout steps ran for `overlap` in between."""
+        if since <= self._changed or request.last <= self._observed_at + _EVERY_S:
             return
-        self._taught = request.last
+        self._observed_at = request.last
         pause = request.last - since
         if since > self._step_end:
             self._unloaded.decoded(batch, pause)
@@ -94,21 +92,21 @@ class LatencyModel:
         behind, seconds = request.tokens - 1, request.last - request.first
         if ok and behind > 0 and seconds > 0.0:
             overlap = min(seconds, request.beside_last - request.beside_first)
-            request.missed |= seconds - overlap <= target * behind < seconds
-            if request is self._lone and overlap == 0.0:
+            request.note_miss(seconds, overlap, target * behind)
+            if request is self._solo and overlap == 0.0:
                 self._unloaded.finished(behind, seconds)
-        if request is self._lone:
-            self._lone = None
+        if request is self._solo:
+            self._solo = None
 
     @property
     def gained(self) -> float | None:
-        """What sharing brings: rollouts' progress less the served work's delay, per second in which both ran. None
-        while not known. 0.0 where the two only take time from each other, and more where they leave each other gaps."""
+        """The gain of sharing: rollouts' progress less the served work's delay, per second in which both ran. None:
+        unknown. It is 0.0 if the two only take time from each other, and more if they fill each other's gaps."""
         if self._shared < _SOME_S:
             return None
         return 1.0 / max(1.0, self._steps.beside_ratio) - self._lost / self._shared
 
     @property
     def contention(self) -> float:
-        """How much longer a first token took per second of a rollout step beside it; 1.0 while not known."""
+        """How much longer a first token took per second of a rollout step beside it; 1.0 while unknown."""
         return self._excess / self._overlap if self._overlap >= _SOME_S else 1.0

@@ -1,37 +1,37 @@
-"""How much of what could be used is used: nothing for a moment behind served work, less after trouble, more in calm.
+"""Sets the share of capacity that rollouts use: less after trouble, more in calm, none just after served work.
 
-Additive growth, multiplicative cut (Chiu and Jain 1989), with the memory of where trouble was, as TCP has it: growth is
-slow near there and fast elsewhere, so that a step response settles instead of swinging. The quiet time is what costs
-least: waiting loses idle time, and not waiting disturbs a request that comes while a step is under way.
+Growth is additive and cuts are multiplicative (Chiu and Jain 1989). As in TCP, the level of the last trouble is kept:
+growth is slow near it and fast elsewhere, so the level converges instead of oscillating. The quiet time after served
+work is the one with the least cost: waiting loses idle time, and a step without waiting delays the next request.
 
-Invariant: `level` is between `LEAST` and 1, and changes by cuts and by calm alone: neither the begin of a training step
-nor a spell's end sets it back.
+Invariant: `level` is between `LEAST` and 1, and changes only by cuts and by calm. Neither the start of a training step
+nor the end of an idle spell resets it.
 """
 
 from bisect import bisect_right
 from typing import Final
 
 LEAST: Final = 1.0 / 16
-#: From nothing to everything in eight quiet periods, and sixteen times slower near where there was trouble.
+#: From nothing to everything in eight calm periods, and sixteen times slower near the level of the last trouble.
 _GROWTH: Final = 1.0 / 8
 _SLOW_GROWTH: Final = 1.0 / 128
 _NEAR: Final = 0.75
 _CUT: Final = 0.5
-#: Asked less often than every so many periods, it did not run all the while.
+#: After more than this many periods between two calls of `calm`, rollouts have not run all the time.
 _RESTS: Final = 4
-#: Trouble is forgotten after so long.
+#: The level of the last trouble is kept for this long.
 _FORGOTTEN_S: Final = 10.0
-#: Quiet times that are tried, as parts of the span between the least and the most.
+#: Candidates for the quiet time, as parts of the span between the least and the most.
 _TRIED: Final = (0.0, 0.02, 0.06, 0.16, 0.36, 0.6, 1.0)
-#: A second that a request is delayed weighs as much as so many of idle time.
+#: One second of a request's delay costs as much as this many seconds of idle time.
 _DELAY_WEIGHS: Final = 4.0
-_LONG_S: Final = 1.0  # longer gaps tell nothing more
+_LONG_S: Final = 1.0  # longer gaps count as this
 _ENOUGH: Final = 32
 _FADE: Final = 1.0 - 1.0 / 256
 
 
 class Ramp:
-    """A level. `period_s`: of calm, for one step of growth."""
+    """The level. `period_s`: of calm, for one step of growth."""
 
     def __init__(self, period_s: float = 0.01) -> None:
         self._period = period_s
@@ -40,7 +40,8 @@ class Ramp:
         self.level = 1.0
 
     def cut(self, now: float, used: float) -> None:
-        """There was trouble while `used` of everything ran. One cut per period: what comes together has one cause."""
+        """Cut the level after trouble while `used` of the capacity ran. There is one cut per period, because troubles
+        close together have one cause."""
         if now - self._trouble_at < self._period:
             return
         used = min(self.level, used)
@@ -48,10 +49,10 @@ class Ramp:
         self.level = max(LEAST, _CUT * used)
 
     def calm(self, now: float) -> float:
-        """It runs, and there is no trouble: the level that this allows."""
+        """Rollouts run without trouble: grow the level and return it."""
         if self.level >= 1.0:
             return 1.0
-        if now - self._seen_at > _RESTS * self._period:  # what did not run was not calm
+        if now - self._seen_at > _RESTS * self._period:  # time without rollouts is not calm
             self._grown_at = now
         self._seen_at = now
         while self._grown_at + self._period <= now and self.level < 1.0:
@@ -62,17 +63,17 @@ class Ramp:
 
 
 class Quiet:
-    """How long nothing runs after the last served request left, learnt from how soon the next ones came."""
+    """Learns how long rollouts should wait after the last served request left, from how soon the next ones came."""
 
     def __init__(self, first_s: float, least_s: float, most_s: float) -> None:
         self._tried = tuple(least_s + part * (most_s - least_s) for part in _TRIED)
-        self._counts = [0.0] * (len(_TRIED) + 1)  # of gaps, between one tried time and the next
+        self._counts = [0.0] * (len(_TRIED) + 1)  # of gaps between two candidates
         self._sums = [0.0] * (len(_TRIED) + 1)
         self._seen = 0
         self.seconds = first_s
 
     def came(self, gap_s: float, step_s: float) -> None:
-        """A request came so long after the last one had left; a rollout step takes `step_s`."""
+        """A request came `gap_s` after the last one had left; a rollout step takes `step_s`."""
         gap_s = min(gap_s, _LONG_S)
         for number in range(len(self._counts)):
             self._counts[number] *= _FADE
@@ -85,7 +86,7 @@ class Quiet:
             self.seconds = min(self._tried, key=lambda quiet: self._cost(quiet, step_s))
 
     def _cost(self, quiet: float, step_s: float) -> float:
-        """Idle seconds lost, and the delay of those that come after the quiet time: half a step each."""
+        """Idle seconds lost, and the delay of requests that come after the quiet time: half a step each."""
         at = self._tried.index(quiet)
         short, longer = sum(self._sums[: at + 1]), sum(self._counts[at + 1 :])
         return short + longer * (quiet + _DELAY_WEIGHS * 0.5 * step_s)

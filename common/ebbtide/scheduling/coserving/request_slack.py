@@ -1,12 +1,12 @@
-"""The slack of served requests: how long rollouts may still hold them up before one misses what it is to attain.
+"""Computes the slack of served requests: how long rollouts may delay them before one misses its aim.
 
-After ROSE's test (see `governor`), with two differences. The queue counts: prefill is serial, so a request waits for
-the work of those ahead of it too. And the next token of a request that decodes has two deadlines, of which the earlier
-holds: by one the pause since its last token stays bearable, by the other the request's mean so far stays within the
-aim, so that one which others have slowed down already is left alone.
+After ROSE's test (see `governor`), with two differences. The queue counts: prefill is serial, so a request also waits
+for the work ahead of it. The next token of a request that decodes has two deadlines, and the earlier one holds. One
+bounds the pause since its last token. The other keeps the request's mean within the aim, so that a request which was
+already slowed down is not slowed further.
 
 Invariant: a request is in `_waiting`, in order of arrival, until its first token, and from then on in `_decoding` and
-`_due` until its end. `_due` has the deadline of each one's next token for the aims `_due_for`.
+`_due` until its end. `_due` holds the deadline of each request's next token for the aims `_due_for`.
 """
 
 from math import inf
@@ -17,24 +17,26 @@ from ebbtide.scheduling.coserving.unloaded_latency import UnloadedLatency
 
 
 class ServedRequest(Struct):
-    """One served request inside; times in seconds. `first`, `last`: when those tokens came. `beside`: how long rollout
-    steps had run, in sum over the governor's life, when it came; `beside_first` and `beside_last` at those tokens.
-    `missed`: it missed a target and would not have without rollouts."""
+    """One served request inside. Times are in seconds; `beside` times are sums of rollout steps' durations."""
 
     arrived: float
     prompt_tokens: int
-    beside: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
+    beside: float = 0.0  # the sum when it arrived
+    first: float = 0.0  # when its first token came
+    last: float = 0.0  # when its last token came
     tokens: int = 0
-    beside_first: float = 0.0
-    beside_last: float = 0.0
-    missed: bool = False
+    beside_first: float = 0.0  # the sum at its first token
+    beside_last: float = 0.0  # the sum at its last token
+    missed: bool = False  # it missed a target that it would have met without rollouts
     streamed: bool = True
+
+    def note_miss(self, seconds: float, overlap: float, target: float) -> None:
+        """Set `missed` if these seconds exceed the target, and would not without the overlap with rollouts."""
+        self.missed |= seconds - overlap <= target < seconds
 
 
 class SlackBook:
-    """Who is inside, and until when rollouts may go on beside them."""
+    """Keeps the requests inside, and computes until when rollouts may go on beside them."""
 
     def __init__(self, unloaded: UnloadedLatency) -> None:
         self._unloaded = unloaded
@@ -42,7 +44,7 @@ class SlackBook:
         self._decoding: dict[str, ServedRequest] = {}
         self._due: dict[str, float] = {}
         self._due_for = (0.0, 0.0)
-        self._earliest: float | None = None  # of those that wait: arrival less the work up to its first token
+        self._earliest: float | None = None  # least arrival time less the work up to the first token, of `_waiting`
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._decoding)
@@ -60,17 +62,17 @@ class SlackBook:
         self._earliest = None
 
     def last(self, name: str) -> float | None:
-        """When its last token came. None before the first, and for one that is not inside."""
+        """When the request's last token came. None before the first, and for an unknown request."""
         request = self._decoding.get(name)
         return None if request is None else request.last
 
     def beside(self, name: str) -> float:
-        """`beside_last` of one that decodes; 0.0 of others."""
+        """`beside_last` of a request that decodes; 0.0 for others."""
         request = self._decoding.get(name)
         return 0.0 if request is None else request.beside_last
 
     def produce(self, name: str, now: float, tokens: int, beside: float) -> ServedRequest | None:
-        """It made `tokens` more. None if it is not inside."""
+        """Add tokens to a request. None: it is not inside."""
         request = self._decoding.get(name)
         if request is None:
             request = self._waiting.pop(name, None)
@@ -85,7 +87,7 @@ class SlackBook:
         return request
 
     def end(self, name: str) -> ServedRequest | None:
-        """It is not inside any more. None if it was not."""
+        """Remove a request. None: it was not inside."""
         request = self._waiting.pop(name, None)
         if request is not None:
             self._earliest = None
@@ -94,9 +96,9 @@ class SlackBook:
         return self._decoding.pop(name, None)
 
     def point(self, ttft_aim: float, tpot_aim: float, gap_aim: float) -> float:
-        """By when all rollout work has to be over, if every request is to have its first token `ttft_aim` seconds after
-        its arrival, and its next one so that its mean stays within `tpot_aim` and the pause within `gap_aim`. Infinite
-        where nothing is inside; with an aim of 0 long ago."""
+        """When all rollout work must be over, so that every request gets its first token `ttft_aim` seconds after its
+        arrival, its mean time per token stays within `tpot_aim`, and each pause within `gap_aim`. Infinite if nothing
+        is inside, minus infinite if an aim is 0."""
         return min(self._waiting_point(ttft_aim), self._decoding_point(tpot_aim, gap_aim))
 
     def _waiting_point(self, aim: float) -> float:
@@ -105,11 +107,11 @@ class SlackBook:
         if aim <= 0.0:
             return -inf
         if self._earliest is None:
-            self._earliest = self._queue()
+            self._earliest = self._earliest_waiting()
         return self._earliest + aim
 
-    def _queue(self) -> float:
-        """Each waits for those ahead of it, and between two of them all that decode make a token."""
+    def _earliest_waiting(self) -> float:
+        """Each request waits for those ahead of it; between two prefills all decoding requests make a token."""
         between = self._unloaded.decode_s(len(self._decoding))
         work, earliest = 0.0, inf
         for request in self._waiting.values():

@@ -1,7 +1,7 @@
-"""How long a rollout step takes, learnt from those measured: against its tokens, alone and beside served work.
+"""Learns how long a rollout step takes by its tokens, alone and beside served work.
 
-Invariant: a step is never predicted to take less than one of fewer tokens, and no step of more than twice the tokens of
-what was seen lately is thought to be known.
+Invariant: a step is never predicted to take less time than one of fewer tokens. There is no prediction for a step of
+more than twice the tokens seen lately.
 """
 
 from math import inf
@@ -9,25 +9,25 @@ from typing import Final
 
 from ebbtide.scheduling.coserving.cost_line import ENOUGH, CostLine, RecentValues
 
-#: Steps take from tens of microseconds up; at a hundred a second this many are a few seconds.
+#: At a hundred steps a second this many are a few seconds.
 _MEMORY: Final = 256
 _MARGIN: Final = 0.95
-#: Until it was seen, a step beside served work is taken to last so many times as long as one alone.
+#: How many times longer a step beside served work is taken to last until such steps were seen.
 _BESIDE: Final = 2.0
-#: From step to step the largest size seen shrinks by this, so that an old one is no promise.
+#: The largest size seen shrinks by this with each step, so that an old one expires.
 _SHRINK: Final = 0.999
 _GROWTH: Final = 2
-#: A step that took so many times as long as one of its size counts for this much in the mean: it was a hiccup.
+#: A step counts in the mean for at most this multiple of its prediction.
 _OUTLIER: Final = 4.0
 
 
 class StepTime:
-    """`first_tokens`: of a step while nothing is known."""
+    """Predicts steps. `first_tokens`: of a step while nothing is known."""
 
     def __init__(self, first_tokens: int) -> None:
         self._first = first_tokens
         self._alone = CostLine(memory=_MEMORY, margin=_MARGIN)
-        self._beside = RecentValues(64)  # how many times as long as alone
+        self._beside = RecentValues(64)  # durations beside served work, as multiples of those alone
         self._largest = 0.0
         self.usual_s = 0.0  #: what steps took lately, on average; 0.0 while nothing is known
 
@@ -44,31 +44,31 @@ class StepTime:
             self._beside.add(seconds / self._alone.typical(tokens))
 
     def predicted(self, tokens: int, *, beside: bool = False) -> float:
-        """Seconds that it takes at most, at a quantile; infinite while nothing is known."""
+        """Seconds of a step, at a quantile; infinite while nothing is known."""
         return self._alone.typical(tokens) * self._factor(beside)
 
     @property
     def most_s(self) -> float:
-        """What a step takes at most, of the largest size lately and beside served work; 0.0 while nothing is known."""
+        """Seconds of a step of the largest recent size beside served work; 0.0 while nothing is known."""
         return self.predicted(round(self._largest), beside=True) if self._alone.count else 0.0
 
     def tokens_within(self, seconds: float, *, beside: bool = False) -> int:
-        """The most tokens of a step that is predicted to take no longer; 0: none. With endless time and nothing known,
-        the few of a first step."""
+        """The most tokens of a step that is predicted to take no longer; 0: none. With infinite time and nothing known,
+        those of a first step."""
         most = max(self._first, int(_GROWTH * self._largest))
         if seconds == inf:
             return most
-        # As if the time were that of the line without its margin: the margin that holds here is the one of `beside`.
+        # `size_within` applies the margin of a step alone; it is replaced by the one of `beside`.
         size = self._alone.size_within(seconds * self._alone.factor / self._factor(beside))
         return int(min(most, size + 1e-9))
 
     @property
     def beside_ratio(self) -> float:
-        """How many times as long as alone a step takes beside served work, at the median."""
+        """A step's duration beside served work as a multiple of that alone, at the median."""
         return self._beside.quantile(0.5) or _BESIDE
 
     def overran(self, tokens: int, seconds: float, *, beside: bool = False) -> bool:
-        """Whether a step took much longer than predicted, where enough were seen to say so."""
+        """Whether a step took much longer than predicted; False until enough steps were seen."""
         return self._alone.count >= ENOUGH and seconds > 1.5 * self.predicted(tokens, beside=beside) + 0.002
 
     def _factor(self, beside: bool) -> float:

@@ -1,10 +1,10 @@
-"""The rhythm of served traffic: how long it stays idle once it is, how much of the time, and whether waking up pays.
+"""Forecasts served traffic: how long an idle spell lasts, the share of idle time, and whether a wake-up pays.
 
-Spells are counted by length in ranges of two to a doubling, so what is expected of one that has lasted for a while
-follows from those that lasted longer; older spells fade. Where none did, as much again is expected as was seen of this
-one: what lasts long in such traffic lasts longer (most of its idle time lies in spells of minutes).
+Spells are counted by length in ranges, two to a doubling, and older spells weigh less. The expected rest of a spell
+follows from the spells that lasted longer. If none did, the expected rest is as long as the spell so far, because most
+idle time of such traffic lies in spells of minutes.
 
-Invariant: a moment is either idle or busy; `_since` is when what holds now began.
+Invariant: each moment is either idle or busy; `_since` is when the present spell began.
 """
 
 from math import exp, log2
@@ -17,20 +17,20 @@ _PER_DOUBLING: Final = 2
 _RANGES: Final = 48  # to three hours and over
 _FADE: Final = 1.0 - 1.0 / 1024
 _MINUTE_S: Final = 60.0
-#: Spells like the present one that nothing was seen of weigh as much as this many that were.
+#: The assumption that the rest is as long as the spell so far weighs as much as this many observed spells.
 _UNSEEN: Final = 0.5
-#: Waking up is worth it where it brings so many times what it takes.
+#: A wake-up pays if the usable time after it is this many times as long as the wake-up.
 _WORTH: Final = 2.0
-#: Requests, and misses beside rollouts, are forgotten with this.
+#: Time constant with which requests and misses lose weight.
 _MISSES_S: Final = 300.0
-#: So many requests without a miss are taken to have been served before, and so many misses are taken for chance: of
-#: few requests one that missed would be more than all that is allowed, and says nothing of the next.
+#: The count begins with this many requests without a miss, and this many misses count as chance: one miss among few
+#: requests exceeds the allowed share, but shows nothing about later requests.
 _BEFORE: Final = 100.0
 _BY_CHANCE: Final = 1.0
 
 
 class IdleSpells:
-    """How long spells last."""
+    """Learns how long spells last."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * _RANGES
@@ -45,7 +45,7 @@ class IdleSpells:
         self._sums[at] += seconds
 
     def left(self, lasted: float) -> float:
-        """How much longer a spell is expected to last that has lasted so long."""
+        """How much longer a spell is expected to last, after `lasted` seconds."""
         at = _range(lasted)
         lasted = max(lasted, _SHORTEST_S)
         count, total = _UNSEEN, _UNSEEN * 2.0 * lasted
@@ -58,7 +58,7 @@ class IdleSpells:
 
 
 class IdleShare:
-    """The part of the last minute or so in which something held; older moments fade."""
+    """The recent share of time in which a condition held; older times weigh less."""
 
     def __init__(self, span_s: float = _MINUTE_S) -> None:
         self._span = span_s
@@ -84,7 +84,7 @@ class IdleShare:
 
 
 class TrafficRhythm:
-    """`allowed`: the share of requests that may miss their targets."""
+    """Follows the traffic and the grants. `allowed`: the share of requests that may miss their targets."""
 
     def __init__(self, allowed: float) -> None:
         self._allowed = max(1e-6, allowed)
@@ -109,19 +109,19 @@ class TrafficRhythm:
         self._granted.turn(now, granted)
 
     def served(self, now: float, *, missed: bool) -> None:
-        """A request was served; `missed`: it missed a target, and would not have without rollouts."""
+        """A request was served; `missed`: it missed a target that it would have met without rollouts."""
         self._fade(now)
         self._requests += 1.0
         self._missed += missed
 
     def _fade(self, now: float) -> None:
-        """Requests and misses of old are forgotten, also while none come."""
+        """Lower the weight of earlier requests and misses."""
         fade = exp(min(0.0, self._served_at - now) / _MISSES_S)
         self._requests, self._missed = fade * self._requests, fade * self._missed
         self._served_at = max(now, self._served_at)
 
     def _disturbance(self, now: float) -> float:
-        """Misses that are more than chance, as a share of those allowed."""
+        """Misses beyond chance, as a share of the allowed misses."""
         self._fade(now)
         return max(0.0, self._missed - _BY_CHANCE) / (self._allowed * (_BEFORE + self._requests))
 
@@ -130,7 +130,7 @@ class TrafficRhythm:
         return self._busy.share(now)
 
     def left(self, now: float) -> float:
-        """How much longer what holds now, idle or busy, is expected to last; 0.0 while nothing is known."""
+        """How much longer the present spell, idle or busy, is expected to last; 0.0 while nothing is known."""
         if self._since is None:
             return 0.0
         return (self._busy_spells if self._is_busy else self._idle).left(now - self._since)
@@ -142,8 +142,8 @@ class TrafficRhythm:
         return Forecast(share=min(1.0, share), spell_s=left, disturbance=self._disturbance(now))
 
     def pays(self, now: float, wake_s: float) -> bool:
-        """Whether a wake-up that takes `wake_s` brings more than it costs: in the spell that lasts, if that is an idle
-        one, or over the next minute, if that goes on as the last one did."""
+        """Whether a wake-up that takes `wake_s` gains more than it costs, in the present idle spell, or in the next
+        minute if that is like the last one."""
         if self._since is None:
             return False
         spell = 0.0 if self._is_busy else self.left(now)

@@ -1,10 +1,12 @@
-"""Where the weights of a borrowing engine should stay: on the device, in host memory, or nowhere. A wish: workers
-fulfil it on CPU builds, and those on GPUs do not, as they do not drive vLLM's sleep mode.
+"""Decides where the weights of a borrowing engine should stay: on the device, in host memory, or nowhere.
 
-Invariant: they go down a level only while memory is short after all keys and values were given back, and come up only
-where there is room for them and the idle time to come pays for the wake-up. Both levels free the same on a device;
-only the second one frees the host's memory too, and costs a load. Without a device of its own, on a CPU, host memory is
-all there is, so that only the second one helps.
+The result is a wish: workers fulfil it on CPU builds. Workers on GPUs do not, because they do not use vLLM's sleep
+mode.
+
+Invariant: weights go down a level only while memory is short after all keys and values were given back. They come up
+only if there is room and the expected idle time pays for the wake-up. Both lower levels free the same memory on a
+device. Only the second one frees host memory too, and then a wake-up has to load the weights. An engine on a CPU has
+only host memory, so only the second level helps.
 """
 
 from typing import Final
@@ -13,31 +15,29 @@ from msgspec import Struct
 
 from ebbtide.types.grants import Residency
 
-#: Taken for wake-up times that were not measured yet, seconds. On the long side: a wake-up that does not pay is paid by
-#: nobody's traffic, but by the rollouts that could have gone elsewhere.
+#: Assumed wake-up times until they are measured. They are long, because a wake-up that does not pay delays rollouts
+#: that could run elsewhere.
 _HOST_S: Final = 5.0
 _AWAY_S: Final = 60.0
-#: Memory that is short for less than this is left to the headroom.
+#: The headroom covers a shortage that is shorter than this.
 _PATIENCE_S: Final = 0.5
-#: An idle time pays for a wake-up if it is this many times as long: two thirds of it are harvested, then.
+#: An idle time pays for a wake-up if it is this many times as long: then two thirds of it are used.
 _PAYS: Final = 3.0
 
 
 class DeviceMemory(Struct, frozen=True, kw_only=True):
-    """Bytes. `short`: that serving lacks on the device beyond all keys and values of rollouts; `spare`: free there
-    beside what serving needs; `host_short`, `host_spare`: the same of the host. `weights`: what the engine needs to be
-    awake. `device`: whether it computes on a device with memory of its own."""
+    """The memory around one borrowing engine, in bytes."""
 
-    short: int
-    spare: int
-    weights: int
+    short: int  # that serving lacks on the device, even without rollouts' keys and values
+    spare: int  # free on the device beside what serving needs
+    weights: int  # that the engine needs to be awake
     host_short: int = 0
     host_spare: int = 0
-    device: bool = False
+    device: bool = False  # whether the engine computes on a device with its own memory
 
 
 class ResidencyPlan:
-    """See the module. One for each borrower."""
+    """Decides for one borrower."""
 
     def __init__(self) -> None:
         self._short_since: float | None = None
@@ -53,8 +53,8 @@ class ResidencyPlan:
         wake_host_s: float = 0.0,
         wake_away_s: float = 0.0,
     ) -> Residency:
-        """Where they should be. `at`: where they are; `idle_s`: for how long borrowing will probably be possible; the
-        measured times of wake-ups, 0: not known."""
+        """Where the weights should be. `at`: where they are; `idle_s`: how long borrowing will probably be possible;
+        `wake_host_s` and `wake_away_s`: measured wake-up times, 0: unknown."""
         if memory.short > 0 or (at is Residency.HOST and memory.host_short > 0):
             if self._short_since is None:
                 self._short_since = now
@@ -70,7 +70,7 @@ class ResidencyPlan:
         return Residency.AWAKE if room and rested and idle_s >= _PAYS * wake_s else at
 
     def _down(self, now: float, at: Residency, memory: DeviceMemory) -> Residency:
-        """One level, or two where the first one would not help."""
+        """One level down, or two if the first one would not help."""
         if not memory.device:
             wanted = Residency.AWAY
         elif at is Residency.AWAKE:

@@ -1,8 +1,8 @@
-"""Processes of a borrower: who they are, and making them stand still.
+"""Identifies and signals a borrower's processes.
 
-Invariant: a process is its pid together with its start time, so that one that got the pid of another later is never
-signalled; and never this process itself, nor one of another user, nor one that has nothing to do with the page that
-its worker borrows by: a pid of another namespace, or an old one, may be anybody's.
+Invariant: a process is identified by its pid and its start time, so a process that got an old pid later is never
+signalled. Nor is this process itself, a process of another user, or one that is unrelated to the worker's page: a pid
+that is old or from another namespace may belong to any process.
 """
 
 import os
@@ -24,12 +24,12 @@ class BorrowerProcess(Struct, frozen=True):
 
 
 def checked(pids: Iterable[int], page: Path) -> tuple[BorrowerProcess, ...]:
-    """The live processes of these ids, parents first. Raises `InvalidRequest` for one that is not this user's own, or
-    this one, or neither has mapped `page` nor is below one named before it that has."""
+    """The live processes with these ids, parents first. Raises `InvalidRequest` for another user's process, for this
+    process, and for one that has not mapped `page` and is no child of an earlier one in `pids`."""
     found: list[BorrowerProcess] = []
     for pid in pids:
         if pid <= 1 or pid == os.getpid():
-            raise InvalidRequest(f"{pid} is no worker's process", field="hello.pids")
+            raise InvalidRequest(f"{pid} is not a worker's process", field="hello.pids")
         process = _find(pid)
         if process is None:
             raise InvalidRequest(f"there is no process {pid}", field="hello.pids")
@@ -45,35 +45,35 @@ def checked(pids: Iterable[int], page: Path) -> tuple[BorrowerProcess, ...]:
 
 
 def alive(process: BorrowerProcess) -> bool:
-    """Whether it still runs, or could: a zombie does not."""
+    """Whether the process exists and is not a zombie."""
     fields = _fields(process.pid)
     return bool(fields) and int(fields[19]) == process.started and fields[0] not in "ZX"
 
 
 def stopped(process: BorrowerProcess) -> bool:
-    """Whether it was told to stand still (SIGSTOP)."""
+    """Whether the process is stopped (SIGSTOP)."""
     fields = _fields(process.pid)
     return bool(fields) and fields[0] == "T"
 
 
 def send(processes: Iterable[BorrowerProcess], number: signal.Signals) -> int:
-    """Signal these and all below them, as far as they still live and are this user's; returns how many."""
+    """Signal these processes and all their descendants that live and are this user's; returns how many."""
     return sum(_signal(process, number) for process in list(with_children(processes)))
 
 
 def with_children(processes: Iterable[BorrowerProcess]) -> Iterator[BorrowerProcess]:
-    """These and all below them, each once, parents first."""
+    """These processes and all their descendants, each once, parents first."""
     seen: set[BorrowerProcess] = set()
-    line = list(processes)
-    for process in line:
+    found = list(processes)
+    for process in found:
         if process not in seen and alive(process):
             seen.add(process)
             yield process
-            line.extend(child for pid in _children(process.pid) if (child := _find(pid)) is not None)
+            found.extend(child for pid in _children(process.pid) if (child := _find(pid)) is not None)
 
 
 def _signal(process: BorrowerProcess, number: signal.Signals) -> bool:
-    """By a descriptor of the process, where the kernel has those: its pid may become another's in between."""
+    """Signal by a descriptor of the process if the kernel supports it, because its pid may be reused in between."""
     if process.pid == os.getpid():
         return False
     descriptor = None
@@ -102,7 +102,7 @@ def _children(pid: int) -> Iterator[int]:
 
 
 def _maps(pid: int, page: Path) -> bool:
-    """Whether its memory holds the file: the same inode (which some overlays tell otherwise), or the same path."""
+    """Whether the process has mapped the file: by inode, or by path where an overlay reports another inode."""
     path = page.resolve()
     try:
         inode = str(path.stat().st_ino)
@@ -124,7 +124,7 @@ def _find(pid: int) -> BorrowerProcess | None:
 
 
 def _fields(pid: int) -> list[str]:
-    """State, parent and so on of proc(5)'s stat, behind the name, which may hold anything; none if it is gone."""
+    """The fields of proc(5)'s stat after the name, which may hold any character; empty if the process is gone."""
     try:
         return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""The workers that borrow here, by their ids.
+"""Keeps the workers that borrow here, by their ids.
 
-Invariant: one loan for each id, that of its newest stream; an older one of the same id is over at once. A loan whose
+Invariant: each id has one loan, that of its newest stream; an older loan of the same id ends at once. A loan whose
 stream ended has no budget, and is watched (`parting`) until its engine stands still. Nothing outlives the process:
-workers connect again and say Hello, and until then their grants have run out.
+workers connect again and send Hello, and until then their grants have run out.
 """
 
 import asyncio
@@ -17,46 +17,44 @@ from ebbtide.grants import Page, page_path
 from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.loans import borrower_processes
 from ebbtide.serving_guard.loans.loan import Loan, LoanAccount
-from ebbtide.serving_guard.loans.memory_budget import UNREADABLE, AllowedMemory, MemoryBudget
-from ebbtide.types.grants import (
-    GRANT_S,
-    GRANTS_VERSION,
-    BorrowerReport,
-    Budget,
-    Forecast,
-    Grant,
-    Hello,
-    Residency,
-)
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
 from ebbtide.types.ids import check_id
 
 log = telemetry.get_logger(__name__)
 
-#: Accounts of workers that were here once.
+#: Accounts kept of workers that have borrowed.
 _ACCOUNTS: Final = 64
 #: Beside one engine there is one worker, or a few.
 _MOST: Final = 16
 
 
 class BorrowerTable:
-    """`memory`: what each may use of it, a `MemoryBudget` or one that is like it. `now` is of the monotonic clock."""
+    """Adds and ends loans, and tells `memory` and the subscribers of each change."""
 
     def __init__(self, folder: Path, memory: MemoryBudget, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._memory, self._clock = folder, memory, clock
         self._loans: dict[str, Loan] = {}
         self._accounts: dict[str, LoanAccount] = {}
+        self._subscribers: list[Callable[[], None]] = []
         self.parting: list[Loan] = []
-        self.news = asyncio.Event()  # set when grants are to be sent before their time
-        self.changed: Callable[[], None] = lambda: None  # somebody came, went or changed
-        self.forecast: Callable[[], Forecast] = Forecast
-        self.idle_s: Callable[[float], float] = lambda _: 0.0  # for how long, if that pays for a wake-up of so long
+        self.news = asyncio.Event()  # set when grants must be sent before their time
         self.open = True
 
     def all(self) -> list[Loan]:
         return list(self._loans.values())
 
+    def subscribe(self, call: Callable[[], None]) -> None:
+        """Call this after each change of a loan that may change how budgets are shared."""
+        self._subscribers.append(call)
+
+    def changed(self) -> None:
+        for call in self._subscribers:
+            call()
+
     def join(self, hello: Hello) -> Loan:
-        """A worker said Hello. Raises `InvalidRequest` or `NotReady` for one that cannot borrow here."""
+        """Begin the loan of a worker that sent Hello. Raises `InvalidRequest` or `NotReady` if it cannot borrow
+        here."""
         if hello.protocol_version != GRANTS_VERSION:
             raise NotReady(f"this guard speaks version {GRANTS_VERSION} of the grants, not {hello.protocol_version}")
         check_id(hello.worker_id, field="hello.worker_id")
@@ -67,26 +65,21 @@ class BorrowerTable:
         page = Page(path)
         found = borrower_processes.checked(hello.pids, path)
         self._memory.joined(hello.worker_id, hello)
-        now = self._clock()
-        loan = Loan(hello, found, page, self._account(hello.worker_id, found), now)
-        if any(borrower_processes.stopped(process) for process in found):
-            loan.stopped_at = now  # by a guard that is no more, or before it connected anew
+        loan = Loan(hello, found, page, self._account(hello.worker_id, found), self._clock())
         self._loans[hello.worker_id] = loan
         self.parting = [one for one in self.parting if one.worker_id != hello.worker_id]
         if old is not None:
-            self.leave(old, "it connected anew", watched=False)
+            self.leave(old, "it connected again", watched=False)
         metrics.BORROWERS.set(len(self._loans))
         log.info("borrows", worker_id=hello.worker_id, pids=hello.pids, step_tokens=hello.step_tokens)
         self.changed()
         return loan
 
     def leave(self, loan: Loan, reason: str, *, watched: bool = True) -> None:
-        """Its stream ended, or another took its place. For the second time nothing happens."""
+        """End a loan, as its stream ended or a newer one replaced it. A second call does nothing."""
         if loan.gone_at is not None:
             return
-        now = self._clock()
-        loan.write(Budget(), now)
-        loan.gone_at = now
+        loan.end(self._clock())
         if self._loans.get(loan.worker_id) is loan:
             del self._loans[loan.worker_id]
             self._memory.left(loan.worker_id)
@@ -97,33 +90,20 @@ class BorrowerTable:
         self.news.set()
         self.changed()
 
-    def heard(self, loan: Loan, report: BorrowerReport) -> None:
+    def forget(self, loan: Loan) -> None:
+        """Watch a loan that has ended no longer."""
+        if loan in self.parting:
+            self.parting.remove(loan)
+
+    def record_report(self, loan: Loan, report: BorrowerReport) -> None:
         if loan.gone_at is not None:
             return
-        now, before = self._clock(), (loan.granted(self._clock()), loan.wanted)
-        loan.heard(report, now)
+        now = self._clock()
+        before = (loan.granted(now), loan.wanted)
+        loan.record_report(report, now)
         self._memory.reported(now, loan.worker_id, report)
         if before != (loan.granted(now), loan.wanted):
             self.changed()
-
-    def allowed(self, loan: Loan) -> AllowedMemory:
-        """What of memory it may use now."""
-        if loan.gone_at is not None:
-            return AllowedMemory(0, "", Residency.AWAKE)
-        return self._memory.allowed(self._clock(), loan.worker_id, idle_s=self.idle_s(loan.wake_s))
-
-    def grant(self, loan: Loan, sequence: int) -> Grant:
-        allowed, forecast = self.allowed(loan), self.forecast()
-        may = self.open and loan.granted(self._clock()) and allowed.phase != UNREADABLE
-        return Grant(
-            sequence=sequence,
-            tokens=(loan.hello.step_tokens or 1) if may else 0,
-            sequences=(loan.hello.slots or 1) if may else 0,
-            expires_s=GRANT_S if may else 0.0,
-            kv_bytes=allowed.kv_bytes,
-            residency=allowed.residency,
-            forecast=forecast,
-        )
 
     def close(self) -> None:
         """Take everything back: no step begins from now on."""
@@ -135,8 +115,7 @@ class BorrowerTable:
 
     def _account(self, worker_id: str, found: tuple[borrower_processes.BorrowerProcess, ...]) -> LoanAccount:
         account = self._accounts.pop(worker_id, None) or LoanAccount()
-        if account.pids != found:
-            account.pids, account.strikes = found, []
+        account.attach(found)
         self._accounts[worker_id] = account
         while len(self._accounts) > _ACCOUNTS:
             self._accounts.pop(next(iter(self._accounts)))

@@ -1,9 +1,9 @@
-"""Keeps the budget: at each event of user traffic it asks the governor, and writes into the pages what it answers.
+"""Keeps the budget: asks the governor at each event of user traffic, and writes its decision into the pages.
 
-Invariant: behind each event the pages hold what the governor decided at it, or less. An arrival is written before
-anything else is done for the request. Where no events come, the budget is decided anew at the decision's own time and
-before it runs out; so if this process stands still, the budget runs out by itself. What was observed from outside
-holds for a while, and not for ever.
+Invariant: after each event the pages hold what the governor decided at it, or less. An arrival is written before
+anything else is done for the request. Without events the budget is decided again at the time that the decision names
+and before it runs out. So if this process stands still, the budget runs out by itself. An observation from outside
+holds for a limited time.
 """
 
 import asyncio
@@ -12,8 +12,12 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Final
 
-from ebbtide import telemetry
-from ebbtide.scheduling.coserving.governor import NOTHING_INSIDE, BudgetDecider, BudgetDecision, LearntCosts
+from ebbtide.scheduling.coserving.budget_decider import (
+    NOTHING_INSIDE,
+    BudgetDecider,
+    BudgetDecision,
+    LearntCosts,
+)
 from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
@@ -21,24 +25,24 @@ from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.serving_guard.traffic.traffic_events import TrafficListener
 from ebbtide.types.grants import Budget
 
-log = telemetry.get_logger(__name__)
-
-#: Pages are looked at so often while steps run, and while one is waited for.
+#: How often pages are read while steps may run, and while the end of a step is awaited.
 _LOOK_S: Final = 0.01
 _WATCH_S: Final = 0.002
-#: Between two looks of a request that is held.
+#: How often a held request looks whether the step has ended.
 _HELD_S: Final = 0.001
-#: A review is never sooner, whatever the governor says.
+#: A review is never sooner or later than this, whatever the governor says.
 _LEAST_S: Final = 0.0005
 _MOST_S: Final = 0.1
-#: What the governor learnt is asked for no more often.
+#: What a governor has learnt is computed at most this often.
 _LEARNT_S: Final = 0.25
+#: Models whose learnt figures are kept. Clients choose the names, so the number is bounded.
+_MODELS: Final = 64
 _NOTHING: Final = BudgetDecision(Budget(), "blind", -1.0, inf)
 _CLOSED: Final = BudgetDecision(Budget(), "closed", -1.0, inf)
 
 
 class BudgetKeeper(TrafficListener):
-    """Lives in the event loop that it was started in."""
+    """Starts with the first event or review, and belongs to that event loop."""
 
     def __init__(
         self,
@@ -54,21 +58,18 @@ class BudgetKeeper(TrafficListener):
         self._deciders: dict[str, tuple[BudgetDecider, bool]] = {}  # of each request inside, and whether it streams
         self._decision = _NOTHING
         self._blind = False
-        self._seen_until = inf  # what was observed holds until then
+        self._seen_until = inf  # the last observation holds until then
         self._closed = False
         self._soon = False
         self._review: asyncio.TimerHandle | None = None
         self._review_at = 0.0
         self._look: asyncio.TimerHandle | None = None
         self._learnt: dict[str, tuple[float, LearntCosts]] = {}
-        borrowers.changed = self.review
+        borrowers.subscribe(self.review)
 
     @property
     def decision(self) -> BudgetDecision:
         return self._decision
-
-    def start(self) -> None:
-        self.review()
 
     def close(self) -> None:
         """Take everything back, for good."""
@@ -80,7 +81,7 @@ class BudgetKeeper(TrafficListener):
         for loan in self._borrowers.all():
             loan.write(Budget(), now)
 
-    # Traffic: what the proxy tells.
+    # Traffic: events from the proxy.
 
     def arrived(self, request: str, model: str, prompt_tokens: int, now: float, streamed: bool) -> None:
         decider = self._panel.of(model or self._model)
@@ -99,7 +100,7 @@ class BudgetKeeper(TrafficListener):
 
     def produced(self, request: str, tokens: int, now: float) -> None:
         decider, streamed = self._deciders.get(request, (None, False))
-        if decider is None or not streamed:  # an answer in one piece: its time is no first token's
+        if decider is None or not streamed:  # an answer in one piece does not show when its first token was made
             return
         decider.produced(now, request, tokens)
         self._books.produced(request, tokens, now)
@@ -115,11 +116,11 @@ class BudgetKeeper(TrafficListener):
         self._books.ended(request, self.learnt(model), now, ok=ok)
         self._decide_soon()
 
-    # Mode observe: what the engine's metrics tell.
+    # Mode observe: counts from the engine's metrics.
 
     def observed(self, inside: int, waiting: int, now: float, *, holds_s: float = inf) -> None:
-        """So many requests are inside, so many of them without a first token. Unless it is told anew, nothing is
-        known of the traffic after `holds_s`."""
+        """`inside` requests are in the engine, `waiting` of them without a first token. Without another observation the
+        traffic is unknown after `holds_s`."""
         self._blind, self._seen_until = False, now + holds_s
         before = self._decision.budget.tokens
         self._panel.observed(now, inside, waiting)
@@ -130,39 +131,38 @@ class BudgetKeeper(TrafficListener):
             self._decide(now)
 
     def lose_sight(self) -> None:
-        """Nothing is known of the traffic: no budget, until something is."""
+        """The traffic is unknown: there is no budget until the next observation."""
         self._blind = True
         self._decide(self._clock())
 
     # The rest of the guard.
 
     def review(self) -> None:
-        """Decide now: it is time to, or something changed that is no traffic."""
+        """Decide now."""
         self._decide(self._clock())
 
     def learnt(self, model: str | None = None) -> LearntCosts:
-        """What the governor of the model learnt, lately; None: of the one that the guard was told of."""
+        """What the model's governor has learnt, at most `_LEARNT_S` old; None: the model in the guard's settings."""
         now, model = self._clock(), self._model if model is None else model
         known = self._learnt.get(model)
         if known is None or now - known[0] > _LEARNT_S:
-            if len(self._learnt) > 64:  # the names come from clients
+            if len(self._learnt) > _MODELS:
                 self._learnt.clear()
             known = self._learnt[model] = now, self._panel.learnt(now, model)
         return known[1]
 
     def idle_s(self, wake_s: float = 0.0) -> float:
-        """For how long borrowing will probably be possible from now on; 0: it is not, or does not pay for waking."""
+        """How long borrowing will probably be possible from now on; 0: it is not, or does not pay for a wake-up."""
         if not self._decision.budget.tokens or (wake_s and not self._panel.pays(self._clock(), wake_s)):
             return 0.0
         return self.learnt().forecast.spell_s
 
     def stepping_since(self) -> float | None:
-        """When the oldest step under way began."""
-        began = [since for loan in self._borrowers.all() if (since := loan.stepping_since()) is not None]
-        return min(began) if began else None
+        """When the oldest step under way began; None: no step is under way."""
+        return min((at for loan in self._borrowers.all() if (at := loan.stepping_since()) is not None), default=None)
 
     def _take_back(self, now: float) -> None:
-        """Decide at an arrival, and see how long engines that lost their budget go on."""
+        """Decide at an arrival, and measure how long engines that lost their budget go on."""
         had = [loan for loan in self._borrowers.all() if loan.budget.tokens]
         self._decide(now)
         for loan in had:
@@ -171,21 +171,21 @@ class BudgetKeeper(TrafficListener):
 
     async def _hold(self, hold_s: float) -> None:
         began = self._clock()
-        while self.stepping_since() is not None and self._clock() - began < hold_s:  # noqa: ASYNC110 - another process's word
+        while self.stepping_since() is not None and self._clock() - began < hold_s:  # noqa: ASYNC110 - another process sets it
             await asyncio.sleep(_HELD_S)
         metrics.HELD_SECONDS.observe(self._clock() - began)
 
     def _decide_soon(self) -> None:
-        """Once for all that this turn of the event loop brings."""
+        """Decide once for all events of this turn of the event loop."""
         if not self._soon:
             self._soon = True
             asyncio.get_running_loop().call_soon(self._decide_now)
 
     def _decide_now(self) -> None:
         self._soon = False
-        self._decide(self._clock())
+        self.review()
 
-    def _due(self) -> None:
+    def _review_due(self) -> None:
         self._review = None
         self.review()
 
@@ -203,12 +203,12 @@ class BudgetKeeper(TrafficListener):
             if self._review is not None:
                 self._review.cancel()
             self._review_at = now + wait_s
-            self._review = loop.call_later(wait_s, self._due)
+            self._review = loop.call_later(wait_s, self._review_due)
         if self._look is None and self._borrowers.all():
             self._look = loop.call_later(_LOOK_S, self._look_at_pages)
 
     def _share(self, decision: BudgetDecision, now: float) -> None:
-        """Among all that may have some, those first that have work for it."""
+        """Split the budget among the borrowers that may have one; those with work for it go first."""
         loans, budget = self._borrowers.all(), decision.budget
         fit = [loan for loan in loans if loan.granted(now)]
         takers = [loan for loan in fit if loan.wanted] or fit
@@ -222,7 +222,7 @@ class BudgetKeeper(TrafficListener):
             loan.write(own, now, idle=decision.slack_s == NOTHING_INSIDE)
 
     def _look_at_pages(self) -> None:
-        """Tell the governor of each step, and look again as long as there may be any."""
+        """Report each step to the governor, and look again as long as steps are possible."""
         self._look = None
         now, busy, watched, stepped = self._clock(), False, False, False
         for loan in self._borrowers.all():
@@ -230,7 +230,7 @@ class BudgetKeeper(TrafficListener):
             ran_s = sum(seconds for _, _, seconds in steps)
             for ended, tokens, seconds in steps:
                 stepped = True
-                # One that was stopped in its midst says nothing of steps.
+                # A step that was stopped on its way does not show how long steps take.
                 if not any(ended - ran_s <= at <= ended for at in loan.account.strikes):
                     self._panel.stepped(max(now, ended), tokens, seconds)
             watched = watched or loan.yielding

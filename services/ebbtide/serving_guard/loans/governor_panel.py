@@ -1,12 +1,12 @@
-"""Governors of several served models behind one engine, asked as one.
+"""Combines the governors of several models served by one engine.
 
-Invariant: each request is known to the governor of its model alone, of the others each knows how many are inside, and
-rollouts may do what all of them allow.
+Invariant: each request is reported to its model's governor only; the other governors know the number of such requests.
+Rollouts may do what all governors allow.
 """
 
 from collections.abc import Callable, Mapping
 
-from ebbtide.scheduling.coserving.governor import (
+from ebbtide.scheduling.coserving.budget_decider import (
     BudgetDecider,
     BudgetDecision,
     LatencyTargets,
@@ -19,7 +19,7 @@ Makes = Callable[[LatencyTargets, StepLimits], BudgetDecider]
 
 
 class GovernorPanel:
-    """`targets` by model; "" for those that have none of their own."""
+    """Asks all governors. `targets`: by model; "" for models without targets of their own."""
 
     def __init__(self, makes: Makes, targets: Mapping[str, LatencyTargets], limits: StepLimits) -> None:
         self._of = {model: makes(of, limits) for model, of in targets.items()}
@@ -30,7 +30,7 @@ class GovernorPanel:
         return self._of.get(model) or self._of[""]
 
     def came(self, now: float, decider: BudgetDecider) -> None:
-        """A request of `decider`'s model is inside."""
+        """Count a request of `decider`'s model."""
         self._count(now, decider, 1)
 
     def went(self, now: float, decider: BudgetDecider) -> None:
@@ -44,7 +44,7 @@ class GovernorPanel:
                 other.elsewhere(now, inside - self._inside[other])
 
     def decide(self, now: float) -> BudgetDecision:
-        """The tightest of all."""
+        """The strictest of all decisions."""
         if len(self._all) == 1:
             return self._all[0].decide(now)
         made = [one.decide(now) for one in self._all]

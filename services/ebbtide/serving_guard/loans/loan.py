@@ -1,7 +1,7 @@
-"""One borrower, from its Hello until it is gone: its page, and what its engine did.
+"""Keeps the state of one borrower's stream: its page, its budget and what its engine did.
 
-Invariant: `budget` is what stands in the page; `taken_at` is when that last became nothing, None while there is some.
-All of it ends with the stream; sums that outlive a stream are in `LoanAccount`.
+Invariant: `budget` is what the page holds; `taken_at` is when that last became empty, None while there is a budget.
+All of it ends with the stream. Sums that outlive a stream are in `LoanAccount`.
 """
 
 import asyncio
@@ -13,17 +13,19 @@ from msgspec import Struct, field
 
 from ebbtide.grants import Page, Stepping
 from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.loans.borrower_processes import BorrowerProcess
+from ebbtide.serving_guard.loans.borrower_processes import BorrowerProcess, stopped
 from ebbtide.types.grants import BorrowerReport, Budget, Hello, Residency
 
-#: A worker reports every 0.1 s. One that is silent for so long is frozen, and nothing is kept for it.
+#: A worker reports every 0.1 s. A worker that is silent for this long is frozen, and no budget is kept for it.
 SILENT_S: Final = 1.0
-#: A budget that differs only in its end is written again when the end moves by so much, or the old one is as near.
+#: A budget that differs only in its end is written again when the end moves by this much, or the old end is this near.
 _RENEW_S: Final = 0.02
-#: Steps told of one look, at most: after a standstill of this process there may be more.
+#: Steps reported from one look at the page, at most: after a standstill of this process there may be more.
 _STEPS: Final = 64
 #: Reclaims that the percentiles in the status rest on.
 _RECLAIMS: Final = 2000
+#: A stop that is older than this no longer counts as a strike.
+_FORGIVEN_S: Final = 600.0
 
 
 class LoanAccount(Struct):
@@ -34,13 +36,22 @@ class LoanAccount(Struct):
     recomputed: int = 0
     reclaims: int = 0
     stops: int = 0
-    strikes: list[float] = []  # when it was stopped, lately
+    strikes: list[float] = []  # when these processes were stopped lately
     pids: tuple[BorrowerProcess, ...] = ()
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_RECLAIMS))
 
+    def attach(self, pids: tuple[BorrowerProcess, ...]) -> None:
+        """Strikes count against the same processes only."""
+        if self.pids != pids:
+            self.pids, self.strikes = pids, []
+
+    def recent_strikes(self, now: float) -> int:
+        self.strikes = [at for at in self.strikes if now - at < _FORGIVEN_S]
+        return len(self.strikes)
+
 
 class Loan:
-    """`now` is in seconds of the monotonic clock."""
+    """One borrower, from its Hello until it is gone. `now` is in seconds of the monotonic clock."""
 
     def __init__(
         self, hello: Hello, processes: tuple[BorrowerProcess, ...], page: Page, account: LoanAccount, now: float
@@ -51,13 +62,13 @@ class Loan:
         self.heard_at = now
         self.budget, self.idle = Budget(), False
         self.taken_at: float | None = now
-        self.steps_when_taken = 0
-        self.stopped_at: float | None = None
+        # It may have been stopped by an earlier guard, or before it connected again.
+        self.stopped_at: float | None = now if any(map(stopped, processes)) else None
         self.gone_at: float | None = None
         self.tokens_per_s = 0.0
         self._arrivals: list[tuple[float, int]] = []  # of requests that met a step; the steps that had ended by then
         self._seen = page.steps()
-        self._told: tuple[float, int] = (now, 0)
+        self._rate_from: tuple[float, int] = (now, 0)  # when `tokens_per_s` was last computed, and the tokens by then
         self.page.write_budget(Budget())
         self.steps_when_taken = self._seen.steps
 
@@ -76,14 +87,14 @@ class Loan:
 
     @property
     def wake_s(self) -> float:
-        """How long its engine would take to wake, as measured; 0: it is awake, or nobody knows yet."""
+        """How long its engine takes to wake, as measured; 0: it is awake, or the time is unknown."""
         if self.report is None or self.report.residency is Residency.AWAKE:
             return 0.0
         return self.report.wake_host_s if self.report.residency is Residency.HOST else self.report.wake_away_s
 
     def write(self, budget: Budget, now: float, *, idle: bool = False) -> None:
-        """Let the next step take this; what its engine cannot take anyway is left out. `idle`: nothing is inside the
-        serving engine."""
+        """Allow the next step this budget, cut to what the engine can take. `idle`: nothing is inside the serving
+        engine."""
         if budget.tokens and budget.sequences:
             tokens = min(budget.tokens, self.hello.step_tokens or budget.tokens)
             budget = Budget(tokens, min(budget.sequences, self.hello.slots or budget.sequences), budget.until)
@@ -95,7 +106,7 @@ class Loan:
         ):
             return
         if budget.tokens and self._arrivals:
-            self._settle(self.page.steps())  # before the next step's times stand there
+            self._finish_reclaims(self.page.steps())  # before the next step overwrites the times in the page
         self.page.write_budget(budget, idle=idle)
         self.budget, self.idle = budget, idle
         if budget.tokens:
@@ -105,14 +116,14 @@ class Loan:
             self.steps_when_taken = self.page.steps().steps
 
     def stepping_since(self) -> float | None:
-        """When the step under way began, if one is."""
+        """When the step under way began; None: no step is under way."""
         if self.stopped_at is not None:
             return None
         steps = self.page.steps()
         return steps.began if steps.stepping else None
 
     def reclaimed(self, arrived: float) -> None:
-        """A request took its budget away; if it met a step, `new_steps` finds out how long that went on."""
+        """Count a reclaim by a request. If the request met a step, `new_steps` measures how long that step went on."""
         self.account.reclaims += 1
         steps = self.page.steps()
         if steps.stepping:
@@ -120,16 +131,16 @@ class Loan:
 
     @property
     def yielding(self) -> bool:
-        """Whether the end of a reclaim is still to be seen."""
+        """Whether a reclaim still waits for the end of a step."""
         return bool(self._arrivals)
 
     def new_steps(self) -> Iterator[tuple[float, int, float]]:
-        """Steps since the last call: when they ended at the latest, and the mean of their tokens and seconds."""
+        """Steps since the last call: the latest end, and the mean of their tokens and of their seconds."""
         steps, seen = self.page.steps(), self._seen
         if steps.pid != seen.pid or steps.steps < seen.steps:
             seen = self._seen = steps  # another engine
             self.steps_when_taken = min(self.steps_when_taken, steps.steps)
-        self._settle(steps)
+        self._finish_reclaims(steps)
         if count := steps.steps - seen.steps:
             self._seen = steps
             busy = max(0.0, steps.busy_s - seen.busy_s)
@@ -138,8 +149,8 @@ class Loan:
             tokens = (steps.scheduled - seen.scheduled) // count
             yield from [(steps.ended, tokens, busy / count)] * (min(count, _STEPS) if tokens > 0 else 0)
 
-    def heard(self, report: BorrowerReport, now: float) -> None:
-        old = self.report or report  # what it made before this guard met it is not this guard's
+    def record_report(self, report: BorrowerReport, now: float) -> None:
+        old = self.report or report  # tokens made before the first report belong to another guard
         made = report.tokens_generated - old.tokens_generated
         made = report.tokens_generated if made < 0 else made
         again = max(0, report.recomputed_tokens - old.recomputed_tokens)
@@ -148,24 +159,34 @@ class Loan:
         metrics.HARVESTED.inc(made)
         self.report, self.heard_at = report, now
         self.reported.set()
-        since, tokens = self._told
+        since, tokens = self._rate_from
         if now - since >= 1.0:
             self.tokens_per_s = (self.account.tokens - tokens) / (now - since)
-            self._told = (now, self.account.tokens)
+            self._rate_from = (now, self.account.tokens)
 
-    def forgive(self) -> None:
-        """Whatever it did until now, it begins anew: a budget is there, or taken just now."""
-        self.steps_when_taken = self.page.steps().steps
-        if self.taken_at is not None:
-            self.taken_at = self.heard_at
-
-    def settle_stopped(self, now: float) -> None:
-        """Its engine was made to stand still: here its reclaims end."""
+    def stop(self, now: float) -> None:
+        """Record that its processes were stopped. Its pending reclaims end here."""
+        self.stopped_at = now
+        self.account.stops += 1
+        self.account.strikes.append(now)
         for arrived, _ in self._arrivals:
-            self._record(now - arrived)
+            self._record_reclaim(now - arrived)
         self._arrivals.clear()
 
-    def _settle(self, steps: Stepping) -> None:
+    def resume(self, now: float) -> None:
+        """Record that its processes go on. Earlier steps no longer count against it."""
+        self.stopped_at, self.heard_at = None, now
+        self.steps_when_taken = self.page.steps().steps
+        if self.taken_at is not None:
+            self.taken_at = now
+
+    def end(self, now: float) -> None:
+        """Take its budget for good: its stream is over."""
+        self.write(Budget(), now)
+        self.gone_at = now
+
+    def _finish_reclaims(self, steps: Stepping) -> None:
+        """Record the reclaims whose step has ended."""
         if not self._arrivals:
             return
         left = []
@@ -173,9 +194,9 @@ class Loan:
             if steps.stepping and steps.steps <= ended:
                 left.append((arrived, ended))
             else:
-                self._record(max(0.0, steps.ended - arrived))
+                self._record_reclaim(max(0.0, steps.ended - arrived))
         self._arrivals = left
 
-    def _record(self, seconds: float) -> None:
+    def _record_reclaim(self, seconds: float) -> None:
         self.account.latencies.append(seconds)
         metrics.RECLAIM_SECONDS.observe(seconds)

@@ -1,16 +1,16 @@
-"""How much memory rollouts may use beside the served engine, and where their weights stay.
+"""Decides how much memory rollouts may use beside the served engine, and where their weights stay.
 
-Invariant: what all borrowers together may hold of keys and values, what serving uses of them, and a headroom for what
-it takes next never exceed the stated limit for the pair. Memory that cannot be read is none. Serving's use is counted
-where its traffic goes through the guard (tokens inside, by bytes for each), or read from the engine's own metrics. On a
-GPU the device itself says how much is free: vLLM keeps its pool of keys and values for good, so only sleep would give
-anything back there. Where weights shall be is a wish: an engine that cannot fulfil it (workers do not drive vLLM's
-sleep mode on GPUs) goes on.
+Invariant: the keys and values that all borrowers may hold, those that serving holds and a headroom for serving never
+exceed the stated limit for the pair. Memory that cannot be read counts as none. Serving's use is computed from the
+tokens inside if its traffic passes the guard, and read from the engine's metrics otherwise. On a GPU the device reports
+its free memory: vLLM never shrinks its pool of keys and values, so only sleep would free memory there. The place of the
+weights is a wish: an engine that cannot fulfil it goes on (workers do not use vLLM's sleep mode on GPUs).
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
@@ -19,38 +19,79 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.coserving import weight_residency
 from ebbtide.scheduling.coserving.kv_budget import NORMAL, KvAllowance, KvBudget
 from ebbtide.scheduling.coserving.weight_residency import ResidencyPlan
-from ebbtide.serving_guard.loans.gpu_device import GpuDevice, open_device
 from ebbtide.types.grants import BorrowerReport, Hello, Residency
 
 log = telemetry.get_logger(__name__)
 
-#: The phase of one whose device, or host, cannot be read just now: nothing is granted to it.
+#: The phase of a borrower while its device or host cannot be read: nothing is granted to it.
 UNREADABLE: Final = "unreadable"
 #: Share of a device's memory, or of the host's, that stays free for serving.
 _RESERVE: Final = 0.03
-#: Where only a limit for keys and values is stated: weights come back when this share of it is free.
+#: On a host, where only a limit for keys and values is stated, weights return when this share of it is free.
 _ROOM: Final = 0.1
+#: How long one reading of a device is used: NVML takes up to a millisecond for one.
+_FRESH_S: Final = 0.1
+
+
+class Device(Protocol):
+    """A GPU whose memory can be read."""
+
+    def memory(self) -> tuple[int, int]:
+        """Free bytes, and all bytes."""
+        ...
+
+
+class NvmlDevice:
+    """One GPU, or one MIG instance of it."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._read: tuple[int, int] = (0, 0)
+        self._fresh_until = float("-inf")
+
+    def memory(self) -> tuple[int, int]:
+        """Free bytes, and all bytes, whatever uses the rest; at most 0.1 s old."""
+        now = time.monotonic()
+        if now >= self._fresh_until:
+            found = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+            self._read, self._fresh_until = (int(found.free), int(found.total)), now + _FRESH_S
+        return self._read
+
+
+def open_device(uuid: str) -> NvmlDevice:
+    """Open the device with NVML's id `uuid` ("GPU-..." or "MIG-..."). Raises `InvalidRequest` if it cannot be read."""
+    try:
+        import pynvml
+    except ImportError:
+        raise InvalidRequest("needs nvidia-ml-py: install ebbtide[guard]", field="device") from None
+    try:
+        pynvml.nvmlInit()
+        device = NvmlDevice(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        device.memory()
+    except pynvml.NVMLError as error:
+        raise InvalidRequest(f"{uuid} cannot be read: {error}", field="device") from None
+    return device
 
 
 class AllowedMemory(Struct, frozen=True):
-    """What a grant tells one borrower. `phase`: see `scheduling.kv_budget`, or `UNREADABLE`."""
+    """The memory in one borrower's grant."""
 
     kv_bytes: int
-    phase: str
+    phase: str  # one of `scheduling.kv_budget`'s, or `UNREADABLE`
     residency: Residency
 
 
 class _Borrower:
-    def __init__(self, hello: Hello, device: GpuDevice | None) -> None:
+    def __init__(self, hello: Hello, device: Device | None) -> None:
         self.hello, self.device = hello, device
         self.report = BorrowerReport()
         self.weights = ResidencyPlan()
         self.unreadable = False
-        self.needs = 0  # bytes of keys and values of one rollout, as last seen where nothing bounded them
+        self.needs = 0  # bytes of keys and values of one rollout, as last seen while nothing limited them
 
 
 class MemoryBudget:
-    """See the module. `now` is in seconds of the monotonic clock."""
+    """Divides memory between serving and the borrowers. `now` is in seconds of the monotonic clock."""
 
     def __init__(
         self,
@@ -58,16 +99,16 @@ class MemoryBudget:
         limit_mib: int = 0,
         serving_kv_mib: int = 0,
         bytes_per_token: int = 0,
-        device: Callable[[str], GpuDevice | None] = open_device,
+        device: Callable[[str], Device | None] = open_device,
         host: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        """`limit_mib` for the keys and values of both engines, 0: none; `serving_kv_mib`: the served engine's pool of
+        """`limit_mib`: for the keys and values of both engines, 0: none; `serving_kv_mib`: the served engine's pool of
         them; `bytes_per_token`: of the served model. Raises `InvalidRequest` if they do not fit each other."""
         if limit_mib and not (serving_kv_mib or bytes_per_token):
             message = "needs serving_kv_bytes_per_token (proxy) or serving_kv_mib (observe) to know what serving uses"
             raise InvalidRequest(message, field="memory_limit_mib")
         if limit_mib and serving_kv_mib > limit_mib:
-            raise InvalidRequest("must hold what serving may use, serving_kv_mib, at least", field="memory_limit_mib")
+            raise InvalidRequest("must be at least serving_kv_mib, which serving may use", field="memory_limit_mib")
         self.limit = limit_mib << 20
         self.serving_bytes = 0
         self._pool = serving_kv_mib << 20
@@ -78,36 +119,36 @@ class MemoryBudget:
         self._borrowers: dict[str, _Borrower] = {}
 
     def tokens_inside(self, now: float, tokens: int) -> None:
-        """Proxy mode: of all requests inside, read and made."""
+        """Mode proxy: `tokens` is the sum of prompts and answers so far, over all requests inside."""
         used = tokens * self._bytes_per_token
         self._serving(now, min(used, self._pool) if self._pool else used)
 
     def usage(self, now: float, share: float) -> None:
-        """Observe mode: the share of its pool that the served engine uses (`vllm:kv_cache_usage_perc`, 0 to 1)."""
+        """Mode observe: the served engine uses this share of its pool (`vllm:kv_cache_usage_perc`, 0 to 1)."""
         self._serving(now, int(share * self._pool))
 
     def joined(self, worker_id: str, hello: Hello) -> None:
-        """A borrower, or the same one anew. Raises `InvalidRequest` if its device cannot be read."""
+        """Add a borrower, or replace it. Raises `InvalidRequest` if its device cannot be read."""
         self._borrowers[worker_id] = _Borrower(hello, self._open(hello.device) if hello.device else None)
 
     def left(self, worker_id: str) -> None:
         self._borrowers.pop(worker_id, None)
 
     def reported(self, now: float, worker_id: str, report: BorrowerReport) -> None:
-        """What a borrower says of itself; its keys and values count at once."""
+        """Take a borrower's report; its keys and values count at once."""
         if (borrower := self._borrowers.get(worker_id)) is not None:
             borrower.report = report
             if self._allowance(now).phase == NORMAL and report.running:
                 borrower.needs = report.kv_bytes_used // report.running
 
     def allowed(self, now: float, worker_id: str, *, idle_s: float) -> AllowedMemory:
-        """What its next grant tells. `idle_s`: for how long borrowing will probably be possible, 0 while it is not.
-        Raises `KeyError` for one that did not join."""
+        """The memory in its next grant. `idle_s`: how long borrowing will probably be possible, 0 while it is not.
+        Raises `KeyError` for an unknown borrower."""
         borrower = self._borrowers[worker_id]
         allowance = self._allowance(now)
         try:
             at = self._residency(now, borrower, allowance, idle_s)
-        except Exception as error:  # noqa: BLE001 - of NVML or of the system: users' requests go on
+        except Exception as error:  # noqa: BLE001 - whatever fails in NVML or the system, users' requests go on
             if not borrower.unreadable:
                 log.warning("memory cannot be read: nothing is granted", worker_id=worker_id, reason=str(error))
             borrower.unreadable = True
@@ -115,7 +156,7 @@ class MemoryBudget:
         borrower.unreadable = False
         full = sum(other.hello.kv_bytes for other in self._borrowers.values())
         share = allowance.kv_bytes * borrower.hello.kv_bytes // full if full else 0
-        # On a device keys and values go with the weights: taking them from an engine that stays would free nothing.
+        # A device keeps keys and values as long as the weights: taking them from an awake engine would free nothing.
         return AllowedMemory(share if at is Residency.AWAKE or borrower.device else 0, allowance.phase, at)
 
     def _serving(self, now: float, used: int) -> None:
@@ -130,7 +171,7 @@ class MemoryBudget:
         full = sum(borrower.hello.kv_bytes for borrower in self._borrowers.values())
         if not self.limit:
             return KvAllowance(full, NORMAL)
-        # Each borrower gets a share by what it could hold: enough for one of its rollouts, or nothing.
+        # Each borrower's share is in proportion to what it could hold: enough for one of its rollouts, or nothing.
         least = max((_needed(one, full) for one in self._borrowers.values()), default=0)
         return self._budget.update(
             now, serving=self.serving_bytes, rollout=self._held(), limit=self.limit, full=full, least=least
@@ -168,12 +209,12 @@ class MemoryBudget:
 
 
 def _needed(borrower: _Borrower, full: int) -> int:
-    """What all have to be allowed so that its share is enough for one of its rollouts."""
+    """The bytes for all borrowers at which this one's share is enough for one of its rollouts."""
     return -(-borrower.needs * full // borrower.hello.kv_bytes) if borrower.hello.kv_bytes > 0 else 0
 
 
 def host_memory(path: Path = Path("/proc/meminfo")) -> tuple[int, int]:
-    """Bytes of the host's memory that are available, and all of them."""
+    """Available bytes of the host's memory, and all bytes."""
     found = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
     available, total = (int(found[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
     return available, total

@@ -1,7 +1,7 @@
-"""One client's connection: what may come in, and answers in the order of their questions.
+"""Parses requests from one client's connection, limits them, and sends answers in the order of the requests.
 
-Invariant: requests of one connection are answered one after the other; while one waits behind another, no more is
-read. Once a request was refused nothing further is parsed: where it ends is not certain any more.
+Invariant: requests of one connection are answered one after the other. While one waits behind another, no more is
+read. Nothing is parsed after a refused request, because it is uncertain where that request ends.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 log = telemetry.get_logger(__name__)
 
-#: After a refusal, what still comes is thrown away for so long, so that the client reads why before the end.
+#: After a refusal, further bytes are discarded for this long, so that the client can read the reason.
 _LINGER_S: Final = 2.0
-#: Requests on one connection whose turn has not come; more come only from one that does not wait for answers.
+#: Requests on one connection that wait for their turn. Only a client that does not read answers sends more.
 _PIPELINED: Final = 64
 
 
 class RequestAnswerer(Protocol):
-    """Whoever answers a request: an `Exchange`, or the proxy itself."""
+    """Answers one request: an `Exchange`, or the proxy itself."""
 
     answering: bool
 
@@ -42,7 +42,7 @@ class RequestAnswerer(Protocol):
 
 
 class ClientConnection(asyncio.Protocol):
-    """Times are those of `time.monotonic()`; 0: not begun."""
+    """One client's connection. Times are those of `time.monotonic()`; 0: not begun."""
 
     def __init__(self, clients: "ClientTable") -> None:
         self._clients, self._settings = clients, clients.settings
@@ -50,15 +50,18 @@ class ClientConnection(asyncio.Protocol):
         self.address = ""
         self._parser = httptools.HttpRequestParser(self)
         self._queue: deque[RequestAnswerer] = deque()
-        self._incoming: RequestAnswerer | None = None  # whose body is being read
+        self._incoming: RequestAnswerer | None = None  # the request whose body is being read
         self._body_bytes = 0
-        self._expected = False  # whether who sends `_incoming` waits to be asked for it
+        self._expected = False  # whether the client waits for "100 Continue" before it sends that body
         self._target = b""
         self._headers: list[Header] = []
         self._head_bytes = 0
         self._head_since = 0.0
         self._refusal = b""
-        self._deaf = self._paused = self._held = self.is_clogged = False
+        self._discarding = False  # whether further bytes are discarded
+        self._paused = False  # whether reading is paused
+        self._held = False  # whether an answer asked for that
+        self.is_clogged = False
         self._lingers_until = 0.0
         self._unread, self._unread_since = 0, 0.0
         self._heard_at = time.monotonic()
@@ -66,7 +69,7 @@ class ClientConnection(asyncio.Protocol):
     # -- asyncio -------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's are none by their class
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's class does not derive from it
         self.transport.set_write_buffer_limits(high=self._settings.buffer_bytes)
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if peer else ""
@@ -75,34 +78,34 @@ class ClientConnection(asyncio.Protocol):
             self.refuse(refused)
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._discarding:
             return
         self._heard_at = time.monotonic()
         in_head = self._incoming is None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._deaf = True  # what follows is no HTTP; the request itself was answered, or will be
+            self._discarding = True  # what follows is not HTTP; the request itself is answered
         except httptools.HttpParserCallbackError:
-            log.exception("a request could not be taken")
+            log.exception("a request could not be handled")
             self.refuse(HeadRefused(500, "the serving-guard failed; its log says why", "internal_error"))
         except httptools.HttpParserError as error:
-            self.refuse(HeadRefused(400, f"this is no valid HTTP/1.1 request: {error}"))
+            self.refuse(HeadRefused(400, f"this is not a valid HTTP/1.1 request: {error}"))
         if in_head and self._incoming is None and self._head_since:
             self._head_bytes += len(data)
-            if self._head_bytes > 2 * self._settings.max_header_bytes:  # nothing of it has come to an end
+            if self._head_bytes > 2 * self._settings.max_header_bytes:  # one line that does not end
                 self._refuse_head()
         self._keep_order()
 
     def eof_received(self) -> bool:
         if self._queue:
-            self.transport.abort()  # nobody reads the answer any more
+            self.transport.abort()  # the client no longer reads the answer
         return False
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - however it ended
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio passes it
         self._clients.left(self)
-        self._deaf = True
-        del self._parser  # which refers back
+        self._discarding = True
+        del self._parser  # it refers back to this object
         metrics.CANCELLED.inc(len(self._queue))
         for answer in self._queue:
             answer.cancel()
@@ -130,7 +133,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._deaf:
+        if self._discarding:
             return
         self._head_bytes += len(name) + len(value)
         self._headers.append((name, value))
@@ -138,7 +141,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_head()
 
     def on_headers_complete(self) -> None:
-        if self._deaf:
+        if self._discarding:
             return
         self._head_since = 0.0
         if len(self._queue) >= _PIPELINED:
@@ -164,7 +167,7 @@ class ClientConnection(asyncio.Protocol):
             self._begin()
 
     def on_body(self, data: bytes) -> None:
-        if self._deaf or self._incoming is None:
+        if self._discarding or self._incoming is None:
             return
         self._body_bytes += len(data)
         if self._body_bytes > self._settings.max_body_bytes:
@@ -173,11 +176,11 @@ class ClientConnection(asyncio.Protocol):
         self._incoming.body(data)
 
     def on_message_complete(self) -> None:
-        if not self._deaf and (answer := self._incoming) is not None:
+        if not self._discarding and (answer := self._incoming) is not None:
             self._incoming = None
             answer.complete()
 
-    # -- what answers ask of the connection ------------------------------------------------------------------------
+    # -- called by answers ---------------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
         self.transport.write(data)
@@ -186,12 +189,12 @@ class ClientConnection(asyncio.Protocol):
         answer = self._queue.popleft()
         self._held, self._heard_at = False, time.monotonic()
         if close or (self._clients.draining and not self._queue):
-            self._end(rudely=answer is self._incoming or bool(self._queue))
+            self._end(linger=answer is self._incoming or bool(self._queue))
             return
         if self._queue:
             self._begin()
         elif self._refusal:
-            self._say_refusal()
+            self._send_refusal()
         self._keep_order()
 
     def drop(self) -> None:
@@ -205,10 +208,10 @@ class ClientConnection(asyncio.Protocol):
     # -- limits --------------------------------------------------------------------------------------------------
 
     def refuse(self, refused: HeadRefused) -> None:
-        """Say why, after what was asked before; nothing more is taken from this client."""
-        if self._deaf:
+        """Send the refusal after the answers to earlier requests, and accept nothing more from this client."""
+        if self._discarding:
             return
-        self._deaf = True
+        self._discarding = True
         metrics.REFUSED.labels(str(refused.status)).inc()
         self._refusal = http_heads.failure(refused.status, refused.message, refused.kind, close=True)
         if (answer := self._incoming) is not None:
@@ -217,11 +220,11 @@ class ClientConnection(asyncio.Protocol):
                 self.transport.abort()
             answer.cancel()
         if not self._queue:
-            self._say_refusal()
+            self._send_refusal()
 
     @property
     def spare_since(self) -> float | None:
-        """Since when nothing goes on here but what the client might send; None: something does."""
+        """Since when the connection only waits for its client; None: a request is under way."""
         return self._heard_at if not self._queue or self._queue[0].waits_for_client else None
 
     def close_if_idle(self) -> None:
@@ -229,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
             self.transport.close()
 
     def check(self, now: float) -> None:
-        """End what took too long; called now and then."""
+        """Refuse or close what took too long. Called at regular intervals."""
         settings = self._settings
         unread = self.transport.get_write_buffer_size()
         if unread != self._unread:
@@ -245,12 +248,12 @@ class ClientConnection(asyncio.Protocol):
                 HeadRefused(408, f"the headers were not complete within {settings.header_timeout_s:g} s", "timeout")
             )
         elif self._incoming and not self._paused and now - self._heard_at > settings.body_timeout_s:
-            self.refuse(HeadRefused(408, f"nothing of the body came for {settings.body_timeout_s:g} s", "timeout"))
+            self.refuse(HeadRefused(408, f"no part of the body came for {settings.body_timeout_s:g} s", "timeout"))
         elif not self._queue and not self._head_since and now - self._heard_at > settings.idle_timeout_s:
             self.transport.close()
 
     def _begin(self) -> None:
-        """The first in the queue has its turn; a client that waits to be asked for its body is asked now."""
+        """Begin the first request in the queue; send "100 Continue" if the client waits for it."""
         answer = self._queue[0]
         if self._expected and answer is self._incoming:
             self._expected = False
@@ -265,15 +268,15 @@ class ClientConnection(asyncio.Protocol):
     def _too_large(self) -> HeadRefused:
         return HeadRefused(413, f"the body is longer than {self._settings.max_body_bytes} bytes")
 
-    def _say_refusal(self) -> None:
+    def _send_refusal(self) -> None:
         refusal, self._refusal = self._refusal, b""
         self.transport.write(refusal)
-        self._end(rudely=True)
+        self._end(linger=True)
 
-    def _end(self, *, rudely: bool) -> None:
-        """Close; if the client is still sending (`rudely`), not before it had time to read the answer."""
-        self._deaf = True
-        if not rudely or self.transport.is_closing():
+    def _end(self, *, linger: bool) -> None:
+        """Close. If the client may still be sending (`linger`), give it time to read the answer first."""
+        self._discarding = True
+        if not linger or self.transport.is_closing():
             self.transport.close()
             return
         for answer in self._queue:
@@ -286,7 +289,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport.write_eof()
 
     def _keep_order(self) -> None:
-        """Read on, unless someone has to catch up first."""
+        """Pause reading while an answer asks for it or a request waits for its turn."""
         paused = (self._held or len(self._queue) > 1) and not self._lingers_until
         if paused == self._paused or self.transport.is_closing():
             return
@@ -295,5 +298,5 @@ class ClientConnection(asyncio.Protocol):
             self.transport.pause_reading()
         else:
             self._heard_at = time.monotonic()
-            self._head_since = self._head_since and self._heard_at  # it was not the client that waited
+            self._head_since = self._head_since and self._heard_at  # the pause was not the client's
             self.transport.resume_reading()

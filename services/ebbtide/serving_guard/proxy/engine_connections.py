@@ -1,7 +1,7 @@
-"""Connections to the serving engine.
+"""Opens, pools and reads connections to the serving engine.
 
-Invariant: a connection carries one request at a time, and goes back to the pool only after an answer that was whole
-and a request that was sent whole. Anything else ends it, which is how the engine learns that nobody waits any more.
+Invariant: a connection carries one request at a time, and goes back to the pool only after a complete request and a
+complete answer. Anything else closes it, which tells the engine to stop work for that request.
 """
 
 import asyncio
@@ -15,28 +15,32 @@ import httptools
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.proxy.http_heads import Header
+from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 
-#: Of the head of an answer, all together.
+#: Bytes of an answer's whole head.
 _LONGEST_HEAD: Final = 256 << 10
 _SWITCHED: Final = 101
-#: A kept connection that the engine gave up breaks within a way there and back; one that breaks later may have been
-#: worked for, in silence, as a prefill is.
+#: If the engine had closed a kept connection, the request fails within one round trip. If it fails later, the engine
+#: may have worked on it without sending anything, as in a prefill.
 _UNREAD_S: Final = 0.1
+#: A health check uses the result of an earlier one for this long.
+_FRESH_S: Final = 0.5
+_PROBE_S: Final = 1.0
 
 
 class AnswerReceiver(Protocol):
-    """Whom the engine answers: one exchange."""
+    """Receives the engine's answer: one exchange."""
 
     head_only: bool
 
     def answered(self, status: int, reason: bytes, headers: list[Header]) -> None:
-        """The head is here."""
+        """Take the answer's head."""
 
     def passed(self, data: bytes, *, last: bool) -> None:
-        """What has come of the body since; `last`: that was all."""
+        """Take new bytes of the body; `last`: the answer is complete."""
 
     def broken(self, reason: str, *, untouched: bool) -> None:
-        """It will never be whole. `untouched`: the engine had given up a kept connection, and has read nothing."""
+        """The answer will not complete. `untouched`: the engine had closed a kept connection, and has read nothing."""
 
     def pause(self) -> None:
         """Send no more of the request's body for now."""
@@ -45,32 +49,33 @@ class AnswerReceiver(Protocol):
 
 
 class EngineConnection(asyncio.Protocol):
-    """One connection to the engine, which parses what comes and hands it to the asker."""
+    """One connection to the engine. It parses answers and hands them to the asker."""
 
     def __init__(self, pool: "EnginePool") -> None:
         self._pool = pool
         self.transport: asyncio.Transport
-        self.idle_since = 0.0
+        self.idle_since = 0.0  # when its last answer was complete
         self._asker: AnswerReceiver | None = None
         self._asked_at = 0.0
-        self._used = self._lost = False
+        self._used = False  # whether it carried a request before
+        self._lost = False
         self._parser = httptools.HttpResponseParser(self)
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._reason = b""
         self._headers: list[Header] = []
         self._head_bytes = 0
         self._pieces: list[bytes] = []
-        self._heard = self._headed = self._interim = self._complete = self._until_close = False
-        self._trouble = ""
+        self._received = self._headed = self._interim = self._complete = self._until_close = False
+        self._problem = ""  # why the answer, or the connection, cannot be used
         self._keeps = False  # whether the connection outlives this answer
 
     def ask(self, asker: AnswerReceiver, head: bytes) -> None:
-        """Send a request's head, with the body's beginning where it is there; the rest follows by `send`."""
-        self._forget()
+        """Send a request's head and the part of the body that is there; the rest follows by `send`."""
+        self._reset()
         self._asker, self._asked_at = asker, time.monotonic()
-        if self._lost:  # before anybody was there to be told
+        if self._lost:  # it closed while it had no asker
             asyncio.get_running_loop().call_soon(self._end_broken, "it closed the connection")
             return
         self.transport.write(head)
@@ -79,7 +84,7 @@ class EngineConnection(asyncio.Protocol):
         self.transport.write(data)
 
     def read_on(self, wanted: bool) -> None:
-        """Whether to read more of the answer: not while its client leaves too much unread."""
+        """Read more of the answer, or stop reading while its client leaves too much unread."""
         if not self.transport.is_closing():
             if wanted:
                 self.transport.resume_reading()
@@ -87,10 +92,10 @@ class EngineConnection(asyncio.Protocol):
                 self.transport.pause_reading()
 
     def release(self, *, reusable: bool) -> None:
-        """The asker is through: back to the pool, or closed."""
+        """Go back to the pool, or close: the asker needs it no longer."""
         self._asker = None
         if reusable and not self.transport.is_closing() and self._keeps:
-            self._used = True
+            self._used, self.idle_since = True, time.monotonic()
             self.read_on(True)
             self._pool.put(self)
         else:
@@ -100,27 +105,27 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        self.transport.set_write_buffer_limits(high=self._pool.buffer_bytes)
+        self.transport.set_write_buffer_limits(high=self._pool.settings.buffer_bytes)
 
     def data_received(self, data: bytes) -> None:
         asker = self._asker
-        if asker is None:  # it speaks without being asked
+        if asker is None:  # it sends data without a request
             self.transport.abort()
             return
-        self._heard = True
+        self._received = True
         if not self._headed:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._trouble = self._trouble or f"its answer is not HTTP/1.1 ({type(error).__name__})"
+            self._problem = self._problem or f"its answer is not HTTP/1.1 ({type(error).__name__})"
         if not self._headed and self._head_bytes > _LONGEST_HEAD:
-            self._trouble = "the head of its answer is too long"
-        if self._trouble and not self._complete:
-            self._end_broken(self._trouble)
+            self._problem = "the head of its answer is too long"
+        if self._problem and not self._complete:
+            self._end_broken(self._problem)
             return
         if self._headed:
-            if self._trouble:  # more than was asked for
+            if self._problem:  # it sent more than one answer
                 self.transport.abort()
             pieces, self._pieces = self._pieces, []
             asker.passed(pieces[0] if len(pieces) == 1 else b"".join(pieces), last=self._complete)
@@ -131,7 +136,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
         self._pool.lost(self)
-        del self._parser  # which refers back
+        del self._parser  # it refers back to this object
         if (asker := self._asker) is None:
             return
         if self._until_close and exc is None:
@@ -145,7 +150,7 @@ class EngineConnection(asyncio.Protocol):
         self.transport.abort()
         if asker is not None:
             soon = time.monotonic() - self._asked_at < _UNREAD_S
-            asker.broken(reason, untouched=self._used and not self._heard and soon)
+            asker.broken(reason, untouched=self._used and not self._received and soon)
 
     def pause_writing(self) -> None:
         if self._asker is not None:
@@ -159,7 +164,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._complete:
-            self._trouble = "it answered twice"
+            self._problem = "it answered twice"
 
     def on_status(self, reason: bytes) -> None:
         self._reason += reason
@@ -171,13 +176,13 @@ class EngineConnection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if self._complete or self._asker is None:
             return
-        if status < 200:  # an interim answer, such as 103; the real one follows
+        if status < 200:  # an interim answer, such as 103; the final one follows
             self._interim = True
             if status == _SWITCHED:
-                self._trouble = "it switched protocols, which nobody asked for"
+                self._problem = "it switched protocols without a request to do so"
             return
         self._headed = True
-        # An answer to HEAD leaves the parser waiting for the body whose length it tells: it reads no other answer.
+        # After an answer to HEAD the parser waits for a body of the announced length, so it reads no other answer.
         self._keeps = self._parser.should_keep_alive() and not self._asker.head_only
         names = {name.lower() for name, _ in self._headers}
         bounded = not names.isdisjoint((b"content-length", b"transfer-encoding"))
@@ -199,15 +204,15 @@ class EngineConnection(asyncio.Protocol):
 
 
 class EnginePool:
-    """The engine's address, and the connections that wait for the next request: the one used last first."""
+    """Keeps idle connections to the engine for the next request; the one used last is taken first."""
 
-    def __init__(self, url: str, *, connect_timeout_s: float, keep_s: float, buffer_bytes: int) -> None:
-        self.host, self.port = address_of(url)
-        self.url = url
-        self.buffer_bytes = buffer_bytes
-        self._connect_timeout_s, self._keep_s = connect_timeout_s, keep_s
+    def __init__(self, url: str, settings: ProxySettings) -> None:
+        self._host, self._port = address_of(url)
+        self.url, self.settings = url, settings
         self._idle: deque[EngineConnection] = deque()
         self._open: set[EngineConnection] = set()
+        self._reached: tuple[float, bool] = (0.0, False)  # when the engine was last probed, and whether it accepted
+        self._probe: asyncio.Task[bool] | None = None
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -215,8 +220,8 @@ class EnginePool:
         return len(self._open)
 
     def idle(self) -> EngineConnection | None:
-        """A connection that waits, which leaves the pool; None: `connect` one."""
-        oldest = time.monotonic() - self._keep_s
+        """Take an idle connection out of the pool; None: there is none."""
+        oldest = time.monotonic() - self.settings.keep_upstream_s
         while self._idle:
             connection = self._idle.pop()
             if connection.idle_since >= oldest and not connection.transport.is_closing():
@@ -225,19 +230,38 @@ class EnginePool:
         return None
 
     async def connect(self) -> EngineConnection:
-        """A new connection. Raises `OSError` or `TimeoutError`."""
+        """Open a new connection. Raises `OSError` or `TimeoutError`."""
         metrics.ENGINE_CONNECTS.inc()
-        async with asyncio.timeout(self._connect_timeout_s):
+        async with asyncio.timeout(self.settings.connect_timeout_s):
             loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(lambda: EngineConnection(self), self.host, self.port)
-        # Not counted before: uvloop tells a connection nothing of its end if it is cancelled while it is made.
+            _, connection = await loop.create_connection(lambda: EngineConnection(self), self._host, self._port)
+        # Counted only now: uvloop does not call `connection_lost` if the connection is cancelled while it is made.
         if not connection.transport.is_closing():
             self._open.add(connection)
             self.empty.clear()
         return connection
 
+    async def reachable(self) -> bool:
+        """Whether the engine accepts connections. Concurrent callers share one probe."""
+        at, reached = self._reached
+        if time.monotonic() - at < _FRESH_S:
+            return reached
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.get_running_loop().create_task(self._try_connecting())
+        return await asyncio.shield(self._probe)
+
+    async def _try_connecting(self) -> bool:
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                _, writer = await asyncio.open_connection(self._host, self._port)
+            writer.close()
+            reached = True
+        except (OSError, TimeoutError):
+            reached = False
+        self._reached = (time.monotonic(), reached)
+        return reached
+
     def put(self, connection: EngineConnection) -> None:
-        connection.idle_since = time.monotonic()
         self._idle.append(connection)
 
     def lost(self, connection: EngineConnection) -> None:
@@ -246,8 +270,8 @@ class EnginePool:
             self.empty.set()
 
     def prune(self) -> None:
-        """Close what has waited too long; those used longest ago stand first."""
-        oldest = time.monotonic() - self._keep_s
+        """Close connections that were idle too long; those used longest ago come first."""
+        oldest = time.monotonic() - self.settings.keep_upstream_s
         while self._idle and (self._idle[0].idle_since < oldest or self._idle[0].transport.is_closing()):
             self._idle.popleft().transport.abort()
 

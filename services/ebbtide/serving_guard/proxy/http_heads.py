@@ -1,7 +1,7 @@
-"""Heads of requests and answers: what is passed on, what is not, and what the proxy says in its own name.
+"""Checks and rewrites the heads of requests and answers, and makes the proxy's own answers.
 
-A header of the connection (hop-by-hop, RFC 9110, 7.6.1) is for the next host alone. The length of a body is written by
-the proxy, never copied together with another one, so that both sides always agree where a message ends.
+A hop-by-hop header (RFC 9110, 7.6.1) is not passed on. The proxy writes the length of a body itself and copies none, so
+both sides always agree where a message ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,16 +19,16 @@ _HOP: Final = frozenset(
         b"transfer-encoding", b"http2-settings",
     }
 )  # fmt: skip
-#: Of a request: the proxy writes the length itself, and answers an expectation itself.
-_NOT_ASKED: Final = _HOP | {b"content-length", b"expect"}
-#: Of a request: what decides whether it may pass.
-_JUDGED: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"upgrade", b"expect"})
-#: What no `Connection` header can take away.
+#: Headers of a request that are not passed on: the proxy writes the length, and answers an expectation itself.
+_NOT_FORWARDED: Final = _HOP | {b"content-length", b"expect"}
+#: Headers of a request that decide whether it may pass.
+_CHECKED: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"upgrade", b"expect"})
+#: Headers that a `Connection` header cannot remove.
 _KEPT: Final = frozenset({b"host", b"content-length", b"content-type", b"authorization"})
 
 
 class HeadRefused(Exception):
-    """A request that is answered here: status, message and OpenAI's type of error."""
+    """The proxy refuses a request: status, message and OpenAI's type of error."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class HeadRefused(Exception):
 
 
 class RequestHead(Struct, frozen=True):
-    """A request that may pass. `length` is None for a body in chunks, and for none (`has_body` tells)."""
+    """The head of a request that may pass."""
 
     method: bytes
     target: bytes
@@ -44,29 +44,33 @@ class RequestHead(Struct, frozen=True):
     modern: bool  # HTTP/1.1, not 1.0
     keep_alive: bool
     has_body: bool
-    length: int | None
+    length: int | None  # of the body; None: it comes in chunks, or there is none
     expects: bool
 
     def forwarded(self, framing: bytes) -> bytes:
-        return request_head(self.method, self.target, self.headers, framing)
+        """The head for the engine; `framing` is the header with the body's length, or empty."""
+        lines = [self.method + b" " + self.target + b" HTTP/1.1", *_lines(self.headers, _NOT_FORWARDED)]
+        if framing:
+            lines.append(framing)
+        return b"\r\n".join([*lines, b"\r\n"])
 
 
 def read_head(method: bytes, target: bytes, headers: list[Header], version: str, *, keep_alive: bool) -> RequestHead:
-    """Judge a request by its head. Raises `HeadRefused` for all that two hosts could read in two ways."""
+    """Check a request's head. Raises `HeadRefused` for anything that two hosts could read in different ways."""
     if version not in {"1.0", "1.1"}:
-        raise HeadRefused(505, f"HTTP/{version} is not spoken here; use HTTP/1.1")
+        raise HeadRefused(505, f"HTTP/{version} is not supported; use HTTP/1.1")
     seen: dict[bytes, list[bytes]] = {}
     for name, value in headers:
         if b"\n" in value or b"\r" in value or b"\0" in value:
             raise HeadRefused(400, f"the header {name.decode('latin-1')} spans lines, or holds control characters")
         lower = name.lower()
-        if lower in _JUDGED:
+        if lower in _CHECKED:
             seen.setdefault(lower, []).append(value)
     modern = version == "1.1"
     hosts = seen.get(b"host", [])
     if len(hosts) > 1 or (modern and not hosts):
-        raise HeadRefused(400, "there has to be one Host header")
-    if not hosts:  # HTTP/1.0, and the engine gets 1.1
+        raise HeadRefused(400, "there must be one Host header")
+    if not hosts:  # HTTP/1.0, while the engine gets 1.1
         headers = [(b"Host", b"localhost"), *headers]
     _refuse_upgrades(method, seen)
     length, chunked = _framing(seen, modern=modern)
@@ -85,18 +89,18 @@ def _framing(seen: dict[bytes, list[bytes]], *, modern: bool) -> tuple[int | Non
         raise HeadRefused(400, "Content-Length and Transfer-Encoding exclude each other")
     if codings:
         if not modern or [value.strip().lower() for value in codings] != [b"chunked"]:
-            raise HeadRefused(400, "the only Transfer-Encoding taken is: chunked, in HTTP/1.1")
+            raise HeadRefused(400, "the only supported Transfer-Encoding is chunked, in HTTP/1.1")
         return None, True
     if not lengths:
         return None, False
     if len(lengths) > 1 or not lengths[0].strip().isdigit() or len(lengths[0]) > 18:
-        raise HeadRefused(400, "Content-Length has to be one number")
+        raise HeadRefused(400, "Content-Length must be one number")
     return int(lengths[0]), False
 
 
 def _refuse_upgrades(method: bytes, seen: dict[bytes, list[bytes]]) -> None:
     if method == b"CONNECT":
-        raise HeadRefused(501, "this is a proxy in front of one serving engine, not to others; CONNECT is not served")
+        raise HeadRefused(501, "this is a proxy in front of one serving engine; CONNECT is not supported")
     if any(b"websocket" in value.lower() for value in seen.get(b"upgrade", [])):
         raise HeadRefused(
             501,
@@ -104,18 +108,8 @@ def _refuse_upgrades(method: bytes, seen: dict[bytes, list[bytes]]) -> None:
         )
 
 
-def request_head(method: bytes, target: bytes, headers: Sequence[Header], framing: bytes) -> bytes:
-    """The head as the engine gets it; `framing` is the header that tells the body's length, or empty."""
-    lines = [method + b" " + target + b" HTTP/1.1"]
-    lines += _lines(headers, _NOT_ASKED)
-    if framing:
-        lines.append(framing)
-    lines.append(b"\r\n")
-    return b"\r\n".join(lines)
-
-
 def answer_head(status: int, reason: bytes, headers: Sequence[Header], extra: Iterable[bytes]) -> bytes:
-    """The head as the client gets it; `extra`: lines about this connection."""
+    """The head for the client; `extra`: lines about this connection."""
     lines = [b"HTTP/1.1 %d %s" % (status, reason), *_lines(headers, _HOP), *extra, b"\r\n"]
     return b"\r\n".join(lines)
 
@@ -130,7 +124,7 @@ def _lines(headers: Sequence[Header], dropped: frozenset[bytes]) -> list[bytes]:
 
 
 def value_of(headers: Iterable[Header], wanted: bytes) -> bytes:
-    """The first value of a header, in lower case; empty where there is none."""
+    """The first value of a header, in lower case; empty: there is none."""
     return next((value.lower() for name, value in headers if name.lower() == wanted), b"")
 
 
@@ -139,7 +133,7 @@ def path_of(target: bytes) -> bytes:
 
 
 def origin_form(target: bytes) -> bytes:
-    """The target without scheme and host, which clients of forward proxies send."""
+    """The target without scheme and host, which clients of forward proxies include."""
     if target.startswith(b"/") or target == b"*":
         return target
     scheme, found, rest = target.partition(b"://")
@@ -154,13 +148,13 @@ def chunk(data: bytes) -> bytes:
 
 
 def failure(status: int, message: str, kind: str, *, close: bool, body: bool = True) -> bytes:
-    """A whole answer of the proxy's own, in the form of OpenAI's errors."""
+    """A complete answer of the proxy itself, in the form of OpenAI's errors."""
     text = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
     return plain(status, text, close=close, body=body)
 
 
 def plain(status: int, text: bytes, *, close: bool, body: bool = True) -> bytes:
-    """A whole answer of the proxy's own: JSON."""
+    """A complete answer of the proxy itself, in JSON."""
     extra = [b"Content-Type: application/json", b"Content-Length: %d" % len(text)]
     if close:
         extra.append(b"Connection: close")

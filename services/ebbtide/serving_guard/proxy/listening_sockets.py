@@ -1,7 +1,8 @@
-"""The sockets that clients connect to: bound here, or handed over by systemd.
+"""Opens the sockets that clients connect to: binds them, or takes them over from systemd.
 
-A socket that systemd holds outlives the guard: while no guard runs, clients wait in its queue instead of being refused,
-and the successor takes the same socket (sd_listen_fds(3): from file descriptor 3 on, named by LISTEN_FDS, LISTEN_PID).
+A socket that systemd holds outlives the guard. While no guard runs, clients wait in its queue instead of being refused,
+and the next guard takes the same socket (sd_listen_fds(3): from file descriptor 3 on, counted by LISTEN_FDS for the
+process LISTEN_PID).
 """
 
 import os
@@ -11,12 +12,12 @@ from typing import Final
 from ebbtide.errors import InvalidRequest
 
 _FIRST: Final = 3
-#: Connections that wait to be accepted; the kernel takes less where its own bound is lower.
+#: Connections that wait to be accepted; the kernel applies its own bound if that is lower.
 BACKLOG: Final = 1024
 
 
 def sockets(listen: str) -> list[socket.socket]:
-    """Listening sockets: those handed over, if any, else one at `listen` (HOST:PORT; port 0: any).
+    """The sockets handed over by systemd, if any, else one bound to `listen` (HOST:PORT; port 0: any).
 
     Raises `InvalidRequest` naming `listen` or LISTEN_FDS.
     """
@@ -24,7 +25,7 @@ def sockets(listen: str) -> list[socket.socket]:
 
 
 def handed_over() -> list[socket.socket]:
-    """What systemd passed to this very process. Read once: its children inherit neither sockets nor variables."""
+    """The sockets that systemd passed to this process. Child processes inherit neither these nor the variables."""
     count, pid = os.environ.get("LISTEN_FDS", ""), os.environ.get("LISTEN_PID", "")
     if not count.isdecimal() or pid != str(os.getpid()):
         return []
@@ -39,9 +40,10 @@ def _adopted(number: int) -> socket.socket:
         taken = socket.socket(fileno=number)
         listens = taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
-        raise InvalidRequest(f"file descriptor {number} is no socket ({error.strerror})", field="LISTEN_FDS") from None
+        message = f"file descriptor {number} is not a socket ({error.strerror})"
+        raise InvalidRequest(message, field="LISTEN_FDS") from None
     if taken.type != socket.SOCK_STREAM or not listens or taken.family not in {socket.AF_INET, socket.AF_INET6}:
-        raise InvalidRequest(f"file descriptor {number} is no listening TCP socket", field="LISTEN_FDS")
+        raise InvalidRequest(f"file descriptor {number} is not a listening TCP socket", field="LISTEN_FDS")
     taken.setblocking(False)
     return taken
 
@@ -64,6 +66,6 @@ def bound(listen: str) -> socket.socket:
 
 
 def address(taken: socket.socket) -> str:
-    """HOST:PORT as clients may use it."""
+    """HOST:PORT for clients."""
     host, port = taken.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,9 +1,9 @@
-"""How long a prompt is, estimated from the request's body, and what the engine says about it later.
+"""Estimates the tokens of a request from its body, and learns from the engine's own counts.
 
-Of an answer in one piece nothing is heard until its end, so what it may become counts from the start: the tokens that
-the body asks for at most. Where it asks for none of a number, nothing is known of them.
+An answer in one piece shows no tokens until its end, so the most that its request allows counts from the start. If the
+body names no limit, the answer counts as nothing.
 
-Nothing here raises for a body that is odd: the engine is who refuses it.
+No function here raises for an invalid body: the engine refuses it.
 """
 
 import re
@@ -14,18 +14,18 @@ from msgspec import Raw, Struct
 
 from ebbtide.serving_guard.proxy.sse_tokens import TokenUsage
 
-#: Bytes of JSON text for a token, before the engine has said what they are: English, with what JSON adds to it.
+#: Bytes of JSON text per token until the engine has reported a count: English, with JSON's overhead.
 _BYTES_PER_TOKEN: Final = 4.0
-#: Of each new observation, so that some ten of them say it.
+#: Weight of a new observation: about ten of them determine the ratio.
 _WEIGHT: Final = 0.1
 _MODELS: Final = 64
-#: Names come from clients and are kept; no served model has a longer one.
+#: Names come from clients and are kept; no served model has a longer name.
 _LONGEST_NAME: Final = 256
-#: What an image is to most models, whatever its bytes.
+#: Tokens that most models use for an image, whatever its bytes.
 _IMAGE_TOKENS: Final = 1000
-#: No engine holds more for one request, whatever is asked for.
+#: No engine holds more tokens for one request, whatever the body asks for.
 _MOST_ANSWERED: Final = 1 << 22
-#: msgspec knows no optional `Raw`.
+#: msgspec has no optional `Raw`.
 _NONE: Final = Raw(b"")
 _IMAGE: Final = re.compile(rb'"data:[^",]{0,100};base64,[^"]*"')
 
@@ -54,17 +54,17 @@ _decode_answer: Final = msgspec.json.Decoder(_Answer).decode
 
 
 class PromptEstimate(Struct, frozen=True):
-    """What a body asks for. `tokens` are counted ones, beside `text_bytes` of what is not."""
+    """The estimate from one body."""
 
     model: str = ""
     streamed: bool = False
-    tokens: int = 0
-    text_bytes: int = 0
-    answer_tokens: int = 0  # of an answer in one piece, at most; 0: not known
+    tokens: int = 0  # of parts of the prompt whose tokens are countable
+    text_bytes: int = 0  # of the other parts
+    answer_tokens: int = 0  # of an answer in one piece, at most; 0: unknown
 
 
 def read(body: bytes) -> PromptEstimate:
-    """Of a whole body. One that is no JSON object of this kind counts by its length."""
+    """Estimate a complete body. If it is not a JSON object of this kind, its length counts."""
     try:
         seen = _decode_body(body)
     except (msgspec.MsgspecError, RecursionError):
@@ -85,7 +85,7 @@ def _answer_tokens(seen: _Body) -> int:
 
 
 def _size(part: bytes) -> tuple[int, int]:
-    """(tokens, bytes of text). Lists of numbers, of lists too, are tokens; an image is as many as most have."""
+    """(tokens, bytes of text). Lists of numbers, nested ones too, are tokens; an image is `_IMAGE_TOKENS`."""
     if part in {b"", b"null"}:
         return 0, 0
     opening = part[:64].replace(b" ", b"").replace(b"\n", b"").lstrip(b"[")
@@ -98,7 +98,7 @@ def _size(part: bytes) -> tuple[int, int]:
 
 
 def usage(body: bytes) -> TokenUsage | None:
-    """What a whole answer says it took."""
+    """The engine's token counts in a complete answer."""
     try:
         return _decode_answer(body).usage
     except (msgspec.MsgspecError, RecursionError):
@@ -106,13 +106,13 @@ def usage(body: bytes) -> TokenUsage | None:
 
 
 class PromptEstimator:
-    """Bytes per token of each model, learnt from `usage` where the engine tells it."""
+    """Learns each model's bytes per token from `usage` in the engine's answers."""
 
     def __init__(self) -> None:
         self._ratios: dict[str, float] = {}
 
     def tokens(self, asked: PromptEstimate) -> int:
-        """Of the prompt, and of an answer of which no token will be heard."""
+        """Of the prompt, and of an answer that comes in one piece."""
         return (
             asked.tokens
             + asked.answer_tokens
@@ -120,7 +120,7 @@ class PromptEstimator:
         )
 
     def learn(self, asked: PromptEstimate, prompt_tokens: int) -> None:
-        """The engine counted so many. Prompts of numbers, or with counted parts, say nothing about text."""
+        """Learn from the engine's count. Prompts with counted parts show nothing about text."""
         if asked.tokens or not asked.text_bytes or prompt_tokens <= 0:
             return
         if asked.model not in self._ratios and len(self._ratios) >= _MODELS:

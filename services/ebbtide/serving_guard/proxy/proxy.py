@@ -1,12 +1,12 @@
-"""The OpenAI-compatible streaming reverse proxy in front of one serving engine.
+"""Runs the OpenAI-compatible streaming reverse proxy in front of one serving engine.
 
-Everything passes untouched but for headers of the connection: method, target, headers, status, bodies, errors. A
-client that leaves ends its request at the engine at once; an engine that fails is answered for with 502 and what is
-wrong. Inference requests are timed for a `TrafficListener`, whose failures cost no request. Nothing here waits for
-anything but the client, the engine, and (for `max_hold_s` at most) the rollout step under way.
+Method, target, headers, status and bodies pass unchanged, except for hop-by-hop headers. If a client leaves, its
+request ends at the engine at once. If the engine fails, the client gets a 502 with the reason. Inference requests are
+timed for a `TrafficListener`, whose failures do not affect them. The proxy waits only for the client, the engine, and
+(for `max_hold_s` at most) the rollout step under way.
 
-It is built on `asyncio.Protocol` and httptools (llhttp, the parser of Node.js) on both sides, without a task for each
-request: some 0.15 ms of a core for a streamed answer of 8 events (`benchmarks/proxy.py`).
+Both sides use `asyncio.Protocol` and httptools (llhttp, the parser of Node.js), without a task for each request. A
+streamed answer of 8 events takes about 0.15 ms of a core (`benchmarks/proxy.py`).
 """
 
 import asyncio
@@ -25,35 +25,29 @@ from ebbtide.serving_guard.traffic.traffic_events import TrafficListener
 
 log = telemetry.get_logger(__name__)
 
-#: How often limits of time are looked at: a fraction of the shortest one, and at least once a second.
+#: Checks of time limits within the shortest of them; there is at least one a second.
 _CHECKS: Final = 4
-#: Besides two for each client: logs, grants, pages, the process's own.
+#: Open files besides two for each client: logs, grants, pages and the like.
 _SPARE_FILES: Final = 256
 
 
 class Proxy:
-    """`upstream` is the engine's http://HOST:PORT, `listen` HOST:PORT (port 0: any), unless systemd hands one
-    over. Raises `InvalidRequest` for an upstream or a listen address that cannot be.
-    """
+    """`upstream` is the engine's http://HOST:PORT, `listen` HOST:PORT (port 0: any), unless systemd hands a socket
+    over. Raises `InvalidRequest` for an upstream that is not of this form, and when started for such a `listen`."""
 
     def __init__(
         self, settings: ProxySettings, upstream: str, traffic: TrafficListener, listen: str = "127.0.0.1:8100"
     ) -> None:
         self._settings, self._listen = settings, listen
         self.listener = RequestListener(traffic)
-        self.pool = EnginePool(
-            upstream,
-            connect_timeout_s=settings.connect_timeout_s,
-            keep_s=settings.keep_upstream_s,
-            buffer_bytes=settings.buffer_bytes,
-        )
+        self.pool = EnginePool(upstream, settings)
         self.clients = ClientTable(settings, self.pool, self.listener)
         self.address = ""
         self._servers: list[asyncio.Server] = []
         self._checking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take connections from now on. Allows this process as many open files as its clients may need."""
+        """Accept connections, after raising this process's limit of open files to what clients may need."""
         _allow_files(2 * self._settings.max_connections + _SPARE_FILES)
         loop = asyncio.get_running_loop()
         taken = listening_sockets.sockets(self._listen)
@@ -67,7 +61,7 @@ class Proxy:
         self._checking = loop.create_task(self._check())
 
     async def stop(self) -> None:
-        """Take no further requests, and end those under way after `drain_s`."""
+        """Accept no further requests, and end those under way after `drain_s`."""
         for server in self._servers:
             server.close()
         self.clients.drain()

@@ -1,4 +1,4 @@
-"""What a client of the proxy may take: sizes, times and connections."""
+"""Limits sizes, times and connections of the proxy's clients."""
 
 from typing import Annotated
 
@@ -8,8 +8,8 @@ from msgspec import Meta, Struct
 class ProxySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of the proxy. Durations are seconds, sizes bytes.
 
-    What one client connection can hold in memory is at most `max_header_bytes`, `keep_body_bytes` and twice
-    `buffer_bytes`, and what the kernel keeps for its socket.
+    One client connection holds in memory at most `max_header_bytes`, `keep_body_bytes`, twice `buffer_bytes` and the
+    kernel's socket buffers.
     """
 
     max_header_bytes: Annotated[

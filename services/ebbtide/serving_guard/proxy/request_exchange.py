@@ -1,8 +1,7 @@
-"""One request and its answer, on their way between a client's connection and the engine's.
+"""Passes one request from a client's connection to the engine's, and its answer back.
 
-Invariant: what arrived at the listener has ended there when the exchange is over, and an exchange is over when its
-answer is whole, refused or broken, or its client has left. Bytes wait here only while no connection takes them, and
-then their sender is not read.
+Invariant: an exchange is over when its answer is complete, refused or broken, or its client has left; by then the
+listener has had its `ended`. Bytes wait here only while no connection takes them, and then their sender is not read.
 """
 
 import asyncio
@@ -20,8 +19,8 @@ from ebbtide.serving_guard.proxy.request_timing import RequestListener, TimedReq
 
 log = telemetry.get_logger(__name__)
 
-#: POSTs whose work is the engine's; other paths (tokenize, models, metrics) pass without being timed.
-_TOLD: Final = frozenset((
+#: Paths of POSTs that use the engine; other paths (tokenize, models, metrics) pass without being timed.
+_INFERENCE: Final = frozenset((
     b"/v1/completions", b"/v1/chat/completions", b"/v1/chat/completions/batch", b"/v1/responses", b"/v1/messages",
     b"/v1/embeddings", b"/v1/rerank", b"/v2/rerank", b"/v1/score", b"/v2/embed", b"/v1/audio/transcriptions",
     b"/v1/audio/translations", b"/inference/v1/generate", b"/cohere/v2/chat", b"/invocations", b"/pooling",
@@ -30,7 +29,7 @@ _TOLD: Final = frozenset((
 
 
 class RequestOrigin(Protocol):
-    """The client's connection, as an exchange needs it."""
+    """What an exchange needs of the client's connection."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -38,10 +37,10 @@ class RequestOrigin(Protocol):
         """The exchange is over; `close`: the connection cannot carry another."""
 
     def drop(self) -> None:
-        """End the connection at once, so that an answer cut short is seen as such."""
+        """Close the connection at once, so that the client sees that its answer is incomplete."""
 
     def hold(self, held: bool) -> None:
-        """Whether the client's bytes wait in its socket for now."""
+        """Stop reading from the client, or read again."""
 
     @property
     def is_clogged(self) -> bool:
@@ -49,7 +48,8 @@ class RequestOrigin(Protocol):
 
 
 class RequestExchange:
-    """From a request's head on. Its client's connection calls `body` and `complete`, the engine's the rest."""
+    """One exchange, made when the request's head is complete. The client's connection calls `begin`, `body`,
+    `complete`, `cancel` and `clogged`; the engine's calls the methods of `Asker`."""
 
     def __init__(
         self,
@@ -63,27 +63,31 @@ class RequestExchange:
         self.head = head
         self.head_only = head.method == b"HEAD"
         self._timed: TimedRequest | None = None
-        self._kept: list[bytes] = []  # of the body, while there is no connection to send it on
+        self._kept: list[bytes] = []  # the body so far, until there is a connection to send it on
         self._kept_bytes = 0
         self._whole_request = not head.has_body
-        self._sent = b""  # all that was sent, where it was sent at once: it may be sent again
+        self._sent = b""  # the whole request, if it was sent at once: it may be sent again
         self._connection: EngineConnection | None = None
         self._task: asyncio.Task[None] | None = None
         self._held: asyncio.Future[None] | None = None
         self._out = b""  # the answer's head, until its body begins
-        self._again = False  # whether it was sent a second time
-        self._turn = self._going = self._chunked = self._close = self.answering = self.over = False
-        self.inference = head.method == b"POST" and http_heads.path_of(head.target).rstrip(b"/") in _TOLD
+        self._resent = False  # whether it was sent a second time
+        self._turn = False  # whether earlier requests on the client's connection are answered
+        self._going = False  # whether it is being forwarded
+        self._chunked = self._close = False  # how the answer goes to the client
+        self.answering = False  # whether the engine's answer has begun
+        self.over = False
+        self.inference = head.method == b"POST" and http_heads.path_of(head.target).rstrip(b"/") in _INFERENCE
 
     @property
     def waits_for_client(self) -> bool:
-        """Whether nothing goes on before the client sends more."""
+        """Whether the rest of the request has to come before it is forwarded."""
         return not self._going
 
     # -- the client's side ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """It is this one's turn on its connection."""
+        """Earlier requests on the client's connection are answered: this one may be forwarded."""
         self._turn = True
         self._consider()
 
@@ -108,31 +112,30 @@ class RequestExchange:
             self._consider()
 
     def cancel(self) -> None:
-        """The client has left: the engine hears of it now."""
+        """The client has left: end the request at the engine too."""
         if not self.over:
             self._finish(whole=False)
 
     def clogged(self, is_clogged: bool) -> None:
-        """The client reads too slowly, or has caught up: so does the reading from the engine."""
+        """Stop reading from the engine while the client reads too slowly."""
         if self._connection is not None:
             self._connection.read_on(not is_clogged)
 
     # -- on its way ----------------------------------------------------------------------------------------------
 
     def _consider(self) -> None:
-        """Forward once it may be: an inference request when its body is here, or too long to be kept."""
+        """Forward the request as soon as possible: an inference request once its body is complete or too long to
+        keep."""
         if not self._turn or self.over:
             return
-        ample = self._kept_bytes > (self._settings.keep_body_bytes if self.inference else self._settings.buffer_bytes)
+        keep_bytes = self._settings.keep_body_bytes
+        ample = self._kept_bytes > (keep_bytes if self.inference else self._settings.buffer_bytes)
         if not self._going:
-            if self.inference and not self._whole_request and not ample and not self._too_long_to_keep():
-                return
-            self._forward()
+            short = not ample and (self.head.length or 0) <= keep_bytes
+            if not (self.inference and short and not self._whole_request):
+                self._forward()
         elif ample and not self._whole_request:
             self._client.hold(True)
-
-    def _too_long_to_keep(self) -> bool:
-        return (self.head.length or 0) > self._settings.keep_body_bytes
 
     def _forward(self) -> None:
         self._going = True
@@ -156,7 +159,7 @@ class RequestExchange:
         self._task.add_done_callback(self._opened)
 
     def _opened(self, task: asyncio.Task[None]) -> None:
-        """However the way to the engine failed, the client gets an answer, and the request its end."""
+        """After a failure to forward the request, answer the client and end the request."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.error("a request could not be forwarded", exc_info=error)
@@ -183,8 +186,8 @@ class RequestExchange:
         await asyncio.wait((held,), timeout=self._settings.max_hold_s)
         if not held.done():
             held.cancel()
-        elif not held.cancelled() and (error := held.exception()) is not None and self._timed is not None:
-            self._timed.hold_failed(error)
+        elif not held.cancelled() and (error := held.exception()) is not None:
+            self._listener.failed("ready", error)
 
     def _send(self, connection: EngineConnection) -> None:
         self._connection = connection
@@ -200,7 +203,7 @@ class RequestExchange:
         self._client.hold(False)
 
     def _framing(self, body_bytes: int) -> bytes:
-        """The header that tells how long the body is."""
+        """The header with the body's length."""
         if not self.head.has_body:
             return b""
         length = body_bytes if self._whole_request else self.head.length
@@ -243,9 +246,8 @@ class RequestExchange:
 
     def broken(self, reason: str, *, untouched: bool) -> None:
         self._connection = None
-        if untouched and self._sent and not self._again:
-            # As it may with a connection that it kept.
-            self._again = True
+        if untouched and self._sent and not self._resent:
+            self._resent = True  # the engine may close a kept connection at any time
             self._start(self._open(fresh=True))
         elif self.answering and not self._out:
             self._finish(whole=False)
@@ -267,7 +269,7 @@ class RequestExchange:
         self._client.done(close=close)
 
     def _finish(self, *, whole: bool) -> None:
-        """Let go of everything. An answer that is not whole ends the engine's connection, and so its work."""
+        """Release everything. If the answer is incomplete, this closes the engine's connection, which ends its work."""
         self.over = True
         self._kept = []
         if self._held is not None and not self._held.done():

@@ -1,6 +1,6 @@
-"""One request as its listener hears of it.
+"""Reports the events of one request to its listener.
 
-Invariant: `arrived` is followed by exactly one `ended`, and what a listener raises ends here.
+Invariant: `arrived` is followed by exactly one `ended`, and exceptions of a listener are caught here.
 """
 
 import itertools
@@ -17,41 +17,38 @@ from ebbtide.serving_guard.traffic.traffic_events import TrafficListener
 
 log = telemetry.get_logger(__name__)
 
-#: An answer in one piece that is longer is not kept to read its `usage`.
+#: A longer answer in one piece is not kept to read its `usage`.
 _KEPT_ANSWER: Final = 256 << 10
 
 
 class RequestListener:
-    """A `TrafficListener` whose failures cost no request; the first of each kind is logged."""
+    """Calls a `TrafficListener`, and logs the first failure of each kind."""
 
     def __init__(self, traffic: TrafficListener) -> None:
         self.traffic = traffic
         self.estimator = PromptEstimator()
-        self._told: set[str] = set()
-        self._ids = itertools.count(1)
-
-    def id(self) -> str:
-        return str(next(self._ids))
+        self.ids = itertools.count(1)
+        self._logged: set[str] = set()
 
     def call(self, what: Callable[..., Any], *values: object) -> Any:
         try:
             return what(*values)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the request goes on
+        except Exception as error:  # noqa: BLE001 - the request goes on whatever fails
             self.failed(what.__name__, error)
             return None
 
     def failed(self, what: str, error: BaseException) -> None:
         metrics.LISTENER_FAILURES.inc()
-        if what not in self._told:
-            self._told.add(what)
-            log.error("a listener failed; traffic goes on, and this is said once", call=what, exc_info=error)
+        if what not in self._logged:
+            self._logged.add(what)
+            log.error("a listener failed; traffic goes on, and this is logged once", call=what, exc_info=error)
 
 
 class TimedRequest:
-    """An inference request from its arrival on."""
+    """One inference request, from its arrival on."""
 
     def __init__(self, listener: RequestListener, asked: PromptEstimate) -> None:
-        self.id = listener.id()
+        self.id = str(next(listener.ids))
         self._listener, self._traffic, self._asked = listener, listener.traffic, asked
         self._events: SseTokenCounter | None = None
         self._answer: list[bytes] | None = None
@@ -65,21 +62,18 @@ class TimedRequest:
         held = self._listener.call(self._traffic.ready, self.id)
         return held if isinstance(held, Awaitable) else None
 
-    def hold_failed(self, error: BaseException) -> None:
-        self._listener.failed("ready", error)
-
     def headed(self, status: int, kind: bytes, encoding: bytes) -> None:
         """The answer's head is here: its status, content type and content encoding."""
         self._status = status
         if encoding not in {b"", b"identity"}:
-            return  # unreadable from here
+            return  # it is compressed
         if kind.startswith(b"text/event-stream"):
             self._events = SseTokenCounter()
         elif kind.startswith(b"application/json"):
             self._answer = []
 
     def body(self, data: bytes) -> None:
-        """Bytes of the answer, as they came."""
+        """Read bytes of the answer as they arrive."""
         if self._over:
             return
         if self._events is not None:
@@ -93,7 +87,7 @@ class TimedRequest:
                 self._answer.append(data)
 
     def end(self, *, whole: bool) -> None:
-        """The answer has come to its end (`whole`), or never will."""
+        """The answer is complete (`whole`), or never will be."""
         if self._over:
             return
         self._over = True
@@ -101,7 +95,7 @@ class TimedRequest:
         now = time.monotonic()
         if ok:
             self._learn()
-            if self._events is None and not self._asked.streamed:  # else it would be taken for a first token
+            if self._events is None and not self._asked.streamed:  # otherwise it would count as a first token
                 self._listener.call(self._traffic.produced, self.id, 1, now)
         self._listener.call(self._traffic.ended, self.id, ok, now)
 

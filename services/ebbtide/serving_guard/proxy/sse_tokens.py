@@ -1,7 +1,7 @@
-"""Counts tokens in a streamed answer, from its bytes as they come.
+"""Counts tokens in a streamed answer from its bytes as they arrive.
 
-Invariant: what was counted never exceeds what the engine's `usage` says, where it says so event by event; and nothing
-here ever raises: an event that is not understood counts as one token.
+Invariant: if the engine sends `usage` with each event, the count never exceeds it. Nothing here raises: an event that
+cannot be read counts as one token.
 """
 
 from typing import Final
@@ -9,15 +9,15 @@ from typing import Final
 import msgspec
 from msgspec import Raw, Struct
 
-#: An event longer than this is not kept until its end: no event of tokens is.
+#: A longer event is not kept until its end: events with tokens are shorter.
 _LONGEST: Final = 256 << 10
-#: msgspec knows no optional `Raw`.
+#: msgspec has no optional `Raw`.
 _NONE: Final = Raw(b"null")
 _EMPTY: Final = frozenset({b"null", b'""', b"[]"})
 
 
 class TokenUsage(Struct):
-    """What the engine says it read and made, in the words of completions and chat, or of responses and messages."""
+    """The engine's token counts, by the names of completions and chat, or of responses and messages."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -41,7 +41,7 @@ class _Delta(Struct):
     tool_calls: Raw = _NONE
 
     def opens(self) -> bool:
-        """Whether it only says who speaks, as chat's first event does."""
+        """Whether it holds only the role, as chat's first event does."""
         parts = (self.content, self.reasoning, self.reasoning_content, self.tool_calls)
         return self.role is not None and all(bytes(part) in _EMPTY for part in parts)
 
@@ -74,17 +74,17 @@ _decode: Final = msgspec.json.Decoder(_Event).decode
 
 
 class SseTokenCounter:
-    """One streamed answer. `failed`: it held an error. `prompt_tokens`: as `usage` said, 0 while it has not."""
+    """One streamed answer."""
 
     def __init__(self) -> None:
-        self._tail = b""
-        self._overlong = False
+        self._tail = b""  # the event that has not ended
+        self._overlong = False  # whether that event was counted and dropped, as it is too long
         self._counted = 0
-        self.failed = False
-        self.prompt_tokens = 0
+        self.failed = False  # whether the answer held an error
+        self.prompt_tokens = 0  # from `usage`; 0: there was none yet
 
     def feed(self, body: bytes) -> int:
-        """The tokens of the events that end in `body`, which may begin and end anywhere."""
+        """Count the tokens of the events that end in `body`, which may begin and end anywhere."""
         data = self._tail + body if self._tail else body
         if b"\r\n" in data:
             data = data.replace(b"\r\n", b"\n")
@@ -92,12 +92,12 @@ class SseTokenCounter:
         self._tail = events.pop()
         tokens = 0
         for event in events:
-            if self._overlong:  # the end of one that was counted when it grew too long
+            if self._overlong:
                 self._overlong = False
                 continue
             tokens += self._tokens(event)
         if len(self._tail) > _LONGEST:
-            self._tail = self._tail[-1:]  # may be the first half of what ends it
+            self._tail = self._tail[-1:]  # it may be the first half of the event's end
             tokens, self._overlong = tokens + (not self._overlong), True
         return tokens
 

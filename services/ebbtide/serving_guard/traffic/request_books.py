@@ -1,7 +1,8 @@
-"""What became of served requests: how many, how fast, within the SLO or not, and the load that they make.
+"""Records served requests: their number, latency and load, and whether they met the SLO.
 
-Invariant: a request is in `_open` from its arrival to its end; sums only grow. Requests of each model that has an SLO
-of its own are judged apart, all others together (""), so that clients' names make nothing grow. Lost with the process.
+Invariant: a request is in `_open` from its arrival to its end; sums only grow. Models with an SLO of their own are
+counted separately, all others together (""), so memory does not grow with the names that clients send. All of it is
+lost with the process.
 """
 
 from collections import deque
@@ -10,13 +11,12 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.scheduling.coserving.governor import LearntCosts
+from ebbtide.scheduling.coserving.budget_decider import LearntCosts
 from ebbtide.serving_guard import metrics
 from ebbtide.types.grants import UNKNOWN, Latency
 
 #: Requests that percentiles rest on.
 _WINDOW: Final = 1024
-#: What "the last minute" is made of.
 _MINUTE_S: Final = 60
 
 
@@ -30,12 +30,12 @@ class _Request(Struct):
     tokens: int = 0
 
 
-class _Side(Struct):
-    """TTFT, or TPOT, of requests lately and the share of all within the target."""
+class _Latencies(Struct):
+    """TTFT or TPOT of one model's requests."""
 
     model: str
     kind: str
-    window: deque[float]
+    window: deque[float]  # of recent requests
     judged: int = 0
     within: int = 0
 
@@ -55,36 +55,36 @@ class _Side(Struct):
 
 
 class RequestBooks:
-    """`now` is in seconds of the monotonic clock, and when this began. `models`: those with an SLO of their own."""
+    """Counts requests from `now` on, in seconds of the monotonic clock. `models`: those with an SLO of their own."""
 
     def __init__(self, now: float, models: Iterable[str] = ()) -> None:
         self.began = now
         self.requests = self.failed = 0
-        self.tokens_inside = 0  # read and made, of all requests inside
+        self.tokens_inside = 0  # of prompts and answers so far, of all requests inside
         self.waiting = 0
         self._open: dict[str, _Request] = {}
-        self._seen = (0, 0)
-        self._sides = {
-            model: (_Side(model, "ttft", deque(maxlen=_WINDOW)), _Side(model, "tpot", deque(maxlen=_WINDOW)))
+        self._seen = 0  # requests inside, in mode observe
+        self._latencies = {
+            model: (_Latencies(model, "ttft", deque(maxlen=_WINDOW)), _Latencies(model, "tpot", deque(maxlen=_WINDOW)))
             for model in {"": None, **dict.fromkeys(models)}
         }
-        self._busy: deque[tuple[int, float]] = deque()  # second, and how much of it something was inside
+        self._busy: deque[tuple[int, float]] = deque()  # a second, and the part of it with a request inside
         self._busy_since: float | None = None
 
     @property
     def models(self) -> Sequence[str]:
-        """That are judged apart; "": all others."""
-        return tuple(self._sides)
+        """The models that are counted separately; "": all others."""
+        return tuple(self._latencies)
 
     @property
     def inside(self) -> int:
-        return len(self._open) or self._seen[0]
+        return len(self._open) or self._seen
 
     def arrived(self, request: str, model: str, prompt_tokens: int, now: float, *, streamed: bool) -> None:
         self._open[request] = _Request(model, prompt_tokens, now, streamed)
         self.tokens_inside += prompt_tokens
         self.waiting += 1
-        self._note(now)
+        self._advance(now)
 
     def model(self, request: str) -> str:
         return self._open[request].model if request in self._open else ""
@@ -106,43 +106,43 @@ class RequestBooks:
         self.tokens_inside -= one.prompt + one.tokens
         self._count(ok=ok)
         ttft, tpot = self._of(one.model)
-        if one.tokens:  # a request that failed behind its first token was served until then
+        if one.tokens:  # a request that failed after its first token was served until then
             ttft.add(one.first - one.arrived, learnt.ttft_target_s)
         if one.tokens > 1:
             tpot.add((one.last - one.first) / (one.tokens - 1), learnt.tpot_target_s)
-        self._note(now)
+        self._advance(now)
 
     def observed(self, inside: int, waiting: int, now: float) -> None:
-        """Mode observe: so many are inside now."""
-        self._seen = inside, waiting
-        self.waiting = waiting
-        self._note(now)
+        """Mode observe: this many requests are inside, and wait, now."""
+        self._seen, self.waiting = inside, waiting
+        self._advance(now)
 
     def served(self, kind: str, seconds: Sequence[float], target: float) -> None:
-        """Mode observe: latencies of requests that ended, told apart by nothing else."""
-        side = self._of("")[kind == "tpot"]
+        """Mode observe: add latencies of requests; nothing else is known of these requests."""
+        latencies = self._of("")[kind == "tpot"]
         for one in seconds:
-            side.add(one, target)
+            latencies.add(one, target)
 
     def finished(self, count: int, failed: int = 0) -> None:
-        """Mode observe: so many ended."""
+        """Mode observe: count requests that ended."""
         for number in range(count):
             self._count(ok=number >= failed)
 
     def latencies(self, learnt: LearntCosts, model: str = "") -> tuple[Latency, Latency]:
-        """TTFT and TPOT of the model's requests, or of all that are not judged apart; `learnt` is of the same."""
+        """TTFT and TPOT of the model's requests, or of all models without an SLO of their own; `learnt` is of the
+        same."""
         ttft, tpot = self._of(model)
         return (
             ttft.latency(learnt.ttft_target_s, learnt.unloaded_ttft_s),
             tpot.latency(learnt.tpot_target_s, learnt.unloaded_tpot_s),
         )
 
-    def _of(self, model: str) -> tuple[_Side, _Side]:
-        return self._sides.get(model) or self._sides[""]
+    def _of(self, model: str) -> tuple[_Latencies, _Latencies]:
+        return self._latencies.get(model) or self._latencies[""]
 
     def load(self, now: float) -> float:
         """Share of the last minute, or of the time since the start, with a request inside."""
-        self._note(now)
+        self._advance(now)
         span = min(float(_MINUTE_S), now - self.began)
         return min(1.0, sum(share for _, share in self._busy) / span) if span > 0 else 0.0
 
@@ -151,8 +151,8 @@ class RequestBooks:
         self.failed += not ok
         metrics.REQUESTS.labels("ok" if ok else "failed").inc()
 
-    def _note(self, now: float) -> None:
-        """Book the time until now, second by second."""
+    def _advance(self, now: float) -> None:
+        """Count the time until now, second by second."""
         since = self._busy_since
         self._busy_since = now if self.inside else None
         metrics.INSIDE.set(self.inside)
@@ -170,9 +170,7 @@ class RequestBooks:
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The 50th, 95th and 99th, each a value that occurred; zeros without any."""
-    line = sorted(values)
-    if not line:
-        return 0.0, 0.0, 0.0
-    p50, p95, p99 = (line[min(len(line) - 1, int(share * len(line)))] for share in (0.5, 0.95, 0.99))
+    """The 50th, 95th and 99th percentile, each a value that occurred; zeros without values."""
+    ordered = sorted(values) or [0.0]
+    p50, p95, p99 = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.95, 0.99))
     return p50, p95, p99

@@ -1,4 +1,4 @@
-"""The SLO of served models: from flags for any model, and from a TOML file with a table for each that differs."""
+"""Reads the SLO of served models: from flags for any model, and from a TOML file with a table for each other one."""
 
 import tomllib
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, TypeAlias
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.coserving.governor import LatencyTargets
+from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.types.parse import parse
 
 TtftMs: TypeAlias = Annotated[float, Meta(ge=0, description="target of the time to the first token; 0: by factor")]
@@ -18,17 +18,17 @@ TtftFactor: TypeAlias = Annotated[
 TpotFactor: TypeAlias = Annotated[
     float, Meta(ge=0, description="that target as a factor over the engine's unloaded latency, learnt; 0: 1.27")
 ]
-Percentile: TypeAlias = Annotated[float, Meta(gt=0, le=100, description="percentile of requests that both hold for")]
+Percentile: TypeAlias = Annotated[float, Meta(gt=0, le=100, description="percentile of requests that meet both")]
 AimTtft: TypeAlias = Annotated[
     float,
-    Meta(ge=0, le=1, description="part of the TTFT target that rollouts may use up; 0: none beside who waits for it"),
+    Meta(ge=0, le=1, description="part of the TTFT target that rollouts may use; 0: none while a request waits for it"),
 ]
 AimTpot: TypeAlias = Annotated[
     float,
     Meta(
         ge=0,
         le=1,
-        description="part of the room between unloaded time per token and target for rollouts; 0: idle time alone",
+        description="part of the room between unloaded time per token and target for rollouts; 0: idle time only",
     ),
 ]
 AimGap: TypeAlias = Annotated[
@@ -41,7 +41,7 @@ _DEFAULT: Final = LatencyTargets()
 
 
 class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one served model, as written down. A target is given in one way."""
+    """The SLO of one served model, as flags or file state it. Each target is stated in one way."""
 
     ttft_ms: TtftMs = 0.0
     tpot_ms: TpotMs = 0.0
@@ -54,7 +54,8 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     aim_slowed: AimSlowed = _DEFAULT.aim_slowed
 
     def targets(self) -> LatencyTargets:
-        """For the governor. Raises `InvalidRequest` naming the field where a target is given twice, or is below 1."""
+        """Targets for the governor. Raises `InvalidRequest` naming the field if a target is stated twice, or a factor
+        is below 1."""
         given: dict[str, float] = {}
         for name in ("ttft", "tpot"):
             absolute, factor = getattr(self, f"{name}_ms"), getattr(self, f"{name}_factor")
@@ -72,7 +73,7 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_slos(path: Path, default: Slo) -> dict[str, Slo]:
-    """The tables of the file, by model name; what a table leaves out is the default's.
+    """The tables of the file, by model name; keys that a table lacks have the default's value.
 
     Raises `InvalidRequest` naming file, model and key.
     """
@@ -89,15 +90,15 @@ def _one(path: Path, model: str, table: Any, default: Slo) -> Slo:
         raise InvalidRequest('must be a table: write the model\'s name as ["NAME"] above its keys', field=where)
     try:
         parse(Slo, table).targets()
-        made = parse(Slo, {**_left(default, table), **table})
+        made = parse(Slo, {**_defaults(default, table), **table})
         made.targets()
     except InvalidRequest as error:
         raise InvalidRequest(str(error).removeprefix(f"{error.field}: "), field=f"{where}.{error.field}") from None
     return made
 
 
-def _left(default: Slo, table: dict[str, Any]) -> dict[str, Any]:
-    """The default's values, but for the other way to give a target that the table gives."""
+def _defaults(default: Slo, table: dict[str, Any]) -> dict[str, Any]:
+    """The default's values, without those of a target that the table states."""
     values = {name: getattr(default, name) for name in default.__struct_fields__}
     for name in ("ttft", "tpot"):
         if {f"{name}_ms", f"{name}_factor"} & table.keys():

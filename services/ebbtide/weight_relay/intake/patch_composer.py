@@ -1,4 +1,4 @@
-"""Patches of several steps, composed tile by tile without dense weights, and kept as patches like any other.
+"""Composes the patches of a way to one, tile by tile and without dense weights, and keeps it as a patch like any other.
 
 Invariant: a composed patch is connected only when all its blobs are on disk and synced. It is a copy of what its chain
 says, so it goes first where room is short. When the process dies here, what was composed so far is deleted at the next
@@ -6,8 +6,10 @@ start.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, TypeAlias
+
+from msgspec import Struct
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, InvalidRequest, VersionUnavailable
@@ -18,15 +20,16 @@ from ebbtide.scheduling.distribution.version_paths import (
     saved_s,
     worth_composing,
 )
-from ebbtide.types.weights import FoundWay, Patch
+from ebbtide.types.weights import FoundWay, Manifest, Patch, TensorPatch
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
-from ebbtide.weight_relay.intake.tile_composer import ComposeOutcome, TileComposer
+from ebbtide.weight_relay.intake.tile_rebuild import Read, patched, rebuild
 from ebbtide.weight_relay.library.relay_disk import disk_errors
 from ebbtide.weight_relay.library.version_library import VersionLibrary
 from ebbtide.weight_relay.library.version_records import Ends, PatchEdge, StageProgress, Stream, step_of
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
-from ebbtide.weights import Way, blob_sizes
+from ebbtide.weights import Place, Planner, TileTask, Way, blob_sizes, places, seal_patch, tile_digest
+from ebbtide.weights.patch.tile_format import SPARSE_HEAD, Kind, read_tile, unit_width
 
 log = telemetry.get_logger(__name__)
 #: Bytes of chains composed per second before the first was timed: one slow core's.
@@ -93,12 +96,9 @@ class PatchComposer:
         index, loop = self._shelf.index, asyncio.get_running_loop()
         base, target = (index.find(*key[0], number).manifest for number in key[1])
         patches = index.chain(key[0], way)
-        job = TileComposer(base, target, patches, self._codecs, self._shelf.read_verified)
-        if index.whole(key[0]).get(key[1][1]):
-            whole = find_ways(index.anchors(key[0]), index.steps(key[0]), key[1][1], ())[0]
-            start = index.find(*key[0], whole.start).manifest
-            job.from_anchor = Way(start=start, patches=tuple(index.chain(key[0], whole)), anchor=True)
-        begun, outcome = loop.time(), ComposeOutcome(target)
+        from_anchor = self._from_anchor(key[0], key[1][1])
+        job = _TileComposer(base, target, patches, from_anchor, self._codecs, self._shelf.read_verified)
+        begun, outcome = loop.time(), _Outcome(target)
         async for made in self._codecs.map(job.make, job.tasks()):
             async with self._shelf.lock:  # garbage of the same name may be under way to be deleted
                 for tile in made:
@@ -114,6 +114,14 @@ class PatchComposer:
         metrics.COMPOSED.inc()
         metrics.COMPOSED_BYTES.inc(size)
 
+    def _from_anchor(self, stream: Stream, version: int) -> Way | None:
+        index = self._shelf.index
+        if version not in index.whole(stream):
+            return None
+        whole = find_ways(index.anchors(stream), index.steps(stream), version, ())[0]
+        start = index.find(*stream, whole.start).manifest
+        return Way(start=start, patches=tuple(index.chain(stream, whole)), anchor=True)
+
     async def _connect(self, key: Key, patch: Patch) -> None:
         shelf = self._shelf
         async with shelf.lock:
@@ -127,3 +135,105 @@ class PatchComposer:
 
     def _here(self, key: Key) -> bool:
         return set(key[1]) <= self._shelf.index.stream(key[0]).keys()
+
+
+class _Tile(Struct, frozen=True):
+    """A composed tile as a blob."""
+
+    place: Place
+    digest: bytes
+    data: bytes
+    changed: int  # units of the tile, at most
+
+
+class _TileComposer:
+    """The tiles of one composed patch. `make` runs in threads."""
+
+    def __init__(
+        self,
+        base: Manifest,
+        target: Manifest,
+        patches: Sequence[Patch],
+        from_anchor: Way | None,
+        codecs: TileCodecs,
+        read: Read,
+    ) -> None:
+        """`from_anchor`: a way from an anchor to the target, if there is one."""
+        self._base, self._target, self._patches, self._from_anchor = base, target, patches, from_anchor
+        self._codecs, self._read = codecs, read
+
+    def tasks(self) -> Iterator[TileTask]:
+        """One for each tile in which the versions differ."""
+        held = {place: self._base.tensors[place[0]].digests[place[1]] for place in places(self._base)}
+        way = Way(start=self._base, patches=tuple(self._patches), anchor=False)
+        for task in Planner(self._target, [way]).tasks(places(self._target), held):
+            if isinstance(task, TileTask):
+                yield task
+
+    def make(self, task: TileTask) -> _Tile:
+        """Raises `InvalidRequest` for what cannot be composed, or is not what the manifest says."""
+        width = unit_width(self._target.tensors[task.place[0]].dtype)
+        units = task.length // width
+        patches = [self._read(digest) for digest in task.patches]
+        if task.dense:
+            return self._dense(task, patched(self._read(task.dense), patches, width, self._codecs))
+        data = patches[0] if len(patches) == 1 else self._codecs.of(width).compose(patches, units)
+        if len(data) >= task.length:
+            return self._as_dense(task, data, width)
+        kind = read_tile(data, width, units).kind
+        if kind == Kind.SAME:
+            raise InvalidRequest("changes nothing where its versions differ", field="patch")
+        return _Tile(task.place, tile_digest(data), data, _changed(data, width, units))
+
+    def _as_dense(self, task: TileTask, data: bytes, width: int) -> _Tile:
+        """A tile patch not smaller than its tile becomes the tile, which an anchor leads to if the patch does not."""
+        if read_tile(data, width, task.length // width).kind in {Kind.DENSE, Kind.PACKED}:
+            return self._dense(task, patched(bytes(task.length), [data], width, self._codecs))
+        if self._from_anchor is not None:
+            for whole in Planner(self._target, [self._from_anchor]).tasks([task.place], {}):
+                if isinstance(whole, TileTask):
+                    return self._dense(task, rebuild(whole, width, self._codecs, self._read))
+        raise InvalidRequest("is larger composed than its dense tile, which is not here", field="patch")
+
+    def _dense(self, task: TileTask, data: bytes) -> _Tile:
+        if tile_digest(data) != task.digest:
+            raise InvalidRequest("makes another tile than its manifest says", field="patch")
+        width = unit_width(self._target.tensors[task.place[0]].dtype)
+        return _Tile(task.place, task.digest, data, task.length // width)
+
+
+class _Outcome:
+    """The patch that composed tiles make up."""
+
+    def __init__(self, target: Manifest) -> None:
+        self._target = target
+        self._tiles: dict[Place, tuple[int, bytes]] = {}
+        self._changed = 0
+
+    def add(self, tile: _Tile) -> None:
+        self._tiles[tile.place] = len(tile.data), tile.digest
+        self._changed += tile.changed
+
+    def patch(self, base: Manifest) -> Patch:
+        tensors = []
+        for tensor, entry in enumerate(self._target.tensors):
+            tiles = [self._tiles.get((tensor, tile), (0, b"")) for tile in range(len(entry.digests))]
+            digests = tuple(digest for size, digest in tiles if size)
+            tensors.append(TensorPatch(sizes=tuple(size for size, _ in tiles), digests=digests))
+        elements = sum(entry.size // unit_width(entry.dtype) for entry in self._target.tensors)
+        return seal_patch(
+            Patch(
+                run_id=base.run_id,
+                base=base.version,
+                version=self._target.version,
+                tensors=tuple(tensors),
+                changed=min(self._changed, elements),
+                elements=elements,
+            )
+        )
+
+
+def _changed(data: bytes, width: int, units: int) -> int:
+    """Units that a tile patch changes: as it says itself where it is sparse, else all of them."""
+    tile = read_tile(data, width, units)
+    return int(SPARSE_HEAD.unpack_from(tile.payload)[0]) if tile.kind == Kind.SPARSE else units

@@ -8,6 +8,7 @@ from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, NotReady
 from ebbtide.scheduling.distribution.retention import RetentionPlan
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion, VersionInfo
 from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.intake.anchor_builder import AnchorBuilder
 from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
 from ebbtide.weight_relay.library.ended_runs import EndedRuns
 from ebbtide.weight_relay.library.publisher_trust import PublisherTrust
@@ -23,7 +24,7 @@ from ebbtide.weight_relay.library.version_records import (
     on_disk,
 )
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
-from ebbtide.weights import check_tile, same_geometry
+from ebbtide.weights import check_tile, mark_missing, same_geometry
 
 log = telemetry.get_logger(__name__)
 
@@ -43,10 +44,20 @@ class VersionIntake:
         keys: PublisherTrust,
         codecs: TileCodecs,
         ended: EndedRuns,
+        anchors: AnchorBuilder,
     ) -> None:
-        self._shelf, self._retiring, self._keys, self._codecs, self._ended = shelf, retiring, keys, codecs, ended
+        self._shelf, self._retiring, self._keys = shelf, retiring, keys
+        self._codecs, self._ended, self._anchors = codecs, ended, anchors
 
-    async def begin(self, manifest: Manifest, patch: Patch | None, *, arriving: bool) -> list[bytes]:
+    async def begin(self, manifest: Manifest, patch: Patch | None = None, *, arriving: bool = False) -> list[bytes]:
+        """Stage a version and say which of its blobs to put, in order; none if it is committed already.
+
+        With a patch these are the patch's, else all dense tiles. `arriving`: it comes from upstream and may be read
+        at once; its patch need not be signed, and the patch's base may be arriving too.
+        Raises `InvalidRequest` and `ChunkCorrupt` as `check_manifest` and `check_patch`, `PermissionDenied` if the
+        run's publisher has not signed, `LeaseSuperseded` if the run has ended, `AlreadyExists` if the number has
+        another root, `NotReady` if the patch's base is not here, `NoCapacity` if it does not fit beside what must stay.
+        """
         self._ended.refuse(manifest.run_id)
         self._keys.check(manifest, patch, arriving=arriving)
         self._codecs.warm()
@@ -138,6 +149,11 @@ class VersionIntake:
             )
 
     async def put(self, digest: bytes, data: bytes, *, verified: bool = False) -> None:
+        """Verify and store a blob that a stage wants. `verified`: it has matched its digest already.
+
+        Raises `InvalidRequest` if no stage wants it, or if it has not the size, or is not the tile patch, that a stage
+        says; `ChunkCorrupt` if it is damaged.
+        """
         index = self._shelf.index
         claims = index.wanted(digest, self._shelf.clock())
         if digest in index.on_disk:
@@ -171,8 +187,24 @@ class VersionIntake:
         if units is not None:
             self._codecs.of(units[0]).check(data, units[1])
 
+    async def sync(self) -> None:
+        """Make the blobs put so far durable, so that the commit, which has a deadline, need not."""
+        await self._shelf.sync()
+
+    def missing(self, run_id: str, version: PolicyVersion) -> bytes | None:
+        """Which blobs a staged version lacks (`mark_missing`); None if it is not staged here."""
+        stage = self._shelf.index.stage_of((run_id, version.policy), version.version)
+        if stage is None or stage.manifest.version != version:
+            return None
+        stage.used_at = self._shelf.clock()
+        return mark_missing(stage.blobs, self._shelf.index.on_disk)
+
     async def commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
-        return await self._shelf.finish(self._commit(run_id, version))
+        """Make a staged version visible. Idempotent. Raises `NotReady` while blobs or the patch's base are missing, and
+        `InvalidRequest` if a blob that came for another version is not what this one says."""
+        info = await self._shelf.finish(self._commit(run_id, version))
+        self._anchors.consider()
+        return info
 
     async def _commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
         index = self._shelf.index
@@ -214,6 +246,7 @@ class VersionIntake:
         return holding, PatchEdge(patch=patch, blobs=stage.blobs, composed=False, used_at=now)
 
     async def abandon(self, run_id: str, policy: str, version: int) -> None:
+        """Give an arriving version up. Readers that wait for its blobs are told `VersionUnavailable`."""
         await self._shelf.finish(self._abandon(run_id, policy, version))
 
     async def _abandon(self, run_id: str, policy: str, version: int) -> None:

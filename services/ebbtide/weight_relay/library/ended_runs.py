@@ -1,4 +1,4 @@
-"""Which runs have ended, as far as this relay has heard.
+"""Remembers which runs have ended, as far as this relay has heard.
 
 Invariant: a run is here only on the positive word of its coordinator, or of an upstream that had it; it leaves after
 `REMEMBERED_S`, or when it is heard to live. Nothing of it is taken meanwhile. It dies with the process: the next one
@@ -12,9 +12,8 @@ from typing import Final
 
 from ebbtide.errors import LeaseSuperseded
 from ebbtide.rpc.run_endings import EndedRun, RunEndings
-from ebbtide.types.run import RunStatus
 
-#: Who still publishes for an ended run, or asks for it, does so within this time; and so many are remembered.
+#: Longer than any caller still publishes for an ended run, or asks for it.
 REMEMBERED_S: Final = 3600.0
 _MOST: Final = 100_000
 
@@ -29,7 +28,7 @@ class EndedRuns:
         return run_id in self._runs
 
     def add(self, run: EndedRun) -> bool:
-        """Remember it, and tell who listens; False if it was known."""
+        """Remember an ended run and tell the listeners; False if it was known."""
         now = self._clock()
         while self._runs and (len(self._runs) >= _MOST or next(iter(self._runs.values()))[1] < now - REMEMBERED_S):
             self._runs.popitem(last=False)
@@ -40,7 +39,7 @@ class EndedRuns:
         return True
 
     def lives(self, run_id: str) -> None:
-        """It does, under an id that was another run's once."""
+        """Forget that the run has ended: another run lives under its id."""
         self._runs.pop(run_id, None)
 
     def known(self, run_ids: tuple[str, ...]) -> tuple[EndedRun, ...]:
@@ -51,8 +50,3 @@ class EndedRuns:
         if run_id in self._runs:
             status = self._runs[run_id][0].status.name.lower()
             raise LeaseSuperseded(f"run {run_id} has ended ({status}); step down")
-
-
-def kept_s(status: RunStatus, keep_ended_s: float) -> float:
-    """For how long the versions of a run that ended so are kept: who cancels one wants none of it."""
-    return keep_ended_s if status is RunStatus.FINISHED else 0.0

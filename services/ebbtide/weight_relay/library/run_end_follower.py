@@ -24,9 +24,9 @@ from ebbtide.types.run import RunStatus
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 from ebbtide.v1.types_pb2 import WatchEndedRequest
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
-from ebbtide.weight_relay.library.ended_runs import kept_s
+from ebbtide.weight_relay.library.ended_runs import EndedRuns
+from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weight_relay.outlets.fan_out import FanOut
-from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weight_relay.settings_checks import is_url
 from ebbtide.wire.record_conversion import from_proto
@@ -80,14 +80,15 @@ class RunEndFollower:
 
     def __init__(
         self,
-        relay: WeightRelay,
+        retiring: VersionRetirement,
+        ended: EndedRuns,
         fanout: FanOut,
         source: RunEndSource | None,
         *,
         keep_ended_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._relay, self._fanout, self._source = relay, fanout, source
+        self._retiring, self._ended, self._fanout, self._source = retiring, ended, fanout, source
         self._keep_s, self._clock = keep_ended_s, clock
         self._seen: dict[str, str] = {}  # live runs, by the store's life that they were last seen in
         self._asked: set[str] = set()  # since the last connection
@@ -98,9 +99,9 @@ class RunEndFollower:
     async def answer(self, held: tuple[str, ...]) -> AsyncIterator[RunsEnded]:
         """What is known of the runs that a relay holds, then each that ends, for ever."""
         check_held(held)
-        with self._relay.ended.endings.listening() as endings:
+        with self._ended.endings.listening() as endings:
             self._others |= set(held[: MAX_HELD - len(self._others)])
-            yield RunsEnded(ended=self._relay.ended.known(held))
+            yield RunsEnded(ended=self._ended.known(held))
             while True:
                 yield RunsEnded(ended=(await endings.get(),))
 
@@ -130,7 +131,7 @@ class RunEndFollower:
 
     async def _ask(self, source: RunEndSource) -> None:
         """Ask about all that is held, and listen until there is more to be asked about."""
-        held = sorted(self._relay.held() | self._others - self._due.keys())[:MAX_HELD]
+        held = sorted(self._retiring.held() | self._others - self._due.keys())[:MAX_HELD]
         self._asked = set(held)
         listening = asyncio.create_task(self._hear(source.ask(tuple(held)), frozenset(held)))
         looking = asyncio.create_task(self._look())
@@ -149,7 +150,7 @@ class RunEndFollower:
 
     def _take(self, message: RunsEnded, held: frozenset[str]) -> None:
         for run_id in message.live:
-            self._relay.ended.lives(run_id)
+            self._ended.lives(run_id)
             self._due.pop(run_id, None)
         ended = list(message.ended)
         if life := message.store_life:
@@ -162,8 +163,9 @@ class RunEndFollower:
             self._seen = {run_id: seen for run_id, seen in self._seen.items() if run_id in held}
             self._seen |= dict.fromkeys(message.live, life)
         for run in ended:
-            if self._relay.ended.add(run) or run.run_id in self._relay.held():
-                self._due.setdefault(run.run_id, self._clock() + kept_s(run.status, self._keep_s))
+            finished = run.status is RunStatus.FINISHED  # nothing of a cancelled run is wanted
+            if self._ended.add(run) or run.run_id in self._retiring.held():
+                self._due.setdefault(run.run_id, self._clock() + (self._keep_s if finished else 0.0))
             self._others.discard(run.run_id)
         self._more.set()
 
@@ -171,7 +173,7 @@ class RunEndFollower:
         """Return when something is held that was not asked about."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if (self._relay.held() | self._others) - self._asked - self._seen.keys() - self._due.keys():
+            if (self._retiring.held() | self._others) - self._asked - self._seen.keys() - self._due.keys():
                 return
 
     async def _let_go(self) -> None:
@@ -183,7 +185,7 @@ class RunEndFollower:
             if due:
                 await asyncio.sleep(_TRAILING_S)
                 with suppress(EbbtideError, OSError):
-                    await self._relay.tidy()
+                    await self._retiring.drop_garbage()
                 continue
             self._more.clear()
             with suppress(TimeoutError):
@@ -193,7 +195,7 @@ class RunEndFollower:
     async def _forget(self, run_id: str) -> None:
         try:
             await self._fanout.forget(run_id)
-            await self._relay.forget(run_id)
+            await self._retiring.forget_run(run_id)
         except (EbbtideError, OSError) as error:
             log.warning("an ended run is still here", run_id=run_id, error=str(error))
             self._due[run_id] = self._clock() + _AGAIN_S

@@ -7,9 +7,7 @@ verified first. When the process dies here, publishers' stages are gone and ever
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ebbtide import telemetry
@@ -19,14 +17,7 @@ from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.library.disk_recovery import RecoveredDisk, recover
 from ebbtide.weight_relay.library.relay_disk import RelayDisk, disk_errors
 from ebbtide.weight_relay.library.version_index import VersionIndex
-from ebbtide.weight_relay.library.version_records import (
-    HeldManifest,
-    Node,
-    PatchEdge,
-    StageProgress,
-    Stream,
-    VersionStage,
-)
+from ebbtide.weight_relay.library.version_records import HeldManifest, PatchEdge, StageProgress, VersionStage
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import ManifestLimits, blob_sizes, check_tile, tile_sizes
 
@@ -35,20 +26,12 @@ log = telemetry.get_logger(__name__)
 
 
 class VersionLibrary:
-    def __init__(self, settings: RelaySettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self.settings = settings
-        self.clock = clock
+    def __init__(self, settings: RelaySettings, disk: RelayDisk, clock: Callable[[], float]) -> None:
+        self.settings, self.disk, self.clock = settings, disk, clock
         self.limits = ManifestLimits(bytes=settings.budget_bytes)
         self.index = VersionIndex()
-        self.disk = RelayDisk(Path(settings.data_dir))
         self.lock = asyncio.Lock()
         self.changed = asyncio.Event()
-        #: What live holders have or fetch; its ways to the newest version stay.
-        self.needed: Callable[[], set[Node]] = set
-        #: How many holders that last have all of a version.
-        self.lasting: Callable[[Stream, int], int] = lambda _stream, _version: 0
-        #: How many publishers' keys lie on disk.
-        self.pins: Callable[[], int] = int
         self._unsynced: set[bytes] = set()
         self._unbroken: set[asyncio.Task[object]] = set()
         self._arrivals: dict[bytes, asyncio.Event] = {}

@@ -11,12 +11,11 @@ from ebbtide.scheduling.distribution.version_paths import PatchStep
 from ebbtide.types.weights import Manifest, Patch, VersionInfo
 from ebbtide.weights import (
     ManifestLimits,
-    blob_sizes,
     check_manifest,
     check_patch,
     patched_tiles,
+    staged_sizes,
     tile_size,
-    tile_sizes,
 )
 from ebbtide.weights.patch.tile_format import unit_width
 
@@ -167,10 +166,11 @@ def make_stage(
 ) -> VersionStage:
     """Check manifest and patch whole, then say what they take. Raises as `check_manifest` and `check_patch` do."""
     check_manifest(manifest, limits)
-    blobs, units = tile_sizes(manifest), {}
+    units: dict[bytes, Units] = {}
     if patch is not None:
         check_patch(patch, manifest)
-        blobs, units = blob_sizes(patch), _units(manifest, patch)
+        units = _units(manifest, patch)
+    blobs = staged_sizes(manifest, patch)
     return VersionStage(manifest=manifest, patch=patch, blobs=blobs, units=units, arriving=arriving, used_at=now)
 
 

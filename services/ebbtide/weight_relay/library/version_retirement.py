@@ -11,6 +11,7 @@ from ebbtide.scheduling.distribution.retained_bytes import HeldPatch, HeldVersio
 from ebbtide.scheduling.distribution.retention import RetentionPlan, RetentionRules, plan_retention
 from ebbtide.scheduling.distribution.version_paths import passages
 from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.library.publisher_trust import PublisherTrust
 from ebbtide.weight_relay.library.relay_disk import disk_errors
 from ebbtide.weight_relay.library.version_library import VersionLibrary, named
 from ebbtide.weight_relay.library.version_records import (
@@ -25,6 +26,7 @@ from ebbtide.weight_relay.library.version_records import (
     dense_bytes,
     on_disk,
 )
+from ebbtide.weight_relay.outlets.holder_table import HolderTable
 
 log = telemetry.get_logger(__name__)
 #: Seconds after a start in which holders tell what they have: several of their rounds.
@@ -32,8 +34,8 @@ _GRACE_S: Final = 60.0
 
 
 class VersionRetirement:
-    def __init__(self, shelf: VersionLibrary) -> None:
-        self._shelf = shelf
+    def __init__(self, shelf: VersionLibrary, keys: PublisherTrust, holders: HolderTable) -> None:
+        self._shelf, self._keys, self._holders = shelf, keys, holders
         settings = shelf.settings
         self._rules = RetentionRules(
             keep_versions=settings.keep_versions,
@@ -72,7 +74,7 @@ class VersionRetirement:
         for making in index.making:
             incoming.setdefault(making.stream[0], {}).update(making.blobs)
             pinned.update((making.stream, version) for version in making.versions)
-        needed = self._shelf.needed()
+        needed = self._holders.needed()
         if self._found and now < self._found_at + _GRACE_S:
             needed = needed | self._found
         rules = replace(self._rules, budget_bytes=self._budget())
@@ -82,7 +84,7 @@ class VersionRetirement:
 
     def _budget(self) -> int:
         """Bytes for versions and patches: the budget, less what the files of publishers' keys take, which never go."""
-        return max(0, self._rules.budget_bytes - BLOCK * self._shelf.pins())
+        return max(0, self._rules.budget_bytes - BLOCK * self._keys.pins)
 
     def _held_version(self, item: HeldManifest, now: float) -> HeldVersion:
         return HeldVersion(
@@ -94,7 +96,7 @@ class VersionRetirement:
             size=dense_bytes(item.manifest),
             idle_s=now - item.used_at,
             age_s=now - item.since,
-            elsewhere=self._shelf.lasting(item.stream, item.number) > 0,
+            elsewhere=self._holders.lasting(item.stream, item.number) > 0,
         )
 
     def room(self, run_id: str) -> int:
@@ -175,8 +177,15 @@ class VersionRetirement:
             raise
         self._shelf.wake()
 
+    def held(self) -> set[str]:
+        """The runs of which anything is kept."""
+        return self._shelf.index.runs() | self._keys.runs
+
     async def forget_run(self, run_id: str) -> None:
-        """Let go of all of a run that has ended: nobody needs to get on from what he has of it."""
+        """Let go of all that is kept of a run that has ended: no holder needs to get on from what it has of it."""
+        await self._shelf.finish(self._forget_run(run_id))
+
+    async def _forget_run(self, run_id: str) -> None:
         shelf = self._shelf
         async with shelf.lock:
             for stage in shelf.index.stages:
@@ -186,6 +195,13 @@ class VersionRetirement:
                 for version in list(shelf.index.stream(stream)):
                     await self._remove(stream, version)
             await shelf.drop_garbage()
+        await self._keys.unpin(run_id)
+        shelf.announce()
+
+    async def drop_garbage(self) -> None:
+        """Delete blobs that came as what wanted them went."""
+        async with self._shelf.lock:
+            await self._shelf.drop_garbage()
 
     async def drop_dead_stages(self) -> None:
         shelf = self._shelf

@@ -1,12 +1,14 @@
-"""What the relay shows: manifests, patches and blobs, of committed versions and of those arriving, and what is new."""
+"""Shows manifests, patches, ways and blobs of committed and arriving versions, and which versions are new."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Final
 
 from ebbtide.errors import ChunkCorrupt, VersionUnavailable
-from ebbtide.types.weights import Manifest, Patch, VersionInfo
+from ebbtide.scheduling.distribution.version_paths import find_ways
+from ebbtide.types.weights import FoundWay, Manifest, Patch, VersionInfo
 from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.intake.patch_composer import PatchComposer
 from ebbtide.weight_relay.library.relay_disk import disk_errors
 from ebbtide.weight_relay.library.version_library import VersionLibrary
 from ebbtide.weight_relay.library.version_records import Node
@@ -17,10 +19,11 @@ _SIGN_OF_LIFE: Final = 0.25
 
 
 class VersionReader:
-    def __init__(self, shelf: VersionLibrary, retiring: VersionRetirement) -> None:
-        self._shelf, self._retiring = shelf, retiring
+    def __init__(self, shelf: VersionLibrary, retiring: VersionRetirement, composing: PatchComposer) -> None:
+        self._shelf, self._retiring, self._composing = shelf, retiring, composing
 
     def manifest(self, run_id: str, policy: str, version: int) -> Manifest:
+        """The manifest of a version that is committed or arriving, of the newest for 0. Raises `VersionUnavailable`."""
         index, now = self._shelf.index, self._shelf.clock()
         manifest = index.readable_manifest(run_id, policy, version)
         number = manifest.version.version
@@ -31,11 +34,42 @@ class VersionReader:
         return manifest
 
     def patch(self, run_id: str, policy: str, base: int, version: int) -> Patch:
+        """The patch between two versions. Raises `VersionUnavailable` if there is none."""
         if edge := self._shelf.index.patches((run_id, policy)).get((base, version)):
             edge.used_at = self._shelf.clock()
         return self._shelf.index.readable_patch((run_id, policy), (base, version))
 
+    async def ways(
+        self,
+        run_id: str,
+        policy: str,
+        version: int,
+        have: Iterable[int],
+        *,
+        scratch: bool = False,
+        bytes_per_s: float = 0.0,
+    ) -> list[FoundWay]:
+        """Ways to a version (0: the newest) from those in `have`, cheapest first; from anchors too with `scratch`.
+
+        Composes the patches of the cheapest if a reader that fetches at `bytes_per_s` (0: unknown) gains by it.
+        Raises `VersionUnavailable` if the version is not here.
+        """
+        stream, index = (run_id, policy), self._shelf.index
+        number = self.manifest(run_id, policy, version).version.version
+        held = list(have)
+        found = find_ways(*index.graph(stream), number, held, scratch=scratch)
+        if found and len(found[0].via) > 1:
+            await self._composing.improve(stream, found[0], bytes_per_s)
+            found = find_ways(*index.graph(stream), number, held, scratch=scratch)
+        if not found:
+            raise VersionUnavailable(f"no way leads to version {number} of {policy} any more; ask for a newer one")
+        return found
+
     async def tile(self, digest: bytes) -> bytes:
+        """A blob, verified; waited for if an arriving version takes it. Raises `VersionUnavailable` if none has it.
+
+        Raises `ChunkCorrupt` if the disk does not hold it as it was; what stands on it is let go then.
+        """
         await self._arrived(digest)
         try:
             with disk_errors():
@@ -58,8 +92,11 @@ class VersionReader:
                 return
             await self._shelf.arrival(digest, self._shelf.settings.stage_ttl_s * _SIGN_OF_LIFE)
 
-    async def watch(self, run_id: str, policy: str) -> AsyncIterator[VersionInfo]:
-        """The versions held, oldest first, then each as it is committed; be it let go while others are told."""
+    async def watch(self, run_id: str = "", policy: str = "") -> AsyncIterator[VersionInfo]:
+        """The versions held, of all runs and policies where none is named, then each new one as it is committed.
+
+        Oldest first. A version that is let go meanwhile is told all the same.
+        """
         seen: set[Node] = set()
         while True:
             changed = self._shelf.changed

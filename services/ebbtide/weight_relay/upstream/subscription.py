@@ -19,9 +19,11 @@ from ebbtide.errors import ChunkCorrupt, EbbtideError, Internal, NoCapacity, Una
 from ebbtide.rpc.backoff import pauses
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.intake.version_intake import VersionIntake
+from ebbtide.weight_relay.library.ended_runs import EndedRuns
+from ebbtide.weight_relay.library.version_index import VersionIndex
 from ebbtide.weight_relay.library.version_records import Stream
 from ebbtide.weight_relay.outlets.holder_table import AGAIN_S, LOST_S, HolderTable
-from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.upstream.relay_upstream import Upstream, best_way
 from ebbtide.weight_relay.upstream.version_arrival import VersionArrival
 
@@ -38,7 +40,9 @@ _GRACE_S: Final = LOST_S
 class Subscription:
     def __init__(
         self,
-        relay: WeightRelay,
+        publishing: VersionIntake,
+        index: VersionIndex,
+        ended: EndedRuns,
         holders: HolderTable,
         upstream: Upstream,
         runs: Collection[str] = (),
@@ -46,7 +50,8 @@ class Subscription:
         patience_s: float = PATIENCE_S,
     ) -> None:
         """`runs`: those to follow; none: all. `patience_s`: how long `ask` waits."""
-        self._relay, self._holders, self._upstream, self._runs = relay, holders, upstream, runs
+        self._publishing, self._index, self._ended = publishing, index, ended
+        self._holders, self._upstream, self._runs = holders, upstream, runs
         self._patience_s = patience_s
         self._streams: dict[Stream, _Arrivals] = {}
         self._works: dict[Stream, asyncio.Task[None]] = {}
@@ -69,7 +74,7 @@ class Subscription:
         takes more than the patience.
         """
         stream = run_id, policy
-        self._relay.ended.refuse(run_id)
+        self._ended.refuse(run_id)
         if self._here(stream, version) or (self._runs and run_id not in self._runs):
             return version
         name, state = f"version {version}" if version else "the newest version", "not known upstream yet"
@@ -93,17 +98,19 @@ class Subscription:
         await asyncio.gather(*works, return_exceptions=True)
 
     def _here(self, stream: Stream, version: int) -> bool:
-        return version in self._relay.index.stream(stream) if version else bool(self._relay.index.whole(stream))
+        return version in self._index.stream(stream) if version else bool(self._index.whole(stream))
 
     async def _resolve(self, stream: Stream, version: int) -> int:
         """The number of a version that the upstream has; `version` 0: its newest."""
-        have = sorted(self._relay.index.whole(stream))
+        have = sorted(self._index.whole(stream))
         way = best_way(await self._upstream.find(stream, version, have), have)
         return (way.start, *way.via)[-1]
 
     def _arrivals(self, stream: Stream) -> "_Arrivals":
         if stream not in self._streams:
-            self._streams[stream] = _Arrivals(stream, self._relay, self._holders, self._upstream, self._threads)
+            self._streams[stream] = _Arrivals(
+                stream, self._publishing, self._index, self._holders, self._upstream, self._threads
+            )
             self._works[stream] = self._group.create_task(self._streams[stream].work())
         return self._streams[stream]
 
@@ -113,7 +120,7 @@ class Subscription:
             try:
                 async for info in self._upstream.watch():
                     waits = pauses()
-                    if (not self._runs or info.run_id in self._runs) and info.run_id not in self._relay.ended:
+                    if (not self._runs or info.run_id in self._runs) and info.run_id not in self._ended:
                         self._arrivals((info.run_id, info.version.policy)).heard(info.version.version)
             except Unauthenticated as error:
                 remedy = "set upstream_security's token, or its token_file, to the upstream's"
@@ -127,7 +134,7 @@ class Subscription:
         while True:
             await asyncio.sleep(AGAIN_S * 0.8)
             for stream in list(self._streams):
-                newest = max(self._relay.index.whole(stream), default=0)
+                newest = max(self._index.whole(stream), default=0)
                 if newest:
                     with suppress(EbbtideError):  # it is told again soon
                         await self._upstream.tell(stream, newest)
@@ -137,10 +144,16 @@ class _Arrivals:
     """The arrivals of one stream, one after another."""
 
     def __init__(
-        self, stream: Stream, relay: WeightRelay, holders: HolderTable, upstream: Upstream, threads: DigestThreads
+        self,
+        stream: Stream,
+        publishing: VersionIntake,
+        index: VersionIndex,
+        holders: HolderTable,
+        upstream: Upstream,
+        threads: DigestThreads,
     ) -> None:
-        self._stream, self._relay, self._holders, self._upstream = stream, relay, holders, upstream
-        self._threads = threads
+        self._stream, self._publishing, self._index = stream, publishing, index
+        self._holders, self._upstream, self._threads = holders, upstream, threads
         self.newest, self._heard_at = 0, 0.0
         self._asked: dict[int, asyncio.Future[None]] = {}  # in the order of their turns
         self._askers: Counter[int] = Counter()  # how many wait for each
@@ -190,7 +203,7 @@ class _Arrivals:
         """For ever: bring what is wanted."""
         while True:
             self._changed.clear()
-            held = self._relay.index.stream(self._stream)
+            held = self._index.stream(self._stream)
             self._answer(held)
             if version := self._next(max(held, default=0)):
                 await self._bring(version)
@@ -210,7 +223,13 @@ class _Arrivals:
         """Bring one version, until it is here, cannot be had, or is outdated."""
         self._spared_until, self._coming = 0.0, version
         arrival = VersionArrival(
-            self._relay, self._upstream, self._stream, version, began=self._began, threads=self._threads
+            self._publishing,
+            self._index,
+            self._upstream,
+            self._stream,
+            version,
+            began=self._began,
+            threads=self._threads,
         )
         task = asyncio.create_task(self._persist(arrival))
         outcome = "given_up"
@@ -274,10 +293,10 @@ class _Arrivals:
         if versions & self._asked.keys():
             self._spared_until = time.monotonic() + _GRACE_S
         self._answer(versions)
-        for stage in self._relay.index.stages:
+        for stage in self._index.stages:
             outdated = stage.arriving and stage.stream == self._stream and stage.number not in versions
             if outdated and not self._holders.fetching(self._stream, stage.number):
-                await self._relay.abandon(*self._stream, stage.number)
+                await self._publishing.abandon(*self._stream, stage.number)
 
     def _answer(self, versions: Container[int]) -> None:
         for version in [version for version in self._asked if version in versions]:

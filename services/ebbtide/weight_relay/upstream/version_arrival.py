@@ -20,8 +20,9 @@ from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.transfer.version_finder import FoundVersion
 from ebbtide.types.weights import TILE_BYTES, FoundWay, Manifest, Patch
 from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.intake.version_intake import VersionIntake
+from ebbtide.weight_relay.library.version_index import VersionIndex
 from ebbtide.weight_relay.library.version_records import Stream
-from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.upstream.relay_upstream import Upstream, best_way
 
 #: Calls for blobs at once, so that a long link is full while one call ends and the next begins; and blobs in each.
@@ -44,7 +45,8 @@ class VersionArrival:
 
     def __init__(
         self,
-        relay: WeightRelay,
+        publishing: VersionIntake,
+        index: VersionIndex,
         upstream: Upstream,
         stream: Stream,
         version: int,
@@ -54,7 +56,8 @@ class VersionArrival:
     ) -> None:
         """`began` is told the versions on their way once they can be read. `threads`: for digests."""
         self.stream, self.version = stream, version
-        self._relay, self._upstream, self._began, self._threads = relay, upstream, began, threads
+        self._publishing, self._index, self._upstream = publishing, index, upstream
+        self._began, self._threads = began, threads
         self._pool = upstream.pool()
         self._known: dict[tuple[FoundWay, bool], list[ArrivalStep]] = {}
         self._have: tuple[int, ...] = ()
@@ -69,16 +72,16 @@ class VersionArrival:
         `VersionUnavailable` if the upstream has not got it (any more). After `Unavailable`, `ChunkCorrupt`,
         `NoCapacity` and `Internal` call it again: it passes over sources that broke.
         """
-        self._have = tuple(sorted(self._relay.index.whole(self.stream)))
+        self._have = tuple(sorted(self._index.whole(self.stream)))
         found = await self._find()
         steps = await self._steps(best_way(found, self._have))
         try:
-            missing = [await self._relay.begin(step.manifest, step.patch, arriving=True) for step in steps]
+            missing = [await self._publishing.begin(step.manifest, step.patch, arriving=True) for step in steps]
         except NotReady as error:
             self._scratch = True
             raise Unavailable(f"a base was let go meanwhile, so come from an anchor ({error})") from None
         await self._began(frozenset(step.manifest.version.version for step in steps))
-        sink = StageSink(self._relay, list(zip(steps, missing, strict=True)))
+        sink = StageSink(self._publishing, list(zip(steps, missing, strict=True)))
         await sink.commit()
         await self._fetcher(chain.from_iterable(missing), sink).run(self._find, found.again_s)
         with suppress(EbbtideError):  # the upstream hears of it again
@@ -129,9 +132,9 @@ class StageSink:
     """Writes verified blobs into stages, and commits each version once it is whole, in order: each is the base of the
     next."""
 
-    def __init__(self, relay: WeightRelay, steps: Sequence[tuple[ArrivalStep, Sequence[bytes]]]) -> None:
+    def __init__(self, publishing: VersionIntake, steps: Sequence[tuple[ArrivalStep, Sequence[bytes]]]) -> None:
         """`steps`: staged versions, each with the blobs that it lacks."""
-        self._relay = relay
+        self._publishing = publishing
         self._steps = deque((step, set(digests)) for step, digests in steps)
         self._committing = asyncio.Lock()
 
@@ -139,7 +142,7 @@ class StageSink:
         """Raises what the relay does; `Unavailable` if a stage, or the base of a patch, has gone meanwhile."""
         for digest, data in blobs.items():
             try:
-                await self._relay.put(digest, data, verified=True)
+                await self._publishing.put(digest, data, verified=True)
             except InvalidRequest as error:
                 if error.field != "digest":
                     raise
@@ -156,7 +159,7 @@ class StageSink:
             while self._steps and not self._steps[0][1]:
                 manifest = self._steps[0][0].manifest
                 try:
-                    await self._relay.commit(manifest.run_id, manifest.version)
+                    await self._publishing.commit(manifest.run_id, manifest.version)
                 except NotReady as error:  # its base, or a blob that was damaged, has gone meanwhile
                     raise Unavailable(str(error)) from None
                 self._steps.popleft()

@@ -26,7 +26,7 @@ from ebbtide.weights import (
     tile_digest,
 )
 from ebbtide.wire.record_conversion import to_proto
-from tests.chaos.way import Way
+from tests.fakes.links import Way
 from tests.unit.weights.chain import Link
 
 TOKEN = "a-token-of-tests"

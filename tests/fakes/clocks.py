@@ -1,4 +1,4 @@
-"""Wall clocks that jump, for programs that were started with `environment`: see faketime.c."""
+"""Clocks that tests set: of objects that take one, and of programs that start with `environment` (faketime.c)."""
 
 import os
 import shutil
@@ -12,6 +12,16 @@ _SOURCE: Final = Path(__file__).with_name("faketime.c")
 def compiler() -> str | None:
     """The C compiler of this machine, if it has one."""
     return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+class SetClock:
+    """Stands still until a test sets `now`, in seconds."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class JumpingClock:
