@@ -91,7 +91,7 @@ def _read_step(field: Any, hint: Any) -> Step | None:
         floats = field.message_type.fields_by_name["value"].cpp_type in _FLOATS
         return _finite_values if floats else dict
     if field.message_type is not None:
-        one = _reader(GetMessageClass(field.message_type), _struct_in(hint))
+        one = _reader(_class_of(field), _struct_in(hint))
     elif field.cpp_type in _FLOATS:
         one = _finite
     elif get_origin(hint) is dict:
@@ -119,7 +119,7 @@ def _write_step(field: Any, hint: Any) -> Step | None:
     if _is_map(field):
         return None
     if field.message_type is not None:
-        one = _writer(GetMessageClass(field.message_type), _struct_in(hint))
+        one = _writer(_class_of(field), _struct_in(hint))
         return _each(one) if field.is_repeated else one
     return _to_json if get_origin(hint) is dict else None
 
@@ -129,6 +129,10 @@ def _fields(message_type: Any, record_type: type[Struct]) -> Iterable[tuple[str,
     known = message_type.DESCRIPTOR.fields_by_name
     hints = get_type_hints(record_type)
     return [(name, hints[name], known[name]) for name in record_type.__struct_fields__ if name in known]
+
+
+def _class_of(field: Any) -> Any:
+    return GetMessageClass(field.message_type)
 
 
 def _is_map(field: Any) -> bool:
@@ -186,6 +190,6 @@ def _unfit(record: Struct, message_type: Any) -> str:
             inner = getattr(record, name)
             if not isinstance(inner, Struct):
                 return str(name)
-            below = _unfit(inner, GetMessageClass(message_type.DESCRIPTOR.fields_by_name[name].message_type))
+            below = _unfit(inner, _class_of(message_type.DESCRIPTOR.fields_by_name[name]))
             return f"{name}.{below}".rstrip(".")
     return ""

@@ -1,7 +1,7 @@
 """Keeps one pipelined connection to Redis, and reconnects by itself.
 
-Invariant: commands go out in the order of `call`, and replies come back in that order, so `_sent` pairs them. `life`
-names the store's incarnation (server and data), and is read first on every new link. When a link breaks, all of `_sent`
+Invariant: commands go out in the order of `call`, and replies come back in that order, so `_sent` pairs them.
+`incarnation` names the store's server and data, and is read first on every new link. When a link breaks, all of `_sent`
 fails; each caller sends again on the next link of the same incarnation, so every command must be safe to repeat: reads,
 and fenced scripts. Another incarnation may have forgotten what the caller relied on: the call fails, and the caller
 decides. With `replicas`, a reply is returned only after so many of them confirmed all writes before it. Nothing
@@ -55,7 +55,7 @@ class StoreConnection:
         self.where = self._dialer.where  # no password in messages
         self.sentinel = self._dialer.sentinel
         self.patience_s, self.replicas = patience_s, replicas
-        self.life = ""  # the store's latest incarnation; empty before the first link
+        self.incarnation = ""  # the store's latest incarnation; empty before the first link
         self.durable_after_s = self._synced_after_s = 0.0  # see `promise`
         self._watchers: list[Callable[[], None]] = []
         self.superseded = asyncio.Event()  # set once another coordinator has the store
@@ -117,23 +117,23 @@ class StoreConnection:
         a new incarnation meanwhile, which may have forgotten them.
         """
         if self.durable_after_s:
-            life, rest_s = self.life, self.durable_after_s
-            if self._synced_after_s < rest_s and await self.call("WAIT", 1, _RARE_MS, life=life):
+            incarnation, rest_s = self.incarnation, self.durable_after_s
+            if self._synced_after_s < rest_s and await self.call("WAIT", 1, _RARE_MS, incarnation=incarnation):
                 rest_s = self._synced_after_s
             await asyncio.sleep(rest_s)
-            await self.call("PING", life=life)
+            await self.call("PING", incarnation=incarnation)
 
-    async def call(self, *command: Argument, patience_s: float | None = None, life: str = "") -> Any:
-        """Send one command, again after each broken link, and return its reply. `life`: the incarnation that the caller
+    async def call(self, *command: Argument, patience_s: float | None = None, incarnation: str = "") -> Any:
+        """Send one command, again after each broken link, and return its reply. `incarnation`: the one that the caller
         relies on; by default the present one. Raises `StoreUnavailable` when patience ends, or in another incarnation.
         """
-        packed, life = hiredis.pack_command(cast("tuple[bytes]", command)), life or self.life
+        packed, incarnation = hiredis.pack_command(cast("tuple[bytes]", command)), incarnation or self.incarnation
         try:
             async with asyncio.timeout(self.patience_s if patience_s is None else patience_s):
                 while True:
                     await self._up.wait()
-                    life = life or self.life
-                    if life != self.life:
+                    incarnation = incarnation or self.incarnation
+                    if incarnation != self.incarnation:
                         raise StoreUnavailable(f"the store at {self.where} came back and may know less; ask again")
                     try:
                         return await self._send(packed)
@@ -175,7 +175,7 @@ class StoreConnection:
             link: AbstractConnection | None = None
             try:
                 link = await self._dialer.dial()
-                self.life = await greet(link)
+                self.incarnation = await greet(link)
                 failures = 0
                 await self._serve(link)
             except (redis.exceptions.RedisError, OSError, TimeoutError) as error:

@@ -3,8 +3,7 @@
 -- id, attempt, most tokens lost with it of each. Ends attempts and puts their rollouts back into their places in the queue. Returns per
 -- rollout {stored, latest attempts without a new token, evidence, workers to avoid}, or 0 if that attempt no longer runs.
 local AVOIDED = 16  -- workers remembered per rollout, the newest
-local bad = barred(ARGV[1])
-if bad then return bad end
+local bad = barred(ARGV[1]); if bad then return bad end
 local reason, ended, out = ARGV[2], 0, {}
 for at = 8, #ARGV, 3 do
   local id = ARGV[at]

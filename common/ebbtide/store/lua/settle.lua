@@ -2,8 +2,7 @@
 -- this run. New entries get numbers that nobody has seen, and leases that could not be renewed last on. Returns 1, or 0 if the run is
 -- over or gone.
 if redis.call('EXISTS', FENCE) == 0 then return 0 end
-local bad = barred(ARGV[1])
-if bad then return bad end
+local bad = barred(ARGV[1]); if bad then return bad end
 local AHEAD_MS = 60000  -- more than the clocks of primary and replica differ, and more than the entries that a replica lacks
 -- The run's age on top: if the store forgets this call, too, the next one uses other numbers.
 local ahead = AHEAD_MS + math.max(0, tonumber(age()))  -- the clock may have been set back

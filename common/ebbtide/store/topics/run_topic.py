@@ -24,18 +24,18 @@ class RunTopic(Topic):
         await self._link.durable()
         return live
 
-    async def life(self) -> str:
-        """The store's incarnation in which all runs were last settled; see `StoreConnection.life`."""
+    async def settled_incarnation(self) -> str:
+        """The store's incarnation in which all runs were last settled; see `StoreConnection.incarnation`."""
         return (await self._link.call("GET", LIFE) or b"").decode()
 
-    async def keep_life(self, life: str) -> None:
-        await self._link.run(script("keep_life"), FLEET, self._term, life)
+    async def keep_incarnation(self, incarnation: str) -> None:
+        await self._link.run(script("keep_incarnation"), FLEET, self._term, incarnation)
 
     async def secret(self, ours: bytes) -> bytes:
         """The fleet's secret in the store; if there is none, `ours` becomes the secret."""
-        life = self._link.life
-        await self._link.call("SET", PUBLISHERS, ours, "NX", life=life)
-        found: bytes = await self._link.call("GET", PUBLISHERS, life=life)
+        incarnation = self._link.incarnation
+        await self._link.call("SET", PUBLISHERS, ours, "NX", incarnation=incarnation)
+        found: bytes = await self._link.call("GET", PUBLISHERS, incarnation=incarnation)
         return found
 
     async def settle(self, run_id: str, ttl_s: float) -> bool:
