@@ -30,7 +30,7 @@ _SERVICE: Final = "ebbtide.v1.Runs"
 #: gRPC's health protocol. The SDK installs without its package: wrapper messages have the same bytes.
 _HEALTH: Final = "/grpc.health.v1.Health/"
 _SERVING, _UNKNOWN = 1, 3
-#: How long to ask a coordinator whether it still leads, when another one says that it does.
+#: Timeout of the question whether a coordinator still leads, when another one says that it leads.
 _ASK_S: Final = 1.0
 #: Waiting callers come to a new leader spread over this time.
 _SPREAD_S: Final = 0.2

@@ -21,7 +21,7 @@ V = TypeVar("V")
 _msgpack, _json = msgspec.msgpack.Encoder(order="deterministic"), msgspec.json.Encoder(order="deterministic")
 _ordered_msgpack, _ordered_json = msgspec.msgpack.Encoder(), msgspec.json.Encoder()
 
-#: How many fields a record had in 0.1.0; later fields follow them. Records that are missing here are newer.
+#: Numbers of fields that records had in 0.1.0; later fields follow them. Records that are missing here are newer.
 RELEASED: Final[dict[type[Struct], int]] = {
     RunSpec: 12, EnvironmentSpec: 2, Sampling: 13, BatchSpec: 6, TrainerSpec: 17, EvaluationSpec: 2, BorrowSpec: 1,
     RolloutRequest: 10, PolicyVersion: 5, Trajectory: 12,

@@ -47,7 +47,7 @@ def check_attempt(ref: AttemptRef, *, field: str) -> None:
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
-    """What an engine can process."""
+    """An engine's model and limits."""
 
     model: Annotated[str, Meta(max_length=4096)]
     vocab_size: int  # token ids are below it
@@ -57,7 +57,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
 
 class BorrowedState(Struct, frozen=True, kw_only=True):
-    """What a borrowed worker knows of its host."""
+    """A borrowed worker's knowledge of its host."""
 
     granted: bool = False
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of the next minute: the worker may generate for so long

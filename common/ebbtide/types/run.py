@@ -140,7 +140,7 @@ class RunShare(Struct, frozen=True, kw_only=True):
 
     lately: float = 0.0  # its share of the tokens made within the last minute or so
     due: float = 0.0  # the share that it is due now
-    workers: int = 0  # how many workers are to serve it
+    workers: int = 0  # the number of workers that it should have
 
 
 class Run(Struct, frozen=True, kw_only=True):

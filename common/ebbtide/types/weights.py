@@ -196,7 +196,7 @@ class LinkState(Struct, frozen=True, kw_only=True):
 
 
 class WeightsState(Struct, frozen=True, kw_only=True):
-    """What a relay knows of a run's versions."""
+    """A relay's knowledge of a run's versions."""
 
     versions: tuple[VersionState, ...] = ()  # oldest first
     holders: tuple[HolderState, ...] = ()  # those with the latest reports

@@ -31,11 +31,11 @@ _BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
 _SILENCE_S: Final = 10.0
 #: Commands gather for so long at most while the store is busy with earlier ones.
 _GATHER_S: Final = 0.002
-#: How often to check whether the store is silent, and whether Sentinels name another primary.
+#: Interval of checks whether the store is silent, and whether Sentinels name another primary.
 _LOOK_S: Final = 1.0
 #: Longest single wait for replicas; after it they count as away, and the next wait begins.
 _CONFIRM_MS: Final = 500
-#: How long `durable` waits for a replica that could spare it the full wait.
+#: `durable` waits so long for a replica that could spare it the full wait.
 _RARE_MS: Final = 200
 
 
