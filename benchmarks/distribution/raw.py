@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from ebbtide.testing.link import ShapedLink
+from tests.shaped_link import ShapedLink
 
 
 async def one_transfer(size: int, bytes_per_s: float, latency_s: float) -> float:

@@ -18,9 +18,9 @@ from benchmarks.distribution.policy import Policy
 from benchmarks.staged import Staged
 from ebbtide.client import Lease
 from ebbtide.testing import wait_until
-from ebbtide.testing.link import ShapedLink
 from ebbtide.types.weights import PolicyVersion
 from tests.chaos.cluster import Cluster
+from tests.shaped_link import ShapedLink
 
 RUN: Final = "r"
 _SPEC: Final = {"name": "weights", "model": "scripted", "environment": {"name": "none"}}

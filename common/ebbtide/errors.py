@@ -1,102 +1,85 @@
-"""The exceptions that callers may meet. None of them knows gRPC; `ebbtide.rpc.status_table` maps them to statuses.
-
-EbbtideError
-├── InvalidRequest        fix the call; names the field
-├── NotFound              re-register, or give up
-├── AlreadyExists         the id is taken by another body
-├── Unauthenticated       no valid token
-├── PermissionDenied      a valid token, but not for this
-├── Superseded            an old fence
-│   ├── AttemptSuperseded     drop the attempt
-│   └── LeaseSuperseded       step down
-├── NotReady              wait, then retry
-│   ├── VersionUnavailable    the policy version is not there (yet, or any more)
-│   └── TooStale              no weights new enough
-├── NoCapacity            back off for `retry_after_s`
-├── Unavailable           retry
-│   ├── Draining              the service is leaving
-│   ├── StandingBy            another coordinator leads
-│   └── StoreUnavailable      the store is gone or full
-├── ChunkCorrupt          fetch again
-└── Internal              report, with the id that the log bears
-"""
+"""Defines the exceptions that callers meet. None knows gRPC; `ebbtide.rpc.status_table` maps them to statuses."""
 
 
 class EbbtideError(Exception):
-    """Root of the tree. The text is written for the caller: it names the field or service, and the remedy."""
+    """Root of all errors. The text is for the caller: it names the field or service, and the remedy."""
 
 
 class InvalidRequest(EbbtideError):
+    """Fix the call; `field` names what is wrong."""
+
     def __init__(self, message: str, *, field: str = "") -> None:
         super().__init__(f"{field}: {message}" if field and not message.startswith(f"{field}:") else message)
         self.field = field
 
 
 class NotFound(EbbtideError):
-    pass
+    """Register again, or give up."""
 
 
 class AlreadyExists(EbbtideError):
-    pass
+    """The id belongs to another body: choose another."""
 
 
 class Unauthenticated(EbbtideError):
-    pass
+    """The call has no valid token."""
 
 
 class PermissionDenied(EbbtideError):
-    pass
+    """The token is valid, but not for this call."""
 
 
 class Superseded(EbbtideError):
-    pass
+    """The fence is an old one."""
 
 
 class AttemptSuperseded(Superseded):
-    pass
+    """Drop the attempt."""
 
 
 class LeaseSuperseded(Superseded):
-    pass
+    """Step down."""
 
 
 class NotReady(EbbtideError):
-    pass
+    """Wait, then retry."""
 
 
 class VersionUnavailable(NotReady):
-    pass
+    """The policy version is not there yet, or no longer."""
 
 
 class TooStale(NotReady):
-    pass
+    """No weights are new enough."""
 
 
 class NoCapacity(EbbtideError):
+    """Wait for `retry_after_s`, then retry."""
+
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
 class Unavailable(EbbtideError):
-    pass
+    """Retry."""
 
 
 class Draining(Unavailable):
-    pass
+    """The service leaves."""
 
 
 class StandingBy(Unavailable):
-    pass
+    """Another coordinator leads."""
 
 
 class StoreUnavailable(Unavailable):
-    pass
+    """The store is out of reach, or full."""
 
 
 class ChunkCorrupt(EbbtideError):
-    pass
+    """Fetch again."""
 
 
 class Internal(EbbtideError):
-    pass
+    """Report it, with the id that the log has, too."""

@@ -1,9 +1,9 @@
-"""Tells importers of a module's former path where the module is now. Former paths work for one more release."""
+"""Warns importers of a module's former path, which works for one more release."""
 
 import warnings
 
 
 def warn_moved(former: str, path: str) -> None:
-    """Warns with a `DeprecationWarning` that names both paths."""
+    """Issue a `DeprecationWarning` that names both paths."""
     text = f"{former} is now {path}; the former path ends with the next release"
     warnings.warn(text, DeprecationWarning, stacklevel=3)

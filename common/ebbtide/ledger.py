@@ -1,15 +1,14 @@
-"""The ledger: how many tokens each attempt generated, in a mapped file that survives the worker's SIGKILL.
+"""Counts each attempt's generated tokens in a mapped file (the ledger) that survives the worker's SIGKILL.
 
 Format, in the machine's byte order: a header of 64 bytes (`EBBLEDG1`, u32 record size, the rest zero), then
 records of 400 bytes:
 
-    0  u32 state: 0 unused, 1 complete     4  u32 start: tokens of the partial that the attempt began with
+    0  u32 state: 0 unused, 1 complete     4  u32 start: stored tokens that the attempt began with
     8  u32 generated: tokens since         12 3 x (u8 length, 128 bytes): run_id, rollout_id, attempt_id; the rest zero
 
-Invariant: a record's state is written last and its `generated` grows by aligned four-byte writes, so that a
-reader, now or after the writer's death, finds each record whole or not at all. One process writes a file; it
-appends to what it finds. Pages of a shared mapping belong to the kernel: they outlive the process, though not
-the machine.
+Invariant: a record's state is written last and `generated` grows by aligned four-byte writes, so a reader finds each
+record whole or not at all, also after the writer's death. One process writes a file, and appends to its records. Pages
+of a shared mapping belong to the kernel: they outlive the process, but not the machine.
 """
 
 import mmap
@@ -27,25 +26,25 @@ _MAGIC: Final = b"EBBLEDG1"
 _HEADER_BYTES: Final = 64
 _RECORD_BYTES: Final = 400
 _RECORD: Final = struct.Struct("=III129s129s129s")
-_COUNT: Final = struct.Struct("I")  # native: one store, which a SIGKILL cannot cut in two
+_COUNT: Final = struct.Struct("I")  # native: one machine store, which a SIGKILL cannot split
 _GROW: Final = 1024  # records; 400 KiB
 
 
 class AttemptRecord(Struct, frozen=True):
-    """One attempt: `generated` tokens left its engine, behind the `start` tokens that were there before."""
+    """One attempt's tokens."""
 
     run_id: str
     rollout_id: str
     attempt_id: str
-    start: int
-    generated: int
+    start: int  # tokens that were stored before the attempt
+    generated: int  # tokens that left its engine
 
 
 class Ledger:
-    """The writer. `entry = ledger.open(...)`, then `ledger.add(entry, n)` as tokens come."""
+    """Writes a ledger: `entry = ledger.open(...)`, then `ledger.add(entry, n)` as tokens come."""
 
     def __init__(self, path: Path) -> None:
-        """Create or reopen the file at `path`. Raises `InvalidRequest` if it is something else, or cannot be had."""
+        """Create or reopen the file at `path`. Raises `InvalidRequest` if it is another file, or cannot be opened."""
         try:
             size = path.stat().st_size if path.exists() else 0
             if size == 0:
@@ -59,7 +58,7 @@ class Ledger:
         self._next = self._first_unused()
 
     def open(self, attempt: AttemptRef, start: int) -> int:
-        """Begin the record of an attempt; returns its entry."""
+        """Begin the record of an attempt. Returns its entry."""
         offset = _HEADER_BYTES + self._next * _RECORD_BYTES
         if offset + _RECORD_BYTES > len(self._map):
             self._map.close()
@@ -71,7 +70,7 @@ class Ledger:
         return offset
 
     def add(self, entry: int, tokens: int) -> None:
-        """Count `tokens` more, the moment they came."""
+        """Count new tokens as soon as they come."""
         (before,) = _COUNT.unpack_from(self._map, entry + 8)
         _COUNT.pack_into(self._map, entry + 8, before + tokens)
 
@@ -98,10 +97,7 @@ class Ledger:
 
 
 def read_ledger(path: Path, *, skip: int = 0) -> list[AttemptRecord]:
-    """All whole records but the first `skip`, in the order they were begun; a torn one at the end is left out.
-
-    Raises `InvalidRequest`.
-    """
+    """All whole records after the first `skip`, oldest first; a torn one is left out. Raises `InvalidRequest`."""
     with path.open("rb") as file:
         header = file.read(_HEADER_BYTES)
         file.seek(skip * _RECORD_BYTES, os.SEEK_CUR)

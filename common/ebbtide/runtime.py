@@ -1,8 +1,8 @@
-"""The life of a service process: event loop, signals, background tasks, readiness, exit code.
+"""Runs a service process: event loop, signals, background tasks, readiness, exit code.
 
-Invariant: a process is either working or ending, and it ends as a whole. SIGTERM or SIGINT asks it to end, a second one
-ends it at once; a background task that crashes ends it too. What the process leaves behind when it dies here is the
-ready file, which the next start replaces.
+Invariant: a process either works or ends, and it ends as a whole. SIGTERM or SIGINT asks it to end, a second one ends
+it at once; a crashed background task ends it, too. A dead process leaves only its ready file, which the next start
+replaces.
 
 Exit codes: 0 ended when asked, 1 failed (the last log line says why), 2 bad settings, 130 second signal.
 """
@@ -34,16 +34,16 @@ T = TypeVar("T")
 
 _expires = telemetry.gauge(
     "credentials_expire_timestamp_seconds",
-    "when the first of its kind that this program uses ends, in Unix time",
+    "Unix time at which the first of this kind that the program uses expires",
     ("kind",),
 )
 _PR_SET_PDEATHSIG: Final = 1
-#: After a crash, how long the main function may take to end by itself.
+#: After a crash, the main function may take this long to end by itself.
 _CRASH_GRACE_S: Final = 10.0
 
 
 class ProcessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every service process takes; services' settings inherit it."""
+    """Settings of every service process. Services' settings inherit them."""
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
     metrics_port: Annotated[int, Meta(ge=-1, le=65535, description="Prometheus port; 0: any, -1: off")] = -1
@@ -57,7 +57,7 @@ class ProcessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Shutdown:
-    """A running service's handle on its process."""
+    """Gives a running service control of its process."""
 
     def __init__(self, name: str, settings: ProcessSettings) -> None:
         self.requested = asyncio.Event()
@@ -68,21 +68,21 @@ class Shutdown:
         self._metrics: telemetry.MetricsServer | None = None
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` beside the main function. If it raises, the process ends; at the end it is cancelled."""
+        """Run `work` beside the main function, until the process ends. If it raises, the process ends."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
     def fail(self, error: BaseException, task: str = "main") -> None:
-        """End the process with exit code 1; the first reason given is the one logged."""
+        """End the process with exit code 1. Only the first failure is logged."""
         if self.failure is None:
             self.failure = error
             log_failure(error, task)
         self.requested.set()
 
     def ready(self, address: str) -> None:
-        """Say on stdout, and in the ready file, that the service can be used at `address`."""
+        """Announce on stdout and in the ready file that the service is ready at `address`."""
         metrics = self._metrics.port if self._metrics else 0
         if self._settings.ready_file:
             body = json.dumps({"address": address, "metrics": metrics, "pid": os.getpid()})
@@ -120,7 +120,7 @@ def run(main: Callable[[Shutdown], Awaitable[None]], name: str, settings: Proces
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # All is closed. To take an interpreter apart that has torch in it needs seconds, and brings nothing.
+    # All is closed. Python's own teardown takes seconds with torch loaded, and changes nothing.
     os._exit(code)
 
 
@@ -138,7 +138,7 @@ async def _supervise(main: Callable[[Shutdown], Awaitable[None]], name: str, set
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-    except Exception as error:  # noqa: BLE001 - the last one to see it
+    except Exception as error:  # noqa: BLE001 - nothing above handles it
         shutdown.fail(error)
     finally:
         await shutdown.close()
@@ -147,7 +147,7 @@ async def _supervise(main: Callable[[Shutdown], Awaitable[None]], name: str, set
 
 
 def _tell_expiries(settings: ProcessSettings) -> None:
-    """Whoever asks for the metrics is told of the files as they are then; of one that went, what was true last."""
+    """Export expiry times. A scrape reads the present files; a file that is gone keeps its last time."""
     from ebbtide.auth.credential_expiry import expiries
 
     def ask(kind: str) -> float:
@@ -160,7 +160,7 @@ def _tell_expiries(settings: ProcessSettings) -> None:
 
 
 async def _overdue(shutdown: Shutdown) -> None:
-    """Ends some time after a failure, and never without one."""
+    """Return some time after a failure; without a failure, never."""
     await shutdown.requested.wait()
     if shutdown.failure is None:
         await asyncio.Event().wait()
@@ -181,7 +181,7 @@ def _watch_signals(shutdown: Shutdown) -> None:
 
 
 def log_failure(error: BaseException, task: str) -> None:
-    """One line for errors of our own, whose text says it all; a traceback for the others."""
+    """Log one line for an `EbbtideError`, whose text suffices, and a traceback for any other."""
     if isinstance(error, EbbtideError):
         log.error("failed", task=task, error=type(error).__name__, reason=str(error))
     else:
@@ -189,7 +189,7 @@ def log_failure(error: BaseException, task: str) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process (SIGKILL) when process `parent`, which started it, dies; at once if it has."""
+    """Have the kernel kill this process (SIGKILL) when its parent process dies; exit now if it is dead already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -200,8 +200,8 @@ def die_with_parent(parent: int) -> None:
 async def race(*works: Awaitable[Any]) -> int:
     """Run all until one ends, then cancel the others and wait for them.
 
-    Returns which one ended, or raises what it raised (the innermost error, where task groups wrapped it). Of several
-    that end at one time the first given counts.
+    Returns the index of the one that ended, or raises its error (the innermost one of task groups). If several end at
+    once, the first one given counts.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -223,8 +223,10 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 class Aside:
-    """Does one thing after another in one thread, which lives as long as the process and, unlike an executor's, does
-    not hold up its end. What is started from it is not tied to the life of a shorter one.
+    """Runs functions one after another in one thread of its own.
+
+    The thread lasts as long as the process, so children that die with their starting thread live on. Unlike an
+    executor's, it does not delay the process's end.
     """
 
     def __init__(self, name: str) -> None:
@@ -236,7 +238,7 @@ class Aside:
             self._work.get()()
 
     async def do(self, work: Callable[[], T]) -> T:
-        """The result of `work`, or what it raised. Who stops waiting does not stop it."""
+        """The result of `work`, or its error. A cancelled caller does not stop it."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -256,7 +258,7 @@ class Aside:
 
 
 def notify(state: str) -> None:
-    """Tell systemd, where it started this process and waits for word (sd_notify(3)); a lost word ends nothing."""
+    """Notify systemd, if it started this process with a notify socket (sd_notify(3)). Failures are ignored."""
     if not (address := os.environ.get("NOTIFY_SOCKET", "")):
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as there:
@@ -265,7 +267,7 @@ def notify(state: str) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file with `text`; readers see the old one or the whole new one."""
+    """Replace the file at `path` by `text`. Readers see the old file or the whole new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)

@@ -1,9 +1,9 @@
-"""Settings of a program: a msgspec struct filled from flags, environment, TOML file and defaults, in this order.
+"""Reads a program's settings into a msgspec struct, from flags, environment, TOML file and defaults, in this order.
 
 A field `flush_tokens` of the program `worker` is the flag `--flush-tokens`, the variable `EBBTIDE_WORKER_FLUSH_TOKENS`
-and the key `flush_tokens`, at the file's top or in its table `[worker]`. A nested struct puts its name in front
-(`--server-listen`, `[worker.server]`). Fields marked as shared are read from `EBBTIDE_<FIELD>` too; fields marked as
-secret take no flag, because process lists show those. Unknown names are refused everywhere. An empty variable is none.
+and the key `flush_tokens`, at the file's top or in its table `[worker]`. A nested struct's name comes first
+(`--server-listen`, `[worker.server]`). Fields marked as shared are read from `EBBTIDE_<FIELD>`, too. Fields marked as
+secret have no flag, because process lists show flags. Unknown names are refused; empty variables are ignored.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _CONFIG = "config"
 
 
 def load(kind: type[S], *, prog: str, argv: Sequence[str] | None = None, description: str = "") -> S:
-    """The settings of `prog` (its last word names the service). Bad ones end the program with status 2 and one line."""
+    """The settings of `prog`, whose last word names the service. Bad ones exit with status 2 and one line."""
     try:
         return read(kind, prog=prog, argv=argv, description=description)
     except InvalidRequest as error:
@@ -43,7 +43,7 @@ def read(
     description: str = "",
     environ: Mapping[str, str] | None = None,
 ) -> S:
-    """Like `load`, but raises `InvalidRequest` whose field is the flag, variable or key that is bad."""
+    """Like `load`, but raises `InvalidRequest` whose field is the bad flag, variable or key."""
     environ = os.environ if environ is None else environ
     source = _Source(prog.rsplit(maxsplit=1)[-1], list(_fields(kind)))
     flags = source.flags(prog, description, sys.argv[1:] if argv is None else argv)
@@ -78,7 +78,7 @@ Values = dict[tuple[str, ...], Any]
 
 
 class _Source:
-    """Reads values for the fields of one program, each already of its field's type."""
+    """Reads one program's values from each source, converted to their fields' types."""
 
     def __init__(self, service: str, fields: list[_Field]) -> None:
         self.service, self.fields = service, fields
@@ -95,7 +95,7 @@ class _Source:
         for name in (text.partition("=")[0] for text in unknown):
             if name in known:
                 variables = " or ".join(known[name].variables(self.prefix))
-                raise InvalidRequest(f"a secret takes no flag, which process lists show; set {variables}", field=name)
+                raise InvalidRequest(f"a secret has no flag (process lists show flags); set {variables}", field=name)
             raise _unknown(name, [*known, "--config"], "flag")
         found: Values = {(_CONFIG,): given.config} if hasattr(given, _CONFIG) else {}
         for field in self.fields:
@@ -124,7 +124,7 @@ class _Source:
             raise InvalidRequest(str(error), field=str(path)) from None
         own = table.get(self.service, table.get(self.service.replace("-", "_")))
         if isinstance(own, dict):
-            # Other tables belong to the other programs that share the file.
+            # Other tables belong to other programs that share the file.
             if loose := [name for name, value in table.items() if not isinstance(value, dict)]:
                 raise InvalidRequest(f"belongs into a table such as [{self.service}]", field=f"{path}: {loose[0]}")
             table = own

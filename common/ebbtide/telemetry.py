@@ -1,4 +1,4 @@
-"""Structured logs on stderr, and Prometheus metrics, on loopback unless told otherwise."""
+"""Writes structured logs to stderr, and serves Prometheus metrics, on loopback unless configured otherwise."""
 
 import logging
 import sys
@@ -10,8 +10,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from ebbtide.errors import InvalidRequest
 
-#: The only labels there are: each has few values. What grows with use (rollouts, workers) belongs into logs; `run` is
-#: for gauges of live runs, of so many at most, that go with them.
+#: All labels; each has few values. Names that grow with use (rollouts, workers) belong into logs. `run` is for
+#: gauges of a bounded number of live runs, which end with their run.
 LABELS: Final = frozenset(
     {"method", "code", "kind", "model", "state", "status", "outcome", "phase", "reason", "site", "run"}
 )
@@ -20,14 +20,14 @@ T = TypeVar("T", Counter, Gauge, Histogram)
 
 
 def configure(service: str, *, level: str = "info") -> None:
-    """Send all logs of this process, the standard library's too, to stderr: one JSON object a line."""
+    """Send all logs of this process, also the standard library's, to stderr as one JSON object per line."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,  # without local variables: they hold tokens and data
+        structlog.processors.format_exc_info,  # without local variables, which hold tokens and data
         lambda _logger, _method, event: {"service": service, **event},
     ]
     formatter = structlog.stdlib.ProcessorFormatter(
@@ -38,11 +38,7 @@ def configure(service: str, *, level: str = "info") -> None:
     handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
+        processors=[structlog.stdlib.filter_by_level, *shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
@@ -73,14 +69,14 @@ def histogram(name: str, help_text: str, labels: Sequence[str] = (), buckets: Se
 
 
 def _metric(kind: Callable[..., T], name: str, help_text: str, labels: Sequence[str], **options: Any) -> T:
-    """Registers `ebbtide_<name>`. Raises `ValueError` for a label without a bound."""
+    """Register `ebbtide_<name>`. Raises `ValueError` for a label that is not in `LABELS`."""
     if unbounded := set(labels) - LABELS:
         raise ValueError(f"ebbtide_{name}: no bound is known for the labels {sorted(unbounded)}; log them instead")
     return kind(f"ebbtide_{name}", help_text, tuple(labels), **options)
 
 
 def rpc_observer() -> Callable[[str, str, float], None]:
-    """Metrics of a server's calls, for `ebbtide.rpc.server.Server(observe=...)`. Once per process."""
+    """Metrics of a server's calls, for `ebbtide.rpc.server.Server(observe=...)`. Call it once per process."""
     calls = counter("rpc_calls_total", "RPCs ended", ("method", "code"))
     seconds = histogram("rpc_seconds", "Duration of RPCs", ("method",))
 

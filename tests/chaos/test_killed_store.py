@@ -165,10 +165,10 @@ async def kill_under_writes(directory: Path) -> None:
         for _ in range(20):
             least = sum(acknowledged) + 200
             await wait_until(lambda least=least: sum(acknowledged) >= least, what="writes")  # type: ignore[misc]
-            life = link.life
+            life = link.incarnation
             redis.kill()
             redis.start()
-            await wait_until(lambda life=life: link.life != life, what="the link to the next life")  # type: ignore[misc]
+            await wait_until(lambda life=life: link.incarnation != life, what="the link to the next life")  # type: ignore[misc]
         assert not any(writer.done() for writer in writers)
         for writer in writers:
             writer.cancel()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ebbtide.testing import wait_until
-from ebbtide.testing.link import ShapedLink
+from tests.shaped_link import ShapedLink
 
 KIB = 1 << 10
 

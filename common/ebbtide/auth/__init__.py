@@ -1,1 +1,1 @@
-"""Who may call what: roles, tokens, certificates, and admission before every call."""
+"""Decides which calls are allowed: roles, tokens, certificates, and admission before every call."""

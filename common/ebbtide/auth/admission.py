@@ -1,34 +1,43 @@
-"""Who is calling, and whether they may: the decision before every call.
+"""Authenticates the caller of every call and decides whether the call is allowed.
 
-A caller proves itself by a token: the secret that a cluster shares, which is any role, or a signed one, which is one
-role and perhaps one run. Where clients show certificates, the roles of those count too: both have to permit a call.
-Checked when a call begins; a stream goes on when its token expires.
+A caller shows a token: the cluster's shared secret, which stands for every role, or a signed token, which stands for
+one role and perhaps one run. If clients show certificates, token and certificate must both permit the call. The check
+happens when a call begins; a stream goes on when its token expires.
 
-Invariant: `_known` has tokens that the present keys verified, and nothing of any call. A restart verifies them again.
+Invariant: `_known` has only tokens that the present keys verified, and nothing of any call. A restart verifies again.
 """
 
 import time
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any, Final
 
-from ebbtide.auth.caller_roles import note_roles
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.role_tokens import SKEW_S, Claims, Keys, is_signed, verify
-from ebbtide.auth.roles import Role, is_open, permitted, told
+from ebbtide.auth.roles import AMONG_PEERS, Role, is_open, permitted, told
 from ebbtide.auth.run_scope import OfOneRun, can_name_run, check_run, no_run_named
 from ebbtide.auth.security import AUTHORIZATION, TokenCheck
 from ebbtide.auth.tls import roles_of_peer
 from ebbtide.errors import PermissionDenied, Unauthenticated
 
 Metadata = Iterable[tuple[str, str | bytes]] | None
-#: Verified tokens that are remembered: a signature takes a tenth of a millisecond to check.
+#: Verified tokens to remember: to check a signature takes a tenth of a millisecond.
 _MOST: Final = 4096
 _SCHEME: Final = "Bearer "
+#: Roles of the present call's caller; None: the caller came without a role, and may do everything. Each call is a task
+#: of its own, so calls do not see each other's roles.
+_CALLER_ROLES: Final[ContextVar[frozenset[Role] | None]] = ContextVar("caller_roles", default=None)
+
+
+def is_among_peers() -> bool:
+    """Whether workers may fetch from the present call's caller, and show it their tokens."""
+    roles = _CALLER_ROLES.get()
+    return roles is None or not roles.isdisjoint(AMONG_PEERS)
 
 
 class Admission:
-    """`shared`: the check of the cluster's secret, or None while there is none; `keys`: of signed tokens;
-    `certificates`: clients show some.
+    """`shared` checks the cluster's secret, if there is one; `keys` verify signed tokens; with `certificates`, clients
+    show certificates.
     """
 
     def __init__(
@@ -43,7 +52,7 @@ class Admission:
         self._known_by: Keys | None = None
 
     def admit(self, method: str, metadata: Metadata) -> None:
-        """What can be decided before the request is read. Raises `Unauthenticated` or `PermissionDenied`."""
+        """Check what is known before the request is read. Raises `Unauthenticated` or `PermissionDenied`."""
         claims = self._claims(metadata)
         if claims is None:
             return
@@ -53,15 +62,16 @@ class Admission:
             raise no_run_named()
 
     def checked(self, method: str, request: Any, context: Any) -> Any:
-        """The request, or its iterator, of an admitted call. Raises `PermissionDenied` where the client's certificate
-        is for another role, or the request (any message of it) about another run than the token is."""
+        """The request (or iterator) of an admitted call. Raises `PermissionDenied` if the client's certificate is for
+        another role than the call, or any message of the request is about another run than the token.
+        """
         if self._keys is None and not self._certificates:
-            note_roles(None)
+            _CALLER_ROLES.set(None)
             return request
         claims = self._claims(context.invocation_metadata())
         roles = roles_of_peer(context.auth_context()) if self._certificates else None
         _check_certificate(method, claims, roles)
-        note_roles(roles if claims is None else frozenset({claims.role}))
+        _CALLER_ROLES.set(roles if claims is None else frozenset({claims.role}))
         if claims is None or not claims.run_id or is_open(method):
             return request
         if hasattr(request, "__aiter__"):
@@ -70,7 +80,7 @@ class Admission:
         return request
 
     def _claims(self, metadata: Metadata) -> Claims | None:
-        """What a caller's signed token says; None for the shared secret. Raises `Unauthenticated`."""
+        """The claims of the caller's signed token; None for the shared secret. Raises `Unauthenticated`."""
         value = next((value for key, value in metadata or () if key == AUTHORIZATION), "")
         secret = self._shared.get() if self._shared else None
         if secret is not None and secret(value):
@@ -95,7 +105,7 @@ def _check_certificate(method: str, claims: Claims | None, roles: frozenset[Role
         return
     if claims is not None and claims.role not in roles:
         raise PermissionDenied(
-            f"the token is for role {claims.role}, the certificate for {_listed(roles)}; use those of one role"
+            f"the token is for role {claims.role}, the certificate for {_listed(roles)}; use a pair of one role"
         )
     if claims is None and not permitted(method, roles):
         raise _not_for(method, "certificate", roles)
@@ -109,14 +119,14 @@ def _not_for(method: str, what: str, roles: Iterable[Role]) -> PermissionDenied:
 
 
 def _listed(roles: Iterable[Role]) -> str:
-    return " or ".join(sorted(roles)) or "none that is known here"
+    return " or ".join(sorted(roles)) or "none known here"
 
 
 class Anyone:
-    """Instead of an `Admission` on a socket that only this user can open: its folder's mode is the check."""
+    """Replaces `Admission` on a socket that only this user can open: the folder's mode is the check."""
 
     def admit(self, method: str, metadata: Metadata) -> None: ...
 
     def checked(self, _method: str, request: Any, _context: Any) -> Any:
-        note_roles(None)
+        _CALLER_ROLES.set(None)
         return request

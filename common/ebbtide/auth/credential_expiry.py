@@ -1,4 +1,4 @@
-"""When a program's certificates and tokens end: nobody notices it until all calls are refused at once."""
+"""Finds when a program's certificates and tokens expire. Without a metric, the first sign is that all calls fail."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -16,9 +16,9 @@ TOKEN: Final = "token"  # noqa: S105 - a kind of credential
 
 
 def expiries(settings: Struct) -> dict[str, float]:
-    """When, in Unix time, the first certificate, authority and signed token that these settings name come to their end,
-    as the files are now. Of several authorities in one file, which are trusted side by side, the last one counts. What
-    is not named, has no end or cannot be read is left out.
+    """The Unix times at which the first certificate, authority and signed token of these settings expire, by the files'
+    present content. Of several authorities in one file the last to expire counts: all are trusted. Credentials that are
+    not set, cannot be read or never expire are left out.
     """
     found: dict[str, list[float]] = {CERTIFICATE: [], AUTHORITY: [], TOKEN: []}
     for credentials in _credentials(settings):
@@ -37,7 +37,7 @@ def _credentials(settings: Any) -> Iterator[Credentials]:
 
 
 def _certificates(path: str) -> list[float]:
-    """The ends of those in a file, the first one first."""
+    """The expiry times of a file's certificates, earliest first."""
     from cryptography import x509
 
     try:

@@ -1,4 +1,4 @@
-"""What was made of files, made anew when they change: tokens, keys and certificates are replaced while programs run."""
+"""Rebuilds values when their files change: operators replace tokens, keys and certificates while programs run."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,10 +13,8 @@ T = TypeVar("T")
 
 
 class ReloadedFiles(Generic[T]):
-    """`get()` is what `make` made of the files as they are. While they cannot be used (half of a pair was replaced, a
-    file is gone) it is what was made last, and the log says so once.
-
-    Asking costs a microsecond or two a file. Without files the value stays.
+    """`get()` returns what `make` makes of the present files. While they are unusable (half of a pair was replaced, a
+    file is gone) it returns the last value, and logs this once. It costs a microsecond or two per file.
     """
 
     def __init__(self, paths: Sequence[str], make: Callable[[], T]) -> None:
@@ -28,11 +26,11 @@ class ReloadedFiles(Generic[T]):
     def get(self) -> T:
         state = self._state()
         if state != self._seen:
-            self._seen = state  # read behind it: what changes meanwhile differs from it
+            self._seen = state  # taken before the files are read, so a change meanwhile is seen next time
             try:
                 self._value = self._make()
             except InvalidRequest as error:
-                log.warning("a changed file cannot be used; the former content stays in use: %s", error)
+                log.warning("a changed file cannot be used, so its former content stays in use: %s", error)
         return self._value
 
     def _state(self) -> list[tuple[int, int, int] | None]:

@@ -1,7 +1,7 @@
-"""Tokens with a role, an expiry, and where wanted one run: Ed25519-signed JWTs (RFC 7519, RFC 8037).
+"""Mints and verifies tokens with a role, an expiry and perhaps one run: Ed25519-signed JWTs (RFC 7519, RFC 8037).
 
-Who has a public key can verify and not mint. Between machines' clocks a minute of difference is put up with.
-PyJWT comes with the services and the command line, so it is imported where it is needed: the SDK carries tokens alone.
+A public key verifies but cannot mint. Clocks of machines may differ by a minute. The SDK only carries tokens and
+installs without PyJWT, so PyJWT is imported where it is needed.
 """
 
 import base64
@@ -28,29 +28,28 @@ from ebbtide.errors import InvalidRequest, Unauthenticated
 from ebbtide.types.ids import check_id
 
 _ALGORITHM: Final = "EdDSA"
-#: Issuer, audience and type at once: a JWT of anything else that is signed with the same key is none of ours.
+#: Issuer, audience and type: JWTs for other uses that the same key signs are refused.
 _KIND: Final = "ebbtide"
 _TYPE: Final = "ebbtide+jwt"
 SKEW_S: Final = 60
-#: The end of the year 9999 in Unix time, behind which there are no dates.
+#: The end of the year 9999 in Unix time. `datetime` has no later dates.
 _LAST: Final = 253402300800
 _PUBLIC: Final = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----", re.DOTALL)
-#: Verified public keys by their id.
+#: Public keys by their ids.
 Keys = Mapping[str, Ed25519PublicKey]
 
 
 class Claims(Struct, frozen=True, kw_only=True):
-    """What a token says. `expires`: Unix time, `SKEW_S` before servers refuse it; `run_id`: the one run that it is
-    for, or empty; `name`: for people."""
+    """The content of a token."""
 
     role: Role
-    expires: float
-    run_id: str = ""
-    name: str = ""
+    expires: float  # Unix time; servers refuse it `SKEW_S` later
+    run_id: str = ""  # the only run that it is for; empty: every run
+    name: str = ""  # for people
 
 
 def mint(key: Ed25519PrivateKey, role: Role, *, ttl_s: float, run_id: str = "", name: str = "") -> str:
-    """A token that is good for `ttl_s` seconds from now. Raises `InvalidRequest` for a run that is no id."""
+    """A token that is valid for `ttl_s` seconds from now. Raises `InvalidRequest` for a bad run id or name."""
     import jwt
 
     now = time.time()
@@ -62,8 +61,7 @@ def mint(key: Ed25519PrivateKey, role: Role, *, ttl_s: float, run_id: str = "", 
 
 
 def verify(token: str, keys: Keys) -> Claims:
-    """What a token says that one of `keys` has signed. Raises `Unauthenticated` for any other, and for one that has
-    expired."""
+    """The claims of a token that one of `keys` signed. Raises `Unauthenticated` for others, and for expired ones."""
     import jwt
 
     try:
@@ -91,7 +89,7 @@ def verify(token: str, keys: Keys) -> Claims:
 
 
 def unverified(token: str) -> Claims:
-    """What a token says, whoever made it. Raises `InvalidRequest` for what is none. Needs no PyJWT."""
+    """The claims of a token of any signer. Raises `InvalidRequest` for anything else. Needs no PyJWT."""
     try:
         body = token.split(".")[1]
         return _claims(msgspec.json.decode(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)), type=dict))
@@ -100,23 +98,18 @@ def unverified(token: str) -> Claims:
 
 
 def _claims(found: Mapping[str, Any]) -> Claims:
-    """Raises `KeyError`, `TypeError` or `ValueError` for what no token of ours says."""
+    """Raises `KeyError`, `TypeError` or `ValueError` for claims that `mint` never makes."""
     expires, run_id = found["exp"], found.get("run")
     if not 0 <= expires < _LAST:
         raise ValueError("no time")
-    # One that was meant for a run, and names none, must not be good for all.
+    # A token for one run whose run is empty must not become valid for every run.
     if "run" in found and (not run_id or not isinstance(run_id, str)):
         raise ValueError("no run")
-    return Claims(
-        role=Role(found["role"]),
-        expires=float(expires),
-        run_id=run_id or "",
-        name=str(found.get("sub", "")),
-    )
+    return Claims(role=Role(found["role"]), expires=float(expires), run_id=run_id or "", name=str(found.get("sub", "")))
 
 
 def is_signed(token: str) -> bool:
-    """Whether a token looks like a JWT: one for its holder's calls, and no secret that a server compares with."""
+    """Whether a token looks like a JWT. If so, it is for its holder's own calls, not a shared secret."""
     return token.startswith("ey") and token.count(".") == 2
 
 
@@ -125,10 +118,10 @@ def key_id(key: Ed25519PublicKey) -> str:
 
 
 def public_keys(pem: bytes, *, field: str) -> dict[str, Ed25519PublicKey]:
-    """The public keys of a PEM file, by their ids. Raises `InvalidRequest` naming `field`."""
+    """The public keys of a PEM file, by their ids. Raises `InvalidRequest` naming `field` for anything else."""
     if b"PRIVATE KEY-----" in pem:
         raise InvalidRequest(
-            "holds a private key, with which anybody can mint: give servers the public ones", field=field
+            "holds a private key, with which anybody can mint tokens: give servers the public keys", field=field
         )
     found = {}
     for block in _PUBLIC.findall(pem):

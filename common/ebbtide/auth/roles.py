@@ -1,7 +1,7 @@
-"""Who may call what: the one table of roles.
+"""Holds the table of the roles that may call each RPC.
 
-Invariant: it names every RPC of `ebbtide.v1` and no other (a test compares it with the contracts). What it does not
-name nobody may call who comes with a role. Nothing of it changes while a process runs.
+Invariant: it names every RPC of `ebbtide.v1` and no other (a test compares it with the contracts). Callers with a role
+may not call what it does not name. It does not change while a process runs.
 """
 
 from collections.abc import Iterable
@@ -10,26 +10,26 @@ from typing import Final
 
 
 class Role(StrEnum):
-    """What a token or a certificate is for."""
+    """The role of a token's or certificate's holder."""
 
     USER = "user"
     OPERATOR = "operator"
     TRAINER = "trainer"  # and the episode driver
     WORKER = "worker"
     RELAY = "relay"
-    COORDINATOR = "coordinator"  # these two serve and call nobody: certificates bear them
+    COORDINATOR = "coordinator"  # this and the guard serve and call nobody: only certificates have these roles
     GUARD = "guard"
 
 
-#: Roles whose tokens may be bound to a run: the others' work is on the fleet.
+#: Roles whose tokens may be bound to one run: the others work for the whole fleet.
 OF_ONE_RUN: Final = frozenset({Role.USER, Role.TRAINER})
-#: Roles whose tokens a worker that serves its peers may see: they may do no more than its own.
+#: Roles whose tokens may be shown to a worker that serves its peers: they permit no more than its own.
 AMONG_PEERS: Final = frozenset({Role.WORKER, Role.RELAY})
 _PEOPLE: Final = {Role.USER, Role.OPERATOR}
 _READERS: Final = _PEOPLE | {Role.TRAINER, Role.WORKER, Role.RELAY}
 _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
     "Runs": {
-        "SubmitRun": _PEOPLE | {Role.TRAINER},  # who brings a trainer submits its run, too
+        "SubmitRun": _PEOPLE | {Role.TRAINER},  # an external trainer submits its own run
         "GetRun": _PEOPLE | {Role.TRAINER},
         "ListRuns": _PEOPLE,
         "CancelRun": _PEOPLE,
@@ -77,13 +77,13 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "WatchGuard": {Role.OPERATOR},
     },
 }
-#: Full method name, as gRPC has it, to the roles that may call it.
+#: Full method name in gRPC -> the roles that may call it.
 TABLE: Final[dict[str, frozenset[Role]]] = {
     f"/ebbtide.v1.{service}/{method}": frozenset(roles)
     for service, methods in _METHODS.items()
     for method, roles in methods.items()
 }
-#: Services that everyone may call who is known at all: they tell nothing about runs.
+#: Every authenticated caller may call these services: they say nothing about runs.
 _OPEN: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
 
@@ -92,7 +92,7 @@ def is_open(method: str) -> bool:
 
 
 def permitted(method: str, roles: Iterable[Role]) -> bool:
-    """Whether somebody who has one of `roles` may call the method."""
+    """Whether one of `roles` may call the method."""
     return is_open(method) or not TABLE.get(method, frozenset()).isdisjoint(roles)
 
 

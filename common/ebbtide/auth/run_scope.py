@@ -1,6 +1,7 @@
-"""Which runs a request is about: the fields named `run_id` of a message, and of the messages in it.
+"""Finds the runs that a request is about, and refuses those of other runs than a token's.
 
-Found by the contracts' descriptors, once per type, so that a new RPC needs nothing here.
+A message is about the runs in its fields named `run_id`, at any depth. The fields are found by the contracts'
+descriptors, once per type: a new RPC needs no change here.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -32,7 +33,7 @@ def runs_named(message: Message) -> Iterator[str]:
 
 @cache
 def can_name_run(method: str) -> bool:
-    """Whether requests of a method (`/package.Service/Method`) have a place for a run's id."""
+    """Whether requests of a method (`/package.Service/Method`) have a field for a run's id."""
     service, _, name = method.strip("/").partition("/")
     try:
         return _has_run(Default().FindMethodByName(f"{service}.{name}").input_type, frozenset())
@@ -41,8 +42,9 @@ def can_name_run(method: str) -> bool:
 
 
 class OfOneRun:
-    """A call's requests for a caller who is bound to a run: raises `PermissionDenied` for any that is of another, and
-    unless the first names it."""
+    """The requests of a caller whose token is for one run. Raises `PermissionDenied` for a message about another run,
+    and if the first message names no run.
+    """
 
     def __init__(self, requests: AsyncIterator[Message], run_id: str) -> None:
         self._requests, self._run_id, self._first = aiter(requests), run_id, True
@@ -58,10 +60,10 @@ class OfOneRun:
 
 
 def check_run(message: Message, run_id: str, *, needed: bool = True) -> None:
-    """Raise `PermissionDenied` for a message about another run, and where `needed` for one about none."""
+    """Raise `PermissionDenied` for a message about another run and, if `needed`, for a message about no run."""
     found = set(runs_named(message))
     if found - {run_id}:
-        raise PermissionDenied("the token is for another run than the call; use one of that run, or of no run")
+        raise PermissionDenied("the token is for another run than the call; use a token for that run, or for every run")
     if needed and not found:
         raise no_run_named()
 

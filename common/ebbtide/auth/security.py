@@ -1,4 +1,4 @@
-"""Who may talk to whom: tokens, TLS, and the rule that nothing leaves the loopback in the clear unless allowed."""
+"""Defines the security settings of servers and clients. Without TLS nothing leaves the loopback unless allowed."""
 
 import hmac
 import ipaddress
@@ -27,7 +27,7 @@ def _shared(description: str, *, secret: bool = False) -> Meta:
 
 
 class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What servers and clients have in common. A token is always needed: given, or in a file."""
+    """Settings that servers and clients share. A token is always needed: given, or in a file."""
 
     token: Annotated[str, _shared("secret that a cluster shares, or a signed token of a role", secret=True)] = ""
     token_file: Annotated[str, _shared("file that holds the token; read again when it changes")] = ""
@@ -37,21 +37,21 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     allow_insecure: Annotated[bool, _shared("allow addresses other than loopback without TLS")] = False
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """All but the token, which is never shown."""
+        """All fields but the token, which is never shown."""
         return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "token"]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
 
     def bearer(self) -> str:
-        """The value of the authorization header. Raises `InvalidRequest` when there is no usable token."""
+        """The value of the authorization header. Raises `InvalidRequest` if there is no usable token."""
         token = self._token()
         if not token:
             raise InvalidRequest("is required: set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE", field="token")
         return f"Bearer {token}"
 
     def _token(self) -> str:
-        """The token, or nothing."""
+        """The token, or an empty text."""
         if self.token and self.token_file:
             raise InvalidRequest("both token and token_file are set; leave one out", field="token_file")
         token = self.token or (
@@ -72,10 +72,10 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a server listens. TLS is on with a certificate; with `tls_ca` too, clients must show one.
+    """Settings of a server. A certificate turns TLS on; with `tls_ca`, clients must show a certificate, too.
 
-    With `token_keys` callers need signed tokens, each for a role. A shared secret counts beside them only where `token`
-    or `token_file` is set too, and is not itself a signed token: that one is for the calls that the program makes.
+    With `token_keys` callers need signed tokens of a role. The secret in `token` or `token_file` then counts, too,
+    unless it is a signed token: such a token is for the program's own calls.
     """
 
     listen: Annotated[str, Meta(description="address: host:port (port 0: any free one) or unix:path")] = "127.0.0.1:0"
@@ -87,11 +87,11 @@ class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def at(cls, listen: str) -> Self:
-        """Defaults with another address, for a service's settings."""
+        """Defaults at another address, for a service's settings."""
         return cls(listen=listen)
 
     def admission(self) -> "Admission":
-        """What decides who may call. Raises `InvalidRequest` for settings by which nobody could, or the wrong ones."""
+        """The check before every call. Raises `InvalidRequest` for settings that admit nobody, or the wrong callers."""
         from ebbtide.auth.admission import Admission
 
         if not self.token_keys and not self._token():
@@ -101,15 +101,15 @@ class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
         return Admission(shared, keys, certificates=bool(self.tls_ca))
 
     def _secret(self) -> "TokenCheck | None":
-        """What the shared secret is compared with. None while the token is a signed one: the program shows that one to
-        others, and none of them may come with it as with a secret.
+        """The check of the shared secret; None while the token is a signed one. The program shows a signed token to
+        other services, and they must not be able to use it as a secret here.
         """
         from ebbtide.auth.role_tokens import is_signed
 
         if not is_signed(self._token()):
             return TokenCheck(self.bearer())
         if not self.token_keys:
-            text = "is a signed one, which a server verifies by public keys: set EBBTIDE_TOKEN_KEYS to their file"
+            text = "is a signed token: set EBBTIDE_TOKEN_KEYS to the file of public keys that verify it"
             raise InvalidRequest(text, field="token")
         return None
 
@@ -119,9 +119,9 @@ class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
         return public_keys(read_file(self.token_keys, "token_keys"), field="token_keys")
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """TLS credentials, or None for a server in the clear. Raises `InvalidRequest` where that is not allowed.
+        """TLS credentials, or None for a server without TLS. Raises `InvalidRequest` if that is not allowed.
 
-        Connections made after the files were replaced have the new ones.
+        Connections made after the files were replaced use the new files.
         """
         if self._pair() is None:
             refuse_clear(self.listen, allowed=self.allow_insecure, field="listen")
@@ -132,7 +132,7 @@ class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
         used = [fresh.get()]
 
         def renewed() -> Any:
-            """What to use from this connection on, or None for no change. Called by gRPC's threads, one at a time."""
+            """The configuration from this connection on; None: unchanged. gRPC's threads call it one at a time."""
             former, used[0] = used[0], fresh.get()
             return None if used[0] is former else used[0]
 
@@ -144,12 +144,12 @@ class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ClientSecurity(Credentials, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a client proves itself. TLS is on with `tls`, or with `tls_ca` (without: the system's authorities)."""
+    """A client's credentials. `tls` or `tls_ca` turn TLS on; without `tls_ca` the system's authorities count."""
 
     tls: Annotated[bool, _shared("use TLS with the system's authorities")] = False
 
     def credentials(self, target: str) -> grpc.ChannelCredentials | None:
-        """TLS credentials, or None for a channel in the clear. Raises `InvalidRequest` where that is not allowed."""
+        """TLS credentials, or None for a channel without TLS. Raises `InvalidRequest` if that is not allowed."""
         pair = self._pair()
         if not (self.tls or self.tls_ca):
             refuse_clear(target, allowed=self.allow_insecure, field="target")
@@ -158,27 +158,27 @@ class ClientSecurity(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
         return grpc.ssl_channel_credentials(self._authority(), key, chain)
 
     def check_peers(self) -> None:
-        """Raise `NotReady` where workers must not be shown the token: it may do more than theirs.
+        """Raise `NotReady` if workers must not see the token, because it permits more than theirs.
 
-        Only a signed token says what it may do; the shared secret is known to all of them anyway.
+        This concerns signed tokens only: every worker knows the shared secret.
         """
         from ebbtide.auth.role_tokens import is_signed, unverified
 
         token = self._token()
         if is_signed(token) and (role := unverified(token).role) not in AMONG_PEERS:
-            raise NotReady(f"a token of role {role} is shown to relays, and not to workers that serve their peers")
+            raise NotReady(f"a token of role {role} may be shown to relays, but not to workers that serve their peers")
 
     def fresh_bearer(self) -> ReloadedFiles[str]:
-        """`bearer()` of the token's file as it is. Raises `InvalidRequest` when there is no usable token now."""
+        """`bearer()` of the token's present file. Raises `InvalidRequest` if there is no usable token now."""
         return ReloadedFiles((self.token_file,), self.bearer)
 
     def fresh_credentials(self, target: str) -> ReloadedFiles[grpc.ChannelCredentials | None]:
-        """`credentials()` of the files as they are. Raises like it."""
+        """`credentials()` of the present files. Raises the same errors."""
         return ReloadedFiles(self._tls_files(), lambda: self.credentials(target))
 
 
 class TokenCheck:
-    """Compares an authorization in constant time. Holds nothing but the expected value."""
+    """Compares an authorization header with the expected one in constant time."""
 
     def __init__(self, bearer: str) -> None:
         self._expected = bearer.encode()
@@ -188,7 +188,7 @@ class TokenCheck:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` (host:port, [v6]:port or unix:path) can only be reached from this machine."""
+    """Whether only this machine can reach `address` (host:port, [v6]:port or unix:path)."""
     if address.startswith("unix:"):
         return True
     host = address.rpartition(":")[0].strip("[]")
@@ -203,6 +203,6 @@ def refuse_clear(address: str, *, allowed: bool, field: str) -> None:
     if not allowed and not is_loopback(address):
         raise InvalidRequest(
             f"{address} is not loopback and TLS is off: the token and all data would travel in the clear; "
-            "configure TLS, or set allow_insecure on a network that you trust",
+            "configure TLS, or set allow_insecure if you trust the network",
             field=field,
         )

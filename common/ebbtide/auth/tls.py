@@ -1,7 +1,7 @@
-"""Certificates: pairs that belong together, and the roles that they bear.
+"""Reads certificates and keys, checks that they match, and finds the roles in certificates.
 
-A role is a URI among a certificate's alternative names, such as `ebbtide:role:worker`. A certificate without one is
-bound to no role.
+A role is a URI among a certificate's alternative names, such as `ebbtide:role:worker`. A certificate without such a URI
+is bound to no role.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ Pair = tuple[bytes, bytes]
 
 
 def read_pair(cert: str, key: str) -> Pair | None:
-    """The key and the chain in two files, or None for none. Raises `InvalidRequest` naming the field that is wrong."""
+    """The key and the chain of two files; None if neither is set. Raises `InvalidRequest` naming the wrong field."""
     if bool(cert) != bool(key):
         raise InvalidRequest("tls_cert and tls_key go together", field="tls_key" if cert else "tls_cert")
     if not cert:
@@ -35,15 +35,16 @@ def read_pem(path: str, field: str) -> bytes:
 
 
 def read_authority(path: str) -> bytes:
-    """The certificates of a file, all of which can be read: of what gRPC cannot load it says so in no call, and every
-    handshake fails. Raises `InvalidRequest` naming `tls_ca`."""
+    """The certificates of a file. Raises `InvalidRequest` naming `tls_ca` unless all can be read: gRPC would report
+    nothing, and every handshake would fail.
+    """
     from cryptography import x509
 
     content = read_pem(path, "tls_ca")
     try:
         x509.load_pem_x509_certificates(content)
     except ValueError:
-        raise InvalidRequest(f"{path} holds a certificate that cannot be read, or none", field="tls_ca") from None
+        raise InvalidRequest(f"{path} holds an unreadable certificate, or none", field="tls_ca") from None
     return content
 
 
@@ -55,7 +56,7 @@ def read_file(path: str, field: str) -> bytes:
 
 
 def _check_pair(key: bytes, chain: bytes, path: str) -> None:
-    """gRPC would take halves that do not match, and every handshake would fail."""
+    """Refuse halves that do not match: gRPC would accept them, and every handshake would fail."""
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -63,7 +64,7 @@ def _check_pair(key: bytes, chain: bytes, path: str) -> None:
     try:
         certificate = x509.load_pem_x509_certificate(chain)
     except ValueError:
-        raise InvalidRequest("holds no certificate that can be read", field="tls_cert") from None
+        raise InvalidRequest("holds no readable certificate", field="tls_cert") from None
     try:
         private = load_pem_private_key(key, None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -79,6 +80,6 @@ def roles_of(uris: Iterable[str]) -> frozenset[Role]:
 
 
 def roles_of_peer(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Role] | None:
-    """The roles of the other side's certificate, as gRPC tells of it; None for one that is bound to no role."""
+    """The roles of the other side's certificate; None if it is bound to no role."""
     uris = [uri.decode(errors="replace") for uri in auth_context.get("peer_uri", ())]
     return roles_of(uris) if any(uri.startswith(ROLE_URI) for uri in uris) else None

@@ -1,1 +1,1 @@
-"""gRPC, for servers and clients alike: factories, authentication, one table of statuses, and conversion of records."""
+"""Builds gRPC servers and channels, and maps errors to statuses."""

@@ -1,4 +1,4 @@
-"""Trying again with growing, jittered pauses."""
+"""Retries calls with growing, jittered pauses."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def pauses(first_s: float = 0.05, cap_s: float = 2.0) -> Iterator[float]:
-    """Seconds to wait before each further try: doubling up to `cap_s`, each drawn from its upper half (jitter)."""
+    """Seconds before each further try: they double up to `cap_s`; each is drawn from the upper half (jitter)."""
     pause = first_s
     while True:
         yield pause * random.uniform(0.5, 1.0)
@@ -28,10 +28,10 @@ async def retrying(
     cap_s: float = 2.0,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> T:
-    """`await call()` until it does not raise one of `on`, for `patience_s` seconds; then the last error is raised.
+    """Repeat `await call()` while it raises one of `on`, for `patience_s` seconds; then raise the last error.
 
-    `NoCapacity` among `on` is waited for as long as it asks. `pause` waits so many seconds, or less. Only for calls
-    that may be repeated.
+    `NoCapacity` among `on` sets the least pause itself. `pause` waits at most the given seconds. Use it only for calls
+    that are safe to repeat.
     """
     give_up = time.monotonic() + patience_s
     for wait in pauses(first_s, cap_s):
@@ -39,7 +39,7 @@ async def retrying(
             return await call()
         except on as error:
             if isinstance(error, NoCapacity):
-                wait = max(wait, error.retry_after_s)  # noqa: PLW2901 - of this round alone
+                wait = max(wait, error.retry_after_s)  # noqa: PLW2901 - for this round only
             if time.monotonic() + wait > give_up:
                 raise
         await pause(wait)

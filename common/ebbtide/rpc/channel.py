@@ -1,14 +1,13 @@
-"""Channels that prove themselves on every call, by the token and the certificates that lie in their files then.
+"""Opens channels whose every call carries the present token and certificates of their files.
 
-The token is added where a call is made, not by gRPC's interceptors: those pass each message of a stream through a
-queue. gRPC's channels keep the certificates that they were made with, so a call behind a change of those is made on a
-new one; calls under way stay on theirs, which is closed behind the last of them.
+The token is added where a call begins, not by gRPC's interceptors: those pass each message of a stream through a
+queue. A gRPC channel keeps its first certificates. After they change, new calls begin on a new channel; calls under way
+stay on the former one, which closes after its last call.
 """
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 from weakref import WeakSet
 
@@ -24,9 +23,9 @@ DEFAULT_TIMEOUT_S: Final = 30.0
 
 
 def open_channel(target: str, security: ClientSecurity, *, keepalive_s: float = KEEPALIVE_S) -> "Channel":
-    """A channel to `target` (host:port or unix:path); connects with the first call, and again whenever it must.
+    """A channel to `target` (host:port or unix:path); connects at the first call, and again when the connection breaks.
 
-    Raises `InvalidRequest` for a target that is no address, a missing token, or one off the loopback without TLS.
+    Raises `InvalidRequest` for a bad address, a missing token, or an address off the loopback without TLS.
     """
     check_address(target, field="target")
     bearer, options = security.fresh_bearer(), client_options(keepalive_s)
@@ -49,7 +48,7 @@ def open_socket(path: Path, *, keepalive_s: float = KEEPALIVE_S) -> "Channel":
 
 
 def check_address(address: str, *, field: str) -> str:
-    """Return `address` if it is host:port or unix:path; raise `InvalidRequest` naming `field` otherwise."""
+    """Return `address` if it is host:port or unix:path; otherwise raise `InvalidRequest` naming `field`."""
     if address.startswith("unix:"):
         return address
     host, _, port = address.rpartition(":")
@@ -59,7 +58,7 @@ def check_address(address: str, *, field: str) -> str:
 
 
 async def write(call: Any, message: Any) -> None:
-    """`call.write(message)`, which for a stream that ended raises its status, an `AioRpcError`, and nothing else."""
+    """`call.write(message)`. If the stream has ended, raises its status, an `AioRpcError`."""
     try:
         await call.write(message)
     except asyncio.InvalidStateError:
@@ -69,7 +68,7 @@ async def write(call: Any, message: Any) -> None:
 
 
 class _Call:
-    """One method of a channel. Adds the channel's metadata, and a deadline where none was named."""
+    """One method of a channel. Adds the channel's metadata, and a default deadline."""
 
     def __init__(self, channel: "Channel", make: Callable[[grpc.aio.Channel], Any], timeout: float | None) -> None:
         self._channel, self._make, self._timeout = channel, make, timeout
@@ -91,9 +90,12 @@ class _Call:
 
 
 class Outer(grpc.aio.Channel):
-    """A channel whose calls are made on other channels, as `_call` says for a method of each kind."""
+    """A channel that makes its calls on other channels: `_call` begins them, `_present` is the one in use."""
 
     def _call(self, kind: str, method: str, args: tuple[Any, ...], options: Any) -> Any:
+        raise NotImplementedError
+
+    def _present(self) -> grpc.aio.Channel:
         raise NotImplementedError
 
     def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
@@ -108,20 +110,27 @@ class Outer(grpc.aio.Channel):
     def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
         return self._call("stream_stream", method, args, options)
 
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._present().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._present().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._present().channel_ready()
+
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
 class Channel(Outer):
-    """gRPC channels, one after another, whose every call bears `metadata()` and, if unary, a deadline.
+    """A series of gRPC channels. Every call carries `metadata()` and, if unary, a deadline.
 
-    Invariant: new calls are made on `_inner`, which has the `_credentials` of the moment. `_former` has those before it
-    on which calls are under way; they are closed behind the last.
+    Invariant: new calls begin on `_inner`, which has the present `_credentials`. `_former` has the earlier channels
+    that still serve calls; each closes after its last call.
     """
 
     def __init__(
@@ -139,11 +148,11 @@ class Channel(Outer):
 
     @property
     def former(self) -> int:
-        """How many connections with former certificates still serve calls."""
+        """The number of connections with former certificates that still serve calls."""
         return len(self._former)
 
     def current(self) -> grpc.aio.Channel:
-        """gRPC's channel for a new call."""
+        """The gRPC channel for a new call."""
         credentials = self._fresh.get()
         if credentials is not self._credentials:
             self._former.append((self._inner, self._calls))
@@ -152,7 +161,7 @@ class Channel(Outer):
         return self._inner
 
     def began(self, call: Any) -> None:
-        """A call was made on `_inner`."""
+        """Note a call that began on `_inner`."""
         if self._credentials is not None:
             self._calls.add(call)
             call.add_done_callback(self._prune)
@@ -165,22 +174,16 @@ class Channel(Outer):
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
+    def _present(self) -> grpc.aio.Channel:
+        return self._inner
+
     def _call(self, kind: str, method: str, args: tuple[Any, ...], options: Any) -> Any:
         timeout = DEFAULT_TIMEOUT_S if kind == "unary_unary" else None
         return _Call(self, lambda inner: getattr(inner, kind)(method, *args, **options), timeout)
 
     async def close(self, grace: float | None = None) -> None:
         last = self._credentials
-        self._fresh = ReloadedFiles((), lambda: last)  # no further channel from here on
+        self._fresh = ReloadedFiles((), lambda: last)  # no new channel from now on
         for inner in (self._inner, *(inner for inner, _ in self._former)):
             await inner.close(grace)
         await asyncio.gather(*self._closing)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._inner.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._inner.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._inner.channel_ready()

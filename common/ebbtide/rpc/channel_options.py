@@ -1,13 +1,13 @@
-"""Channel options of both sides. gRPC ignores what it does not know in silence, so tests check their effect."""
+"""Lists the gRPC options of clients and servers. gRPC silently ignores unknown ones, so tests check their effect."""
 
 from typing import Final
 
 Options = list[tuple[str, int]]
 
-#: Of one message, both ways. Larger things (weights, big batches) travel in several messages.
+#: Size of one message, both ways. Larger data (weights, big batches) travels in several messages.
 MAX_MESSAGE_BYTES: Final = 4 << 20
-#: A client asks for a sign of life this often, also while idle, and gives up after the timeout: a frozen or unplugged
-#: peer is noticed in 15 s.
+#: A client pings this often, also while idle, and gives up after the timeout: it notices a frozen or unplugged peer
+#: within 15 s.
 KEEPALIVE_S: Final = 10.0
 KEEPALIVE_TIMEOUT_S: Final = 5.0
 
@@ -15,27 +15,27 @@ KEEPALIVE_TIMEOUT_S: Final = 5.0
 def client_options(keepalive_s: float = KEEPALIVE_S) -> Options:
     return [
         *_common(keepalive_s),
-        # Reconnect soon after a service's restart, however long it was away.
+        # Reconnect soon after a service's restart, even after a long absence.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 2000),
-        ("grpc.enable_retries", 0),  # retries are ours: gRPC's own would hide which calls may be repeated
-        ("grpc.use_local_subchannel_pool", 1),  # a channel's fate is its own
+        ("grpc.enable_retries", 0),  # callers retry: only they know which calls are safe to repeat
+        ("grpc.use_local_subchannel_pool", 1),  # channels do not share connections
     ]
 
 
 def server_options(keepalive_s: float = KEEPALIVE_S, *, max_streams: int = 1024, window_bytes: int = 0) -> Options:
-    """`window_bytes`: what a client may have on its way at once, per stream; 0: gRPC finds it out by a ping with what
-    comes, which costs a server of many small messages a tenth of its time.
+    """`window_bytes`: bytes that a client may have under way per stream; 0: gRPC finds the number by pings, which costs
+    a server of many small messages a tenth of its time.
     """
     fixed = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", window_bytes)] if window_bytes else []
     return [
         *_common(keepalive_s),
         *fixed,
-        # Without this half of the pair, clients' pings end in too_many_pings.
+        # Without this, a server answers clients' pings with too_many_pings.
         ("grpc.http2.min_ping_interval_without_data_ms", round(keepalive_s * 500)),
         ("grpc.max_concurrent_streams", max_streams),
-        ("grpc.so_reuseport", 0),  # two servers on one port would share its connections in silence
+        ("grpc.so_reuseport", 0),  # else two servers could silently share one port
     ]
 
 

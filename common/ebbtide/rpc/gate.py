@@ -1,7 +1,6 @@
-"""What stands before every servicer: admission, status table, a deadline for unary calls, and a record of each call.
+"""Wraps every servicer: admits calls, maps errors to statuses, limits unary calls in time, and records each call.
 
-Handlers are wrapped once per method; what is left per call is the admission, and per message of a stream one
-generator step.
+Handlers are wrapped once per method. A call then costs its admission; a message of a stream costs one generator step.
 """
 
 import asyncio
@@ -18,39 +17,38 @@ from ebbtide.auth.admission import Admission, Anyone
 from ebbtide.errors import Draining, EbbtideError, Unavailable
 from ebbtide.rpc.status_table import to_status
 
-#: Told of each call that ended: full method name, status name, seconds. Must not raise.
+#: Gets each ended call: full method name, status name, seconds. Must not raise.
 Observer = Callable[[str, str, float], None]
-if TYPE_CHECKING:  # generic in the stubs alone
+if TYPE_CHECKING:  # generic only in the stubs
     Handler = grpc.RpcMethodHandler[Any, Any]
     Context = grpc.aio.ServicerContext[Any, Any]
 else:
     Handler, Context = grpc.RpcMethodHandler, grpc.aio.ServicerContext
-#: (request streams, response streams) to the handler's attribute and to what makes such a handler.
+#: (request streams, response streams) -> the handler's attribute, and the function that makes such a handler.
 _KINDS: Final[dict[tuple[bool, bool], tuple[str, Any]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-
-#: gRPC's own services, of which a closed server's health is one.
+#: gRPC's own services. A closed server still answers its health.
 _OWN: Final = "/grpc."
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Refuses who may not call, turns exceptions into statuses, and ends streams when the server leaves."""
+    """Refuses forbidden calls, turns exceptions into statuses, and ends streams when the server leaves."""
 
     def __init__(self, admission: Admission | Anyone, *, max_unary_s: float, observe: Observer | None = None) -> None:
         self._admission, self._max_unary_s, self._observe = admission, max_unary_s, observe
-        self._wrapped: dict[str, Handler] = {}  # at most one per method that exists
-        self._waiting: set[asyncio.Task[Any]] = set()  # response streams whose servicer runs, not gRPC's sending
+        self._wrapped: dict[str, Handler] = {}  # by method; only methods that exist
+        self._waiting: set[asyncio.Task[Any]] = set()  # response streams that wait for their servicer, not for gRPC
         self._leaving = False
         self.closed: EbbtideError | None = None  # see `Server.closed`
 
     def end_streams(self) -> None:
-        """End response streams as `Draining`: most have no end of their own to wait for.
+        """End response streams as `Draining`: most would never end by themselves.
 
-        Cancelled in the midst of a message, gRPC would tell the client nothing; those end behind the message.
+        A stream that sends a message ends after it: if cancelled earlier, gRPC would give the client no reason.
         """
         self._leaving = True
         for task in self._waiting:
@@ -95,7 +93,7 @@ class Gate(grpc.aio.ServerInterceptor):
                         return await behaviour(self._admission.checked(method, request, context), context)
                 except (asyncio.CancelledError, grpc.aio.AbortError):
                     raise
-                except Exception as error:  # noqa: BLE001 - the last one to see it; logged by the table
+                except Exception as error:  # noqa: BLE001 - nothing above handles it; `to_status` logs it
                     late = isinstance(error, TimeoutError) and clock.expired()
                     await _abort(context, Unavailable(f"not done within {limit} s; retry") if late else error)
 
@@ -120,12 +118,12 @@ class Gate(grpc.aio.ServerInterceptor):
                         raise
                 except grpc.aio.AbortError:
                     raise
-                except Exception as error:  # noqa: BLE001 - the last one to see it; logged by the table
+                except Exception as error:  # noqa: BLE001 - nothing above handles it; `to_status` logs it
                     await _abort(context, error)
                 finally:
                     self._waiting.discard(task)
                 if self._leaving:
-                    await _abort(context, Draining("the service is leaving; connect again"))
+                    await _abort(context, Draining("the service leaves; connect again"))
 
         return stream
 
@@ -151,7 +149,7 @@ async def _abort(context: Context, error: Exception) -> None:
 
 
 def _answering(handler: Handler, error: EbbtideError) -> Handler:
-    """One of the same kind that raises `error`, and parses no request."""
+    """A handler of the same kind that raises `error` and parses no request."""
 
     async def answer(request: Any, context: Context) -> None:  # noqa: ARG001 - a call of any kind
         await _abort(context, error)
@@ -162,5 +160,5 @@ def _answering(handler: Handler, error: EbbtideError) -> Handler:
 
 
 def _name(code: object) -> str:
-    """gRPC's context gives a code back as its integer."""
+    """The name of a code that gRPC's context may give as an integer."""
     return next((known.name for known in StatusCode if code in (known, known.value[0])), StatusCode.UNKNOWN.name)

@@ -1,4 +1,4 @@
-"""Asking a server whether it serves, as supervisors do."""
+"""Asks a server whether it serves, as supervisors do."""
 
 from typing import Any
 
@@ -11,12 +11,13 @@ from ebbtide.rpc.status_table import translated
 
 
 async def check_serving(address: str, security: ClientSecurity, *, timeout_s: float) -> None:
-    """Return if the server at `address` says SERVING. Raises `Unavailable` if it does not, or not within `timeout_s`
-    seconds, `Unauthenticated` for a token that it does not know."""
+    """Return if the server at `address` says SERVING within `timeout_s`. Otherwise raise `Unavailable`, or
+    `Unauthenticated` for an unknown token.
+    """
     async with open_channel(address, security) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         with translated("server", address):
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-        raise Unavailable(f"the server at {address} answers, but does not serve: {name}")
+        raise Unavailable(f"the server at {address} answers but does not serve: {name}")

@@ -1,9 +1,9 @@
-"""The coordinators that one setting names, `host:port,host:port`: a channel whose calls go to the one that leads.
+"""Sends calls to the leading coordinator among those that one setting names (`host:port,host:port`).
 
-All of them are asked to tell whenever they begin or cease to serve; the one that began last is it. So a switch waits
-for no timeout, and never comes before the store has given another the lease. Invariant: a call goes to the coordinator
-that leads as far as is known when it is made; those that are under way when another is found to lead end as
-`Unavailable`, also where the former is frozen and would never answer. With one address it is a channel as any other.
+The channel watches the health of all of them; the one that began to serve last leads. A switch therefore waits for no
+timeout, and never comes before the store has given another coordinator the lease. Invariant: a call goes to the
+coordinator that leads as far as is known when the call begins. When another begins to lead, the calls under way end as
+`Unavailable`, even if the former leader is frozen. With one address it is a plain channel.
 """
 
 import asyncio
@@ -25,21 +25,21 @@ from ebbtide.rpc.status_table import translated
 
 log = logging.getLogger(__name__)
 
-#: What only a coordinator serves.
+#: Only coordinators serve this.
 _SERVICE: Final = "ebbtide.v1.Runs"
-#: gRPC's health protocol, whose two messages have the bytes of these wrappers: the SDK installs without the package.
+#: gRPC's health protocol. The SDK installs without its package: wrapper messages have the same bytes.
 _HEALTH: Final = "/grpc.health.v1.Health/"
 _SERVING, _UNKNOWN = 1, 3
-#: One that says it leads is asked for so long, where another says so too.
+#: Timeout of the question whether a coordinator still leads, when another one says that it leads.
 _ASK_S: Final = 1.0
-#: All who wait for a leader come back within this time, and not at once.
+#: Waiting callers come to a new leader spread over this time.
 _SPREAD_S: Final = 0.2
-#: Who failed at the former leader just now need not wait long before it tries the new one.
+#: Callers that failed within this time after a switch try the new leader without their full pause.
 _FRESH_S: Final = 1.0
 
 
 def addresses(text: str, *, field: str = "coordinator") -> tuple[str, ...]:
-    """The addresses that a setting names, in its order. Raises `InvalidRequest` naming `field`, and the bad one."""
+    """The addresses of a setting, in its order. Raises `InvalidRequest` naming `field` and the bad address."""
     found = tuple(part.strip() for part in text.split(","))
     if not all(found):
         raise InvalidRequest(f"{text!r} lacks an address beside a comma: give host:port,host:port", field=field)
@@ -51,49 +51,49 @@ def addresses(text: str, *, field: str = "coordinator") -> tuple[str, ...]:
 
 
 class _Coordinator:
-    """One coordinator: its channel, whether it serves as far as is known, and the calls under way."""
+    """One coordinator: its channel, whether it is known to serve, and the calls under way."""
 
     def __init__(self, address: str, channel: Channel) -> None:
         self.address, self.channel = address, channel
         self.serving = False
-        self.calls: dict[Any, None] = {}  # in the order of their beginnings
+        self.calls: dict[Any, None] = {}  # oldest first
 
 
 class LeaderChannel(Outer):
-    """`target` is the address that calls go to now."""
+    """`target` is the address to which calls go now."""
 
     def __init__(self, text: str, security: ClientSecurity, *, field: str = "coordinator") -> None:
-        """Raises `InvalidRequest` for a bad or doubled address, a missing token, or no TLS off the loopback."""
-        self._heads = [_Coordinator(one, open_channel(one, security)) for one in addresses(text, field=field)]
-        self._head = self._heads[0]
+        """Raises `InvalidRequest` for a bad or repeated address, a missing token, or no TLS off the loopback."""
+        self._coordinators = [_Coordinator(one, open_channel(one, security)) for one in addresses(text, field=field)]
+        self._leader = self._coordinators[0]
         self._news, self._moved_at = asyncio.Event(), float("-inf")
         self._watchers: list[asyncio.Task[None]] = []
 
     @property
     def target(self) -> str:
-        return self._head.address
+        return self._leader.address
 
     @property
     def serving(self) -> frozenset[str]:
-        """The addresses that say they lead, as far as was heard."""
-        return frozenset(head.address for head in self._heads if head.serving)
+        """The addresses of the coordinators that say they lead, by their last word."""
+        return frozenset(one.address for one in self._coordinators if one.serving)
 
     @contextlib.contextmanager
     def translated(self, service: str = "coordinator") -> Iterator[None]:
-        """Raise what the service raised in place of gRPC's errors, and `Unavailable` where another leads by now."""
-        head = self._head
+        """Raise what the service raised instead of gRPC's errors, and `Unavailable` if another leads by now."""
+        one = self._leader
         try:
-            with translated(service, head.address):
+            with translated(service, one.address):
                 yield
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if head is self._head or task is None or task.cancelling():
+            if one is self._leader or task is None or task.cancelling():
                 raise
-            raise Unavailable(f"{service} at {head.address} leads no more; {self._head.address} does") from None
+            raise Unavailable(f"{service} at {one.address} no longer leads; {self._leader.address} does") from None
 
     async def pause(self, seconds: float) -> None:
-        """Wait before a further try, so long at most: less where a coordinator begins to lead meanwhile."""
-        if len(self._heads) == 1:
+        """Wait before a further try, for at most `seconds`: less if a coordinator begins to lead meanwhile."""
+        if len(self._coordinators) == 1:
             await asyncio.sleep(seconds)
             return
         self._watch()
@@ -106,100 +106,98 @@ class LeaderChannel(Outer):
                 return
         await asyncio.sleep(random.uniform(0.0, _SPREAD_S))
 
-    # -- calls ---------------------------------------------------------------------------------------------------
+    def _present(self) -> grpc.aio.Channel:
+        return self._leader.channel
 
     def _call(self, kind: str, method: str, args: tuple[Any, ...], options: Any) -> Any:
-        made = {head: getattr(head.channel, kind)(method, *args, **options) for head in self._heads}
-        if len(self._heads) == 1:
-            return made[self._head]
+        made = {one: getattr(one.channel, kind)(method, *args, **options) for one in self._coordinators}
+        if len(self._coordinators) == 1:
+            return made[self._leader]
 
         def begin(*request: Any, **more: Any) -> Any:
             self._watch()
-            head = self._head
-            call = made[head](*request, **more)
-            head.calls[call] = None
-            call.add_done_callback(lambda done: head.calls.pop(done, None))
+            one = self._leader
+            call = made[one](*request, **more)
+            one.calls[call] = None
+            call.add_done_callback(lambda done: one.calls.pop(done, None))
             return call
 
         return begin
 
-    # -- who leads -----------------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
-        """From the first call on, which is made where a loop runs."""
+        """Begin to watch at the first call, because a loop runs then."""
         if not self._watchers:
-            self._watchers = [asyncio.create_task(self._follow(head), name="heads") for head in self._heads]
+            self._watchers = [asyncio.create_task(self._follow(one), name="coordinators") for one in self._coordinators]
 
-    async def _follow(self, head: _Coordinator) -> None:
-        """Hear from one coordinator for ever whether it serves."""
-        watch: Any = head.channel.unary_stream(f"{_HEALTH}Watch", StringValue.SerializeToString, Int32Value.FromString)
+    async def _follow(self, coordinator: _Coordinator) -> None:
+        """Follow the health of one coordinator, for ever."""
+        watch: Any = coordinator.channel.unary_stream(
+            f"{_HEALTH}Watch", StringValue.SerializeToString, Int32Value.FromString
+        )
         waits = pauses(0.1, 1.0)
         while True:
             call, first = watch(StringValue(value=_SERVICE)), True
             try:
                 async for answer in call:
                     waits = pauses(0.1, 1.0)
-                    served = head.serving
-                    await self._said(head, answer.value, first=first)
-                    if served and not head.serving:
-                        break  # it may be leaving, and waits for its calls to end
+                    served = coordinator.serving
+                    await self._said(coordinator, answer.value, first=first)
+                    if served and not coordinator.serving:
+                        break  # it may be leaving: then it waits for its calls to end
                     first = False
             except grpc.aio.AioRpcError as error:
-                log.debug("coordinator at %s: %s", head.address, error.details())
+                log.debug("coordinator at %s: %s", coordinator.address, error.details())
             finally:
                 call.cancel()
-            self._serves(head, serving=False)
+            self._serves(coordinator, serving=False)
             await asyncio.sleep(next(waits))
 
-    async def _said(self, head: _Coordinator, status: int, *, first: bool) -> None:
+    async def _said(self, coordinator: _Coordinator, status: int, *, first: bool) -> None:
         if status == _UNKNOWN:
-            log.warning("at %s is a service that is no coordinator; correct the addresses", head.address)
+            log.warning("the service at %s is no coordinator; correct the addresses", coordinator.address)
         serving = status == _SERVING
-        # It begins to lead now, or did so before it was heard: then the one that leads here may be newer.
-        if serving and first and head is not self._head and self._head.serving and await self._leads(self._head):
-            head.serving = True
+        # It may have begun to lead before this first word from it; then the leader known here may be newer.
+        if (
+            serving
+            and first
+            and coordinator is not self._leader
+            and self._leader.serving
+            and await self._leads(self._leader)
+        ):
+            coordinator.serving = True
             return
-        self._serves(head, serving=serving)
+        self._serves(coordinator, serving=serving)
 
-    async def _leads(self, head: _Coordinator) -> bool:
-        check: Any = head.channel.unary_unary(f"{_HEALTH}Check", StringValue.SerializeToString, Int32Value.FromString)
+    async def _leads(self, coordinator: _Coordinator) -> bool:
+        check: Any = coordinator.channel.unary_unary(
+            f"{_HEALTH}Check", StringValue.SerializeToString, Int32Value.FromString
+        )
         try:
             return bool((await check(StringValue(value=_SERVICE), timeout=_ASK_S)).value == _SERVING)
         except grpc.aio.AioRpcError:
             return False
 
-    def _serves(self, head: _Coordinator, *, serving: bool) -> None:
-        began, head.serving = serving and not head.serving, serving
+    def _serves(self, coordinator: _Coordinator, *, serving: bool) -> None:
+        began, coordinator.serving = serving and not coordinator.serving, serving
         if began:
-            self._go_to(head)
-        elif not self._head.serving and (other := next((one for one in self._heads if one.serving), None)):
+            self._go_to(coordinator)
+        elif not self._leader.serving and (other := next((each for each in self._coordinators if each.serving), None)):
             self._go_to(other)
 
-    def _go_to(self, head: _Coordinator) -> None:
-        """Calls go here from now on, and those who wait for a leader come."""
-        former, self._head = self._head, head
-        if former is not head:
-            log.info("the coordinator at %s leads", head.address)
+    def _go_to(self, coordinator: _Coordinator) -> None:
+        """Send calls here from now on, and wake the callers that wait for a leader."""
+        former, self._leader = self._leader, coordinator
+        if former is not coordinator:
+            log.info("the coordinator at %s leads", coordinator.address)
             self._moved_at = time.monotonic()
             for call in list(former.calls):
                 call.cancel()
         self._news.set()
         self._news = asyncio.Event()
 
-    # -- the channel's own ---------------------------------------------------------------------------------------
-
     async def close(self, grace: float | None = None) -> None:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        for head in self._heads:
-            await head.channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._head.channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._head.channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._head.channel.channel_ready()
+        for one in self._coordinators:
+            await one.channel.close(grace)

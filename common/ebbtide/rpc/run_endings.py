@@ -1,7 +1,7 @@
-"""Telling those who keep data of runs which runs have ended, while they listen.
+"""Passes the ends of runs to listeners that keep data of runs.
 
-Invariant: who listens gets every end that is told from then on, in order. What ended before is for the server to say,
-behind the beginning of the listening. Nothing outlives the process: who asks again is told anew.
+Invariant: a listener gets every end that is told after it began to listen, in order. The server reports earlier ends
+itself, after it began to listen. Nothing outlives the process: a caller that asks again gets the full answer again.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.types.ids import check_id
 from ebbtide.types.run import RunStatus
 
-#: Runs that one question may name.
+#: Runs that one request may name.
 MAX_HELD = 10_000
 
 
@@ -41,7 +41,7 @@ class RunEndings:
 
     @contextmanager
     def listening(self) -> Iterator[asyncio.Queue[EndedRun]]:
-        """What ends from now on."""
+        """A queue of the runs that end from now on."""
         queue: asyncio.Queue[EndedRun] = asyncio.Queue()
         self._listeners.add(queue)
         try:
@@ -51,7 +51,7 @@ class RunEndings:
 
 
 def check_held(held: tuple[str, ...]) -> tuple[str, ...]:
-    """Raises `InvalidRequest` for ids that are none, and for too many."""
+    """Raise `InvalidRequest` for bad ids, and for too many."""
     if len(held) > MAX_HELD:
         raise InvalidRequest(f"at most {MAX_HELD} runs", field="held")
     for index, run_id in enumerate(held):

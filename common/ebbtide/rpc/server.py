@@ -1,7 +1,7 @@
-"""The gRPC server that every service runs.
+"""Runs a service's gRPC server, with authentication, limits, health and reflection.
 
-Invariant: it accepts calls from `start` to `stop`; its health says SERVING only between `set_serving(True)` and `stop`,
-for the server as a whole ("") and for each of its services alike. It holds nothing that a restart would miss.
+Invariant: it accepts calls from `start` to `stop`. Its health says SERVING only between `set_serving(True)` and `stop`,
+for the whole server ("") and for each of its services alike. A restart loses nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +18,16 @@ from ebbtide.rpc.channel import check_address
 from ebbtide.rpc.channel_options import KEEPALIVE_S, server_options
 from ebbtide.rpc.gate import Gate, Observer
 
-#: What registers a servicer (generated), the servicer, and the service's full name.
+#: The generated function that registers a servicer, the servicer, and the service's full name.
 Service = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]
 _STATUS: Final = health_pb2.HealthCheckResponse
 
 
 class Server:
-    """Authenticated, limited, with health and reflection. `services` as in [(add_X_to_server, servicer, "pkg.X")].
+    """`services` as in [(add_X_to_server, servicer, "pkg.X")]. `window_bytes`: see `server_options`.
 
-    `window_bytes`: see `server_options`. `private`: a unix socket in a folder that only this user can enter, so that no
-    token is asked for. Raises `InvalidRequest` at once for settings that cannot be served: nothing that tells callers
-    apart, or no TLS off the loopback.
+    `private`: the address is a unix socket in a folder that only this user can enter, so callers need no token. Raises
+    `InvalidRequest` for unsafe settings: no way to authenticate callers, or no TLS off the loopback.
     """
 
     def __init__(
@@ -59,12 +58,12 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where clients reach it; known once started."""
+        """The address for clients; known after `start`."""
         return self._listen if self._listen.startswith("unix:") else f"{self._listen.rpartition(':')[0]}:{self.port}"
 
     @property
     def closed(self) -> EbbtideError | None:
-        """What every call is answered with, but for those that ask for its health; None: it answers them."""
+        """The error that answers every call, except health checks; None: calls are served."""
         return self._gate.closed
 
     @closed.setter
@@ -72,7 +71,7 @@ class Server:
         self._gate.closed = why
 
     async def start(self) -> None:
-        """Bind and accept calls, not yet SERVING. Raises `InvalidRequest` naming `listen` if the address is taken."""
+        """Bind, and accept calls as NOT_SERVING. Raises `InvalidRequest` naming `listen` if the address is taken."""
         await self.set_serving(False)
         try:
             if self._credentials is None:
@@ -89,7 +88,7 @@ class Server:
             await self._health.set(name, status)
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Report NOT_SERVING for good, end streams as `Draining`, and cancel other calls after `grace` seconds."""
+        """Report NOT_SERVING from now on, end streams as `Draining`, and cancel other calls after `grace` seconds."""
         await self._health.enter_graceful_shutdown()
         self._gate.end_streams()
         await self._server.stop(grace)

@@ -1,7 +1,7 @@
-"""The one table between exceptions and gRPC statuses, used by servers and clients.
+"""Maps exceptions to gRPC statuses and back, for servers and clients.
 
-The exception's name, its field and its retry-after travel as trailing metadata, so that a client raises what the server
-raised. Exceptions outside the tree never cross the wire: the client gets a fixed text and an id that the log bears.
+An exception's name, field and retry-after travel as trailing metadata, so that a client raises what the server raised.
+Other exceptions than `EbbtideError` stay on the server: the client gets a fixed text and an id that the log has, too.
 """
 
 import logging
@@ -19,7 +19,7 @@ from ebbtide.errors import EbbtideError
 
 log = logging.getLogger(__name__)
 
-#: Exception to status, subclasses included; read backwards for statuses that carry no name of ours.
+#: Exception -> status, subclasses included. Read backwards for statuses without an exception's name.
 CODES: Final[dict[type[EbbtideError], StatusCode]] = {
     errors.InvalidRequest: StatusCode.INVALID_ARGUMENT,
     errors.NotFound: StatusCode.NOT_FOUND,
@@ -38,7 +38,7 @@ _BY_NAME: Final = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, EbbtideError)
 }
 _ERROR, _FIELD, _RETRY = "ebbtide-error", "ebbtide-field", "retry-after-ms"
-#: What grpc.aio puts over the server's status when a write was under way as the stream ended (grpc/grpc#36066).
+#: grpc.aio replaces the server's status by this if a write was under way when the stream ended (grpc/grpc#36066).
 _LOST_STATUS: Final = "Internal error from Core"
 #: Details travel percent-encoded in a header block of at most 8 KiB.
 _MAX_DETAILS: Final = 1000
@@ -52,11 +52,11 @@ class Status(NamedTuple):
 
 
 def to_status(error: Exception) -> Status:
-    """What a client is told about `error`. One that callers can do nothing about is logged here, under the id sent."""
+    """The status to send for `error`. An error that callers cannot mend is logged here, under the id that they get."""
     if not isinstance(error, EbbtideError) or isinstance(error, errors.Internal):
         name = secrets.token_hex(4)
         log.error("unexpected error", exc_info=error, extra={"error_id": name})
-        error = errors.Internal(f"internal error {name}; the service's log says more under this id")
+        error = errors.Internal(f"internal error {name}; look for this id in the service's log")
     code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), StatusCode.INTERNAL)
     metadata = [(_ERROR, type(error).__name__)]
     if isinstance(error, errors.InvalidRequest) and error.field:
@@ -67,7 +67,7 @@ def to_status(error: Exception) -> Status:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, *, service: str = "service", target: str = "") -> EbbtideError:
-    """The exception that the server raised; for what gRPC itself reports, one that names the service and `target`."""
+    """The exception that the server raised. For errors of gRPC itself, one that names the service and `target`."""
     sent = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
     text = error.details() or ""
     kind = _BY_NAME.get(sent.get(_ERROR, ""))
@@ -83,7 +83,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, service: str = "service", tar
 
 @contextmanager
 def translated(service: str, target: str = "") -> Iterator[None]:
-    """Raise what `from_rpc_error` makes of an `AioRpcError` from inside the block."""
+    """Raise the result of `from_rpc_error` for an `AioRpcError` inside the block."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -1,1 +1,1 @@
-"""The only package that talks to Redis: the schema (`keys`), the scripts (`lua/`) and typed wrappers around them."""
+"""Talks to Redis, as the only package: names keys, and runs scripts (`lua/`) through typed wrappers (`topics`)."""

@@ -1,4 +1,4 @@
-"""The Lua scripts: each file of `lua/` behind the names of `keys` and the shared functions of `lib.lua`."""
+"""Loads the scripts of `lua/`, each after the constants of `store_keys` and the functions of `lib.lua`."""
 
 import hashlib
 from functools import cache
@@ -9,7 +9,7 @@ from ebbtide.store.store_keys import lua_constants
 
 
 class LuaScript:
-    """One script's text and its digest, by which a store that has seen it before runs it."""
+    """One script's text, and the digest by which a store runs a script that it knows."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name: Final = name

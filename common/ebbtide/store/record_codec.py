@@ -1,10 +1,11 @@
-"""Records as bytes in the store: msgpack or JSON by field name, so that a field may be added later.
+"""Encodes records for the store as msgpack or JSON by field name, so that later releases can add fields.
 
-A field that came behind `RELEASED` is left out of them while it has its default. So what is asked for again over an
-upgrade is the same bytes as before, and a coordinator of the release before reads what does not use anything newer.
+A field that is newer than `RELEASED` is left out while it has its default. A request that is repeated after an upgrade
+therefore has the same bytes, and a coordinator of the former release reads records that use nothing newer.
 """
 
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, TypeVar, get_type_hints
 
@@ -16,11 +17,11 @@ from ebbtide.types.run import BatchSpec, BorrowSpec, EnvironmentSpec, Evaluation
 from ebbtide.types.weights import PolicyVersion
 
 T = TypeVar("T", bound=Struct)
+V = TypeVar("V")
 _msgpack, _json = msgspec.msgpack.Encoder(order="deterministic"), msgspec.json.Encoder(order="deterministic")
 _ordered_msgpack, _ordered_json = msgspec.msgpack.Encoder(), msgspec.json.Encoder()
 
-#: How many fields a record had in 0.1.0, the first ones; a later one stands behind them. Records that are not named
-#: here came later as a whole.
+#: Numbers of fields that records had in 0.1.0; later fields follow them. Records that are missing here are newer.
 RELEASED: Final[dict[type[Struct], int]] = {
     RunSpec: 12, EnvironmentSpec: 2, Sampling: 13, BatchSpec: 6, TrainerSpec: 17, EvaluationSpec: 2, BorrowSpec: 1,
     RolloutRequest: 10, PolicyVersion: 5, Trajectory: 12,
@@ -36,8 +37,17 @@ def unpack(data: bytes, kind: type[T]) -> T:
 
 
 def json_record(record: Struct) -> bytes:
-    """A record as JSON that may be compared: the same one is the same bytes."""
+    """A record as JSON. Equal records have equal bytes."""
     return _ordered_json.encode(_lasting(record)) if _grown(type(record)) else _json.encode(record)
+
+
+def pairs(flat: Sequence[V]) -> list[tuple[V, V]]:
+    """The pairs of a flat reply: names and values in turn."""
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def text_pairs(flat: Sequence[bytes]) -> list[tuple[str, str]]:
+    return [(name.decode(), value.decode()) for name, value in pairs(flat)]
 
 
 def json_object(mapping: dict[str, Any]) -> str:
@@ -45,13 +55,13 @@ def json_object(mapping: dict[str, Any]) -> str:
 
 
 def body_digest(request: RolloutRequest) -> bytes:
-    """What makes two requests with one id the same: all but version bounds and priority, which say when, not what."""
+    """Identifies a request's body: all but version bounds and priority, which say when to run it."""
     body = msgspec.structs.replace(request, min_version=0, max_version=0, priority=0)
     return hashlib.blake2b(pack(body), digest_size=16).digest()
 
 
 def _lasting(value: Any) -> Any:
-    """What of a value is written, in the order that it has when nothing is left out: fields in theirs, keys sorted."""
+    """The part of a value that is written: fields in their order, keys sorted."""
     if isinstance(value, Struct):
         later = _later(type(value))
         written = ((name, getattr(value, name)) for name in value.__struct_fields__)
@@ -63,13 +73,13 @@ def _lasting(value: Any) -> Any:
 
 @cache
 def _later(kind: type[Struct]) -> dict[str, Any]:
-    """A record's fields that came after 0.1.0, by their defaults."""
+    """The defaults of a record's fields that are newer than 0.1.0."""
     return {field.name: _default(field) for field in msgspec.structs.fields(kind)[RELEASED.get(kind, 0) :]}
 
 
 @cache
 def _grown(kind: type[Struct]) -> bool:
-    """Whether a record, or one inside it, has such fields. Others are written as they are, which is faster."""
+    """Whether a record, or one inside it, has newer fields. Others are encoded directly, which is faster."""
     inner = [hint for hint in get_type_hints(kind).values() if isinstance(hint, type) and issubclass(hint, Struct)]
     return bool(_later(kind)) or any(map(_grown, inner))
 

@@ -1,4 +1,4 @@
-"""What the store tells the coordinator about rollouts; smaller than what callers submit."""
+"""Defines the records that the coordinator exchanges with the store about rollouts and attempts."""
 
 from enum import IntEnum, StrEnum
 
@@ -15,11 +15,11 @@ class RolloutState(StrEnum):
 
 
 class AttemptFate(IntEnum):
-    """What the store says of an attempt that its worker goes on with."""
+    """The store's answer about an attempt that its worker continues."""
 
     OVER = 0
     RUNS = 1
-    UNKNOWN = 2  # the rollout itself is not known
+    UNKNOWN = 2  # the store does not know the rollout
 
 
 class AdoptedAttempt(Struct, frozen=True):
@@ -28,49 +28,47 @@ class AdoptedAttempt(Struct, frozen=True):
 
 
 class AcceptedRollout(Struct, frozen=True):
-    """One submitted rollout: `place` in line for an accepted one, `state` for a known one."""
+    """The store's answer to one submitted rollout."""
 
     outcome: SubmitOutcome
-    place: int = 0
-    state: RolloutState | None = None
+    place: int = 0  # in the queue, of an accepted one
+    state: RolloutState | None = None  # of a known one
 
 
 class OpenRollout(Struct, frozen=True, kw_only=True):
-    """A queued or running rollout as read back at a start; `request` comes without its prompt, of `prompt_len`
-    tokens. `barren`, `avoid`: see `RequeuedRollout`.
-    """
+    """A queued or running rollout, as a starting coordinator reads it."""
 
     place: int
-    request: RolloutRequest
-    prompt_len: int
+    request: RolloutRequest  # without its prompt
+    prompt_len: int  # tokens
     state: RolloutState
     attempt_id: str
-    stored: int
-    barren: int = 0
+    stored: int  # tokens
+    barren: int = 0  # see `RequeuedRollout`
     avoid: frozenset[str] = frozenset()
 
 
 class PlacedRollout(Struct, frozen=True):
-    """A rollout given to a worker: the whole request, and the tokens stored so far."""
+    """A rollout that was given to a worker."""
 
-    request: RolloutRequest
-    partial: bytes
+    request: RolloutRequest  # with its prompt
+    partial: bytes  # the tokens stored so far
     attempts: int
 
 
 class LeaseHolder(Struct, frozen=True):
-    """A role's holder, and for how long it has the lease unless it renews it."""
+    """The holder of a role's lease."""
 
     holder: str
-    rest_s: float
+    rest_s: float  # until the lease ends, unless it is renewed
 
 
 class EndedAttempt(Struct, frozen=True):
-    """An attempt to end: with its worker went at most `tokens` that nobody has."""
+    """An attempt to end."""
 
     rollout_id: str
     attempt_id: str
-    tokens: int = 0
+    tokens: int = 0  # at most so many tokens are lost with its worker
 
 
 class EndReason(Struct, frozen=True):
@@ -78,26 +76,24 @@ class EndReason(Struct, frozen=True):
 
     cause: EndCause
     text: str  # the same for people, in spans and dead letters
-    blame: bool = False  # the rollout itself may be why
+    blame: bool = False  # the rollout itself may be the reason
     noticed_s: float | None = None  # seconds from the worker's last sign of life to its loss, if it was lost
 
     @property
     def avoid(self) -> bool:
-        """Whether the rollout is not to come back to that worker."""
+        """Whether the rollout must not return to that worker."""
         return self.cause is EndCause.WORKER_SUSPECTED
 
     @property
     def moved(self) -> bool:
-        """Whether the coordinator took it away."""
+        """Whether the coordinator moved the attempt."""
         return self.cause is EndCause.MOVED
 
 
 class RequeuedRollout(Struct, frozen=True):
-    """A rollout whose attempt ended: `barren` attempts in a row stored nothing, and why they ended; `avoid`: workers
-    that went silent with it.
-    """
+    """A rollout that went back into the queue after its attempt ended."""
 
-    stored: int
-    barren: int
-    evidence: str
-    avoid: frozenset[str] = frozenset()
+    stored: int  # tokens
+    barren: int  # the number of its latest attempts in a row that stored no token
+    evidence: str  # why those attempts ended
+    avoid: frozenset[str] = frozenset()  # workers that went silent with it

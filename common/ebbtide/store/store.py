@@ -1,13 +1,14 @@
-"""The store as a coordinator uses it: one connection, one term, and a wrapper per topic."""
+"""Gives a coordinator its store: one connection, one term, and a wrapper per topic."""
 
 from typing import Final
 
 from msgspec import Struct
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.link.greeting import info
+from ebbtide.store.link.dialer import info
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.migrations import Schema
+from ebbtide.store.record_codec import text_pairs
 from ebbtide.store.topics.append_topic import AppendTopic
 from ebbtide.store.topics.event_topic import EventTopic
 from ebbtide.store.topics.leadership_topic import LeadershipTopic
@@ -17,42 +18,36 @@ from ebbtide.store.topics.run_topic import RunTopic
 from ebbtide.store.topics.span_topic import SpanTopic
 from ebbtide.store.topics.trajectory_topic import TrajectoryTopic
 
-#: The first whose XRANGE takes the exclusive bounds by which the scripts read on behind a cursor.
+#: The first version whose XRANGE takes exclusive bounds, with which the scripts read on after a cursor.
 OLDEST_REDIS: Final = (6, 2)
-
-
-#: By `fsync`: how long an acknowledged write may still be lost with the server, with a margin for a slow disk.
+#: By `fsync`: how long the server may still lose an acknowledged write, with a margin for a slow disk.
 _FSYNC_S: Final = {"always": 0.0, "everysec": 2.0}
-#: Without `always`, what the kernel may take to write to the disk.
+#: For other values of `fsync`: how long the kernel may take to write to the disk.
 _UNSYNCED_S: Final = 30.0
-#: Behind Sentinel and without confirmation by replicas: how far a replica lags, and how long a primary that was given
-#: up may take writes until this end notices.
+#: With Sentinels and without confirmation by replicas: how far a replica may lag, and how long a replaced primary may
+#: take writes before the coordinator notices.
 _UNCONFIRMED_S: Final = 5.0
 
 
 class Condition(Struct, frozen=True):
-    """What the store promises. `fsync`: "always", "everysec", "no", or "off" without an append-only file.
-
-    `durable_after_s`: for so long, an acknowledged write may be forgotten when the store comes back. `wipes`: it would
-    come back empty, and its replicas with it.
-    """
+    """The store's version and guarantees."""
 
     version: str
-    fsync: str
+    fsync: str  # "always", "everysec", "no", or "off" without an append-only file
     evicts: bool
-    durable_after_s: float = 0.0
-    wipes: bool = False
+    durable_after_s: float = 0.0  # a restarted store may have forgotten writes that were acknowledged within this time
+    wipes: bool = False  # it would restart empty, and empty its replicas
 
 
 class Room(Struct, frozen=True):
-    """Bytes of memory that the store uses, and may use; 0: no limit."""
+    """The store's memory in bytes."""
 
     used: int
-    limit: int
+    limit: int  # 0: none
 
 
 class Store:
-    """Open it once per coordinator. `term` is this coordinator's fence."""
+    """One per coordinator, whose fence is `term`."""
 
     def __init__(self, link: StoreConnection, term: str) -> None:
         self.link = link
@@ -68,12 +63,12 @@ class Store:
         self.spans = SpanTopic(link, term)
 
     async def check(self) -> None:
-        """See, without changing anything, that this program can read all that lies here. Raises `StoreUnavailable`."""
+        """Check, without a change, that this program can read all stored data. Raises `StoreUnavailable`."""
         await self.schema.check()
         await self.runs.check_specs()
 
     async def condition(self) -> Condition:
-        """Ask the store what it is. Raises `StoreUnavailable` for one that is too old."""
+        """Ask the store for its version and guarantees. Raises `StoreUnavailable` if it is too old."""
         said = info(await self.link.call("INFO"))
         version = said["redis_version"]
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
@@ -100,9 +95,5 @@ class Store:
     async def _settings(self, *names: str) -> dict[str, str]:
         found: dict[str, str] = {}
         for name in names:
-            found.update(_pairs(await self.link.call("CONFIG", "GET", name)))
+            found.update(text_pairs(await self.link.call("CONFIG", "GET", name)))
         return found
-
-
-def _pairs(flat: list[bytes]) -> dict[str, str]:
-    return {key.decode(): value.decode() for key, value in zip(flat[::2], flat[1::2], strict=True)}

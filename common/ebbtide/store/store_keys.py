@@ -1,48 +1,46 @@
-"""Every key in Redis: its type, who owns it, and when it ends.
+"""Names every key in Redis, with its type, the scripts that write it, and its end.
 
-All keys of a run carry the run id as hash tag. Scripts get the run's prefix (or the fleet's) as their only key and the
-names below as Lua constants of the same names, so that this is the one place that names a key. Only a coordinator
-writes, and only through scripts that check its term: that of the run, and where there is none yet, that of the fleet.
-"The run's end" is FinishRun or CancelRun.
+All keys of a run have the run id as hash tag. Scripts get the prefix of the run (or the fleet) as their only key, and
+the names below as Lua constants, so keys are named here alone. Only a coordinator writes, and only through scripts that
+check its term: the run's, or the fleet's if the run has none yet. "The run's end" is FinishRun or CancelRun.
 """
 
 from typing import Final
 
 from ebbtide.types.end_cause import EndCause
 
-#: What the fleet's keys begin with.
+#: Prefix of the fleet's keys.
 FLEET: Final = "ebbtide:{fleet}:"
-#: string: the term of the coordinator that may write. Set when a coordinator begins to lead; never ends.
+#: string: the term of the coordinator that may write. A coordinator sets it when it begins to lead; never ends.
 TERM: Final = FLEET + "term"
-#: string: the number of the layout of all that lies here; see `migrations`. Set at a coordinator's start; never ends.
+#: string: the schema of all stored data; see `migrations`. A coordinator sets it when it starts; never ends.
 SCHEMA: Final = FLEET + "schema"
-#: The layout's number as this program writes it: that of the last of `migrations.STEPS`.
+#: The schema that this program writes: that of the last of `migrations.STEPS`.
 NEWEST_SCHEMA: Final = 1
-#: string with an expiry: the term and the address of the coordinator that leads, a space between them. Owner: lead.
+#: string with an expiry: term and address of the leading coordinator, separated by a space. Owner: lead.
 LEADER: Final = FLEET + "leader"
-#: string: the life of the store in which all runs were settled last; see `Runs.settle`. Never ends.
+#: string: the store's incarnation in which all runs were last settled; see `RunTopic.settle`. Never ends.
 LIFE: Final = FLEET + "life"
-#: string: 32 bytes that the publishers' keys of all runs are derived from. Made by the first coordinator; never changes
-#: and never ends.
+#: string: 32 bytes from which all runs' publisher keys are derived. The first coordinator makes it; never changes or
+#: ends.
 PUBLISHERS: Final = FLEET + "publishers"
-#: zset run id -> order of submission. A run comes with its record, and goes when that has expired.
+#: zset: run id -> order of submission. A run enters with its record, and leaves after that has expired.
 INDEX: Final = FLEET + "runs"
 
-#: name -> suffix behind the run's prefix.
+#: Name -> suffix after the run's prefix.
 RUN_KEYS: Final[dict[str, str]] = {
-    # hash: spec, status, message, created (ms, the store's clock), seq (next place in line), version (last number
-    # reserved), events (last number given), newest, newest_record. Owner: submit_run, lease_claim, announce_version,
+    # hash: spec, status, message, created (ms, the store's clock), seq (next place in the queue), version (last one
+    # reserved), events (last number used), newest, newest_record. Owner: submit_run, lease_claim, announce_version,
     # end_run. Expires some days after the run's end.
     "RUN": "run",
-    # hash: counter -> integer, and `dropped:REASON`. Each changes in the script that makes the transition. Expires
-    # with RUN.
+    # hash: counter or `dropped:REASON` -> integer. The script of a transition changes its counters. Expires with RUN.
     "COUNT": "count",
-    # stream: k(ind), key, m(essage), v(alues) and l(abels) as JSON, at (ms since submission). The facts of
-    # lib.lua. Expires with RUN.
+    # stream: k(ind), key, m(essage), v(alues) and l(abels) as JSON, at (ms since submission); of the facts in lib.lua.
+    # Expires with RUN.
     "EVENTS": "events",
-    # stream like EVENTS, of all that is no fact. Capped. Expires with RUN.
+    # stream like EVENTS, of all other events. Capped. Expires with RUN.
     "CHATTER": "chatter",
-    # set: `kind:key` of events, so that a repeat is dropped. Expires with RUN.
+    # set: `kind:key` of events, to drop repeats. Expires with RUN.
     "EVENT_KEYS": "eventkeys",
     # stream: r(ollout), a(ttempt), w(orker), f(irst) and l(ast) token, b(egin) and e(nd) in ms since submission, why,
     # v(ersions of its first and last token, u32 each), c(ause, a number of `EndCause`; 0.1.0 wrote none): an entry per
@@ -52,41 +50,40 @@ RUN_KEYS: Final[dict[str, str]] = {
     # write compares. Owner: claim_term, lease_*, place, append, requeue. Deleted at the run's end, which bars all
     # further writes.
     "FENCE": "fence",
-    # string with an expiry: the role's holder; gone once the lease was not renewed in time. (The role follows the
-    # suffix.)
+    # string per role, with an expiry: the role's holder; gone unless the lease is renewed in time.
     "CLAIM": "claim:",
-    # hash: version -> msgpack of its PolicyVersion, all that were announced. Deleted at the run's end.
+    # hash: announced version -> msgpack of its PolicyVersion. Deleted at the run's end.
     "VERSIONS": "versions",
-    # zset: rollout -> place in line, of queued and running ones. A member leaves when it finishes, is cancelled or
-    # completed.
+    # zset: rollout -> place in the queue, of queued and running ones. A member leaves when it finishes, is cancelled
+    # or completed.
     "OPEN": "open",
     # hash per rollout: req (msgpack, without the prompt), prompt, digest, kind, state, attempt, attempts, worker,
-    # from, begin (ms since submission), barren, evidence, avoid (workers, a comma behind each), reason, message,
+    # from, begin (ms since submission), barren, evidence, avoid (workers, a comma after each), reason, message,
     # cursor. Owner: submit .. complete. Deleted when acknowledged, completed, cancelled, or at the run's end.
     "ROLLOUT": "rollout:",
     # string per rollout: its token records so far. Owner: append. Ends with ROLLOUT.
     "TOKENS": "tokens:",
-    # stream: id -> rollout, finished ones that nobody has acknowledged or completed. An entry ends with ROLLOUT.
+    # stream: id -> finished rollout that is neither acknowledged nor completed. An entry ends with ROLLOUT.
     "FINISHED": "finished",
-    # set: `r:ROLLOUT` and `e:EPISODE` that are over, so that a late repeat is known. Some 50 bytes each. Deleted at
-    # the run's end.
+    # set: `r:ROLLOUT` and `e:EPISODE` that are over, to recognise late repeats. Some 50 bytes each. Deleted at the
+    # run's end.
     "DONE": "done",
-    # stream: n (training rollouts it stands for), data (msgpack of the Trajectory), at (ms). Deleted when committed.
+    # stream: n (its training rollouts), data (msgpack of the Trajectory), at (ms). Deleted when committed.
     "TRAJECTORIES": "trajectories",
 }
 
 
 def run_prefix(run_id: str) -> str:
-    """What all keys of the run begin with."""
+    """The prefix of all the run's keys."""
     return f"ebbtide:{{{run_id}}}:"
 
 
 def run_key(run_id: str, name: str, member: str = "") -> str:
-    """The key `name` of `RUN_KEYS` in the run; `member` for those kept per rollout or role."""
+    """The run's key `name` of `RUN_KEYS`; `member` for keys per rollout or role."""
     return run_prefix(run_id) + RUN_KEYS[name] + member
 
 
-#: The fleet's keys that scripts touch.
+#: The fleet's keys that scripts use.
 FLEET_KEYS: Final = {"TERM": TERM, "SCHEMA": SCHEMA, "LEADER": LEADER, "INDEX": INDEX, "LIFE": LIFE}
 
 

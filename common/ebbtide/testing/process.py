@@ -1,4 +1,4 @@
-"""A server process of one's own, to be killed and frozen."""
+"""Starts, kills and freezes a server process for tests."""
 
 import contextlib
 import os
@@ -7,15 +7,15 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ebbtide.errors import StoreUnavailable
 
 
 class ServerProcess:
-    """A child process that speaks Redis' protocol at `address` (a path or a port of the loopback), logs to `log`, and
-    is ended by who made this object. Started with `with` or `start()`.
+    """A child process that speaks Redis' protocol at `address` (a path or a loopback port) and logs to `log`.
+
+    Start it with `with` or `start()`. The owner of this object ends it.
     """
 
     def __init__(self, address: Path | int, log: Path) -> None:
@@ -28,11 +28,11 @@ class ServerProcess:
     @property
     def pid(self) -> int:
         if self._process is None:
-            raise StoreUnavailable("this redis-server is not running")
+            raise StoreUnavailable("this redis-server is not running; start it")
         return self._process.pid
 
     def start(self, timeout: float = 30.0) -> Self:
-        """Start it and wait until it answers, its data loaded. Raises `StoreUnavailable` with its log otherwise."""
+        """Start it, and wait until it has loaded its data and answers. Else raises `StoreUnavailable` with its log."""
         if isinstance(self.address, Path):
             self.address.unlink(missing_ok=True)
         with self._log.open("ab") as out:
@@ -47,7 +47,7 @@ class ServerProcess:
         raise StoreUnavailable(f"redis-server did not start:\n{self._log.read_text(errors='replace')[-2000:]}")
 
     def command(self, *words: str) -> bytes:
-        """The raw answer (its first 64 KiB) to one command; for a few words of housekeeping, not for data."""
+        """The first 64 KiB of the raw answer to one command: for housekeeping, not for data."""
         request = b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(w.encode()), w.encode()) for w in words)
         local = isinstance(self.address, Path)
         with socket.socket(socket.AF_UNIX if local else socket.AF_INET) as connection:
@@ -57,11 +57,11 @@ class ServerProcess:
             return connection.recv(1 << 16)
 
     def stop(self) -> None:
-        """SIGTERM, and wait."""
+        """Send SIGTERM, and wait."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
+        """Send SIGKILL, and wait."""
         self._end(signal.SIGKILL)
 
     def freeze(self) -> None:
@@ -71,15 +71,12 @@ class ServerProcess:
         os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill it."""
         self.kill()
 
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _end(self, number: signal.Signals) -> None:
@@ -90,7 +87,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens on just now."""
+    """A loopback port that no process listens on now."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]

@@ -1,7 +1,7 @@
-"""A real redis-server of one's own, a replica of it, and a Sentinel over both.
+"""Runs real redis-servers, their replicas and Sentinels for tests.
 
-Invariant: the data lies in `directory` and survives `stop`, `kill` and a new `start`. Each server is a child process:
-who made the object ends it.
+Invariant: the data lies in `directory` and survives `stop`, `kill` and a new `start`. Each server is a child process,
+which the owner of the object ends.
 """
 
 import os
@@ -18,9 +18,9 @@ _MAX_SOCKET_PATH: Final = 100
 
 
 class EmbeddedRedis(ServerProcess):
-    """`url` is for `redis.asyncio.from_url`. With `tcp`, which a primary with replicas needs, it has a `port`, too.
+    """`url` is for `redis.asyncio.from_url`. With `tcp`, which replicas need of their primary, it has a `port`, too.
 
-    `replica_of`: at its first start; a server started again is a primary until a Sentinel tells it otherwise.
+    `replica_of` holds for the first start: a restarted server is a primary until a Sentinel changes its role.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class EmbeddedRedis(ServerProcess):
         return self.directory / "appendonly.aof"
 
     def come_back(self, *, knowing: int) -> None:
-        """Kill it and start it again with the first `knowing` bytes of its journal, as if no more had been synced."""
+        """Kill it and restart it with the first `knowing` bytes of its journal, as if no more had been synced."""
         self.kill()
         os.truncate(self.journal, knowing)
         self.start()
 
     def info(self, name: str) -> str:
-        """One of the facts that INFO tells; empty if there is none of that name."""
+        """One value of INFO; empty if there is none of this name."""
         try:
             said = self.command("INFO")
-        except ConnectionResetError:  # a Sentinel that gives a server another role ends its connections
+        except ConnectionResetError:  # a Sentinel that changes a server's role ends its connections
             said = self.command("INFO")
         for line in said.decode().splitlines():
             if line.startswith(f"{name}:"):
@@ -82,7 +82,7 @@ class EmbeddedRedis(ServerProcess):
         return redis_command(self.directory, self.socket, fsync=self._fsync, port=self.port, options=options)
 
     def close(self) -> None:
-        """Kill it and delete what is only its own."""
+        """Kill it, and delete its temporary folders."""
         self.kill()
         for path in (self._short, self.directory if self._temporary else None):
             if path:
@@ -90,8 +90,9 @@ class EmbeddedRedis(ServerProcess):
 
 
 class EmbeddedSentinel(ServerProcess):
-    """Watches over a primary and its replicas, and makes one of them the primary when it has been silent for
-    `down_after_s`. Start it once the replicas follow. `url` is the store's, by way of this Sentinel.
+    """Watches a primary and its replicas, and promotes a replica when the primary was silent for `down_after_s`.
+
+    Start it once the replicas follow. `url` names the store by way of this Sentinel.
     """
 
     SERVICE: Final = "ebbtide"

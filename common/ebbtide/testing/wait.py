@@ -1,4 +1,4 @@
-"""Waiting for a condition, instead of sleeping and hoping."""
+"""Waits for conditions, so that tests need no sleeps."""
 
 import asyncio
 import inspect
@@ -22,7 +22,7 @@ async def wait_until(
 ) -> Any:
     """The first truthy value of `predicate()` (plain or async). Raises `TimeoutError` after `timeout` seconds.
 
-    The default leaves room for a machine that does much else: a condition that comes true costs nothing more.
+    The default suits a busy machine; a condition that comes true waits no longer for it.
     """
     end = time.monotonic() + timeout
     while True:

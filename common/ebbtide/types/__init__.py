@@ -1,1 +1,1 @@
-"""Records: immutable, checked when they are parsed, and free of behaviour beyond their own consistency."""
+"""Defines records, which are immutable, checked when parsed, and without behaviour beyond their own content."""

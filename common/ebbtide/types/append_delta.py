@@ -1,4 +1,4 @@
-"""Tokens on their way into the store, and what became of them."""
+"""Defines the records of the append stream: tokens sent to the store, and their acknowledgements."""
 
 from typing import NamedTuple
 
@@ -7,19 +7,19 @@ from ebbtide.types.rollout import FinishReason
 
 
 class AppendDelta(NamedTuple):
-    """Tokens of one attempt from `offset` on, packed; `finish` on its last."""
+    """Packed tokens of one attempt, from `offset` on."""
 
     ref: AttemptRef
     offset: int
     tokens: bytes
-    finish: FinishReason | None = None
+    finish: FinishReason | None = None  # on the attempt's last delta
 
 
 class AppendAck(NamedTuple):
-    """`stored` tokens are kept; `finished`: so is the end. `message`: the sender's number of the delta's message."""
+    """The store's answer to one delta."""
 
     attempt_id: str
     status: AppendStatus
-    stored: int
-    finished: bool
-    message: int = 0
+    stored: int  # tokens of the attempt that the store keeps
+    finished: bool  # the store keeps the attempt's finish, too
+    message: int = 0  # the sender's number of the delta's message

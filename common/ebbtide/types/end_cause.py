@@ -1,4 +1,4 @@
-"""Why an attempt ends, as the wire, the store and decisions name it. The text that goes with it is for people."""
+"""Names why attempts end, on the wire, in the store and in decisions. Texts beside the causes are for people."""
 
 from enum import IntEnum
 from typing import Final
@@ -8,24 +8,24 @@ class EndCause(IntEnum):
     """Numbers as in `EndCause` of the protos, which the store keeps too. Never reuse one."""
 
     FINISHED = 1
-    CANCELLED = 2  # by its run's holder, or because the rollout ended otherwise
+    CANCELLED = 2  # by the run's lease holder, or because the rollout ended otherwise
     RUN_ENDED = 3
-    MOVED = 4  # the coordinator took it from its worker for another one
-    WRONG_VERSION = 5  # its worker has no version installed that the rollout may be made under
+    MOVED = 4  # the coordinator moved it to another worker
+    WRONG_VERSION = 5  # its worker has no installed version that the rollout allows
     WORKER_LEAVES = 6  # its worker drains, is preempted or shuts down
-    FAILED = 7  # its worker refused it, or failed at it
+    FAILED = 7  # its worker refused it or failed to generate it
     WORKER_LOST = 8  # its worker's stream ended
-    WORKER_SUSPECTED = 9  # its worker was silent or made no token, and is not given the rollout again
-    NOT_HELD = 10  # no worker came back with it, or its worker has it no more
+    WORKER_SUSPECTED = 9  # its worker was silent or made no token; the rollout avoids that worker from now on
+    NOT_HELD = 10  # no worker reported it after a restart, or its worker dropped it
     UNSAID = 11  # handed back without a reason
 
 
-#: What a worker can say of an attempt that it hands back.
+#: Causes that a worker may name when it hands back an attempt.
 HAND_BACKS: Final = frozenset(
     {EndCause.MOVED, EndCause.WRONG_VERSION, EndCause.WORKER_LEAVES, EndCause.FAILED, EndCause.UNSAID}
 )
-#: How texts began that programs without `EndCause` sent and stored, in lower case. Those of hand-backs stay as they
-#: are: a coordinator of the former release decides by them.
+#: First words (lower case) of the texts that programs without `EndCause` send and store. Texts of hand-backs stay
+#: unchanged: a coordinator of the former release decides by them.
 _FORMER: Final = (
     ("finished", EndCause.FINISHED),
     ("cancelled", EndCause.CANCELLED),
@@ -47,7 +47,7 @@ _FORMER: Final = (
 
 
 def cause_of(text: str) -> EndCause:
-    """The cause that a text of the former release names: `Released.reason`, or the end of a span in the store."""
+    """The cause that a text of the former release stands for: `Released.reason`, or the end of a stored span."""
     found = text.lower()
     if not found:
         return EndCause.UNSAID

@@ -1,4 +1,4 @@
-"""Workers as the fleet sees them."""
+"""Defines workers, their engines and their attempts as the fleet sees them."""
 
 from enum import IntEnum
 from typing import Annotated, Final
@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import PolicyVersion
 
-#: Raised when the streams' meaning changes; peers that do not speak the same one refuse each other at attach.
+#: Grows when the meaning of the streams changes. Peers with different numbers refuse each other at attach.
 PROTOCOL_VERSION: Final = 2
 
 
@@ -41,29 +41,28 @@ class AttemptRef(Struct, frozen=True):
 
 
 def check_attempt(ref: AttemptRef, *, field: str) -> None:
-    """Raises `InvalidRequest` naming what is no id: the store writes them beside marks of its own."""
+    """Raise `InvalidRequest` naming the field that is not an id. The store joins ids with its own separators."""
     for name in ref.__struct_fields__:
         check_id(getattr(ref, name), field=f"{field}.{name}")
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
-    """What an engine can take: token ids below `vocab_size`, prompt plus response up to `max_model_len` tokens."""
+    """An engine's model and limits."""
 
     model: Annotated[str, Meta(max_length=4096)]
-    vocab_size: int
-    max_model_len: int
+    vocab_size: int  # token ids are below it
+    max_model_len: int  # tokens of prompt plus response
     eos_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
     architecture: Annotated[str, Meta(max_length=128)] = ""
 
 
 class BorrowedState(Struct, frozen=True, kw_only=True):
-    """What a borrowed worker knows of its host. `share`: of the next minute in which it may generate; `spell_s`: how
-    long what holds now will probably still last; `disturbance`: share of the SLO's error budget used lately."""
+    """A borrowed worker's knowledge of its host."""
 
     granted: bool = False
-    share: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    spell_s: Annotated[float, Meta(ge=0)] = 0.0
-    disturbance: Annotated[float, Meta(ge=0)] = 0.0
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of the next minute: the worker may generate for so long
+    spell_s: Annotated[float, Meta(ge=0)] = 0.0  # how long the present state will probably last
+    disturbance: Annotated[float, Meta(ge=0)] = 0.0  # share of the SLO's error budget that was used lately
     asleep: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Parsing of mappings from outside (TOML, JSON, environment) into records, with errors that name the field."""
+"""Parses mappings from outside (TOML, JSON, environment) into records. Its errors name the field."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
 def parse(kind: type[T], data: Mapping[str, Any], *, strict: bool = True) -> T:
-    """Build the record `kind` from `data`. `strict=False` also reads numbers and booleans out of strings.
+    """Build the record `kind` from `data`. `strict=False` also reads numbers and booleans from strings.
 
     Raises `InvalidRequest` naming the field for unknown, missing, ill-typed or out-of-range values.
     """

@@ -1,4 +1,4 @@
-"""Rollouts, their ends, episodes and trajectories."""
+"""Defines the records of rollouts, episodes and trajectories."""
 
 from enum import IntEnum
 from typing import Final
@@ -27,7 +27,7 @@ class SubmitOutcome(IntEnum):
 
 
 class DropReason:
-    """Why a training rollout was not trained on. Environments may add `environment_...` reasons of their own."""
+    """Why a training rollout was dropped. Environments may add reasons that begin with `environment_`."""
 
     ENVIRONMENT: Final = "environment_failure"
     TIMEOUT: Final = "episode_timeout"
@@ -39,17 +39,17 @@ class DropReason:
 
 
 class RolloutRequest(Struct, frozen=True, kw_only=True):
-    """One completion wanted. `prompt_ids` is packed u32; version bounds of 0 are none."""
+    """One requested completion."""
 
     rollout_id: str
     group_id: str
     episode_id: str
-    prompt_ids: bytes
+    prompt_ids: bytes  # packed u32
     sampling: Sampling
     kind: RolloutKind = RolloutKind.TRAIN
     turn: int = 0
-    min_version: int = 0
-    max_version: int = 0
+    min_version: int = 0  # 0: no bound
+    max_version: int = 0  # 0: no bound
     priority: int = 0
 
 
@@ -73,15 +73,15 @@ class TokenChunk(Struct, frozen=True, kw_only=True):
 
 
 class Trajectory(Struct, frozen=True, kw_only=True):
-    """A finished episode: packed `tokens` follow packed `prompt_ids`; `loss_mask` has a byte per token."""
+    """A finished episode."""
 
     episode_id: str
     group_id: str
     step: int
     group_size: int
-    prompt_ids: bytes
-    tokens: bytes
-    loss_mask: bytes
+    prompt_ids: bytes  # packed u32
+    tokens: bytes  # packed records that follow the prompt
+    loss_mask: bytes  # one byte per token
     reward: float
     cursor: str = ""
     truncated: bool = False

@@ -1,4 +1,4 @@
-"""A run as submitted (`RunSpec`) and as it stands (`Run`)."""
+"""Defines a run as submitted (`RunSpec`), checks it, and defines its present state (`Run`), events and timeline."""
 
 import math
 from enum import IntEnum
@@ -18,10 +18,10 @@ Natural = Annotated[int, Meta(ge=0)]
 
 #: The `trainer.name` of a run whose trainer and driver come from outside the cluster.
 EXTERNAL: Final = "external"
-#: They travel with every assignment of a rollout.
+#: Stop strings and token ids travel with every assignment of a rollout.
 MAX_STOPS: Final = 128
 MAX_STOP_LENGTH: Final = 128
-#: Of a spec as JSON: all runs are listed in one message.
+#: Bytes of a spec as JSON: one message lists all runs.
 MAX_SPEC_BYTES: Final = 32 << 10
 
 
@@ -38,7 +38,7 @@ class RunStatus(IntEnum):
 
 
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are sampled; fields and bounds as in `types.proto`."""
+    """Sampling parameters, with the fields and bounds of `types.proto`."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -61,7 +61,7 @@ class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class BatchSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many groups a step takes, and how far generation may run ahead of training."""
+    """Sizes of a step, and how far generation may run ahead of training."""
 
     groups_per_step: Positive = 32
     group_size: Annotated[int, Meta(ge=2, le=4096)] = 8
@@ -92,33 +92,26 @@ class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`priority`: whose rollouts go first where both wait, evaluation's or training's: "before" gives evaluation three
-    of four places, "beside" one of two, "behind" one of eight. What the one does not want is the other's.
-    """
-
     problems: Natural = 0
     every: Natural = 0
+    #: Evaluation's share of the places while training waits, too: three of four, one of two, or one of eight. Either
+    #: kind takes places that the other does not use.
     priority: Literal["before", "beside", "behind"] = "before"
 
 
 class BorrowSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the run may take of serving hosts: at most `max_rollouts` of its rollouts at once run on borrowed workers;
-    0: none, None: no limit.
-    """
-
+    #: The run's rollouts on borrowed workers at once; None: no limit.
     max_rollouts: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
 
 
 class ShareSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run gets of a fleet that others want, too. `weight`: its share against that of others of its `priority`,
-    of which the higher goes first; `floor`, `ceiling`: shares of the whole fleet that it has, whatever others want,
-    while it has work, and that it never exceeds, though nobody else wants it (None: all).
-    """
+    """A run's share of a fleet that other runs use, too."""
 
-    weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0  # floats add up twelve orders of magnitude, and not more
-    floor: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    ceiling: Annotated[float, Meta(gt=0, le=1)] | None = None
-    priority: Annotated[int, Meta(ge=-10, le=10)] = 0
+    #: Relative to the other runs of the same `priority`. Sums of floats are exact enough within these bounds.
+    weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
+    floor: Annotated[float, Meta(ge=0, le=1)] = 0.0  # share of the whole fleet that it has whenever it has work
+    ceiling: Annotated[float, Meta(gt=0, le=1)] | None = None  # share that it never exceeds; None: no limit
+    priority: Annotated[int, Meta(ge=-10, le=10)] = 0  # runs of a higher one go first
 
 
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,18 +131,16 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def external(self) -> bool:
-        """Whether only who asks for the run by its id may have its leases."""
+        """Whether trainer and driver come from outside: then only claims by run id get its leases."""
         return self.trainer.name == EXTERNAL
 
 
 class RunShare(Struct, frozen=True, kw_only=True):
-    """What a live run has of the fleet: its share of the tokens made `lately` (within a minute or so), the share that
-    it is `due` at this moment, and how many workers are to serve it.
-    """
+    """A live run's part of the fleet."""
 
-    lately: float = 0.0
-    due: float = 0.0
-    workers: int = 0
+    lately: float = 0.0  # its share of the tokens made within the last minute or so
+    due: float = 0.0  # the share that it is due now
+    workers: int = 0  # the number of workers that it should have
 
 
 class Run(Struct, frozen=True, kw_only=True):
@@ -176,7 +167,7 @@ class RunEvent(Struct, frozen=True, kw_only=True):
 
 
 class AttemptSpan(Struct, frozen=True, kw_only=True):
-    """One attempt that has ended; tokens [first, last) are its own. Times are seconds since the run was submitted."""
+    """One ended attempt, which made the tokens [first, last). Times are seconds since the run's submission."""
 
     cursor: str
     rollout_id: str
@@ -189,7 +180,7 @@ class AttemptSpan(Struct, frozen=True, kw_only=True):
     end: str  # in words, for people
     first_version: int = 0
     last_version: int = 0
-    cause: EndCause | None = None  # None only until it is made: a former release names it by `end` alone
+    cause: EndCause | None = None  # derived from `end` if not given: a former release stores `end` alone
 
     def __post_init__(self) -> None:
         if self.cause is None:
@@ -210,36 +201,24 @@ ROLES = ("trainer", "driver")
 
 
 def check_spec(spec: RunSpec) -> RunSpec:
-    """Check what field bounds cannot say. Raises `InvalidRequest` naming the field."""
+    """Check what field bounds cannot express. Raises `InvalidRequest` naming the field."""
     for name in ("name", "policy"):
         check_id(getattr(spec, name), field=name)
     if len(spec.name) > 100:
         raise InvalidRequest("at most 100 characters, so that ids fit", field="name")
     check_sampling(spec.sampling, field="sampling")
-    for name in spec.trainer.__struct_fields__:
-        value = getattr(spec.trainer, name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidRequest("must be finite", field=f"trainer.{name}")
-    if not math.isfinite(spec.batch.episode_timeout_s):
-        raise InvalidRequest("must be finite", field="batch.episode_timeout_s")
+    for name in ("trainer", "batch", "share"):
+        _check_finite(to_mapping(getattr(spec, name)), name)
     _check_finite(spec.environment.params, "environment.params")
-    _check_share(spec.share)
+    if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
+        raise InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
         raise InvalidRequest(f"more than {MAX_SPEC_BYTES} bytes in all; put data into files", field=_longest(spec))
     return spec
 
 
-def _check_share(share: ShareSpec) -> None:
-    """Bounds leave no infinity through, and a comparison with what is not a number is none: so it is asked for."""
-    for name in ("weight", "floor", "ceiling"):
-        if (value := getattr(share, name)) is not None and not math.isfinite(value):
-            raise InvalidRequest("must be finite", field=f"share.{name}")
-    if share.ceiling is not None and share.floor > share.ceiling:
-        raise InvalidRequest(f"must be at most share.ceiling ({share.ceiling:g})", field="share.floor")
-
-
 def _check_finite(value: Any, field: str) -> None:
-    """JSON, in which parameters travel, has no other numbers."""
+    """Refuse infinities and NaN, which pass field bounds but do not exist in JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest("must be finite", field=field)
     if isinstance(value, dict):
@@ -255,14 +234,12 @@ def _longest(spec: RunSpec) -> str:
 
 
 def check_sampling(sampling: Sampling, *, field: str) -> Sampling:
-    """Refuse non-finite values and what a resumed rollout could not continue exactly, each by name.
+    """Refuse non-finite values, and parameters under which a rollout cannot resume exactly.
 
-    Repetition penalty is allowed: it counts prompt and response alike, so a partial given as prompt weighs the same.
-    Presence and frequency penalties count the response alone, a seeded generator and a grammar hold hidden state.
+    A repetition penalty is allowed: it counts prompt and response alike, so stored tokens in the prompt weigh the same.
+    Presence and frequency penalties count the response alone; a seeded generator and a grammar have hidden state.
     """
-    for name in ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        if not math.isfinite(getattr(sampling, name)):
-            raise InvalidRequest("must be finite", field=f"{field}.{name}")
+    _check_finite(to_mapping(sampling), field)
     for name in ("presence_penalty", "frequency_penalty", "seed", "structured_output"):
         if (value := getattr(sampling, name)) is not None and (value or name == "seed"):
             raise InvalidRequest(

@@ -1,25 +1,25 @@
-"""Policy versions and their manifests."""
+"""Defines policy versions, their manifests and patches, and what relays report of them."""
 
 from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta, Struct
 
-#: Largest tile: well under gRPC's 4 MiB message limit, and large enough that digests cost little.
+#: Largest tile: well below gRPC's 4 MiB message limit, and large enough that digests cost little.
 TILE_BYTES: Final = 1 << 20
 DIGEST_BYTES: Final = 32
-#: Of a model's config.json: the largest known have some ten KiB.
+#: Bytes of a model's config.json: the largest known ones have some ten KiB.
 CONFIG_BYTES: Final = 256 << 10
-#: Ed25519 (RFC 8032): public keys and signatures.
+#: Bytes of an Ed25519 public key and signature (RFC 8032).
 KEY_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 
-#: Longest name of a holder, and of a site.
+#: Longest names of holders and sites.
 NAME_CHARS: Final = 256
 SITE_CHARS: Final = 128
-#: How far apart two are that blobs go between: they share memory, or a site, or neither.
+#: Distance between two processes that exchange blobs: they share memory, a site, or neither.
 SAME_HOST, SAME_SITE, FAR = range(3)
 
-#: A slice of a tensor: first index and end of each dimension.
+#: A slice of a tensor: first index and end in each dimension.
 Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
@@ -36,18 +36,16 @@ class PolicyVersion(Struct, frozen=True, kw_only=True):
 class TensorEntry(Struct, frozen=True, kw_only=True):
     """One tensor, or one piece of a sharded tensor, as its publisher holds it.
 
-    `dtype` in safetensors' names, `size` in bytes, `digests` of its tiles in order. A piece of `shape` lies at `start`
-    in the tensor of shape `full`; both are empty for a whole tensor. The pieces of a tensor stand one after another,
-    overlap nowhere and leave nothing out.
+    The pieces of a tensor stand one after another, do not overlap, and cover the whole tensor.
     """
 
     name: str
-    dtype: str
+    dtype: str  # as safetensors names it
     shape: tuple[int, ...]
-    size: int
-    digests: tuple[bytes, ...]
-    start: tuple[int, ...] = ()
-    full: tuple[int, ...] = ()
+    size: int  # bytes
+    digests: tuple[bytes, ...]  # of its tiles, in order
+    start: tuple[int, ...] = ()  # where a piece lies in its tensor; empty for a whole tensor
+    full: tuple[int, ...] = ()  # shape of the whole tensor, for a piece; empty for a whole tensor
 
     @property
     def whole(self) -> bool:
@@ -55,12 +53,12 @@ class TensorEntry(Struct, frozen=True, kw_only=True):
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor that this is, or is a piece of."""
+        """The shape of the whole tensor."""
         return self.full or self.shape
 
     @property
     def box(self) -> Box:
-        """Where the piece lies in its tensor."""
+        """The slice of the tensor that this entry covers."""
         start = self.start or (0,) * len(self.shape)
         return tuple((first, first + length) for first, length in zip(start, self.shape, strict=True))
 
@@ -68,53 +66,49 @@ class TensorEntry(Struct, frozen=True, kw_only=True):
 class Manifest(Struct, frozen=True, kw_only=True):
     """All tensors of one version, in the publisher's order.
 
-    `signature` (Ed25519, 64 bytes) of `version.root` by the run's publisher, whose public key is `publisher` (32
-    bytes); neither is covered by the root, and both are empty for a manifest that nobody signed. `config`: the model's
-    config.json, for who has to start an engine for it, and `config_signature` that of root and config together; both
-    are empty where the publisher told none.
+    The root covers neither `publisher` nor the signatures. Unsigned manifests leave these fields empty.
     """
 
     run_id: str
     version: PolicyVersion
     tile_bytes: int
     tensors: tuple[TensorEntry, ...]
-    publisher: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
-    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
-    config: Annotated[bytes, Meta(max_length=CONFIG_BYTES)] = b""
-    config_signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
+    publisher: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""  # public key of the run's publisher
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""  # of `version.root`
+    config: Annotated[bytes, Meta(max_length=CONFIG_BYTES)] = b""  # config.json, to start an engine with; may be empty
+    config_signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""  # of root and config together
 
 
 class TensorPatch(Struct, frozen=True, kw_only=True):
-    """What changes in one `TensorEntry`, tile by tile: `sizes` in bytes, and `digests` of the non-empty ones in order.
+    """The changes of one `TensorEntry`, tile by tile.
 
-    A size of 0: the tile is the base's. The size of the tile itself: the dense tile of the new version, by its own
-    digest. Less: a tile patch (`ebbtide.weights.patch.tile_format`).
+    Size 0: the tile equals the base's. The tile's full size: the dense tile of the new version, under its own digest.
+    In between: a tile patch (`ebbtide.weights.patch.tile_format`).
     """
 
-    sizes: tuple[int, ...]
-    digests: tuple[bytes, ...]
+    sizes: tuple[int, ...]  # bytes per tile
+    digests: tuple[bytes, ...]  # of the tiles with a size above 0, in order
 
 
 class Patch(Struct, frozen=True, kw_only=True):
     """The exact change from version `base` to `version` of one policy, both with their roots.
 
-    `tensors` has one entry for each of the manifests' tensors, which agree in all but digests. `root` binds all of it;
-    `signature` is the publisher's, and empty for a patch that a relay composed: what a patch makes is checked against
-    the manifest in any case. `changed` counts changed elements of `elements` in all.
+    Both manifests have the same tensors and differ in digests alone. Readers check the patched tensors against the
+    manifest, whether or not the patch is signed.
     """
 
     run_id: str
     base: PolicyVersion
     version: PolicyVersion
-    tensors: tuple[TensorPatch, ...]
-    changed: int = 0
-    elements: int = 0
-    root: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
-    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
+    tensors: tuple[TensorPatch, ...]  # one per tensor of the manifests
+    changed: int = 0  # elements
+    elements: int = 0  # in all
+    root: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""  # binds all of the above
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""  # empty for a patch that a relay composed
 
     @property
     def size(self) -> int:
-        """Bytes of everything but the tiles that stay."""
+        """Bytes of all tiles that change."""
         return sum(sum(tensor.sizes) for tensor in self.tensors)
 
 
@@ -126,94 +120,85 @@ class VersionInfo(Struct, frozen=True, kw_only=True):
 
 
 class Holder(Struct, frozen=True, kw_only=True):
-    """Somebody who fetches versions, and may serve on what it has verified.
+    """A process that fetches versions, and may serve what it has verified."""
 
-    `name` is unique. Processes with the same `host` share memory. `address`: where it serves blobs; empty: it serves
-    none. `lasting`: not on a spot machine, so that it counts as a copy. `readers`: streams that it is serving now.
-    """
-
-    name: Annotated[str, Meta(max_length=NAME_CHARS)]
+    name: Annotated[str, Meta(max_length=NAME_CHARS)]  # unique
     site: Annotated[str, Meta(max_length=SITE_CHARS)] = ""
-    host: Annotated[str, Meta(max_length=256)] = ""
-    address: Annotated[str, Meta(max_length=512)] = ""
-    lasting: bool = False
-    readers: int = 0
+    host: Annotated[str, Meta(max_length=256)] = ""  # processes of one host share memory
+    address: Annotated[str, Meta(max_length=512)] = ""  # where it serves blobs; empty: nowhere
+    lasting: bool = False  # not on a spot machine, so it counts as a copy
+    readers: int = 0  # streams that it serves now
 
 
 class BlobSource(Struct, frozen=True, kw_only=True):
-    """Where blobs may be had: `address` of a Weights service; or, `static`, the URL of a static copy that the relay's
-    own settings name. No holder makes itself static: nobody but who runs a relay has readers ask a web server."""
+    """A place to fetch blobs from. Holders cannot declare themselves static: only a relay's settings send readers to a
+    web server."""
 
     name: str
-    address: str
+    address: str  # of a Weights service, or the URL of a static copy
     site: str = ""
     host: str = ""
-    static: bool = False
+    static: bool = False  # a static copy, as the relay's settings name it
 
 
 def distance(one: Holder | BlobSource, other: Holder | BlobSource) -> int:
-    """`SAME_HOST`, `SAME_SITE` or `FAR`: blobs are to come from the nearest."""
+    """`SAME_HOST`, `SAME_SITE` or `FAR`. Readers prefer the nearest source."""
     if one.host and one.host == other.host:
         return SAME_HOST
     return SAME_SITE if one.site == other.site else FAR
 
 
 class FoundWay(Struct, frozen=True, kw_only=True):
-    """A way by its versions: from `start`, whose dense tiles may be had if it is an `anchor`, through `via`, of which
-    the last is the wanted one (empty: `start` is it). `size`: bytes to be fetched."""
+    """A way to a version, as a chain of versions."""
 
     start: int
-    anchor: bool
-    via: tuple[int, ...] = ()
-    size: int = 0
+    anchor: bool  # the dense tiles of `start` can be fetched
+    via: tuple[int, ...] = ()  # versions to patch through, the wanted one last; empty: `start` is the wanted one
+    size: int = 0  # bytes to fetch
 
 
 class PatchState(Struct, frozen=True, kw_only=True):
-    """A patch at a relay: `size` in bytes, `density` the share of elements that it changes."""
+    """A patch at a relay."""
 
     base: int
-    size: int = 0
-    density: float = 0.0
+    size: int = 0  # bytes
+    density: float = 0.0  # share of the elements that it changes
     composed: bool = False
 
 
 class VersionState(Struct, frozen=True, kw_only=True):
-    """A version at a relay, and the patches that lead to it. `anchor`: its dense tiles are there."""
+    """A version at a relay, and the patches that lead to it."""
 
     info: VersionInfo
-    anchor: bool = False
+    anchor: bool = False  # its dense tiles are at the relay
     patches: tuple[PatchState, ...] = ()
     age_s: float = 0.0
 
 
 class HolderState(Struct, frozen=True, kw_only=True):
-    """A version that somebody fetches, or has whole (`done`).
-
-    `install_s`: seconds for which generation stood still for it; 0: none known. `seen_s`: since it was heard of.
-    """
+    """A version that a holder fetches or has."""
 
     holder: Holder
     policy: str
     version: int
-    done: bool = False
-    install_s: float = 0.0
-    seen_s: float = 0.0
+    done: bool = False  # the holder has all of it
+    install_s: float = 0.0  # how long generation stood still for it; 0: unknown
+    seen_s: float = 0.0  # seconds since the holder's last report
 
 
 class LinkState(Struct, frozen=True, kw_only=True):
-    """What a relay sent to the readers of a site since its start, and at what rate lately; `limit` 0: none."""
+    """A relay's traffic to the readers of one site."""
 
     site: str = ""
-    bytes: int = 0
-    bytes_per_s: float = 0.0
-    limit: float = 0.0
+    bytes: int = 0  # since the relay's start
+    bytes_per_s: float = 0.0  # lately
+    limit: float = 0.0  # bytes per second; 0: none
 
 
 class WeightsState(Struct, frozen=True, kw_only=True):
-    """What a relay knows of a run's versions, oldest first. Of many holders those heard of last are told, and how many
-    more there are."""
+    """A relay's knowledge of a run's versions."""
 
-    versions: tuple[VersionState, ...] = ()
-    holders: tuple[HolderState, ...] = ()
+    versions: tuple[VersionState, ...] = ()  # oldest first
+    holders: tuple[HolderState, ...] = ()  # those with the latest reports
     links: tuple[LinkState, ...] = ()
-    more_holders: int = 0
+    more_holders: int = 0  # left out of `holders`

@@ -1,1 +1,1 @@
-"""Messages and records: conversion by field name, and the columns of the append stream."""
+"""Converts records to messages and back."""

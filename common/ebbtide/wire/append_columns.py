@@ -1,7 +1,7 @@
-"""The append stream's messages: columns on the wire, deltas and acknowledgements at its ends.
+"""Converts between the append stream's messages, which have columns, and deltas and acknowledgements.
 
-Attempts have numbers on a stream, given by the sender with the attempt's first delta, so that its three names travel
-once. An answer names what was not stored as it was sent, and nothing else.
+The sender numbers the attempts of a stream with their first delta, so that their three ids travel once. An answer names
+only the deltas that were not stored as sent.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2, types_pb2
 
-#: Deltas of one message, and numbers of one stream: a script's arguments must fit on Lua's stack.
+#: Deltas per message, and numbers per stream: a script's arguments must fit on Lua's stack.
 MAX_DELTAS: Final = 1024
 
 
 class AppendSender:
-    """Numbers the attempts of one stream. With all numbers given, the one used longest ago is given anew."""
+    """Numbers the attempts of one stream. When all numbers are taken, it reuses the least recently used one."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}  # by attempt id, the one used last at the end
+        self._numbers: dict[str, int] = {}  # by attempt id, the most recently used at the end
 
     def request(self, sequence: int, deltas: Sequence[AppendDelta], *, session: str = "") -> fleet_pb2.AppendRequest:
-        """One message; at most `MAX_DELTAS` deltas."""
+        """One message of at most `MAX_DELTAS` deltas."""
         opened: list[fleet_pb2.Opened] = []
         numbers = [self._number(delta.ref, opened) for delta in deltas]
         return fleet_pb2.AppendRequest(
@@ -56,13 +56,13 @@ class AppendSender:
 
 
 class AppendReceiver:
-    """The attempts behind the numbers of one stream."""
+    """Finds the attempts of one stream by their numbers."""
 
     def __init__(self) -> None:
         self._attempts: dict[int, AttemptRef] = {}
 
     def attempts(self, request: fleet_pb2.AppendRequest) -> list[AttemptRef]:
-        """The attempt of each delta. Raises `InvalidRequest` naming the column for a message that does not add up."""
+        """The attempt of each delta. Raises `InvalidRequest` naming the column for an inconsistent message."""
         for index, one in enumerate(request.opened):
             if one.number >= MAX_DELTAS:
                 raise InvalidRequest(f"must be below {MAX_DELTAS}", field=f"opened[{index}].number")
@@ -73,16 +73,16 @@ class AppendReceiver:
         if len(numbers) > MAX_DELTAS:
             raise InvalidRequest(f"at most {MAX_DELTAS} deltas in one message", field="numbers")
         if not len(numbers) == len(request.offsets) == len(request.counts):
-            raise InvalidRequest("the columns of a message are of one length", field="numbers")
+            raise InvalidRequest("all columns of a message must have one length", field="numbers")
         if sum(request.counts) * TOKEN_BYTES != len(request.tokens):
             raise InvalidRequest(
-                f"{len(request.tokens)} bytes are not the {TOKEN_BYTES}-byte token records counted", field="tokens"
+                f"{len(request.tokens)} bytes are not {sum(request.counts)} token records", field="tokens"
             )
         try:
             return [self._attempts[number] for number in numbers]
         except KeyError as error:
             index = list(numbers).index(error.args[0])
-            raise InvalidRequest("no attempt was given this number", field=f"deltas[{index}].number") from None
+            raise InvalidRequest("no attempt has this number", field=f"deltas[{index}].number") from None
 
     def deltas(self, request: fleet_pb2.AppendRequest) -> list[AppendDelta]:
         """The message's deltas. Raises `InvalidRequest`."""
@@ -96,7 +96,7 @@ class AppendReceiver:
 
 
 def finishes(request: fleet_pb2.AppendRequest) -> dict[int, FinishReason]:
-    """How the deltas that end their rollout end it. Raises `InvalidRequest` for an ending that is not a worker's."""
+    """Finish reasons by the index of their delta. Raises `InvalidRequest` for a reason that workers may not give."""
     ends = {one.index: int(one.reason) for one in request.finishes}
     for index, reason in ends.items():
         if index >= len(request.numbers):
@@ -124,7 +124,7 @@ def answer(
 
 
 def acks(deltas: Sequence[AppendDelta], response: fleet_pb2.AppendResponse) -> list[AppendAck]:
-    """What became of the deltas of the message that `response` answers."""
+    """Acknowledgements of all deltas of the message that `response` answers."""
     found = [_as_sent(delta, response.sequence) for delta in deltas]
     for other in response.others:
         attempt_id = deltas[other.index].ref.attempt_id

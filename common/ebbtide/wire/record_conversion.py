@@ -1,8 +1,8 @@
-"""Records to messages and back, by field name, checked on the way in.
+"""Converts records to messages and back by field name, and checks what comes in.
 
-A plan is made once per pair of types: for each field that both have, its name and the step that turns its value into
-the other side's builtins. Absent messages, absent optional scalars and enums of 0 are None, or the record's default. A
-`dict[str, Any]` is a JSON string, empty for {}.
+A plan is made once per pair of types: for each common field, its name and the step that converts its value to builtins.
+Absent messages, absent optional scalars and enums of 0 become None, or the record's default. A `dict[str, Any]` is a
+JSON string, empty for {}.
 """
 
 import math
@@ -26,7 +26,7 @@ _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 
 
 class _Refused(Exception):
-    """A value that cannot be converted; gathers the path to its field on the way up."""
+    """A value that cannot be converted. It collects the path to its field on the way up."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -52,8 +52,8 @@ def to_proto(record: Struct, message_type: type[M]) -> M:
 def from_proto(message: Message, record_type: type[R], *, field: str = "") -> R:
     """The checked record with the message's values.
 
-    Raises `InvalidRequest` naming the field (its path below `field`) that is missing, out of bounds, no member of its
-    enum, not finite, or no JSON object.
+    Raises `InvalidRequest` naming the bad field (its path below `field`): missing, out of bounds, not a member of its
+    enum, not finite, or not a JSON object.
     """
     kind: Any = type(message)
     try:
@@ -78,12 +78,8 @@ def _reader(message_type: Any, record_type: type[Struct]) -> Step:
             if presence and not message.HasField(name):
                 continue
             value = getattr(message, name)
-            if enum and not value:
-                continue
-            try:
-                out[name] = step(value) if step else value
-            except _Refused as error:
-                raise error.under(name) from None
+            if value or not enum:
+                out[name] = _converted(step, value, name) if step else value
         return out
 
     return read
@@ -112,13 +108,8 @@ def _writer(message_type: Any, record_type: type[Struct]) -> Step:
     def write(record: Any) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for name, step in plan:
-            value = getattr(record, name)
-            if value is None:
-                continue
-            try:
-                out[name] = step(value) if step else value
-            except _Refused as error:
-                raise error.under(name) from None
+            if (value := getattr(record, name)) is not None:
+                out[name] = _converted(step, value, name) if step else value
         return out
 
     return write
@@ -134,7 +125,7 @@ def _write_step(field: Any, hint: Any) -> Step | None:
 
 
 def _fields(message_type: Any, record_type: type[Struct]) -> Iterable[tuple[str, Any, Any]]:
-    # The stubs give descriptors in two types; hence Any here and where they go.
+    # Any: the stubs describe descriptors by two unrelated types.
     known = message_type.DESCRIPTOR.fields_by_name
     hints = get_type_hints(record_type)
     return [(name, hints[name], known[name]) for name in record_type.__struct_fields__ if name in known]
@@ -154,16 +145,14 @@ def _struct_in(hint: Any) -> type[Struct]:
 
 
 def _each(step: Step) -> Step:
-    def steps(values: Iterable[Any]) -> list[Any]:
-        out: list[Any] = []
-        for value in values:
-            try:
-                out.append(step(value))
-            except _Refused as error:
-                raise error.under(f"[{len(out)}]") from None
-        return out
+    return lambda values: [_converted(step, value, index) for index, value in enumerate(values)]
 
-    return steps
+
+def _converted(step: Step, value: Any, place: str | int) -> Any:
+    try:
+        return step(value)
+    except _Refused as error:
+        raise error.under(place if isinstance(place, str) else f"[{place}]") from None
 
 
 def _finite(value: float) -> float:
@@ -173,10 +162,7 @@ def _finite(value: float) -> float:
 
 
 def _finite_values(values: Any) -> dict[str, float]:
-    for key, value in values.items():
-        if not math.isfinite(value):
-            raise _Refused("must be finite").under(key)
-    return dict(values)
+    return {key: _converted(_finite, value, key) for key, value in values.items()}
 
 
 def _from_json(text: str) -> dict[str, Any]:
@@ -196,7 +182,7 @@ def _to_json(value: dict[str, Any]) -> str:
 
 
 def _unfit(record: Struct, message_type: Any) -> str:
-    """The path of the first field whose value does not fit. Slow, and only for the refusal."""
+    """The path of the first field whose value does not fit. Slow, so used for refusals only."""
     for name, value in _writer(message_type, type(record))(record).items():
         try:
             message_type(**{name: value})

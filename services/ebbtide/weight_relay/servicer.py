@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from ebbtide.auth.caller_roles import is_among_peers
+from ebbtide.auth.admission import is_among_peers
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion

@@ -70,7 +70,7 @@ async def test_without_a_store_it_ends_with_the_remedy(start: Any, tmp_path: Any
     _, err = await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 1
     assert b"none.sock does not answer" in err
-    assert b"start it, or mend the store URL" in err
+    assert b"start it, or correct the store URL" in err
 
 
 async def test_a_start_that_cannot_listen_leaves_the_serving_coordinator_alone(start: Any, redis_url: Any) -> None:

@@ -129,7 +129,7 @@ async def test_a_call_that_the_former_leader_never_answers_ends_when_another_lea
     call = asyncio.create_task(ask(heads))
     await wait_until(lambda: two[0].asked == 2)
     await two[1].leads()
-    with pytest.raises(Unavailable, match=f"{two[0].server.address} leads no more; {two[1].server.address} does"):
+    with pytest.raises(Unavailable, match=f"{two[0].server.address} no longer leads; {two[1].server.address} does"):
         await asyncio.wait_for(call, 10)
     assert await ask_on(heads) == "b"
 
@@ -189,7 +189,7 @@ async def test_another_service_among_the_addresses_is_named_in_the_log(
     await server.start()
     async with LeaderChannel(f"{two[0].server.address},127.0.0.1:{port}", SECURITY) as heads:
         assert await ask_on(heads) == "a"
-        await wait_until(lambda: f"at 127.0.0.1:{port} is a service that is no coordinator" in caplog.text)
+        await wait_until(lambda: f"the service at 127.0.0.1:{port} is no coordinator" in caplog.text)
     await server.stop(0.0)
 
 

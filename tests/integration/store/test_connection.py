@@ -46,18 +46,18 @@ async def test_a_caller_that_goes_away_shifts_nobodys_answer(link: Any) -> None:
 
 
 async def test_calls_made_while_the_link_is_broken_are_done_on_the_next_one(link: Any, server: Any) -> None:
-    life = link.life
+    life = link.incarnation
     await link.call("SET", "kept", "1")
     broken = [asyncio.create_task(link.call("INCR", f"n{number}")) for number in range(20)]
     server.command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     assert await asyncio.gather(*broken) == [1] * 20
     assert await link.call("GET", "kept") == b"1"
-    assert link.life == life
+    assert link.incarnation == life
 
 
 async def test_a_call_begun_in_one_life_of_the_store_is_not_sent_in_another(link: Any, server: Any) -> None:
-    life, came = link.life, list[str]()
-    link.watch(lambda: came.append(link.life))
+    life, came = link.incarnation, list[str]()
+    link.watch(lambda: came.append(link.incarnation))
     await link.call("SET", "kept", "1")
     server.freeze()
     sent = [asyncio.create_task(link.call("INCR", "sent")) for _ in range(5)]
@@ -70,8 +70,8 @@ async def test_a_call_begun_in_one_life_of_the_store_is_not_sent_in_another(link
     for refused in await asyncio.gather(*sent, *unsent, return_exceptions=True):
         assert isinstance(refused, StoreUnavailable)
         assert "came back" in str(refused)
-    assert came == [link.life]
-    assert link.life != life
+    assert came == [link.incarnation]
+    assert link.incarnation != life
     assert await link.call("GET", "unsent") is None
     assert await link.call("GET", "kept") == b"1"
 
@@ -107,7 +107,7 @@ async def test_a_store_that_is_gone_or_silent_is_named_when_patience_ends(link: 
     finally:
         server.thaw()
     server.kill()
-    with pytest.raises(StoreUnavailable, match=r"redis\.sock does not answer .*; start it, or mend the store URL"):
+    with pytest.raises(StoreUnavailable, match=r"redis\.sock does not answer .*; start it, or correct the store URL"):
         await link.call("PING", patience_s=0.5)
 
 

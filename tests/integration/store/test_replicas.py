@@ -30,7 +30,7 @@ async def test_nothing_is_answered_before_the_replica_has_it(pair: Any) -> None:
     assert replica.command("DBSIZE") == b":200\r\n"
     replica.freeze()
     try:
-        with pytest.raises(StoreUnavailable, match=r"fewer than 1 replicas .* confirm what it takes; start them"):
+        with pytest.raises(StoreUnavailable, match=r"fewer than 1 replicas .* confirm its writes; start them"):
             await link.call("SET", "unconfirmed", "1")
         waiting = [asyncio.create_task(link.call("SET", f"late{number}", "1", patience_s=30)) for number in range(5)]
         await asyncio.wait(waiting, timeout=1.5)
@@ -52,16 +52,16 @@ async def test_a_primary_that_is_made_a_replica_is_left_at_once(pair: Any) -> No
     primary, replica = pair
     link = StoreConnection(primary.url, patience_s=5)
     await link.open()
-    life = link.life
+    life = link.incarnation
     replica.command("REPLICAOF", "NO", "ONE")
     primary.command("REPLICAOF", "127.0.0.1", str(replica.port))
     with pytest.raises(StoreUnavailable, match="read-only replica"):
         await link.call("SET", "k", "1", patience_s=1)
     primary.command("REPLICAOF", "NO", "ONE")
     with pytest.raises(StoreUnavailable, match="came back"):
-        await link.call("SET", "k", "1", life=life)
+        await link.call("SET", "k", "1", incarnation=life)
     assert await link.call("SET", "k", "1") == b"OK"
-    assert link.life != life
+    assert link.incarnation != life
     await link.close()
 
 
@@ -73,7 +73,7 @@ async def test_a_failover_is_followed_and_gives_another_life(pair: Any, tmp_path
         )
         await link.open()
         assert (await Store(link, "term").condition()).durable_after_s == 0.0
-        life = link.life
+        life = link.incarnation
         await link.call("SET", "k", "1")
         await wait_until(lambda: b"num-slaves\r\n$1\r\n1\r\n" in sentinel.command("SENTINEL", "masters"))
         link.replicas = 0
@@ -82,7 +82,7 @@ async def test_a_failover_is_followed_and_gives_another_life(pair: Any, tmp_path
             with pytest.raises(StoreUnavailable, match="came back"):
                 await link.call("SET", "k", "2")
             assert await link.call("GET", "k") == b"1"
-            assert link.life != life
+            assert link.incarnation != life
             assert replica.info("role") == "master"
         finally:
             primary.thaw()

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from ebbtide.testing.link import ShapedLink
 from ebbtide.transfer import Mirror
 from ebbtide.transfer.blob_fetcher import BlobFetcher
 from ebbtide.transfer.sources import source_pace, source_pool
 from ebbtide.types.weights import BlobSource
 from tests.integration.transfer.test_puller import FIRST, pull
+from tests.shaped_link import ShapedLink
 from tests.unit.weights.chain import Link
 
 MIB = 1 << 20

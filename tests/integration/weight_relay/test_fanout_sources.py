@@ -13,7 +13,6 @@ from aiohttp import web
 from ebbtide.errors import VersionUnavailable
 from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
-from ebbtide.testing.link import ShapedLink
 from ebbtide.testing.process import free_port
 from ebbtide.types.weights import FoundWay, Holder
 from ebbtide.weight_relay.export.__main__ import ExportSettings, export
@@ -30,6 +29,7 @@ from tests.integration.weight_relay.fanout import (
     readers,
     running,
 )
+from tests.shaped_link import ShapedLink
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from ebbtide.auth.admission import Admission
-from ebbtide.auth.caller_roles import is_among_peers
+from ebbtide.auth.admission import Admission, is_among_peers
 from ebbtide.auth.role_tokens import SKEW_S, key_id, mint, public_keys, signing_key, unverified, verify
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity, ServerSettings

@@ -91,7 +91,7 @@ def test_a_body_is_what_is_asked_for_not_when() -> None:
         (redis_errors.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), "disk"),
         (redis_errors.ReadOnlyError("You can't write against a read only replica."), "replica"),
         (redis_errors.AuthenticationError("Authentication required."), "password"),
-        (redis_errors.NoPermissionError("this user has no permissions"), "allow it"),
+        (redis_errors.NoPermissionError("this user has no permissions"), "allow this user"),
         (redis_errors.BusyLoadingError("Redis is loading the dataset in memory"), "loading"),
         (redis_errors.ConnectionError("Error 111 connecting"), "start it"),
     ],

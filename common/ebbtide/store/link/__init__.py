@@ -1,1 +1,1 @@
-"""The connection to Redis: finding the server, talking to it, and what its refusals mean."""
+"""Connects to Redis: finds the server, talks to it, and turns its refusals into errors."""

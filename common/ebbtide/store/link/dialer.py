@@ -1,4 +1,4 @@
-"""Where the store is: the one server that a URL names, or the primary that Sentinels name just now."""
+"""Dials the store (the server that a URL names, or the primary that Sentinels name) and learns its incarnation."""
 
 import asyncio
 from typing import Any, Final, Protocol, cast
@@ -13,9 +13,11 @@ from redis.backoff import NoBackoff
 
 from ebbtide.errors import InvalidRequest
 
-#: A server that is connected and takes longer over the words before the first command is frozen, or cut off.
+#: A server that takes longer before the first command is frozen or cut off.
 _CONNECT_S: Final = 5.0
-#: A Sentinel that takes longer is passed by: another one, or the next try, has the answer.
+#: A server that takes longer to give its incarnation is frozen or gone.
+_GREETING_S: Final = 5.0
+#: A Sentinel that takes longer is skipped: another one, or the next try, has the answer.
 _SENTINEL_S: Final = 1.0
 _COMMON: Final[dict[str, Any]] = {"protocol": 2, "socket_timeout": None, "socket_connect_timeout": 5}
 _SENTINEL_PORT: Final = 26379
@@ -24,23 +26,23 @@ Address = tuple[str, int]
 
 
 class Dialer(Protocol):
-    """`where` names the store in messages, without passwords."""
+    """Dials one store."""
 
-    where: str
+    where: str  # names the store in messages, without passwords
     sentinel: bool
 
     async def dial(self) -> AbstractConnection:
-        """A link to the store, connected. Raises redis' errors, `OSError` and `TimeoutError`."""
+        """A connected link to the store. Raises redis' errors, `OSError` and `TimeoutError`."""
 
     async def moved(self) -> bool:
-        """Whether another server than the one dialled last is known to be the primary."""
+        """Whether another server than the last one dialled is known to be the primary."""
 
     async def close(self) -> None: ...
 
 
 def dialer(url: str) -> Dialer:
-    """For `redis://`, `rediss://`, `unix://`, or `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE[/DB]` (`rediss+...` with
-    TLS). Raises `InvalidRequest` for anything else.
+    """The dialer for `redis://`, `rediss://`, `unix://`, or `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE[/DB]`
+    (`rediss+...` with TLS). Raises `InvalidRequest` for anything else.
     """
     scheme = url.partition("://")[0]
     if scheme in {"redis+sentinel", "rediss+sentinel"}:
@@ -56,7 +58,7 @@ class Direct:
         try:
             self._pool = ConnectionPool.from_url(url, **_COMMON, retry=_once())
         except ValueError as error:
-            why = "a `?` or `@` in it is to be written as %3F or %40" if self.where.endswith("...") else str(error)
+            why = "write a `?` or `@` in it as %3F or %40" if self.where.endswith("...") else str(error)
             raise _unusable(self.where, why) from None
 
     async def dial(self) -> AbstractConnection:
@@ -70,8 +72,8 @@ class Direct:
 
 
 class Sentinels:
-    """User and password before the `@` are the server's; those of the Sentinels are the query's `sentinel_username` and
-    `sentinel_password`.
+    """Dials the primary that Sentinels name. User and password before the `@` are the server's; the query's
+    `sentinel_username` and `sentinel_password` are the Sentinels'.
     """
 
     sentinel = True
@@ -115,7 +117,7 @@ class Sentinels:
             raise redis.exceptions.ConnectionError(f"no Sentinel names a primary of {self._service} that is up")
         address, sound = named
         if not sound:
-            raise redis.exceptions.ConnectionError(f"the primary of {self._service} is down; its failover is awaited")
+            raise redis.exceptions.ConnectionError(f"the primary of {self._service} is down and not yet replaced")
         link = self._kind(host=address[0], port=address[1], **self._login, **_COMMON, retry=_once())
         await _connected(link)
         self._dialled = address
@@ -129,9 +131,9 @@ class Sentinels:
         await self._sentinels.aclose()
 
     async def _named(self) -> tuple[Address, bool] | None:
-        """The primary of the newest configuration that any Sentinel knows, and whether it is up; None if none answers.
+        """The primary of the newest configuration of all Sentinels, and whether it is up; None if none answers.
 
-        All are asked: one that was cut off may still name the former primary.
+        All are asked, because one that was cut off may still name the former primary.
         """
         asked = [one.sentinel_masters() for one in self._sentinels.sentinels]
         found: list[tuple[int, Address, bool]] = []
@@ -150,26 +152,49 @@ class Sentinels:
 
 
 async def _connected(link: AbstractConnection) -> AbstractConnection:
-    """The link, connected. Its own timeouts end before it reads, and a half-open connection never answers."""
+    """Connect the link. Its own timeouts do not cover the first reads, and a half-open connection never answers."""
     try:
         async with asyncio.timeout(_CONNECT_S):
             await link.connect()  # type: ignore[no-untyped-call]
     except BaseException as error:
         await link.disconnect(nowait=True)
         if type(error) is TimeoutError:
-            raise TimeoutError(f"it says nothing for {_CONNECT_S:g} s") from None
+            raise TimeoutError(f"silent for {_CONNECT_S:g} s") from None
         raise
     return link
 
 
+async def greet(link: AbstractConnection) -> str:
+    """Ask a dialled server for the store's incarnation, which names its process and the history of its data.
+
+    A restart or the promotion of a replica makes a new incarnation; a broken link does not. (A primary's first replica
+    makes one, too, though nothing is lost: this costs some repeats.) Raises redis' errors for a server that is loading
+    or a replica; `TimeoutError`.
+    """
+    async with asyncio.timeout(_GREETING_S):
+        await link.send_command("INFO")
+        said = info(await link.read_response())
+    if said.get("loading", "0") != "0":
+        raise redis.exceptions.BusyLoadingError("loading the dataset")
+    if said.get("role", "master") != "master":
+        raise redis.exceptions.ReadOnlyError("its role is that of a replica")
+    return f"{said.get('run_id', '')}.{said.get('master_replid', '')}"
+
+
+def info(text: bytes) -> dict[str, str]:
+    """The values of `INFO`, by name."""
+    lines = (line.partition(":") for line in text.decode().splitlines() if ":" in line)
+    return {name: value for name, _, value in lines}
+
+
 def _once() -> Retry:
-    """Who dials tries again by itself."""
+    """No retries: the caller dials again."""
     return Retry(NoBackoff(), 0)
 
 
 def _public(url: str) -> str:
-    """The URL without user, password and options. With an `@` behind the first `?`, which may belong to a password that
-    has either of them unescaped, no more than the scheme.
+    """The URL without user, password and options. Only the scheme if an `@` follows a `?`: they may belong to an
+    unescaped password.
     """
     head, _, options = url.partition("?")
     if "@" in options:

@@ -1,11 +1,11 @@
-"""One pipelined connection to Redis, which comes back by itself.
+"""Keeps one pipelined connection to Redis, and reconnects by itself.
 
-Invariant: commands go out in the order of `call`, and replies come back in that order, so `_sent` pairs them. `life`
-names the server and its data, and is learnt before anything else is sent over a new link. When a link breaks, all of
-`_sent` ends as broken; each caller sends again on the next link of the same life, so everything sent here must be safe
-to repeat: reads, and scripts that are fenced. In another life the store may have forgotten what the caller went by: the
-call fails, and the caller decides. With `replicas`, no reply is given before so many of them have confirmed what was
-written before it. Nothing here outlives the process; what a broken link had sent may or may not have been done.
+Invariant: commands go out in the order of `call`, and replies come back in that order, so `_sent` pairs them.
+`incarnation` names the store's server and data, and is read first on every new link. When a link breaks, all of `_sent`
+fails; each caller sends again on the next link of the same incarnation, so every command must be safe to repeat: reads,
+and fenced scripts. Another incarnation may have forgotten what the caller relied on: the call fails, and the caller
+decides. With `replicas`, a reply is returned only after so many of them confirmed all writes before it. Nothing
+outlives the process; commands on a broken link may or may not have run.
 """
 
 import asyncio
@@ -20,23 +20,22 @@ import redis.exceptions
 from redis.asyncio.connection import AbstractConnection
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.link.dialer import dialer
-from ebbtide.store.link.greeting import greet
+from ebbtide.store.link.dialer import dialer, greet
 from ebbtide.store.link.store_faults import TermSuperseded, estranges, fault
 from ebbtide.store.lua_scripts import LuaScript
 
 Argument = bytes | str | int | float
-#: Between attempts to connect; a local store is back within the first.
+#: Pauses between attempts to connect; a local store is back within the first.
 _BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
-#: A store that answers nothing for so long is given up, and reached anew.
+#: A store that is silent for so long is given up, and dialled again.
 _SILENCE_S: Final = 10.0
 #: Commands gather for so long at most while the store is busy with earlier ones.
 _GATHER_S: Final = 0.002
-#: How often it is looked whether the store is silent, and whether Sentinels name another primary.
+#: Interval of checks whether the store is silent, and whether Sentinels name another primary.
 _LOOK_S: Final = 1.0
-#: How long replicas are waited for in one go; then it is said that they are away, and waited on.
+#: Longest single wait for replicas; after it they count as away, and the next wait begins.
 _CONFIRM_MS: Final = 500
-#: How long a rare write waits for a replica that need not be waited for, before it waits for all that it takes.
+#: `durable` waits so long for a replica that could spare it the full wait.
 _RARE_MS: Final = 200
 
 
@@ -48,7 +47,7 @@ class StoreConnection:
     """`await call("GET", key)`; `await run(script, prefix, ...)`. Start it with `open`, end it with `close`."""
 
     def __init__(self, url: str, *, patience_s: float = 3.0, replicas: int = 0) -> None:
-        """`patience_s`: how long a call waits for a store that is away before it raises `StoreUnavailable`.
+        """`patience_s`: how long a call waits for an absent store before it raises `StoreUnavailable`.
 
         Raises `InvalidRequest` for a URL that names no Redis.
         """
@@ -56,22 +55,22 @@ class StoreConnection:
         self.where = self._dialer.where  # no password in messages
         self.sentinel = self._dialer.sentinel
         self.patience_s, self.replicas = patience_s, replicas
-        self.life = ""  # of the store as it is, or was last; empty before the first link
+        self.incarnation = ""  # the store's latest incarnation; empty before the first link
         self.durable_after_s = self._synced_after_s = 0.0  # see `promise`
         self._watchers: list[Callable[[], None]] = []
-        self.superseded = asyncio.Event()  # set when the store belongs to another coordinator
+        self.superseded = asyncio.Event()  # set once another coordinator has the store
         self._up = asyncio.Event()
         self._why = f"the store at {self.where} was not reached yet"
         self._out: list[bytes] = []
         self._outgoing, self._idle = asyncio.Event(), asyncio.Event()
         self._sent: deque[asyncio.Future[Any]] = deque()
-        self._held: list[tuple[asyncio.Future[Any], Any]] = []  # answered, and not confirmed by the replicas
+        self._held: list[tuple[asyncio.Future[Any], Any]] = []  # answered, but not yet confirmed by the replicas
         self._confirming: asyncio.Future[int] | None = None
-        self._heard = 0.0  # when the store answered last, or was first asked since
+        self._heard = 0.0  # when the store last answered, or was first asked after that
         self._keeper: asyncio.Task[None] | None = None
 
     async def open(self, *, patience_s: float | None = None) -> None:
-        """Begin to connect, and wait until the store answers. Raises `StoreUnavailable` when patience ends."""
+        """Connect, and wait until the store answers. Raises `StoreUnavailable` when patience ends."""
         self._keeper = asyncio.create_task(self._keep(), name="store connection")
         try:
             await self.call("PING", patience_s=patience_s)
@@ -98,46 +97,44 @@ class StoreConnection:
 
     @property
     def away_s(self) -> float:
-        """For how long the store has owed an answer, or was out of reach; 0 while it owes none."""
+        """For how long the store has owed an answer or was out of reach; 0 if neither."""
         return time.monotonic() - self._heard if self._heard and (self._sent or not self._up.is_set()) else 0.0
 
     async def lost(self) -> None:
-        """Wait, once open, until what keeps the connection fails, and raise why: the store is out of reach for good."""
+        """Wait until the open connection's task fails, and raise its error: the store is lost for good."""
         if self._keeper is not None:
             await asyncio.shield(self._keeper)
 
     async def run(self, script: LuaScript, prefix: str, *args: Argument, patience_s: float | None = None) -> Any:
-        """Run a script on the run whose keys begin with `prefix`. Raises `Refused`, `TermSuperseded`,
-        `StoreUnavailable`.
-        """
+        """Run a script on the keys of `prefix`. Raises `StoreRefused`, `TermSuperseded`, `StoreUnavailable`."""
         try:
             return await self.call("EVALSHA", script.sha, 1, prefix, *args, patience_s=patience_s)
         except redis.exceptions.NoScriptError:
             return await self.call("EVAL", script.text, 1, prefix, *args, patience_s=patience_s)
 
     async def durable(self) -> None:
-        """Wait until all that was answered before would survive the store. Raises `StoreUnavailable` if the store came
-        back meanwhile, and may have forgotten it.
+        """Wait until all answered writes would survive a crash of the store. Raises `StoreUnavailable` if the store has
+        a new incarnation meanwhile, which may have forgotten them.
         """
         if self.durable_after_s:
-            life, rest_s = self.life, self.durable_after_s
-            if self._synced_after_s < rest_s and await self.call("WAIT", 1, _RARE_MS, life=life):
+            incarnation, rest_s = self.incarnation, self.durable_after_s
+            if self._synced_after_s < rest_s and await self.call("WAIT", 1, _RARE_MS, incarnation=incarnation):
                 rest_s = self._synced_after_s
             await asyncio.sleep(rest_s)
-            await self.call("PING", life=life)
+            await self.call("PING", incarnation=incarnation)
 
-    async def call(self, *command: Argument, patience_s: float | None = None, life: str = "") -> Any:
-        """Send one command, again after each broken link, and return its reply. `life`: the one that the caller goes
-        by, unless it is the present one. Raises `StoreUnavailable` when patience ends, or the store came back.
+    async def call(self, *command: Argument, patience_s: float | None = None, incarnation: str = "") -> Any:
+        """Send one command, again after each broken link, and return its reply. `incarnation`: the one that the caller
+        relies on; by default the present one. Raises `StoreUnavailable` when patience ends, or in another incarnation.
         """
-        packed, life = hiredis.pack_command(cast("tuple[bytes]", command)), life or self.life
+        packed, incarnation = hiredis.pack_command(cast("tuple[bytes]", command)), incarnation or self.incarnation
         try:
             async with asyncio.timeout(self.patience_s if patience_s is None else patience_s):
                 while True:
                     await self._up.wait()
-                    life = life or self.life
-                    if life != self.life:
-                        raise StoreUnavailable(f"the store at {self.where} came back; it may know less, so ask again")
+                    incarnation = incarnation or self.incarnation
+                    if incarnation != self.incarnation:
+                        raise StoreUnavailable(f"the store at {self.where} came back and may know less; ask again")
                     try:
                         return await self._send(packed)
                     except _LinkBroke:
@@ -149,7 +146,7 @@ class StoreConnection:
         if not self._up.is_set():
             return self._why
         if self._confirming is not None:
-            return f"fewer than {self.replicas} replicas of the store at {self.where} confirm what it takes; start them"
+            return f"fewer than {self.replicas} replicas of the store at {self.where} confirm its writes; start them"
         return f"the store at {self.where} is connected but does not answer in time"
 
     async def _send(self, packed: bytes) -> Any:
@@ -178,7 +175,7 @@ class StoreConnection:
             link: AbstractConnection | None = None
             try:
                 link = await self._dialer.dial()
-                self.life = await greet(link)
+                self.incarnation = await greet(link)
                 failures = 0
                 await self._serve(link)
             except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
@@ -191,7 +188,7 @@ class StoreConnection:
             failures += 1
 
     async def _serve(self, link: AbstractConnection) -> None:
-        """Use the link until it breaks; raises what broke it."""
+        """Use the link until it breaks, and raise the reason."""
         self._up.set()
         for came in self._watchers:
             came()
@@ -212,7 +209,7 @@ class StoreConnection:
                 await self._gather()
             self._outgoing.clear()
             batch, self._out = self._out, []
-            if not batch:  # what was to be sent ended with the last link
+            if not batch:  # its commands ended with the last link
                 continue
             await _write(link, b"".join(batch))
             if self.replicas:
@@ -220,7 +217,7 @@ class StoreConnection:
 
     async def _gather(self) -> None:
         """Let commands gather while earlier ones are unanswered: the store then wakes and fsyncs once for all of them,
-        which costs it more than a small script does.
+        and both cost it more than a small script.
         """
         self._idle.clear()
         with suppress(TimeoutError):
@@ -228,12 +225,12 @@ class StoreConnection:
                 await self._idle.wait()
 
     async def _confirm(self, link: AbstractConnection) -> None:
-        """Wait for the replicas behind one batch, and let its replies go; the next batch gathers meanwhile."""
+        """Wait until replicas confirm one batch, then release its replies. The next batch gathers meanwhile."""
         wait = hiredis.pack_command(cast("tuple[bytes]", ("WAIT", self.replicas, _CONFIRM_MS)))
         confirmed = 0
         while confirmed < self.replicas:
             self._confirming = asyncio.get_running_loop().create_future()
-            # Behind the batch just written, before what is still to be written.
+            # After the batch just written, before the commands still to write.
             self._sent.insert(len(self._sent) - len(self._out), self._confirming)
             await _write(link, wait)
             confirmed = await self._confirming
@@ -254,8 +251,8 @@ class StoreConnection:
                 self._answer(reply)
 
     async def _watch(self) -> None:
-        """Break a link whose store is silent or is not the primary any more: without this, a half-open connection would
-        hold its callers for ever, and a primary that was cut off would take what nobody will ever see.
+        """Break a link whose store is silent or no longer the primary. Otherwise a half-open connection would block its
+        callers for ever, and a primary that was cut off would take writes that are lost later.
         """
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -291,12 +288,12 @@ class StoreConnection:
 async def _write(link: AbstractConnection, packed: bytes) -> None:
     try:
         await link.send_packed_command(packed, check_health=False)
-    except RuntimeError as error:  # what uvloop raises for a transport that has just closed
+    except RuntimeError as error:  # uvloop raises it for a transport that just closed
         raise ConnectionError(str(error)) from error
 
 
 def _settle(waiting: asyncio.Future[Any], reply: Any) -> None:
-    if waiting.done():  # its caller went away
+    if waiting.done():  # its caller was cancelled
         return
     if isinstance(reply, Exception):
         waiting.set_exception(reply)
@@ -307,4 +304,4 @@ def _settle(waiting: asyncio.Future[Any], reply: Any) -> None:
 def _reason(error: Exception, where: str) -> Exception:
     if isinstance(error, redis.exceptions.RedisError):
         return fault(error, where=where)
-    return StoreUnavailable(f"the store at {where} does not answer ({error}); start it, or mend the store URL")
+    return StoreUnavailable(f"the store at {where} does not answer ({error}); start it, or correct the store URL")

@@ -1,4 +1,4 @@
-"""What the store answers when it refuses: turned into errors that say what is wrong and what to do."""
+"""Turns the store's refusals into errors that say what is wrong and what to do."""
 
 from typing import Final
 
@@ -8,16 +8,14 @@ from ebbtide.errors import Draining, Internal, StoreUnavailable
 
 
 class TermSuperseded(Draining):
-    """Another coordinator has taken this store over: nothing this one sends is taken any more, so it must end."""
+    """Another coordinator has taken over the store, which now refuses this one's writes: it must end."""
 
     def __init__(self) -> None:
         super().__init__("another coordinator has taken over this store; this one must stop")
 
 
 class StoreRefused(Exception):
-    """A script's own refusal: its `code` (see `lua/`) and what it said about it. Wrappers turn it into a caller's
-    error.
-    """
+    """A script's refusal, with its `code` (see `lua/`) and detail. Topics turn it into an error for callers."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(f"{code} {detail}")
@@ -32,15 +30,15 @@ _REMEDIES: Final = {
     "OOM": "is full (maxmemory); raise maxmemory, or let trainers commit and acknowledge so that it empties",
     "MISCONF": "cannot write to its disk; free disk space or mend the volume of its append-only file",
     "READONLY": "is a read-only replica; point the coordinator at the primary",
-    "NOAUTH": "wants a user or password that is not in the store URL, or is wrong there",
-    "NOPERM": "refuses a command to the user in the store URL; allow it all commands on keys ebbtide:*",
-    "LOADING": "is still loading its data and answers when done",
-    "BUSY": "is busy with a script and answers when done",
+    "NOAUTH": "needs another user or password; correct them in the store URL",
+    "NOPERM": "refuses a command to the user in the store URL; allow this user all commands on keys ebbtide:*",
+    "LOADING": "is still loading its data and answers afterwards",
+    "BUSY": "is busy with a script and answers afterwards",
     "MASTERDOWN": "has lost its primary",
     "CLUSTERDOWN": "is a cluster that is down",
     "NOREPLICAS": "has fewer replicas than its min-replicas-to-write; start them",
 }
-#: The client library strips the code of replies that it has a class for.
+#: The client library has classes for some codes, and strips these codes from replies.
 _CLASSES: Final = (
     (redis.exceptions.OutOfMemoryError, "OOM"),
     (redis.exceptions.ReadOnlyError, "READONLY"),
@@ -50,20 +48,18 @@ _CLASSES: Final = (
     (redis.exceptions.MasterDownError, "MASTERDOWN"),
     (redis.exceptions.ClusterDownError, "CLUSTERDOWN"),
 )
-#: While connecting it keeps nothing but the text.
+#: While it connects, the client library keeps only the text.
 _PHRASES: Final = (
     ("Authentication required", "NOAUTH"),
     ("invalid username-password", "NOAUTH"),
     ("loading the dataset", "LOADING"),
 )
-
-
-#: What a server says that is not the primary any more, or not yet one: it is to be left, and the primary found.
+#: Codes of a server that is no longer or not yet the primary: the connection must find the primary again.
 _ESTRANGING: Final = ("READONLY", "MASTERDOWN", "LOADING")
 
 
 def estranges(error: redis.exceptions.RedisError) -> bool:
-    """Whether the error means that the server at the other end of the link is not the one to ask."""
+    """Whether the error means that the link leads to the wrong server."""
     code = next((name for kind, name in _CLASSES if isinstance(error, kind)), str(error).partition(" ")[0])
     return code in _ESTRANGING or any(f"-{name} " in str(error) for name in _ESTRANGING)
 
@@ -79,8 +75,8 @@ def fault(error: redis.exceptions.RedisError, *, where: str) -> Exception:
     code = next((name for kind, name in _CLASSES if isinstance(error, kind)), code)
     code = next((name for phrase, name in _PHRASES if phrase in text), code)
     for name, remedy in _REMEDIES.items():
-        if code == name or f"-{name} " in text:  # the latter: raised inside a script
+        if code == name or f"-{name} " in text:  # the latter is raised inside a script
             return StoreUnavailable(f"the store at {where} {remedy}")
     if isinstance(error, redis.exceptions.ResponseError):
         return Internal(f"the store at {where} refused a command: {text[:200]}")
-    return StoreUnavailable(f"the store at {where} does not answer ({text[:200]}); start it, or mend the store URL")
+    return StoreUnavailable(f"the store at {where} does not answer ({text[:200]}); start it, or correct the store URL")

@@ -1,6 +1,5 @@
--- ARGV: term, role, fence, drop reason ('' if trained), vouched (see complete), then ids. All or nothing; ones that are over are passed by.
-local bad = barred(ARGV[1], ARGV[2], ARGV[3])
-if bad then return bad end
+-- ARGV: term, role, fence, drop reason ('' if trained), vouched (see complete), then ids. All or nothing; ids that are over are skipped.
+local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local kinds = {}
 for at = 6, #ARGV do
   local r = redis.call('HMGET', ROLLOUT .. ARGV[at], 'state', 'kind')

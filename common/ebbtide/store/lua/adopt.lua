@@ -1,8 +1,7 @@
--- ARGV: term, then id, attempt, worker, any ('1' if the attempt is known to be newer than all that the store has) of each.
--- Attempts that go on at their workers, and whose placement the store may have forgotten, run as they did. Returns per attempt
--- {1 it runs | 0 it is over | 2 the rollout is not known, tokens stored}.
-local bad = barred(ARGV[1])
-if bad then return bad end
+-- ARGV: term, then id, attempt, worker, any ('1' if the attempt is known to be newer than all of the store's) of each.
+-- Records attempts as running that their workers continue, and whose placement the store may have forgotten. Returns per attempt
+-- {1 it runs | 0 it is over | 2 the rollout is unknown, tokens stored}.
+local bad = barred(ARGV[1]); if bad then return bad end
 local out = {}
 for at = 2, #ARGV, 4 do
   local id, attempt, worker, any = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]

@@ -1,6 +1,5 @@
--- ARGV: term, role, fence, version, packed record, step. Returns 1, or 0 for a repeat.
-local bad = barred(ARGV[1], ARGV[2], ARGV[3])
-if bad then return bad end
+-- ARGV: term, role, fence, version, packed record, step. Makes a version the newest. Returns 1, or 0 for a repeat.
+local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local known = redis.call('HGET', VERSIONS, ARGV[4])
 if known then
   if known ~= ARGV[5] then return refuse('TAKEN') end

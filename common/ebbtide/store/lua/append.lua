@@ -1,7 +1,7 @@
--- ARGV: term, columns as JSON, and the tokens of all deltas, one behind the other. The columns: rollouts, "ATTEMPT:offset" and
--- "ATTEMPT:end", bytes of tokens, and place (from 1) and reason of each finish, in a row.
--- Tokens are not opened: the fence "ATTEMPT:stored" is compared as it is, and taken apart only where it differs.
--- Returns place, {1 stored | 2 gap | 3 superseded}, stored and finished of each delta that was not stored as sent, in a row.
+-- ARGV: term, columns as JSON, and the tokens of all deltas, one after another. The columns: rollouts, "ATTEMPT:offset",
+-- "ATTEMPT:end", bytes of tokens, and place (from 1) and reason of each finish, in turn. Appends tokens without decoding them: the
+-- fence "ATTEMPT:stored" is compared as a text, and parsed only if it differs.
+-- Returns place, {1 stored | 2 gap | 3 superseded}, stored and finished of each delta that was not stored as sent, in turn.
 local columns = cjson.decode(ARGV[2])
 local ids, begins, ends, sizes, finishes = columns[1], columns[2], columns[3], columns[4], columns[5]
 local fields, reasons = {'term'}, {}
@@ -12,11 +12,11 @@ if have[1] ~= ARGV[1] then return barred(ARGV[1]) end
 local now, set, others = {}, {}, {}
 for i = 2, #fields do now[fields[i]] = have[i] end
 
--- How a delta stands that does not follow on as it is: status, stored, finished; nil for new tokens that follow on.
+-- Status, stored and finished of a delta whose fence differs; nil for new tokens that follow the stored ones.
 local function differs(id, attempt, offset, n)
   local fence = now['r:' .. id]
   local split = fence and string.find(fence, ':', 1, true)
-  if not split then  -- not running: it may be this attempt that finished it
+  if not split then  -- not running: perhaps this attempt finished it
     local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'attempt')
     if r[1] == 'finished' and r[2] == attempt then return 1, redis.call('STRLEN', TOKENS .. id) / 12, 1 end
     return 3, 0, 0

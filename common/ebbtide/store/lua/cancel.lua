@@ -1,7 +1,6 @@
--- ARGV: term, role, fence, reason, then ids. Ends rollouts in whatever state; unknown ones and those that are over are passed by.
--- Returns id, attempt of each that was running, flat.
-local bad = barred(ARGV[1], ARGV[2], ARGV[3])
-if bad then return bad end
+-- ARGV: term, role, fence, reason, then ids. Ends rollouts in any state; unknown ones and those that are over are
+-- skipped. Returns id, attempt of each that ran, in turn.
+local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local ran = {}
 for at = 5, #ARGV do
   local id = ARGV[at]

@@ -1,6 +1,5 @@
--- ARGV: term, role, fence, then cursor, drop reason ('' if trained) of each. A cursor that is gone was committed before.
-local bad = barred(ARGV[1], ARGV[2], ARGV[3])
-if bad then return bad end
+-- ARGV: term, role, fence, then cursor, drop reason ('' if trained) of each. Ends trajectories. Missing cursors were committed before.
+local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local ended = 0
 for at = 4, #ARGV, 2 do
   local entry = redis.call('XRANGE', TRAJECTORIES, ARGV[at], ARGV[at])[1]

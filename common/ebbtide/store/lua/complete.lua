@@ -1,8 +1,7 @@
--- ARGV: term, role, fence, episode, drop reason, packed trajectory or '', vouched ('1': the store may have forgotten that its rollouts
--- finished; the driver saw it), then its rollouts' ids. All or nothing, once per episode.
--- Returns {1 or 0 for a repeat, id, attempt of each rollout that was still running}.
-local bad = barred(ARGV[1], ARGV[2], ARGV[3])
-if bad then return bad end
+-- ARGV: term, role, fence, episode, drop reason, packed trajectory or '', vouched ('1': the driver saw that its rollouts
+-- finished, which the store may have forgotten), then its rollouts' ids. Ends an episode, once; all or nothing.
+-- Returns {1 or 0 for a repeat, id, attempt of each rollout that still ran}.
+local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local mark, reason, data = 'e:' .. ARGV[4], ARGV[5], ARGV[6]
 if redis.call('SISMEMBER', DONE, mark) == 1 then return {0} end
 local kinds, ids, train = {}, {}, 0

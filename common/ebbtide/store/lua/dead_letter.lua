@@ -1,6 +1,5 @@
--- ARGV: term, then id, message of each. Queued rollouts that cannot be generated finish as dead letters. Returns how many.
-local bad = barred(ARGV[1])
-if bad then return bad end
+-- ARGV: term, then id, message of each. Finishes queued rollouts that cannot be generated as dead letters. Returns how many.
+local bad = barred(ARGV[1]); if bad then return bad end
 local ended = 0
 for at = 2, #ARGV, 2 do
   local id = ARGV[at]

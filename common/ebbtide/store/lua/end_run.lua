@@ -1,5 +1,5 @@
 -- ARGV: term, role, fence, status, message, drop reason, strict, ttl in seconds, then the roles.
--- Ends a live run and its books; strict refuses while training rollouts are open. Returns 1, or 0 if it had ended.
+-- Ends a live run and settles its counters; strict refuses while training rollouts are open. Returns 1, or 0 if it had ended.
 local bad = barred(ARGV[1], ARGV[2], ARGV[3])
 if bad then
   if string.sub(bad['err'], 1, 5) == 'ENDED' then return 0 end

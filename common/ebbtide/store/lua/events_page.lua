@@ -1,4 +1,4 @@
--- ARGV: cursor, most entries. Returns {cursor, fields} of events after the cursor, facts and chatter in the order in which they were said.
+-- ARGV: cursor, most entries. Returns {cursor, fields} of events after the cursor, facts and chatter in their common order.
 local facts = redis.call('XRANGE', EVENTS, '(' .. ARGV[1], '+', 'COUNT', ARGV[2])
 local chatter = redis.call('XRANGE', CHATTER, '(' .. ARGV[1], '+', 'COUNT', ARGV[2])
 local function number(entry) return entry and tonumber(string.match(entry[1], '^%d+')) or math.huge end

@@ -1,5 +1,5 @@
--- ARGV: cursor, most entries, most bytes. Returns {cursor, req, attempts, reason, message, tokens} of finished rollouts after the cursor;
--- of all, if the cursor was forgotten.
+-- ARGV: cursor, most entries, most bytes. Returns {cursor, req, attempts, reason, message, tokens} of finished rollouts after the cursor,
+-- or of all, if the store forgot the cursor.
 local out, bytes = {}, 0
 local entries = redis.call('XRANGE', FINISHED, '(' .. ARGV[1], '+', 'COUNT', ARGV[2])
 if not entries[1] and forgotten(FINISHED, ARGV[1]) then entries = redis.call('XRANGE', FINISHED, '-', '+', 'COUNT', ARGV[2]) end

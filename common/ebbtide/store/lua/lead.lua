@@ -1,11 +1,11 @@
--- ARGV: term, address, the lease's time to live in ms, how. 'seize': lead at once, which ends whoever did; 'wait': lead if nobody holds
--- the lease; 'renew'; 'release'. Returns the address of who holds the lease if that is another, else ''.
+-- ARGV: term, address, the lease's time to live in ms, how. 'seize': lead at once, which bars the former leader; 'wait': lead if the
+-- lease is free; 'renew'; 'release'. Returns the address of another holder of the lease, or ''.
 local how = ARGV[4]
 if how == 'renew' or how == 'release' then
   local bad = deposed(ARGV[1])
   if bad then return bad end
 end
--- A store that is out of memory lets a lease be prolonged, though not set.
+-- A store that is out of memory still extends a lease, but cannot set one.
 if how == 'renew' and redis.call('PEXPIRE', LEADER, ARGV[3]) == 1 then return '' end
 if how == 'release' then
   redis.call('DEL', LEADER)

@@ -1,6 +1,5 @@
--- ARGV: term, role, new fence, holder, ttl in ms. A lease held by another is refused with its rest in ms and its holder.
-local bad = barred(ARGV[1])
-if bad then return bad end
+-- ARGV: term, role, new fence, holder, ttl in ms. Takes a lease. If another holds it, the refusal has its rest in ms and its holder.
+local bad = barred(ARGV[1]); if bad then return bad end
 local holder = redis.call('GET', CLAIM .. ARGV[2])
 if holder and holder ~= ARGV[4] then
   return refuse('HELD', redis.call('PTTL', CLAIM .. ARGV[2]) .. ' ' .. holder)

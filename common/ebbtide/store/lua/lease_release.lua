@@ -1,6 +1,5 @@
--- ARGV: term, role, fence. Idempotent: a fence that is no longer the current one has nothing to release.
-local bad = barred(ARGV[1])
-if bad then return bad end
+-- ARGV: term, role, fence. Ends a lease. Idempotent: a former fence has nothing to release.
+local bad = barred(ARGV[1]); if bad then return bad end
 if redis.call('HGET', FENCE, 'lease:' .. ARGV[2]) ~= ARGV[3] then return 0 end
 redis.call('DEL', CLAIM .. ARGV[2])
 redis.call('HDEL', FENCE, 'lease:' .. ARGV[2], 'holder:' .. ARGV[2])

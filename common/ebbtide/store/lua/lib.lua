@@ -1,13 +1,13 @@
 -- Shared by all scripts that write to a run. ARGV[1] is the coordinator's term.
--- Deletions come first in each script: a store that is out of memory allows them, and what follows them is then allowed too.
--- Events that drivers and trainers rebuild themselves from, a few per step or group: all are kept. Of others, the newest.
+-- Each script deletes first: a store that is out of memory allows deletions, and then also the writes after them.
+-- Events from which drivers and trainers recover, a few per step or group: all are kept. Of other events, the newest are.
 local FACTS = {status = true, version = true, step = true, group_dropped = true, evaluation = true, checkpoint = true}
 local CHATTER_KEPT = 100000
 local SPANS_KEPT = 100000
--- Upper ends of the buckets that a run counts in, as `NAME:le:END`: each counts what is above the one before, the last is `inf`.
+-- Upper ends of a run's histogram buckets, counted as `NAME:le:END`: each counts values above the bucket before; the last is `inf`.
 local BUCKETS = {
   detection = {0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 3, 5, 10},  -- seconds from a worker's last sign of life to its loss
-  resume = {0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30},  -- seconds from back in line to the first token of the next attempt
+  resume = {0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30},  -- seconds from back in the queue to the next attempt's first token
   attempts = {1, 2, 3, 5, 10},  -- per finished rollout
 }
 
@@ -15,7 +15,7 @@ local function refuse(code, text)
   return redis.error_reply(code .. ' ' .. (text or ''))
 end
 
--- The refusal for a writer whose term or lease is not the current one; nil for one that may write.
+-- The refusal for a writer with a former term or lease; nil for the present one.
 local function barred(term, role, fence)
   local role = role or ''
   local have = redis.call('HMGET', FENCE, 'term', 'lease:' .. role)
@@ -29,8 +29,8 @@ local function barred(term, role, fence)
   return nil
 end
 
--- The refusal for a coordinator that another has taken the fleet from, where no run knows its term yet. A store that forgot whose it
--- is, is told again.
+-- The refusal for a coordinator that no longer leads the fleet, for scripts without a live run. A store that forgot the term gets it
+-- again.
 local function deposed(term)
   local have = redis.call('GET', TERM)
   if have and have ~= term then return refuse('TERM') end
@@ -41,7 +41,7 @@ local function deposed(term)
   return nil
 end
 
-local change = {}  -- counter -> by how much; written once by settle()
+local change = {}  -- counter -> difference; written once, by settle()
 local function count(name, by) change[name] = (change[name] or 0) + by end
 local function settle()
   for name, by in pairs(change) do
@@ -69,7 +69,7 @@ local function age()
   return age_ms
 end
 
--- The last number that a stream gave to an entry, in its two parts.
+-- The last entry number of a stream, in its two parts.
 local function last_number(stream)
   local about = redis.pcall('XINFO', 'STREAM', stream)
   for i = 1, 31, 2 do  -- not #about: an empty stream has a nil in the middle
@@ -78,8 +78,8 @@ local function last_number(stream)
   return '0', '0'
 end
 
--- Whether a reader's cursor is behind all that the stream ever numbered: the store forgot what bore it. Its clock may have been far
--- ahead then, and what came since has lower numbers: nobody knows how much of it the reader has, so it reads from the beginning.
+-- Whether a reader's cursor is newer than every entry: then the store forgot the entry. The clock may have been ahead when the cursor
+-- was made, so later entries may have lower numbers. The reader may lack any of them, so it reads from the beginning.
 local function forgotten(stream, cursor)
   local ms, n = string.match(cursor, '(%d+)-(%d+)')
   local last_ms, last_n = last_number(stream)
@@ -89,20 +89,20 @@ end
 
 local function emit(kind, key, message, values, labels)
   if key ~= '' and redis.call('SADD', EVENT_KEYS, kind .. ':' .. key) == 0 then return end
-  local id = redis.call('HINCRBY', RUN, 'events', 1) .. '-0'  -- one count for both streams: the order of all that was said
+  local id = redis.call('HINCRBY', RUN, 'events', 1) .. '-0'  -- one count orders the events of both streams
   local fields = {'k', kind, 'key', key, 'm', message, 'v', values, 'l', labels, 'at', age()}
   if FACTS[kind] then redis.call('XADD', EVENTS, id, unpack(fields))
   else redis.call('XADD', CHATTER, 'MAXLEN', '~', CHATTER_KEPT, id, unpack(fields)) end
 end
 
--- Ends a training rollout in the books: trained if there is no reason, else dropped. Evaluation is counted apart.
+-- Counts a rollout as ended: trained if there is no reason, else dropped. Evaluation is counted apart.
 local function close(kind, reason)
   if kind ~= 'train' then count('eval_completed', 1)
   elseif reason == '' then count('trained', 1)
   else count('dropped', 1); count('dropped:' .. reason, 1) end
 end
 
--- What the timeline says of a running attempt that ends now. Read it before the rollout's data goes, write it after.
+-- The timeline's entry of a running attempt that ends now. Read it before the rollout's data is deleted, log it after.
 local function span(id)
   local r = redis.call('HMGET', ROLLOUT .. id, 'attempt', 'worker', 'from', 'begin')
   local first, last, versions = tonumber(r[3]), redis.call('STRLEN', TOKENS .. id) / 12, ''
@@ -117,7 +117,7 @@ local function log_span(fields, why, cause)
   redis.call('XADD', SPANS, 'MAXLEN', '~', SPANS_KEPT, '*', 'e', age(), 'why', why, 'c', cause, unpack(fields))
 end
 
--- Deletes a rollout's data and remembers that it is over. Returns its attempt if one was running.
+-- Deletes a rollout's data and marks it as over. Returns its attempt if one ran.
 local function forget(id)
   local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'cursor', 'attempt')
   local ran = r[1] == 'running' and span(id)
@@ -134,7 +134,7 @@ local function forget(id)
   return r[3]
 end
 
--- A queued or running rollout comes to its end and waits in the finished stream.
+-- Ends a queued or running rollout and puts it into the finished stream.
 local function finish(id, state, reason, message)
   redis.call('HDEL', FENCE, 'r:' .. id)
   redis.call('ZREM', OPEN, id)

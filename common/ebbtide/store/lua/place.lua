@@ -1,7 +1,6 @@
--- ARGV: term, then id, attempt, worker of each. Gives queued rollouts to workers; a repeat of the same attempt is answered alike.
+-- ARGV: term, then id, attempt, worker of each. Gives queued rollouts to workers; a repeat of the same attempt gets the same answer.
 -- Returns per rollout {req, prompt, tokens so far, attempts}, or 0 if it is no longer queued.
-local bad = barred(ARGV[1])
-if bad then return bad end
+local bad = barred(ARGV[1]); if bad then return bad end
 local out = {}
 for at = 2, #ARGV, 3 do
   local id, attempt, worker = ARGV[at], ARGV[at + 1], ARGV[at + 2]

@@ -1,4 +1,4 @@
--- ARGV: the roles. Returns {record, counters, age in ms, holder or '' per role}, or false.
+-- ARGV: the roles. Returns {record, counters, age in ms, holder or '' per role}, or false if there is no run.
 local run = redis.call('HGETALL', RUN)
 if #run == 0 then return false end
 local age = now_ms() - tonumber(redis.call('HGET', RUN, 'created'))

@@ -1,4 +1,4 @@
--- ARGV: rollout, offset in tokens, most tokens. Returns {state, reason or '', tokens stored, bytes from offset}, or false if it is not there.
+-- ARGV: rollout, offset in tokens, most tokens. Returns {state, reason or '', tokens stored, bytes from offset}, or false if it is gone.
 local r = redis.call('HMGET', ROLLOUT .. ARGV[1], 'state', 'reason')
 if not r[1] then return false end
 local from = ARGV[2] * 12

@@ -1,10 +1,9 @@
--- ARGV: term, reason, its cause (a number), blame ('1' if the rollout itself may be why), avoid ('1' if it is not to come back to this
--- worker), moved ('1' if the coordinator took it away), seconds in which the worker's loss was noticed ('' if it was not lost), then id,
--- attempt, most tokens lost with it of each. Ends attempts; their rollouts go back to their old place in line. Returns per rollout {stored, barren attempts
--- in a row, evidence, workers to avoid}, or 0 if that attempt no longer runs.
+-- ARGV: term, reason, its cause (a number), blame ('1' if the rollout itself may be the reason), avoid ('1' if it must not return to
+-- this worker), moved ('1' if the coordinator moved it), seconds in which the worker's loss was noticed ('' if it was not lost), then
+-- id, attempt, most tokens lost with it of each. Ends attempts and puts their rollouts back into their places in the queue. Returns per
+-- rollout {stored, latest attempts without a new token, evidence, workers to avoid}, or 0 if that attempt no longer runs.
 local AVOIDED = 16  -- workers remembered per rollout, the newest
-local bad = barred(ARGV[1])
-if bad then return bad end
+local bad = barred(ARGV[1]); if bad then return bad end
 local reason, ended, out = ARGV[2], 0, {}
 for at = 8, #ARGV, 3 do
   local id = ARGV[at]

@@ -1,12 +1,11 @@
--- ARGV: term, a lease's time to live in ms, then the roles. The store may have forgotten the newest that others have seen of this run.
--- What is added from now on gets numbers that nobody has seen, and a lease whose holder could not renew it lasts on. Returns 1, or 0 if
--- the run is over or gone.
+-- ARGV: term, a lease's time to live in ms, then the roles. The store may have forgotten the newest entries that others have seen of
+-- this run. New entries get numbers that nobody has seen, and leases that could not be renewed last on. Returns 1, or 0 if the run is
+-- over or gone.
 if redis.call('EXISTS', FENCE) == 0 then return 0 end
-local bad = barred(ARGV[1])
-if bad then return bad end
-local AHEAD_MS = 60000  -- more than clocks of primary and replica differ, and more entries than are added before they were copied
--- The run's age on top: a store that forgets this very call as well, and is told again, is told of other numbers.
-local ahead = AHEAD_MS + math.max(0, tonumber(age()))  -- its clock may have been put back
+local bad = barred(ARGV[1]); if bad then return bad end
+local AHEAD_MS = 60000  -- more than the clocks of primary and replica differ, and more than the entries that a replica lacks
+-- The run's age on top: if the store forgets this call, too, the next one uses other numbers.
+local ahead = AHEAD_MS + math.max(0, tonumber(age()))  -- the clock may have been set back
 redis.call('HINCRBY', RUN, 'events', 1000000 + ahead)
 for _, stream in ipairs({FINISHED, TRAJECTORIES, SPANS}) do
   local last = last_number(stream)

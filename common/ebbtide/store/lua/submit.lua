@@ -1,7 +1,6 @@
 -- ARGV: term, role, fence, quota in bytes, most open rollouts, then id, digest, kind, req, prompt of each.
--- All or nothing. Returns per rollout {1, place in line}, {2, state} for a known one, {3, ''} for one that is over.
-local bad = barred(ARGV[1], ARGV[2], ARGV[3])
-if bad then return bad end
+-- Queues rollouts: all or nothing. Returns per rollout {1, place in the queue}, {2, state} for a known one, {3, ''} for one that is over.
+local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local out, fresh, seen, bytes = {}, {}, {}, 0
 for at = 6, #ARGV, 5 do
   local id, digest = ARGV[at], ARGV[at + 1]

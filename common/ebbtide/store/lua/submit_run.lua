@@ -1,7 +1,5 @@
--- ARGV: term, run, spec. Makes a run, and puts it behind all others on the fleet's list. Returns 1 if made, 0 if the same run is there
--- already.
-local bad = deposed(ARGV[1])
-if bad then return bad end
+-- ARGV: term, run, spec. Creates a run at the end of the fleet's list. Returns 1, or 0 if the same run exists.
+local bad = deposed(ARGV[1]); if bad then return bad end
 local last = redis.call('ZRANGE', INDEX, -1, -1, 'WITHSCORES')
 redis.call('ZADD', INDEX, 'NX', tonumber(last[2] or 0) + 1, ARGV[2])
 local spec = redis.call('HGET', RUN, 'spec')

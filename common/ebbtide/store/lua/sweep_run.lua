@@ -1,6 +1,5 @@
--- ARGV: term, how many rollouts at most. Deletes the data of an ended run, a page at a time. Returns how many went; 0: all is gone.
-local bad = deposed(ARGV[1])
-if bad then return bad end
+-- ARGV: term, how many rollouts at most. Deletes a page of an ended run's data. Returns how many rollouts; 0: all is gone.
+local bad = deposed(ARGV[1]); if bad then return bad end
 if redis.call('EXISTS', FENCE) == 1 then return refuse('LIVE') end
 local gone = 0
 for _, id in ipairs(redis.call('ZRANGE', OPEN, 0, ARGV[2] - 1)) do

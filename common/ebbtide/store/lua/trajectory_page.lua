@@ -1,7 +1,7 @@
 -- ARGV: cursor, most entries, most bytes, least age in ms. Returns {cursor, n, data} of trajectories after the cursor; at least one, if
--- there is one of that age: a younger one may still be forgotten and come again under another cursor, to be trained on twice.
--- One that is younger still than new was written before the clock was set back, or by another server: it counts as old.
--- A cursor that was forgotten is none: they come from the first on.
+-- there is one of that age. The store may still forget a younger one, which would then come again under another cursor and be trained
+-- on twice. One from the future was written before the clock was set back, or by another server: it counts as old. If the store forgot
+-- the cursor, they come from the first one on.
 local out, bytes, last, least = {}, 0, ARGV[1], tonumber(ARGV[4])
 while #out < tonumber(ARGV[2]) and bytes < tonumber(ARGV[3]) do
   local entry = redis.call('XRANGE', TRAJECTORIES, '(' .. last, '+', 'COUNT', 1)[1]

@@ -1,1 +1,1 @@
-"""Typed wrappers of the scripts, one per topic."""
+"""Wraps the scripts in typed calls, one class per topic."""

@@ -1,4 +1,4 @@
-"""The token path: one script call per message and run. Tokens go through unopened."""
+"""Appends tokens to rollouts by one script call per message and run, without decoding them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,19 +16,16 @@ _encode = msgspec.json.Encoder().encode
 
 
 class AppendColumns(Struct, frozen=True):
-    """Deltas of one run: the i-th of each column make delta i, `counts[i]` tokens from token `offsets[i]` on.
-
-    `tokens` are those of all, packed, one behind the other; `finishes`: how those that end their rollout end it.
-    """
+    """Deltas of one run, in columns: entry i of each column belongs to delta i."""
 
     attempts: Sequence[AttemptRef]
-    offsets: Sequence[int]
-    counts: Sequence[int]
-    tokens: bytes
-    finishes: Mapping[int, FinishReason]
+    offsets: Sequence[int]  # the delta's first token in its rollout
+    counts: Sequence[int]  # tokens
+    tokens: bytes  # of all deltas, packed, in order
+    finishes: Mapping[int, FinishReason]  # by delta, for those that finish their rollout
 
     def pick(self, places: Sequence[int]) -> "AppendColumns":
-        """The deltas at these places, in their order."""
+        """The deltas at these places, in this order."""
         pieces, at = [], 0
         for count in self.counts:
             pieces.append(self.tokens[at : at + count * TOKEN_BYTES])
@@ -43,7 +40,7 @@ class AppendColumns(Struct, frozen=True):
 
 
 def joined(several: Sequence[AppendColumns]) -> AppendColumns:
-    """The deltas of several, one behind the other."""
+    """The deltas of several, one after another."""
     if len(several) == 1:
         return several[0]
     finishes: dict[int, FinishReason] = {}
@@ -62,9 +59,9 @@ def joined(several: Sequence[AppendColumns]) -> AppendColumns:
 
 class AppendTopic(Topic):
     async def append(self, run_id: str, deltas: AppendColumns) -> dict[int, AppendAck]:
-        """Store what follows on, acknowledge what is there, refuse gaps and old attempts. Safe to repeat.
+        """Store new tokens, acknowledge stored ones, refuse gaps and old attempts. Safe to repeat.
 
-        Returns, by their place, the deltas that were not stored as they were sent. Raises `NotFound`.
+        Returns, by place, the acknowledgements of the deltas that were not stored as sent. Raises `NotFound`.
         """
         try:
             others = await self._write("append", run_id, *_arguments(deltas))
@@ -79,8 +76,8 @@ class AppendTopic(Topic):
 
 
 def _arguments(deltas: AppendColumns) -> tuple[bytes, bytes]:
-    """The script's columns and the tokens. What it compares and writes is spelt out here: cheaper than there; and few
-    large arguments are cheaper than many small ones, on both sides.
+    """The script's columns, and the tokens. The fences that it compares and writes are formatted here, which is cheaper
+    than in Lua. A few large arguments are cheaper than many small ones on both sides.
     """
     attempts, offsets = deltas.attempts, deltas.offsets
     ends = [offset + count for offset, count in zip(offsets, deltas.counts, strict=True)]

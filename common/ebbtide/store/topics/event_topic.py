@@ -1,33 +1,33 @@
-"""A run's events: what its watchers see. Those that drivers and trainers rebuild themselves from are never trimmed."""
+"""Stores the events that a run's watchers see. Events from which drivers and trainers recover are never trimmed."""
 
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from ebbtide.store.record_codec import json_object
+from ebbtide.store.record_codec import json_object, pairs
 from ebbtide.store.topics.topic import Topic
 from ebbtide.types.run import LeaseRef, RunEvent
 from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 
-#: Events per page: what one read of a watcher may hold in memory.
+#: Events per page, which bounds the memory of one read.
 PAGE: Final = 256
-#: Kept of an event's bytes for all but its message.
+#: Bytes of an event that are reserved for other fields than its message.
 _REST: Final = 1 << 10
 
 
 class EventTopic(Topic):
     async def report(self, lease: LeaseRef, events: Sequence[RunEvent]) -> None:
-        """Append a lease holder's events; one whose kind and key are there already is dropped."""
+        """Append a lease holder's events. Events whose kind and key exist already are dropped."""
         await self._leased("report", lease, *_flat(events))
 
     async def note(self, run_id: str, event: RunEvent) -> None:
-        """Append an event of the coordinator's own; a message that is too long is cut."""
+        """Append an event of the coordinator. Too long a message is cut."""
         event = msgspec.structs.replace(event, message=shortened(event.message, MAX_EVENT_BYTES - _REST))
         await self._write("report", run_id, "", "", *_flat([event]))
 
     async def page(self, run_id: str, cursor: str) -> list[RunEvent]:
-        """Up to `PAGE` events after `cursor` (empty: from the first), oldest first."""
+        """Up to `PAGE` events after `cursor` (empty: from the first one), oldest first."""
         entries = await self._run("events_page", run_id, cursor or "0-0", PAGE)
         return [_event(cursor.decode(), fields) for cursor, fields in entries]
 
@@ -41,7 +41,7 @@ def _flat(events: Sequence[RunEvent]) -> list[str]:
 
 
 def _event(cursor: str, fields: list[bytes]) -> RunEvent:
-    have = dict(zip(fields[::2], fields[1::2], strict=True))
+    have = dict(pairs(fields))
     return RunEvent(
         cursor=cursor,
         kind=have[b"k"].decode(),

@@ -1,4 +1,4 @@
-"""Leases: who may act for a run in which role. The fence counts; the expiry only says when another may claim."""
+"""Grants leases to act for a run in a role. The fence decides; the expiry only says when others may claim."""
 
 import asyncio
 from typing import Final
@@ -14,7 +14,7 @@ from ebbtide.types.run import ROLES, LeaseRef
 
 class LeaseTopic(Topic):
     async def claim(self, run_id: str, role: str, holder: str, ttl_s: float) -> LeaseRef:
-        """Take the lease for good, ending the fence before it. Raises `NotReady` while another holder renews it."""
+        """Take the lease, which ends the former fence. Raises `NotReady` while another holder renews it."""
         fence: Final = new_fence()
         try:
             await self._write("lease_claim", run_id, role, fence, holder, round(ttl_s * 1000))
@@ -24,11 +24,11 @@ class LeaseTopic(Topic):
                 f"the {role} lease of run {run_id} is held by {other}; "
                 f"it is free in {int(rest) / 1000:.1f} s unless it is renewed"
             ) from None
-        await self._durable()
+        await self._link.durable()
         return LeaseRef(run_id=run_id, role=role, fence=fence)
 
     async def held(self, run_id: str) -> dict[str, LeaseHolder]:
-        """The roles of a run that are held."""
+        """The holders of a run's roles."""
         keys = [run_key(run_id, "CLAIM", role) for role in ROLES]
         holders = await asyncio.gather(*(self._link.call("GET", key) for key in keys))
         rests = await asyncio.gather(*(self._link.call("PTTL", key) for key in keys))

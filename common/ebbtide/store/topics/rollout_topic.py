@@ -1,4 +1,4 @@
-"""Rollouts from submit to end: queued, running, finished, over. Each move is one script, safe to repeat."""
+"""Moves rollouts from submit to end: queued, running, finished, over. Each move is one script, safe to repeat."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
@@ -7,7 +7,7 @@ import msgspec
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, NoCapacity
 from ebbtide.store.link.store_faults import StoreRefused
-from ebbtide.store.record_codec import body_digest, pack, unpack
+from ebbtide.store.record_codec import body_digest, pack, text_pairs, unpack
 from ebbtide.store.rollout_rows import (
     AcceptedRollout,
     AdoptedAttempt,
@@ -24,7 +24,7 @@ from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import LeaseRef
 
 _PAGE: Final = 256
-#: How long a caller waits before it tries a full run again: about one flush of finished rollouts.
+#: Callers retry a full run after this time: about one flush of finished rollouts.
 _RETRY_AFTER_S: Final = 1.0
 
 
@@ -32,7 +32,7 @@ class RolloutTopic(Topic):
     async def submit(
         self, lease: LeaseRef, requests: Sequence[RolloutRequest], *, quota_bytes: int, max_open: int
     ) -> list[AcceptedRollout]:
-        """Take all, or none: `AlreadyExists` for an id with another body, `NoCapacity` for a full quota or queue."""
+        """Queue all or none. Raises `AlreadyExists` (an id with another body), `NoCapacity` (a full quota or queue)."""
         parts: list[bytes | str] = []
         for request in requests:
             kind = "eval" if request.kind is RolloutKind.EVAL else "train"
@@ -49,20 +49,20 @@ class RolloutTopic(Topic):
                 "QUEUE": f"{refused.detail} of {max_open} places in its queue",
             }[refused.code]
             raise NoCapacity(
-                f"run {lease.run_id} uses {what}; complete, commit or acknowledge what is finished",
+                f"run {lease.run_id} uses {what}; complete, commit or acknowledge finished ones",
                 retry_after_s=_RETRY_AFTER_S,
             ) from None
         return [_accepted(outcome, rest) for outcome, rest in found]
 
     async def place(self, run_id: str, placements: Sequence[tuple[str, str, str]]) -> list[PlacedRollout | None]:
-        """Give queued rollouts to workers, as (rollout, attempt, worker); None for one that is no longer queued."""
+        """Give queued rollouts to workers, as (rollout, attempt, worker). None: the rollout is no longer queued."""
         found = await self._write("place", run_id, *(part for placement in placements for part in placement))
         return [None if row == 0 else _placed(*row) for row in found]
 
     async def requeue(
         self, run_id: str, attempts: Sequence[EndedAttempt], why: EndReason
     ) -> list[RequeuedRollout | None]:
-        """End attempts; None for one that does not run."""
+        """End attempts, and queue their rollouts again. None: the attempt does not run."""
         flat = (part for one in attempts for part in (one.rollout_id, one.attempt_id, one.tokens))
         noticed = "" if why.noticed_s is None else f"{why.noticed_s:.3f}"
         flags = (int(why.blame), int(why.avoid), int(why.moved))
@@ -72,32 +72,34 @@ class RolloutTopic(Topic):
         ]
 
     async def tally(self, run_id: str, observations: Sequence[tuple[str, float]]) -> None:
-        """Count what only the coordinator sees, as (histogram, value). Not safe to repeat: better lost than doubled."""
+        """Count observations of the coordinator, as (histogram, value). Do not repeat it: repeats would count twice."""
         await self._write("tally", run_id, *(part for name, value in observations for part in (name, f"{value:.3f}")))
 
     async def adopt(
         self, run_id: str, attempts: Sequence[tuple[str, str, str]], *, newer: bool
     ) -> list[AdoptedAttempt]:
-        """Let attempts that go on at their workers run, as (rollout, attempt, worker), though the store may have
-        forgotten it. `newer`: they are known to be newer than any that the store has.
+        """Record attempts as running, as (rollout, attempt, worker), which the store may have forgotten.
+
+        `newer`: they are known to be newer than any attempt of their rollouts in the store.
         """
         flat = (part for attempt in attempts for part in (*attempt, int(newer)))
         found = await self._write("adopt", run_id, *flat)
         return [AdoptedAttempt(AttemptFate(fate), stored) for fate, stored in found]
 
     async def dead_letter(self, run_id: str, letters: Sequence[tuple[str, str]]) -> int:
-        """Finish queued rollouts as dead letters, as (rollout, evidence); returns how many were."""
+        """Finish queued rollouts as dead letters, as (rollout, evidence). Returns how many were queued."""
         return int(await self._write("dead_letter", run_id, *(part for letter in letters for part in letter)))
 
     async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> list[tuple[str, str]]:
-        """Drop rollouts in whatever state; returns (rollout, attempt) of those that were running."""
-        return _pairs(await self._leased("cancel", lease, reason, *rollout_ids))
+        """Drop rollouts in any state. Returns (rollout, attempt) of those that ran."""
+        return text_pairs(await self._leased("cancel", lease, reason, *rollout_ids))
 
     async def acknowledge(
         self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str, *, vouched: bool = False
     ) -> None:
-        """End finished rollouts and delete them. Raises `InvalidRequest` for ones unfinished (unless `vouched`: see
-        `Trajectories.complete`) or unknown; then none is taken.
+        """End finished rollouts and delete them: all, or none. Raises `InvalidRequest` for unknown or unfinished ones.
+
+        `vouched` allows unfinished ones: see `TrajectoryTopic.complete`.
         """
         try:
             await self._leased("acknowledge", lease, drop_reason, int(vouched), *rollout_ids)
@@ -150,10 +152,5 @@ def _open(row: list[bytes | int]) -> OpenRollout:
 
 
 def _workers(listed: bytes) -> frozenset[str]:
-    """Names with a comma behind each."""
+    """The workers of a text with a comma after each name."""
     return frozenset(listed.decode().split(",")[:-1])
-
-
-def _pairs(flat: list[bytes]) -> list[tuple[str, str]]:
-    names = [name.decode() for name in flat]
-    return list(zip(names[::2], names[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Runs: their records, ends, and policy versions."""
+"""Stores runs: their records, ends, and policy versions."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ import msgspec
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, StoreUnavailable
 from ebbtide.store.link.store_faults import StoreRefused
 from ebbtide.store.lua_scripts import script
-from ebbtide.store.record_codec import json_record, pack, unpack
+from ebbtide.store.record_codec import json_record, pack, pairs, unpack
 from ebbtide.store.store_keys import FLEET, INDEX, LIFE, PUBLISHERS, run_key
 from ebbtide.store.topics.topic import Topic, no_run
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
@@ -19,30 +19,29 @@ _DROPPED: Final = "dropped:"
 
 class RunTopic(Topic):
     async def take_over(self) -> list[str]:
-        """Take every run over, as the coordinator that leads: whoever did is refused from here on. Returns the live
-        runs, oldest first.
-        """
+        """Take over every run as the leader, which bars the former one. Returns the live runs, oldest first."""
         live = [run_id for run_id in await self.ids() if await self._write("claim_term", run_id)]
-        await self._durable()
+        await self._link.durable()
         return live
 
-    async def life(self) -> str:
-        """The store's life that `settle` was last done for, of all runs; see `Connection.life`."""
+    async def settled_incarnation(self) -> str:
+        """The store's incarnation in which all runs were last settled; see `StoreConnection.incarnation`."""
         return (await self._link.call("GET", LIFE) or b"").decode()
 
-    async def keep_life(self, life: str) -> None:
-        await self._link.run(script("keep_life"), FLEET, self._term, life)
+    async def keep_incarnation(self, incarnation: str) -> None:
+        await self._link.run(script("keep_incarnation"), FLEET, self._term, incarnation)
 
     async def secret(self, ours: bytes) -> bytes:
-        """The fleet's secret: the store's, or `ours` from now on if it has none."""
-        life = self._link.life
-        await self._link.call("SET", PUBLISHERS, ours, "NX", life=life)
-        found: bytes = await self._link.call("GET", PUBLISHERS, life=life)
+        """The fleet's secret in the store; if there is none, `ours` becomes the secret."""
+        incarnation = self._link.incarnation
+        await self._link.call("SET", PUBLISHERS, ours, "NX", incarnation=incarnation)
+        found: bytes = await self._link.call("GET", PUBLISHERS, incarnation=incarnation)
         return found
 
     async def settle(self, run_id: str, ttl_s: float) -> bool:
-        """Make a run that its store may have forgotten a part of safe to go on with: what its watchers have seen is not
-        given another meaning, and leases that could not be renewed last for `ttl_s` again. False if it is over or gone.
+        """Make a run safe to continue after the store may have forgotten a part of it. Returns whether the run is live.
+
+        Numbers that watchers have seen are not used again, and leases that could not be renewed last for `ttl_s` again.
         """
         return bool(await self._write("settle", run_id, round(ttl_s * 1000), *ROLES))
 
@@ -51,18 +50,18 @@ class RunTopic(Topic):
         return [member.decode() for member in await self._link.call("ZRANGE", INDEX, 0, -1)]
 
     async def submit(self, run_id: str, spec: RunSpec) -> bool:
-        """Make the run; False if the same one is there. Raises `AlreadyExists` for another spec under this id."""
+        """Create the run; False if it exists. Raises `AlreadyExists` if it exists with another spec."""
         try:
             made = bool(await self._write("submit_run", run_id, run_id, json_record(spec)))
         except StoreRefused:
             made = False
-            if (await self.read(run_id)).spec != spec:  # an older release wrote it without what has its default here
+            if (await self.read(run_id)).spec != spec:  # an older release wrote it without the newer fields
                 raise AlreadyExists(f"run {run_id} exists with another spec; choose another run_id") from None
-        await self._durable()
+        await self._link.durable()
         return made
 
     async def check_specs(self) -> None:
-        """See that this program can read the spec of every live run. Raises `StoreUnavailable`."""
+        """Check that this program can read the spec of every live run. Raises `StoreUnavailable`."""
         for run_id in await self.ids():
             spec = await self._link.call("HGET", run_key(run_id, "RUN"), "spec")
             if spec and await self.lives(run_id):
@@ -72,17 +71,17 @@ class RunTopic(Topic):
                     raise StoreUnavailable(str(error)) from None
 
     async def lives(self, run_id: str) -> bool:
-        """Whether the run is there, and has not ended."""
+        """Whether the run exists and has not ended."""
         return bool(await self._link.call("EXISTS", run_key(run_id, "FENCE")))
 
     async def read(self, run_id: str) -> Run:
-        """Raises `NotFound`; `NotReady` if another release wrote the record, and this one cannot read it."""
+        """Raises `NotFound`; `NotReady` if another release wrote a record that this one cannot read."""
         found = await self._run("read_run", run_id, *ROLES)
         if not found:
             raise no_run(run_id)
         record, counts, age_ms, holders = found
-        have = {key.decode(): value for key, value in zip(record[::2], record[1::2], strict=True)}
-        counters = {key.decode(): int(value) for key, value in zip(counts[::2], counts[1::2], strict=True)}
+        have = {key.decode(): value for key, value in pairs(record)}
+        counters = {key.decode(): int(value) for key, value in pairs(counts)}
         return Run(
             run_id=run_id,
             spec=_spec(run_id, have["spec"]),
@@ -96,7 +95,7 @@ class RunTopic(Topic):
         )
 
     async def waiting(self, run_id: str) -> tuple[int, int]:
-        """Bytes of a run that count towards its quota, and trajectories that no trainer has committed."""
+        """The run's bytes that count towards its quota, and its number of uncommitted trajectories."""
         held, trajectories = await self._link.call("HMGET", run_key(run_id, "COUNT"), "bytes", "trajectories")
         return int(held or 0), int(trajectories or 0)
 
@@ -107,8 +106,9 @@ class RunTopic(Topic):
     async def end(
         self, run_id: str, status: RunStatus, message: str, *, drop: str, lease: LeaseRef | None, keep_s: float
     ) -> None:
-        """End the run: open training rollouts are dropped as `drop`. FINISHED with open ones raises `NotReady`.
-        Idempotent.
+        """End the run, and drop its open training rollouts as `drop`. Idempotent.
+
+        Raises `NotReady` for FINISHED while training rollouts are open.
         """
         role, fence = (lease.role, lease.fence) if lease else ("", "")
         strict = int(status is RunStatus.FINISHED)
@@ -119,11 +119,12 @@ class RunTopic(Topic):
                 f"{refused.detail} training rollouts of run {run_id} are neither trained nor dropped; "
                 "commit, acknowledge or cancel them first"
             ) from None
-        await self._durable()
+        await self._link.durable()
 
     async def sweep(self, run_id: str) -> bool:
-        """Delete a page of an ended run's data; False when all is gone, or the run lives: one whose submission a former
-        coordinator began and this one has done.
+        """Delete a page of an ended run's data. False when all is gone, or if the run is live.
+
+        The latter happens if a former coordinator began the run's submission, and this one completed it.
         """
         try:
             return bool(await self._write("sweep_run", run_id, _SWEEP_PAGE))
@@ -133,9 +134,9 @@ class RunTopic(Topic):
             return False
 
     async def reserve_version(self, lease: LeaseRef) -> int:
-        """A number that no version of the run has or will have: it is durable before it is given out."""
+        """A number for a new version, unique in the run: it is durable before it is returned."""
         number = int(await self._leased("reserve_version", lease))
-        await self._durable()
+        await self._link.durable()
         return number
 
     async def announce(self, lease: LeaseRef, version: PolicyVersion) -> bool:
@@ -153,7 +154,7 @@ class RunTopic(Topic):
     async def versions(self, run_id: str) -> dict[int, PolicyVersion]:
         """All announced versions of a live run."""
         flat = await self._link.call("HGETALL", run_key(run_id, "VERSIONS"))
-        return {int(key): unpack(value, PolicyVersion) for key, value in zip(flat[::2], flat[1::2], strict=True)}
+        return {int(key): unpack(value, PolicyVersion) for key, value in pairs(flat)}
 
 
 def _spec(run_id: str, data: bytes) -> RunSpec:
@@ -161,6 +162,6 @@ def _spec(run_id: str, data: bytes) -> RunSpec:
         return msgspec.json.decode(data, type=RunSpec)
     except msgspec.ValidationError as error:
         raise NotReady(
-            f"the spec of run {run_id} is of another release of Ebbtide, and cannot be read by this one ({error}); "
-            "start a coordinator of that release to go on with the run, or to end it"
+            f"the spec of run {run_id} is of another release of Ebbtide, and this one cannot read it ({error}); "
+            "start a coordinator of that release to continue or end the run"
         ) from None

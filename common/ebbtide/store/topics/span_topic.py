@@ -1,32 +1,33 @@
-"""A run's timeline: one entry per attempt that has ended, written by the script that ended it."""
+"""Reads a run's timeline, with one span per ended attempt. The script that ends an attempt writes its span."""
 
 import struct
 from typing import Final
 
+from ebbtide.store.record_codec import pairs
 from ebbtide.store.store_keys import run_key
 from ebbtide.store.topics.topic import Topic
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan
 
-#: Spans per page: what one read may hold in memory.
+#: Spans per page, which bounds the memory of one read.
 PAGE: Final = 512
 
 
 class SpanTopic(Topic):
     async def page(self, run_id: str, cursor: str) -> list[AttemptSpan]:
-        """Up to `PAGE` spans after `cursor` (empty: from the first kept), in the order in which attempts ended."""
+        """Up to `PAGE` spans after `cursor` (empty: from the first one kept), in the order of their ends."""
         key = run_key(run_id, "SPANS")
         entries = await self._link.call("XRANGE", key, f"({cursor or '0-0'}", "+", "COUNT", PAGE)
         return [_span(entry.decode(), fields) for entry, fields in entries]
 
 
 def _cause(stored: bytes | None) -> EndCause | None:
-    """None for what a former release stored, and for what only a later one knows: then the words say it."""
+    """None for causes that a former release did not store or only a later one knows; `end` names them in words."""
     return EndCause(int(stored)) if stored and int(stored) in set(EndCause) else None
 
 
 def _span(cursor: str, fields: list[bytes]) -> AttemptSpan:
-    have = dict(zip(fields[::2], fields[1::2], strict=True))
+    have = dict(pairs(fields))
     first_version, last_version = struct.unpack("<II", have[b"v"]) if have[b"v"] else (0, 0)
     return AttemptSpan(
         cursor=cursor,

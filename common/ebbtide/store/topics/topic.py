@@ -1,6 +1,4 @@
-"""What the typed wrappers share: running scripts under the coordinator's term, and the refusals that mean the same
-everywhere.
-"""
+"""Runs scripts under the coordinator's term, and turns common refusals into errors, for all topics."""
 
 from typing import Any
 
@@ -13,9 +11,7 @@ from ebbtide.types.run import LeaseRef
 
 
 class Topic:
-    """Base of the wrappers. All raise `StoreUnavailable`, `TermSuperseded`, `NotFound` (no such run) and
-    `LeaseSuperseded`.
-    """
+    """Base of the topics. Calls raise `StoreUnavailable`, `TermSuperseded`, `NotFound` (the run), `LeaseSuperseded`."""
 
     def __init__(self, link: StoreConnection, term: str) -> None:
         self._link = link
@@ -28,10 +24,6 @@ class Topic:
     async def _leased(self, name: str, lease: LeaseRef, *args: Argument) -> Any:
         """Run a script that checks the term and the lease."""
         return await self._run(name, lease.run_id, self._term, lease.role, lease.fence, *args)
-
-    async def _durable(self) -> None:
-        """Behind a rare write whose answer nobody will ask for again: see `StoreConnection.durable`."""
-        await self._link.durable()
 
     async def _run(self, name: str, run_id: str, *args: Argument) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Finished rollouts on their way to the driver, and trajectories on theirs to the trainer."""
+"""Passes finished rollouts to the driver, and trajectories to the trainer."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -7,7 +7,7 @@ import msgspec
 
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.store.link.store_faults import StoreRefused
-from ebbtide.store.record_codec import pack, unpack
+from ebbtide.store.record_codec import pack, text_pairs, unpack
 from ebbtide.store.rollout_rows import RolloutState
 from ebbtide.store.topics.rollout_topic import open_or_unknown
 from ebbtide.store.topics.topic import Topic
@@ -22,7 +22,7 @@ from ebbtide.types.rollout import (
 )
 from ebbtide.types.run import LeaseRef
 
-#: What one read of a watcher may hold in memory, and well under a message's limit.
+#: Size of one read of a watcher: it bounds memory, and stays well below a message's limit.
 PAGE: Final = 64
 PAGE_BYTES: Final = 1 << 20
 CHUNK_TOKENS: Final = 1 << 16
@@ -35,10 +35,10 @@ class TrajectoryTopic(Topic):
         return [_finished(row) for row in rows]
 
     async def tokens(self, run_id: str, rollout_id: str, offset: int) -> TokenChunk:
-        """Tokens from `offset`; with the reason once they reach the end. Raises `NotFound`, `InvalidRequest`."""
+        """Tokens from `offset` on, with the finish reason at the end. Raises `NotFound`, `InvalidRequest`."""
         found = await self._run("read_tokens", run_id, rollout_id, offset, CHUNK_TOKENS)
         if not found:
-            raise NotFound(f"rollout {rollout_id} is not here: never submitted, or completed and deleted")
+            raise NotFound(f"rollout {rollout_id} is not here: it was never submitted, or is completed and deleted")
         state, reason, stored, tokens = found
         if offset > stored:
             raise InvalidRequest(f"{offset} is beyond the {stored} tokens stored", field="offset")
@@ -46,8 +46,9 @@ class TrajectoryTopic(Topic):
         return TokenChunk(offset=offset, tokens=tokens, reason=FinishReason[reason.decode()] if ended else None)
 
     async def complete(self, lease: LeaseRef, episode: Episode, *, vouched: bool = False) -> list[tuple[str, str]]:
-        """End an episode, once; returns (rollout, attempt) of its rollouts that were still running. `vouched`: they may
-        be open, for the store may have forgotten that they finished. Raises `InvalidRequest`.
+        """End an episode, once. Returns (rollout, attempt) of its rollouts that still ran. Raises `InvalidRequest`.
+
+        `vouched` allows open rollouts: the store may have forgotten that they finished.
         """
         data = pack(episode.trajectory) if episode.trajectory else b""
         try:
@@ -63,11 +64,10 @@ class TrajectoryTopic(Topic):
                 else "leave it out: the episode has no training rollouts left"
             )
             raise InvalidRequest(what, field="trajectory") from None
-        names = [name.decode() for name in ran]
-        return list(zip(names[::2], names[1::2], strict=True))
+        return text_pairs(ran)
 
     async def page(self, run_id: str, cursor: str) -> list[Trajectory]:
-        """A page of uncommitted trajectories after `cursor`, in the order of their completion: the durable ones."""
+        """A page of durable uncommitted trajectories after `cursor`, in the order of completion."""
         least_ms = round(self._link.durable_after_s * 1000)
         rows = await self._run("trajectory_page", run_id, cursor or "0-0", PAGE, PAGE_BYTES, least_ms)
         return [
@@ -76,7 +76,7 @@ class TrajectoryTopic(Topic):
         ]
 
     async def commit(self, lease: LeaseRef, outcomes: Sequence[TrajectoryOutcome]) -> None:
-        """Count each as trained or dropped and delete it; those committed before are passed by."""
+        """Count each trajectory as trained or dropped and delete it. Those committed before are skipped."""
         await self._leased("commit", lease, *(part for one in outcomes for part in (one.cursor, one.drop_reason)))
 
 

@@ -191,7 +191,7 @@ async def _twice(answers: Responses, life: StoreIncarnation, link: StoreConnecti
             await asyncio.sleep(max(0.0, unsure[0][0] - time.monotonic()))
             asked = time.monotonic()
             with suppress(StoreUnavailable):
-                await link.call("PING", life=life.name)
+                await link.call("PING", incarnation=life.name)
                 while unsure and unsure[0][0] <= asked:
                     out.put_nowait(fleet_pb2.AppendResponse(sequence=unsure.popleft()[1], durable=True))
 

@@ -37,9 +37,9 @@ class StoreIncarnations:
     async def begin(self) -> None:
         """At the coordinator's start, with the store's condition known: find out whether it came back meanwhile."""
         link = self._store.link
-        self._state.life = StoreIncarnation(link.life, link.durable_after_s)
-        self._asked, self._settled = link.life, await self._store.runs.life()
-        if self._settled and self._settled != link.life:
+        self._state.life = StoreIncarnation(link.incarnation, link.durable_after_s)
+        self._asked, self._settled = link.incarnation, await self._store.runs.settled_incarnation()
+        if self._settled and self._settled != link.incarnation:
             self._doubt()
 
     def _doubt(self) -> None:
@@ -49,8 +49,8 @@ class StoreIncarnations:
     def came(self) -> None:
         """A link to the store came up. Calls that the last one took with it may or may not have been done: look."""
         state, link = self._state, self._store.link
-        if link.life != state.life.name:
-            former, state.life = state.life, StoreIncarnation(link.life, link.durable_after_s)
+        if link.incarnation != state.life.name:
+            former, state.life = state.life, StoreIncarnation(link.incarnation, link.durable_after_s)
             self._came = time.monotonic()
             former.over.set()
             self._doubt()
@@ -104,7 +104,7 @@ class StoreIncarnations:
         """Once all runs are, note it: who starts after this has nothing to settle."""
         life = self._state.life.name
         if self._settled != life and all(run.settled.is_set() for run in self._state.runs.values()):
-            await self._store.runs.keep_life(life)
+            await self._store.runs.keep_incarnation(life)
             self._settled = life
 
     async def remarry(self, run: RunState) -> None:

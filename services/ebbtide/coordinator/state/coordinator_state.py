@@ -114,10 +114,10 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
 
 
 class StoreIncarnation:
-    """One life of the store. It is `over` once the store came back, or another took its place: that one may know less.
+    """One incarnation of the store. It is `over` once the store came back or was replaced: the next one may know less.
 
-    `name`: of the server and its data, as `Connection.life`. `durable_after_s`: a write survives the store so long
-    after it was acknowledged within one life; 0: at once. "Durable" may be answered only if the life is not over then.
+    `name`: see `StoreConnection.incarnation`. `durable_after_s`: within one incarnation, a write is durable so long
+    after it was acknowledged; 0: at once. "Durable" may be answered only if the incarnation is not over then.
     """
 
     def __init__(self, name: str = "", durable_after_s: float = 0.0) -> None:

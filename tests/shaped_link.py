@@ -1,25 +1,24 @@
-"""A slow, counting link between two processes: a TCP relay with a rate and a latency, which can be cut and frozen.
+"""Relays TCP between two processes at a set rate and latency, counts the bytes, and can be cut and frozen.
 
-Invariant: bytes leave it in the order in which they came, `latency_s` behind the moment at which the rate let them
-pass; all connections share one rate per direction. It lives in the event loop that started it.
+Invariant: bytes leave in the order in which they came, `latency_s` after the rate let them pass; all connections share
+one rate per direction. The link runs in the event loop that started it.
 """
 
 import asyncio
 import contextlib
 from collections import deque
-from types import TracebackType
 from typing import Final, Self
 
-#: Small against what a connection has under way, so that connections share the rate evenly.
+#: Much less than a connection has under way, so that connections share the rate evenly.
 _CHUNK: Final = 1 << 15
-#: Read ahead of what may leave, beyond what the latency holds up: as a router's queue does.
+#: Bytes read ahead of the rate, as into a router's queue; bytes that wait for the latency do not count.
 _QUEUE: Final = 1 << 18
-#: Shorter pauses are put together: timers are no finer.
+#: Shorter pauses are merged: timers are no finer.
 _TICK_S: Final = 0.002
 
 
 class ShapedLink:
-    """Listens at `address` (loopback, a free port) and passes on to `target` (host:port) and back.
+    """Listens at `address` (loopback, a free port) and forwards to `target` (host:port) and back.
 
     `bytes_per_s` each way (0: as fast as it goes) and `latency_s` each way may be changed at any time. `sent` counts
     bytes towards the target, `received` those back, both as they leave the link.
@@ -63,7 +62,7 @@ class ShapedLink:
         self._cut = False
 
     def freeze(self) -> None:
-        """Let nothing pass, and break nothing, until `thaw`."""
+        """Let nothing pass until `thaw`; connections stay open."""
         self._thawed.clear()
 
     def thaw(self) -> None:
@@ -72,17 +71,15 @@ class ShapedLink:
     async def __aenter__(self) -> Self:
         return await self.start()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - a coroutine that runs has one
+        assert task is not None
         self._connections.add(task)
         try:
-            with contextlib.suppress(OSError, asyncio.CancelledError):  # a connection that breaks is all in order
+            with contextlib.suppress(OSError, asyncio.CancelledError):  # connections may break
                 if not self._cut:
                     await self._join(reader, writer)
         finally:
@@ -100,7 +97,7 @@ class ShapedLink:
                     group.create_task(way.take(source, queue))
                     group.create_task(way.give(queue, sink, self._thawed))
         except* OSError:
-            pass  # one side has gone, and so has the other
+            pass  # one side closed, so the other closes too
         finally:
             far_writer.transport.abort()
 
@@ -110,7 +107,7 @@ class ShapedLink:
 
 
 class _Way:
-    """One direction: when the bytes of all its connections may leave."""
+    """Schedules the bytes of all connections in one direction."""
 
     def __init__(self, link: ShapedLink) -> None:
         self._link = link
@@ -144,7 +141,7 @@ class _Way:
 
 
 class _Queue:
-    """Bytes under way, bounded but for those that the latency holds up at a given rate."""
+    """Bytes under way. Bounded, except for those that wait for the latency."""
 
     def __init__(self) -> None:
         self._items: deque[tuple[float, bytes]] = deque()
@@ -165,7 +162,7 @@ class _Queue:
             return item
 
     def _overdue(self) -> int:
-        """Bytes that may leave already and do not, because the other side reads no faster or the link is frozen."""
+        """Bytes that may leave already, but wait because the other side reads slowly or the link is frozen."""
         now, size = asyncio.get_running_loop().time(), 0
         for leaves_at, data in self._items:
             if leaves_at > now:
