@@ -82,9 +82,7 @@ class HeldLease:
     async def _renew(self) -> None:
         stub = RunsStub(self._peer.channel)
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_HURRY_S if self._journal.owed() else min(self._ttl_s / 3, _RENEW_S)):
-                    await self._hurry.wait()
+            await _wait(self._hurry, _HURRY_S if self._journal.owed() else min(self._ttl_s / 3, _RENEW_S))
             self._hurry.clear()
             asked = time.monotonic()
             try:
@@ -123,9 +121,7 @@ class HeldLease:
         """Wait until all acknowledged calls are durable, or the lease is lost."""
         while self._journal and not self.lost.is_set():
             self._hurry.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_HURRY_S):
-                    await self._journal.idle.wait()
+            await _wait(self._journal.idle, _HURRY_S)
 
     def _renewals_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -167,9 +163,7 @@ class HeldLease:
 
     async def _pause(self, seconds: float) -> None:
         """Sleep; raises `LeaseSuperseded` as soon as the lease is lost."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.lost.wait()
+        await _wait(self.lost, seconds)
         self._check()
 
     async def _follow(self, resume: Callable[[], "grpc.aio.UnaryStreamCall[Any, T]"]) -> AsyncGenerator[T, None]:
@@ -193,3 +187,9 @@ class HeldLease:
                     yield message
         finally:
             lost.cancel()
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

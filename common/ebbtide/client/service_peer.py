@@ -49,19 +49,9 @@ class ServicePeer:
         """Turn gRPC's errors inside the block into Ebbtide's."""
         return self.channel.translated(self.service)
 
-    async def call(
-        self,
-        method: Unary[Request_contra, Response_co],
-        request: Request_contra,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> Response_co:
+    async def call(self, method: Unary[Request_contra, Response_co], request: Request_contra) -> Response_co:
         """Call until the service answers, for up to `patience_s`; then raise the last error."""
-
-        async def once() -> Response_co:
-            return await method(request, timeout=timeout_s)
-
-        return await self.attempt(once)
+        return await self.attempt(lambda: method(request, timeout=DEFAULT_TIMEOUT_S))
 
     async def attempt(
         self, work: Callable[[], Awaitable[T]], *, on: tuple[type[EbbtideError], ...] = (Unavailable,)

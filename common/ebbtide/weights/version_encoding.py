@@ -177,11 +177,7 @@ class Encoding:
 
 
 def encode_version(
-    tensors: Sequence[NamedTensor],
-    base: Described | None = None,
-    *,
-    tile_bytes: int = TILE_BYTES,
-    keep_bytes: int = 0,
+    tensors: Sequence[NamedTensor], base: Described | None = None, *, tile_bytes: int = TILE_BYTES, keep_bytes: int = 0
 ) -> Encoding:
     """Encode `tensors` against `base` in this thread. Raises as `Encoding` does."""
     encoding = Encoding(tensors, base, tile_bytes=tile_bytes, keep_bytes=keep_bytes)

@@ -188,28 +188,22 @@ class Publisher:
             start, head = RankStart(), None
             if failure is None and not isinstance(reserved, BaseException):
                 start, head = self._head(reserved)
-            making = VersionUpload(self._staging, self.exchange, self._threads, self._begun, head, failure)
-            return self._set_out(making, start, snapshot, head, pause_s)
+            upload = VersionUpload(self._staging, self.exchange, self._threads, self._begun, start, head, failure)
+            return self._start(upload, snapshot, pause_s)
 
-    def _set_out(
-        self,
-        making: VersionUpload,
-        start: RankStart,
-        snapshot: TensorSnapshot,
-        head: VersionAssembler | None,
-        pause_s: float,
-    ) -> Publishing:
-        number = start.version.version if start.version else 0
-        last = asyncio.create_task(self._publish(making, start, snapshot, head, pause_s), name="publishing")
+    def _start(self, upload: VersionUpload, snapshot: TensorSnapshot, pause_s: float) -> Publishing:
+        number = upload.start.version.version if upload.start.version else 0
+        last = asyncio.create_task(self._publish(upload, snapshot, pause_s), name="publishing")
         last.add_done_callback(lambda last: self._ended(last, number))
         self._last = self._way = last
         if self.exchange.size > 1:
             self._way = asyncio.shield(last)
-            self._way.add_done_callback(lambda way: making.give_up() if way.cancelled() else way.exception())
+            self._way.add_done_callback(lambda way: upload.give_up() if way.cancelled() else way.exception())
         return Publishing(self._way, number, pause_s)
 
     def _ended(self, last: asyncio.Task[PublishReport], number: int) -> None:
-        _log(last, number)
+        if not last.cancelled() and (error := last.exception()) is not None:  # no task may be waiting for it
+            log.warning("version %s was not published: %s", number or "of rank 0", error)
         if self._closed:  # during this version's snapshot
             self._let_go()
 
@@ -230,29 +224,22 @@ class Publisher:
         )
         return RankStart(version=version, base=self._base.version if self._base else 0), head
 
-    async def _publish(
-        self,
-        making: VersionUpload,
-        start: RankStart,
-        snapshot: TensorSnapshot,
-        head: VersionAssembler | None,
-        pause_s: float,
-    ) -> PublishReport:
+    async def _publish(self, upload: VersionUpload, snapshot: TensorSnapshot, pause_s: float) -> PublishReport:
         if self._base is None:
             self._room.clear()
             self._readiness = asyncio.create_task(self._get_ready(self._spare, snapshot))
         try:
-            made = await making.make(start, snapshot, self._base)
+            made = await upload.make(snapshot, self._base)
         except asyncio.CancelledError:
             self._spare = TensorSnapshot()
             raise
         except Exception:
-            self._spare = TensorSnapshot() if making.given_up else snapshot  # threads can still read the old one
+            self._spare = TensorSnapshot() if upload.given_up else snapshot  # threads can still read the old one
             raise
         if self._base is not None:
             self._spare = self._shadow
         described = Described(snapshot.tensors, made.encoded.entries)
-        self._base = UploadBase(made.end.version.version, described, head.manifest if head else None)
+        self._base = UploadBase(made.end.version.version, described, upload.head.manifest if upload.head else None)
         self._shadow = snapshot
         return _report(made, pause_s)
 
@@ -273,12 +260,6 @@ class Publisher:
 def _give_up(beginning: asyncio.Task[Publishing]) -> None:
     if not beginning.cancelled() and beginning.exception() is None:
         beginning.result().cancel()
-
-
-def _log(last: asyncio.Task[PublishReport], number: int) -> None:
-    """Log a failed version, for which no task may be waiting."""
-    if not last.cancelled() and (error := last.exception()) is not None:
-        log.warning("version %s was not published: %s", number or "of rank 0", error)
 
 
 def _report(made: UploadResult, pause_s: float) -> PublishReport:

@@ -57,7 +57,8 @@ class UploadResult(Struct, frozen=True, kw_only=True):
 
 
 class VersionUpload:
-    """Makes a publisher's `number`th version. Only rank 0 has a `head`; a rank with a `failure` has no snapshot."""
+    """Makes a publisher's `number`th version. Only rank 0 has a `head` and fills `start`; a rank's `failure` ends the
+    version on all ranks."""
 
     def __init__(
         self,
@@ -65,11 +66,12 @@ class VersionUpload:
         exchange: RankExchange,
         threads: int,
         number: int,
+        start: RankStart,
         head: VersionAssembler | None,
         failure: Exception | None = None,
     ) -> None:
-        self._staging, self._exchange, self._threads, self._head = staging, exchange, threads, head
-        self._number, self._failure = number, failure
+        self._staging, self._exchange, self._threads, self._number = staging, exchange, threads, number
+        self.start, self.head, self._failure = start, head, failure
         self._own: asyncio.Future[Any] | None = None  # this rank's work between two exchanges
         self.given_up = False
         self._sent = 0  # bytes, since the last exchange
@@ -84,9 +86,9 @@ class VersionUpload:
         if self._own is not None:
             self._own.cancel()
 
-    async def make(self, start: RankStart, snapshot: TensorSnapshot, base: UploadBase | None) -> UploadResult:
+    async def make(self, snapshot: TensorSnapshot, base: UploadBase | None) -> UploadResult:
         """Make the version from `snapshot`, whose changes are from `base`. Raises this rank's error or another's."""
-        start = await self._told(RankStart(failure=RankFailure.of(self._failure)) if self._failure else start)
+        start = await self._told(RankStart(failure=RankFailure.of(self._failure)) if self._failure else self.start)
         began = time.monotonic()
         if start.failure is not None:
             raise self._failure or start.failure.error()
@@ -94,18 +96,18 @@ class VersionUpload:
         encoded = time.monotonic()
         shares = await self._gathered(share)
         wanted = RankWanted()
-        if self._head is not None:
-            wanted = await self._decided(self._head.assemble(shares))
+        if self.head is not None:
+            wanted = await self._decided(self.head.assemble(shares))
         while True:
             wanted = await self._told(wanted)
             if wanted.failure is not None:
-                raise self._failure or (self._head and self._head.failed) or wanted.failure.error()
+                raise self._failure or (self.head and self.head.failed) or wanted.failure.error()
             if wanted.end is not None and share.encoded is not None:
                 upload_s = time.monotonic() - encoded
                 return UploadResult(end=wanted.end, encoded=share.encoded, encode_s=encoded - began, upload_s=upload_s)
             puts = await self._gathered(await self._put(encoding, wanted))
-            if self._head is not None:
-                wanted = await self._decided(self._head.go_on(puts))
+            if self.head is not None:
+                wanted = await self._decided(self.head.go_on(puts))
 
     async def _share(self, snapshot: TensorSnapshot, base: UploadBase | None) -> tuple[Encoding | None, RankShare]:
         try:
@@ -182,7 +184,7 @@ class VersionUpload:
             found = await asyncio.to_thread(lambda: self._exchange.gather(pack(self._number, message)))
             return [unpack(data, self._number, type(message)) for data in found]
         except (Unavailable, InvalidRequest) as error:
-            if self._head is not None:
+            if self.head is not None:
                 with contextlib.suppress(Unavailable):
                     await self._told(RankWanted(failure=RankFailure.of(error)))
             raise
