@@ -1,11 +1,11 @@
-"""The SDK: submit a run and watch it, or bring your own trainer.
+"""Provides the SDK: submit a run and watch it, or bring your own trainer.
 
 async with Client() as client:
     run = await client.submit("run.toml")
     async for event in client.watch(run.run_id):
         print(event.kind, event.message)
 
-A trainer claims a run and works under its lease: see `Lease`. `SyncClient` is the same without asyncio.
+A trainer claims a run and works under its lease (`Lease`). `SyncClient` is the same without asyncio.
 """
 
 from ebbtide.client.client import Client

@@ -1,4 +1,4 @@
-"""The client: one coordinator, one relay, and what may be asked of them without a lease."""
+"""Calls one coordinator and one relay for everything that needs no lease, and claims leases."""
 
 import asyncio
 import os
@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ebbtide.auth.security import ClientSecurity
@@ -42,12 +41,12 @@ RELAY = "127.0.0.1:7610"
 
 
 class Client:
-    """An async context manager. `coordinator` is an address, or those of several with commas between them, of which one
-    leads and the others stand by. Unset arguments come from EBBTIDE_COORDINATOR, EBBTIDE_RELAY, EBBTIDE_TOKEN or
-    EBBTIDE_TOKEN_FILE, EBBTIDE_TLS_CA, EBBTIDE_TLS_CERT and EBBTIDE_TLS_KEY.
+    """An async context manager. `coordinator` is an address, or several with commas between them if the leader has
+    standbys. Unset arguments come from EBBTIDE_COORDINATOR, EBBTIDE_RELAY, EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE,
+    EBBTIDE_TLS_CA, EBBTIDE_TLS_CERT and EBBTIDE_TLS_KEY.
 
-    Calls repeat themselves, and streams resume where they were, while a service is away: a restarted coordinator is not
-    noticed. After `patience_s` seconds they raise `Unavailable`, which names the service and its address.
+    While a service is away, calls are repeated and streams resume at their position, so callers do not notice a
+    restarted coordinator. After `patience_s` seconds they raise `Unavailable` naming the service and its address.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Client:
         self._runs = RunsStub(self._coordinator.channel)
         self._rollouts = RolloutsStub(self._coordinator.channel)
         self._peers = [self._coordinator]
-        self._publishers: set[Publisher] = set()  # those that are not closed
+        self._publishers: set[Publisher] = set()  # the open ones
 
     def _peer(self, service: str, target: str) -> ServicePeer:
         return ServicePeer(service, target, self._security, self._patience_s)
@@ -86,13 +85,11 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        """Versions that are on their way are waited for some seconds, then given up."""
+        """Close the connections. Unfinished versions get some seconds, then they are abandoned."""
         for publisher in list(self._publishers):
             await publisher.aclose(LEAVE_S)
         for peer in self._peers:
@@ -103,7 +100,7 @@ class Client:
     async def submit(self, spec: RunSpec | Mapping[str, Any] | str | Path, run_id: str | None = None) -> Run:
         """Submit a run: a spec, a mapping, or the path of a TOML file. Idempotent if `run_id` is given.
 
-        Raises `InvalidRequest` naming the field that is wrong, `AlreadyExists` if `run_id` is another run's.
+        Raises `InvalidRequest` naming the wrong field, or `AlreadyExists` if `run_id` belongs to another run.
         """
         checked = check_spec(read_spec(spec))
         request = runs_pb2.SubmitRunRequest(
@@ -112,7 +109,7 @@ class Client:
         return from_proto(await self._coordinator.call(self._runs.SubmitRun, request), Run)
 
     async def run(self, run_id: str) -> Run:
-        """The run as it stands. Raises `NotFound`."""
+        """Return the run's present state. Raises `NotFound`."""
         return from_proto(await self._coordinator.call(self._runs.GetRun, runs_pb2.GetRunRequest(run_id=run_id)), Run)
 
     async def runs(self) -> list[Run]:
@@ -125,7 +122,7 @@ class Client:
         return from_proto(await self._coordinator.call(self._runs.CancelRun, request), Run)
 
     async def watch(self, run_id: str, cursor: str = "") -> AsyncGenerator[RunEvent, None]:
-        """Events of a run after `cursor`, then new ones until it has ended."""
+        """Yield a run's events after `cursor`, then new ones until it has ended."""
         request = runs_pb2.WatchRunRequest(run_id=run_id, cursor=cursor)
         async for message in self._coordinator.follow(lambda: self._runs.WatchRun(request)):
             request.cursor = message.cursor
@@ -137,25 +134,26 @@ class Client:
         return [from_proto(worker, Worker) for worker in answer.workers]
 
     async def drain_worker(self, worker_id: str, within_s: float = 30.0) -> int:
-        """Ask a worker to hand over within so many seconds and to leave; returns how many rollouts it has to hand over.
+        """Tell a worker to hand over its rollouts within `within_s` seconds and leave; returns their number.
 
-        Answers once the worker was told: it has left when `workers` lists it no more, or as lost. Raises `NotFound`.
+        Returns when the request has reached the worker. The worker has left when `workers` no longer lists it, or lists
+        it as lost. Raises `NotFound`.
         """
         request = fleet_pb2.DrainWorkerRequest(worker_id=worker_id, within_s=within_s)
         stub = FleetStub(self._coordinator.channel)
         return (await self._coordinator.call(stub.DrainWorker, request)).running
 
     async def timeline(self, run_id: str, cursor: str = "") -> AsyncGenerator[AttemptSpan, None]:
-        """The attempts of a run that have ended, after `cursor`, oldest first, up to the last. Raises `NotFound`."""
+        """Yield the finished attempts of a run after `cursor`, oldest first. Raises `NotFound`."""
         request = runs_pb2.ReadTimelineRequest(run_id=run_id, cursor=cursor)
         async for message in self._coordinator.follow(lambda: self._runs.ReadTimeline(request)):
             request.cursor = message.cursor
             yield from_proto(message, AttemptSpan)
 
     async def stream_tokens(self, run_id: str, rollout_id: str, offset: int = 0) -> AsyncGenerator[TokenChunk, None]:
-        """A rollout's tokens from `offset` as they are generated; the last chunk has a reason.
+        """Yield a rollout's tokens from `offset` as they are generated; the last chunk has a reason.
 
-        Raises `NotFound`, and `LeaseSuperseded` when the run ends before the rollout.
+        Raises `NotFound`, and `LeaseSuperseded` if the run ends before the rollout.
         """
         from ebbtide.types.tokens import token_count
 
@@ -170,20 +168,20 @@ class Client:
     # -- weights -------------------------------------------------------------------------------------------------
 
     async def versions(self, run_id: str, policy: str = "policy") -> AsyncGenerator[VersionInfo, None]:
-        """The versions of a policy that the relay holds, then each new one as it is committed."""
+        """Yield the versions of a policy that the relay holds, then each new one as it is committed."""
         async for info in self._weights().versions(run_id, policy):
             yield info
 
     async def describe_weights(self, run_id: str) -> WeightsState:
-        """The versions of a run that the relay holds, who has which, and what went over which link.
+        """Return the relay's versions of a run, their holders, and the traffic of each link.
 
-        Raises `NotFound` for a run of which the relay knows nothing.
+        Raises `NotFound` if the relay does not know the run.
         """
         state = await self._weights().describe(run_id)
         if not state.versions and not state.holders:
             raise NotFound(
-                f"the weight-relay at {self._relay_address} knows no version of run {run_id}: none was published to it "
-                "yet, or the run has another id or relay"
+                f"the weight-relay at {self._relay_address} knows no version of run {run_id}: check the run's id and "
+                "relay, or wait for its first version"
             )
         return state
 
@@ -196,19 +194,19 @@ class Client:
         boxes: Mapping[str, Box] | None = None,
         publisher: bytes = b"",
     ) -> "tuple[Manifest, dict[str, NamedTensor]]":
-        """A version (0: the newest) and its tensors, verified; `ebbtide.weights.as_array` views them as numpy arrays.
+        """Fetch a version (0: the newest) and its tensors, verified; `ebbtide.weights.as_array` views them in numpy.
 
-        With `boxes`, slices alone (first index and end of each dimension, of each tensor named) are fetched and
-        returned. `publisher`: the public key (32 bytes) that has to have signed the version, where that is known.
-        Raises `VersionUnavailable` if the relay does not hold it, `PermissionDenied` for another publisher's version,
+        `boxes` selects tensors, and a slice of each: first index and end in each dimension. Only these slices are
+        fetched. If `publisher`, a public key of 32 bytes, is given, it must have signed the version. Raises
+        `VersionUnavailable` if the relay does not hold it, `PermissionDenied` for another publisher's version,
         `InvalidRequest` naming a tensor that has no such slice.
         """
         return await self._weights().fetch(run_id, policy, version, boxes, publisher)
 
     def publisher(self, run_id: str, exchange: "RankExchange", policy: str = "policy") -> "Publisher":
-        """What publishes a rank's own shards, on each rank but 0, whose is `Lease.publisher`. All publish together.
+        """Make the publisher of a rank's own shards, on every rank except 0, which uses `Lease.publisher`.
 
-        It has up to two copies of them until its `aclose`, or this client's end.
+        All ranks publish together. The publisher holds up to two copies of the shards until it or this client closes.
         """
         publisher = self._weights().publisher(
             run_id, policy, authority=None, exchange=exchange, forget=self._publishers.discard
@@ -222,7 +220,7 @@ class Client:
     async def claim(
         self, run_id: str | None = None, role: Role = "trainer", *, holder: str = "", wait: bool = True
     ) -> AsyncIterator[Lease]:
-        """`acquire` for the length of a block; the lease is released at its end, unless it was lost."""
+        """`acquire` for the length of a block, at whose end the lease is released."""
         lease = await self.acquire(run_id, role, holder=holder, wait=wait)
         try:
             yield lease
@@ -232,11 +230,10 @@ class Client:
     async def acquire(
         self, run_id: str | None = None, role: Role = "trainer", *, holder: str = "", wait: bool = True
     ) -> Lease:
-        """Take the lease of a role of a run, or of any run that wants one.
+        """Take the lease of a role on a run, or on any run that needs the role.
 
-        `holder` names who holds it; the same holder claiming again ends its former lease at once. With `wait`, waits
-        until the lease is free, and prefers, of any runs, one that was begun before: see `scheduling.claims`. Else
-        raises `NotReady` or `NotFound`.
+        A `holder` that claims again ends its former lease at once. With `wait`, waits until a lease is free, and
+        prefers runs that have begun (`ebbtide.scheduling.steps.run_claims`); else raises `NotReady` or `NotFound`.
         """
         holder = holder or f"{socket.gethostname()}-{os.getpid()}"
         request = runs_pb2.ClaimRunRequest(run_id=run_id or "", role=role, holder=holder)
@@ -257,7 +254,7 @@ class Client:
 
 
 def read_spec(spec: RunSpec | Mapping[str, Any] | str | Path) -> RunSpec:
-    """A run's spec out of a mapping or a TOML file. Raises `InvalidRequest` naming the key, or the file."""
+    """Read a run's spec from a mapping or a TOML file. Raises `InvalidRequest` naming the key, or the file."""
     if isinstance(spec, RunSpec):
         return spec
     if isinstance(spec, Mapping):

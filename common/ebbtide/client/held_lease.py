@@ -1,9 +1,9 @@
-"""Holding a lease: renewals, and the end of everything under it once it is lost.
+"""Renews a lease, guards the calls made under it, and repeats calls that the store forgot.
 
-What was acknowledged under the lease is in its journal for as long as the store may forget it, and is sent again when
-the store came back. Invariant: `lost` is set once, when the coordinator says that the fence is old or the run over, and
-stays set; from then on every guarded call raises `LeaseSuperseded`. When the process dies, renewals end, and another
-holder may claim the run after the lease's time to live.
+The journal keeps each acknowledged call until it is durable, and sends it again after the store has lost it.
+Invariant: `lost` is set once, when the coordinator reports an old fence or an ended run, and stays set; every later
+guarded call raises `LeaseSuperseded`. When the process dies, renewals stop, and another holder can claim the run after
+the lease's time to live.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ from ebbtide.wire.record_conversion import from_proto
 T = TypeVar("T")
 Message_contra = TypeVar("Message_contra", bound=Message, contravariant=True)
 log = logging.getLogger(__name__)
-#: Renewals are this often at least: they tell that the store came back, and what is durable.
+#: Longest time between renewals, which report the store's incarnation and what is durable.
 _RENEW_S: Final = 5.0
-#: Between renewals that something waits for.
+#: Between renewals while something waits for their answer.
 _HURRY_S: Final = 0.25
-#: What a leaving holder waits at most for its last calls to be durable, and for a version on its way.
+#: A released lease waits at most so long for its last calls to be durable, and for an unfinished version.
 LEAVE_S: Final = 10.0
 
 
 class HeldLease:
-    """What every lease does. `run` is the run as the last renewal saw it."""
+    """Does what leases of all roles need."""
 
     def __init__(self, peer: ServicePeer, claimed: runs_pb2.Lease) -> None:
         self._peer = peer
@@ -50,7 +50,7 @@ class HeldLease:
         self._renewals = asyncio.create_task(self._renew())
         self._renewals.add_done_callback(self._renewals_ended)
         self._reason = ""
-        self.run = from_proto(claimed.run, Run)
+        self.run = from_proto(claimed.run, Run)  # as of the last renewal
         self.lost = asyncio.Event()
 
     @property
@@ -62,8 +62,8 @@ class HeldLease:
         return self._fence.role
 
     async def release(self) -> None:
-        """Give the lease back, so that another holder need not wait for its end. Tried once, when all that was done
-        under the lease is durable; not waited for much longer than that should take.
+        """Give the lease back, so that another holder can claim it at once. Waits up to `LEAVE_S` for the calls made
+        under it to be durable, and tries once.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
@@ -76,15 +76,13 @@ class HeldLease:
             with self._peer.translated():
                 await RunsStub(self._peer.channel).ReleaseLease(self._fence, timeout=2.0)
         except EbbtideError as error:
-            log.debug("lease of run %s not released (%s); it ends by itself", self.run_id, error)
+            log.debug("lease of run %s not released (%s); it expires by itself", self.run_id, error)
         self._lose("it was released")
 
     async def _renew(self) -> None:
         stub = RunsStub(self._peer.channel)
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_HURRY_S if self._journal.owed() else min(self._ttl_s / 3, _RENEW_S)):
-                    await self._hurry.wait()
+            await _wait(self._hurry, _HURRY_S if self._journal.owed() else min(self._ttl_s / 3, _RENEW_S))
             self._hurry.clear()
             asked = time.monotonic()
             try:
@@ -93,15 +91,15 @@ class HeldLease:
                 self._ttl_s, self.run = renewed.ttl_s, from_proto(renewed.run, Run)
                 self._journal.renewed(renewed.store_life, renewed.durable_after_s, asked)
                 await self._send_again()
-            except Unavailable as error:  # the fence stands until somebody else claims the run
-                log.warning("lease of run %s not renewed, trying on: %s", self.run_id, error)
+            except Unavailable as error:  # the fence is valid until another holder claims the run
+                log.warning("lease of run %s not renewed, trying again: %s", self.run_id, error)
             except EbbtideError as error:
                 self._lose(str(error))
                 return
 
     async def _send_again(self) -> None:
-        """Send what the store may have forgotten, for a third of the lease's time: the rest is for after a renewal.
-        Raises `Unavailable` with what was not sent still owed.
+        """Repeat the calls that the store forgot, for a third of the lease's time; the next renewal continues.
+        Raises `Unavailable`; calls not yet repeated stay owed.
         """
         enough = time.monotonic() + self._ttl_s / 3
         while time.monotonic() < enough and (entry := self._journal.owed()) is not None:
@@ -110,22 +108,20 @@ class HeldLease:
                     async with asyncio.timeout(self._ttl_s / 3):
                         await entry.call()
             except TimeoutError:
-                raise Unavailable("sending again what the store forgot: a call took too long") from None
+                raise Unavailable("repeating calls that the store forgot: a call took too long") from None
             except (Unavailable, LeaseSuperseded):
                 raise
             except NoCapacity as error:
-                raise Unavailable(f"sending again what the store forgot: {error}") from None
-            except EbbtideError as error:  # it is there, or what it goes by is over
-                log.warning("run %s: the store came back and refuses what it took before: %s", self.run_id, error)
+                raise Unavailable(f"repeating calls that the store forgot: {error}") from None
+            except EbbtideError as error:  # the store has it, or its subject has ended
+                log.warning("run %s: the restored store refuses a call that it took before: %s", self.run_id, error)
             self._journal.sent(entry, time.monotonic())
 
     async def _durable(self) -> None:
-        """Wait until the store cannot forget any more what was acknowledged, or the lease is lost."""
+        """Wait until all acknowledged calls are durable, or the lease is lost."""
         while self._journal and not self.lost.is_set():
             self._hurry.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_HURRY_S):
-                    await self._journal.idle.wait()
+            await _wait(self._journal.idle, _HURRY_S)
 
     def _renewals_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -138,7 +134,8 @@ class HeldLease:
 
     def _check(self) -> None:
         if self.lost.is_set():
-            raise LeaseSuperseded(f"the {self.role} lease of run {self.run_id} is gone ({self._reason}); claim it anew")
+            text = f"the {self.role} lease of run {self.run_id} is lost ({self._reason}); claim the run again"
+            raise LeaseSuperseded(text)
 
     async def _call(self, method: Unary[Request_contra, Response_co], request: Request_contra) -> Response_co:
         self._check()
@@ -149,7 +146,7 @@ class HeldLease:
             raise
 
     async def _kept(self, method: "Unary[Message_contra, Response_co]", request: "Message_contra") -> Response_co:
-        """A call that is made again when the store forgot it. A full journal holds it back."""
+        """Make a call that is repeated if the store forgets it. Waits while the journal is full."""
         while not self._journal.room.is_set():
             self._hurry.set()
             await self._pause(_HURRY_S)
@@ -165,14 +162,12 @@ class HeldLease:
             raise
 
     async def _pause(self, seconds: float) -> None:
-        """Wait; raises `LeaseSuperseded` as soon as the lease is lost."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.lost.wait()
+        """Sleep; raises `LeaseSuperseded` as soon as the lease is lost."""
+        await _wait(self.lost, seconds)
         self._check()
 
     async def _follow(self, resume: Callable[[], "grpc.aio.UnaryStreamCall[Any, T]"]) -> AsyncGenerator[T, None]:
-        """A resumed stream that ends with `LeaseSuperseded` once the lease is lost, though it carries no fence."""
+        """Follow a resumed stream; raises `LeaseSuperseded` once the lease is lost, though the stream has no fence."""
         self._check()
         lost = asyncio.ensure_future(self.lost.wait())
         try:
@@ -192,3 +187,9 @@ class HeldLease:
                     yield message
         finally:
             lost.cancel()
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -1,12 +1,11 @@
-"""A lease on a run: what its trainer or its driver may do, for as long as nobody else has claimed it."""
+"""Makes the calls of a run's trainer or driver under its lease, until another holder claims the run."""
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from ebbtide.client.held_lease import LEAVE_S, HeldLease
-from ebbtide.client.message_batches import batches
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity
 from ebbtide.types.ids import new_fence
@@ -30,15 +29,20 @@ if TYPE_CHECKING:
     from ebbtide.client.publisher.rank_exchange import RankExchange
     from ebbtide.client.relay_client import RelayClient
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
+#: Half of a message's 4 MiB, so that ids and framing fit beside the payload.
+_BATCH_BYTES: Final = 2 << 20
+#: Small enough for the store to take in one script without delaying other calls.
+_BATCH_ITEMS: Final = 1024
 
 
 class Lease(HeldLease):
-    """Made by `Client.claim`; renews itself until left.
+    """Made by `Client.claim`; renews itself until it is released.
 
     Once another holder has claimed the run, or the run has ended, `lost` is set and every call raises
-    `LeaseSuperseded`: step down then. All calls may be repeated, and repeat themselves while the coordinator is away;
-    once the client's patience is used up they raise `Unavailable`.
+    `LeaseSuperseded`: step down then. All calls are idempotent and are repeated while the coordinator is away; after
+    the client's patience they raise `Unavailable`.
     """
 
     def __init__(self, peer: ServicePeer, claimed: runs_pb2.Lease, relay: "Callable[[], RelayClient]") -> None:
@@ -51,13 +55,13 @@ class Lease(HeldLease):
     # -- rollouts ------------------------------------------------------------------------------------------------
 
     async def submit_rollouts(self, rollouts: Iterable[RolloutRequest], *, wait: bool = True) -> list[SubmitOutcome]:
-        """Queue rollouts, idempotent by id; an outcome each, in order.
+        """Queue rollouts, idempotent by id; returns an outcome for each, in order.
 
-        A full queue or used-up quota is waited out as long as the lease lasts, or raises `NoCapacity` if not `wait`.
-        Raises `InvalidRequest` naming the field, `AlreadyExists` for an id taken by another rollout.
+        With `wait`, waits for room in the queue or quota as long as the lease lasts; otherwise raises `NoCapacity`.
+        Raises `InvalidRequest` naming the field, `AlreadyExists` for the id of another rollout.
         """
         outcomes: list[SubmitOutcome] = []
-        for batch in batches(rollouts, lambda item: len(item.prompt_ids) + 256):
+        for batch in _batches(rollouts, lambda item: len(item.prompt_ids) + 256):
             request = rollouts_pb2.SubmitRequest(
                 lease=self._fence, rollouts=[to_proto(item, rollouts_pb2.RolloutRequest) for item in batch]
             )
@@ -73,44 +77,44 @@ class Lease(HeldLease):
         return outcomes
 
     async def finished(self, cursor: str = "") -> AsyncGenerator[FinishedRollout, None]:
-        """Finished rollouts after `cursor`, oldest first, then new ones; at least once each over a reconnect."""
+        """Yield finished rollouts after `cursor`, oldest first, then new ones; a reconnect can repeat some."""
         request = rollouts_pb2.WatchFinishedRequest(run_id=self.run_id, cursor=cursor)
         async for message in self._follow(lambda: self._rollouts.WatchFinished(request)):
             request.cursor = message.cursor
             yield from_proto(message, FinishedRollout)
 
     async def acknowledge(self, rollout_ids: Iterable[str], drop_reason: str = "") -> None:
-        """End finished rollouts as trained, or as dropped with a reason, and delete their data."""
-        for batch in batches(rollout_ids):
+        """Count finished rollouts as trained, or as dropped with a reason, and delete their data."""
+        for batch in _batches(rollout_ids):
             request = rollouts_pb2.AcknowledgeRequest(lease=self._fence, rollout_ids=batch, drop_reason=drop_reason)
             await self._kept(self._rollouts.Acknowledge, request)
 
     async def cancel_rollouts(self, rollout_ids: Iterable[str], reason: str = "") -> None:
-        """End rollouts wherever they are; training rollouts count as dropped with `reason` (default "cancelled")."""
-        for batch in batches(rollout_ids):
+        """End rollouts in any state; training rollouts count as dropped with `reason` (default "cancelled")."""
+        for batch in _batches(rollout_ids):
             request = rollouts_pb2.CancelRequest(lease=self._fence, rollout_ids=batch, reason=reason)
             await self._kept(self._rollouts.Cancel, request)
 
     # -- episodes and trajectories -------------------------------------------------------------------------------
 
     async def complete_episodes(self, episodes: Iterable[Episode]) -> None:
-        """End episodes: each becomes a trajectory, or is dropped; its rollouts' data is deleted."""
-        for batch in batches(episodes, _episode_size):
+        """Turn episodes into trajectories or drop them, and delete their rollouts' data."""
+        for batch in _batches(episodes, _episode_size):
             request = rollouts_pb2.CompleteEpisodesRequest(
                 lease=self._fence, episodes=[to_proto(item, rollouts_pb2.Episode) for item in batch]
             )
             await self._kept(self._rollouts.CompleteEpisodes, request)
 
     async def trajectories(self, cursor: str = "") -> AsyncGenerator[Trajectory, None]:
-        """Trajectories after `cursor`, oldest first, then new ones; at least once each over a reconnect."""
+        """Yield trajectories after `cursor`, oldest first, then new ones; a reconnect can repeat some."""
         request = rollouts_pb2.WatchTrajectoriesRequest(run_id=self.run_id, cursor=cursor)
         async for message in self._follow(lambda: self._rollouts.WatchTrajectories(request)):
             request.cursor = message.cursor
             yield from_proto(message, Trajectory)
 
     async def commit(self, outcomes: Iterable[TrajectoryOutcome]) -> None:
-        """Count trajectories as trained or dropped and delete them: once a checkpoint that contains them is durable."""
-        for batch in batches(outcomes):
+        """Count trajectories as trained or dropped and delete them. Call it after a checkpoint with them is durable."""
+        for batch in _batches(outcomes):
             request = rollouts_pb2.CommitTrajectoriesRequest(
                 lease=self._fence, outcomes=[to_proto(item, rollouts_pb2.TrajectoryOutcome) for item in batch]
             )
@@ -119,27 +123,27 @@ class Lease(HeldLease):
     # -- weights and the run itself ------------------------------------------------------------------------------
 
     async def publish(self, tensors: "Tensors", *, step: int, parent: int = 0) -> PolicyVersion:
-        """Publish weights as the policy's next version and make it the newest, once the relay holds all of it.
+        """Publish weights as the policy's next version, and announce it once the relay holds all of it.
 
         `tensors` is a mapping or an iterable of `NamedTensor` or (name, tensor) pairs, of numpy or of torch on any
-        device; it is read once, one tensor at a time. A copy stays in memory: of the next version only what changed
-        is sent. Raises `InvalidRequest` naming a tensor, `NoCapacity` if the relay cannot hold the version,
-        and `Unavailable` naming the service that is down.
+        device; it is read once, one tensor at a time. A copy stays in memory, so that the next version sends only its
+        changes. Raises `InvalidRequest` naming a tensor, `NoCapacity` if the relay cannot hold the version, and
+        `Unavailable` naming the service that is down.
         """
         return await (await self.publishing(tensors, step=step, parent=parent))
 
     async def publishing(self, tensors: "Tensors", *, step: int, parent: int = 0) -> "Publishing":
-        """`publish` that returns when `tensors` are copied, and may change again; await what it returns for the rest.
+        """Begin to `publish`; returns when `tensors` are copied and can change again. Await the result for the version.
 
-        One version is on its way at a time: the next one waits for it here. A lease that is left waits for it some
-        seconds, then gives it up.
+        Only one version is published at a time; the next call waits for it. `release` waits some seconds for it, then
+        abandons it.
         """
         return await self.publisher().publish(tensors, step=step, parent=parent)
 
     def publisher(self, exchange: "RankExchange | None" = None) -> "Publisher":
-        """What publishes under this lease, made by the first call. With an `exchange`, it is rank 0's among several
-        that publish together; the others have theirs of `Client.publisher`. Raises `InvalidRequest` if it was made
-        with another exchange, or none.
+        """Return the lease's publisher; the first call makes it. With an `exchange`, it is rank 0's among several ranks
+        that publish together; the others use `Client.publisher`. Raises `InvalidRequest` if the first call had another
+        exchange, or none.
         """
         if self._publisher is None:
             from ebbtide.client.publisher.publisher import Authority
@@ -153,7 +157,7 @@ class Lease(HeldLease):
                 config=_config(self.run.spec.model),
             )
         elif exchange is not None and exchange is not self._publisher.exchange:
-            text = "another publishes under this lease since its first call; give that one the exchange"
+            text = "the lease's publisher has another exchange; pass it to the first call that publishes"
             raise InvalidRequest(text, field="exchange")
         return self._publisher
 
@@ -173,14 +177,14 @@ class Lease(HeldLease):
 
     async def report(self, events: Sequence[RunEvent]) -> None:
         """Append events to the run, once per kind and key."""
-        for batch in batches(events, lambda event: 64 * (len(event.values) + len(event.labels)) + len(event.message)):
+        for batch in _batches(events, lambda event: 64 * (len(event.values) + len(event.labels)) + len(event.message)):
             messages = [to_proto(item, runs_pb2.RunEvent) for item in batch]
             for message in messages if self._journal.needed else ():
-                message.key = message.key or new_fence()  # one that is sent again is there once
+                message.key = message.key or new_fence()  # a repeated event is stored once
             await self._kept(self._runs.Report, runs_pb2.ReportRequest(lease=self._fence, events=messages))
 
     async def finish(self, status: RunStatus = RunStatus.FINISHED, message: str = "") -> Run:
-        """End the run. Raises `NotReady` while training rollouts are neither trained nor dropped."""
+        """End the run. Raises `NotReady` while training rollouts are still neither trained nor dropped."""
         request = runs_pb2.FinishRunRequest(
             lease=self._fence, status=types_pb2.RunStatus.ValueType(status.value), message=message
         )
@@ -189,14 +193,29 @@ class Lease(HeldLease):
 
 
 def _config(model: str) -> bytes:
-    """The run's model's, where it lies on this machine."""
+    """Read the configuration of the run's model, if the model is on this machine."""
     from ebbtide.weights import read_config
 
     try:
         return read_config(Path(model))
     except (EbbtideError, OSError) as error:
-        log.warning("its config.json stays here, so no worker of another model can serve the run: %s", error)
+        log.warning("versions carry no config.json, so workers of other models cannot serve the run: %s", error)
         return b""
+
+
+def _batches(items: Iterable[T], size: Callable[[T], int] = lambda _: 0) -> Iterator[list[T]]:
+    """Cut `items`, in order, into lists that fit a message; `size` gives an item's payload in bytes."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        weight = size(item)
+        if batch and (len(batch) >= _BATCH_ITEMS or total + weight > _BATCH_BYTES):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += weight
+    if batch:
+        yield batch
 
 
 def _episode_size(episode: Episode) -> int:

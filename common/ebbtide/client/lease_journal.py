@@ -1,9 +1,8 @@
-"""What a lease was acknowledged and the store might still forget.
+"""Keeps the calls of a lease that were acknowledged but are not yet durable in the store.
 
-Invariant: entries stand in the order in which they were acknowledged, which is an order in which they can be sent
-again, and none before `_from` is owed; one leaves only when it is known to be durable. A call that would make the
-journal larger than `limit_bytes` waits. When the process dies the journal is lost: what the store forgets in that very
-moment is lost with it.
+Invariant: entries stand in the order of their acknowledgement, which is also a valid order to repeat them, and no entry
+before `_from` is owed; an entry leaves only when it is known to be durable. Calls wait while the journal is full. When
+the process dies the journal is lost, and with it the calls that the store forgets at the same time.
 """
 
 import asyncio
@@ -12,31 +11,32 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-#: About what a driver sends in some seconds at the highest rate that the coordinator takes.
+#: About what a driver sends in some seconds at the coordinator's highest rate.
 _LIMIT_BYTES: Final = 64 << 20
-#: What an entry takes besides its request.
+#: Bytes that an entry takes besides its request.
 _OVERHEAD: Final = 512
 
 
 class JournalEntry(Struct, eq=False):
-    """A call that may be made again, and when it was acknowledged last (seconds, monotonic); `owed`: it is to be."""
+    """A call that can be repeated."""
 
     call: Callable[[], Awaitable[Any]]
-    size: int
-    at: float
-    owed: bool = False
+    size: int  # bytes
+    at: float  # last acknowledged, monotonic seconds
+    owed: bool = False  # the store forgot it: repeat it
 
 
 class LeaseJournal:
-    """Pure but for its events: handed `now`. `room` is set while the journal takes more, `idle` while it is empty."""
+    """Pure except for its events: the caller passes the time."""
 
     def __init__(self, *, limit_bytes: int = _LIMIT_BYTES) -> None:
         self._limit = limit_bytes
         self._entries: list[JournalEntry] = []
         self._size = 0
-        self._from = 0  # so that all can be sent again without a look at all of them for each
-        self._life = ""
+        self._from = 0  # where the search for owed entries starts
+        self._incarnation = ""  # of the store
         self._durable_after_s = 0.0
+        #: Set while the journal takes more, and while it is empty.
         self.room, self.idle = asyncio.Event(), asyncio.Event()
         self.room.set()
         self.idle.set()
@@ -46,21 +46,21 @@ class LeaseJournal:
 
     @property
     def needed(self) -> bool:
-        """Whether the store may forget what it acknowledged."""
+        """Tell whether the store can forget acknowledged calls."""
         return self._durable_after_s > 0
 
     def add(self, call: Callable[[], Awaitable[Any]], size: int, now: float) -> None:
-        """`call` was just acknowledged."""
+        """Record a call that was just acknowledged."""
         if self.needed:
             self._entries.append(JournalEntry(call, size + _OVERHEAD, now))
             self._size += size + _OVERHEAD
-            self._tell()
+            self._update_events()
 
-    def renewed(self, life: str, durable_after_s: float, asked: float) -> None:
-        """The lease was renewed in this life of the store, by a call begun at `asked`. If it is another than before,
-        all that was not durable in the former one is owed.
+    def renewed(self, incarnation: str, durable_after_s: float, asked: float) -> None:
+        """Note a renewal that was requested at `asked` and answered by this incarnation of the store. All entries are
+        owed if it is a new one; otherwise those that are durable by now leave.
         """
-        if life != self._life and self._life:
+        if incarnation != self._incarnation and self._incarnation:
             for entry in self._entries:
                 entry.owed = True
         else:
@@ -68,11 +68,11 @@ class LeaseJournal:
             self._entries = [entry for entry in self._entries if entry.owed or entry.at > durable]
             self._size = sum(entry.size for entry in self._entries)
         self._from = 0
-        self._life, self._durable_after_s = life, durable_after_s
-        self._tell()
+        self._incarnation, self._durable_after_s = incarnation, durable_after_s
+        self._update_events()
 
     def owed(self) -> JournalEntry | None:
-        """The first that is to be sent again."""
+        """Return the first entry to repeat."""
         while self._from < len(self._entries):
             if (entry := self._entries[self._from]).owed:
                 return entry
@@ -80,12 +80,9 @@ class LeaseJournal:
         return None
 
     def sent(self, entry: JournalEntry, now: float) -> None:
-        """It was acknowledged again, or refused for good."""
+        """Note that an entry was acknowledged again, or finally refused."""
         entry.owed, entry.at = False, now
 
-    def _tell(self) -> None:
-        self._set(self.room, self._size < self._limit)
-        self._set(self.idle, not self._entries)
-
-    def _set(self, event: asyncio.Event, on: bool) -> None:
-        (event.set if on else event.clear)()
+    def _update_events(self) -> None:
+        for event, on in ((self.room, self._size < self._limit), (self.idle, not self._entries)):
+            (event.set if on else event.clear)()

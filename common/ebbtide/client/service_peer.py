@@ -1,7 +1,7 @@
-"""One service as the SDK sees it: calls that are repeated, and streams that are resumed, while the service is away.
+"""Repeats the SDK's calls to one service, and resumes its streams, while the service is away.
 
-Every call of the contracts that the SDK makes may be repeated; an error that outlives the patience names the service,
-its address and what to do.
+All calls that the SDK makes are idempotent. An error that outlasts the patience names the service, its address and a
+remedy.
 """
 
 import time
@@ -21,7 +21,7 @@ T = TypeVar("T")
 Request_contra = TypeVar("Request_contra", contravariant=True)
 Response_co = TypeVar("Response_co", covariant=True)
 
-#: A stream that lasted longer was connected: keepalive would have ended a dead one before.
+#: A stream that lasted longer was connected: keepalive ends a dead one sooner.
 _CONNECTED_S: Final = 30.0
 
 
@@ -30,9 +30,7 @@ class Unary(Protocol[Request_contra, Response_co]):
 
 
 class ServicePeer:
-    """A service by its name and address (of coordinators: several, with commas between them), and the channel to it,
-    which connects with the first call.
-    """
+    """A service by name and address (of coordinators several, with commas between them). The first call connects."""
 
     def __init__(self, service: str, target: str, security: ClientSecurity, patience_s: float) -> None:
         self.service, self.patience_s = service, patience_s
@@ -41,34 +39,24 @@ class ServicePeer:
 
     @property
     def target(self) -> str:
-        """The address that is called now."""
+        """The address in use."""
         return self.channel.target
 
     async def close(self) -> None:
         await self.channel.close()
 
     def translated(self) -> AbstractContextManager[None]:
-        """Turns gRPC's errors inside the block into the service's own."""
+        """Turn gRPC's errors inside the block into Ebbtide's."""
         return self.channel.translated(self.service)
 
-    async def call(
-        self,
-        method: Unary[Request_contra, Response_co],
-        request: Request_contra,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> Response_co:
-        """The answer, asked for again while the service is away, for `patience_s`. Raises what it raised last."""
-
-        async def once() -> Response_co:
-            return await method(request, timeout=timeout_s)
-
-        return await self.attempt(once)
+    async def call(self, method: Unary[Request_contra, Response_co], request: Request_contra) -> Response_co:
+        """Call until the service answers, for up to `patience_s`; then raise the last error."""
+        return await self.attempt(lambda: method(request, timeout=DEFAULT_TIMEOUT_S))
 
     async def attempt(
         self, work: Callable[[], Awaitable[T]], *, on: tuple[type[EbbtideError], ...] = (Unavailable,)
     ) -> T:
-        """Like `call`, for several calls that may be repeated as a whole, and on other errors."""
+        """Like `call`, for several calls that are repeated as a whole, and on other errors."""
 
         async def once() -> T:
             with self.translated():
@@ -77,9 +65,9 @@ class ServicePeer:
         return await retrying(once, patience_s=self.patience_s, on=on, pause=self.channel.pause)
 
     async def follow(self, resume: Callable[[], "grpc.aio.UnaryStreamCall[Any, T]"]) -> AsyncGenerator[T, None]:
-        """The messages of a stream that `resume` opens behind the last one seen, until the service ends it.
+        """Yield the messages of a stream until the service ends it; `resume` opens it after the last message seen.
 
-        Raises the service's error when it was away for `patience_s`, and any error but `Unavailable` at once.
+        Raises the service's error after `patience_s` without it, and any error except `Unavailable` at once.
         """
         give_up: float | None = None
         waits = pauses()

@@ -1,11 +1,10 @@
-"""The client without asyncio: the same calls, run by an event loop in a background thread."""
+"""Offers the client's calls without asyncio: an event loop in a background thread runs them."""
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ebbtide.auth.security import ClientSecurity
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 
 class _Loop:
-    """An event loop in a thread of its own, which dies with the program."""
+    """Runs an event loop in its own daemon thread, which dies with the program."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -45,21 +44,31 @@ class _Loop:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # an interrupt ends the call, too
+            future.cancel()  # an interrupt also ends the call
             raise
 
+    def run(self, work: Callable[[], T]) -> T:
+        """Call a plain function that needs the running loop."""
+
+        async def running() -> T:
+            return work()
+
+        return self.call(running())
+
+    def wait(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Await, in the loop, what `work` returns there."""
+
+        async def waiting() -> T:
+            return await work()
+
+        return self.call(waiting())
+
     def iterate(self, stream: AsyncGenerator[T, None]) -> Iterator[T]:
-        async def following() -> T | None:
-            return await anext(stream, None)
-
-        async def close() -> None:
-            await stream.aclose()
-
         try:
-            while (item := self.call(following())) is not None:
+            while (item := self.wait(lambda: anext(stream, None))) is not None:
                 yield item
         finally:
-            self.call(close())
+            self.wait(stream.aclose)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -68,7 +77,7 @@ class _Loop:
 
 
 class SyncClient:
-    """`Client` for programs without asyncio; made and closed with `with`. Streams are plain iterators."""
+    """`Client` for programs without asyncio; use it in a `with` block. Streams are plain iterators."""
 
     def __init__(
         self,
@@ -80,12 +89,11 @@ class SyncClient:
         security: ClientSecurity | None = None,
         patience_s: float = 60.0,
     ) -> None:
-        async def make() -> Client:
-            return Client(coordinator, relay, token=token, tls_ca=tls_ca, security=security, patience_s=patience_s)
-
         self._loop = _Loop()
         try:
-            self._client = self._loop.call(make())
+            self._client = self._loop.run(
+                lambda: Client(coordinator, relay, token=token, tls_ca=tls_ca, security=security, patience_s=patience_s)
+            )
         except BaseException:
             self._loop.close()
             raise
@@ -93,9 +101,7 @@ class SyncClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -147,10 +153,7 @@ class SyncClient:
         return self._loop.call(self._client.fetch_weights(run_id, policy, version, boxes=boxes, publisher=publisher))
 
     def publisher(self, run_id: str, exchange: "RankExchange", policy: str = "policy") -> "SyncPublisher":
-        async def make() -> "Publisher":
-            return self._client.publisher(run_id, exchange, policy)
-
-        return SyncPublisher(self._loop, self._loop.call(make()))
+        return SyncPublisher(self._loop, self._loop.run(lambda: self._client.publisher(run_id, exchange, policy)))
 
     @contextmanager
     def claim(
@@ -209,10 +212,7 @@ class SyncLease:
         return SyncPublishing(self._loop, self._loop.call(self._lease.publishing(tensors, step=step, parent=parent)))
 
     def publisher(self, exchange: "RankExchange | None" = None) -> "SyncPublisher":
-        async def make() -> "Publisher":
-            return self._lease.publisher(exchange)
-
-        return SyncPublisher(self._loop, self._loop.call(make()))
+        return SyncPublisher(self._loop, self._loop.run(lambda: self._lease.publisher(exchange)))
 
     def report(self, events: Sequence[RunEvent]) -> None:
         self._loop.call(self._lease.report(events))
@@ -241,10 +241,7 @@ class SyncPublishing:
         self._loop, self._publishing = loop, publishing
 
     def result(self) -> PolicyVersion:
-        async def ended() -> PolicyVersion:
-            return await self._publishing
-
-        return self._loop.call(ended())
+        return self._loop.wait(lambda: self._publishing)
 
     @property
     def report(self) -> "PublishReport":

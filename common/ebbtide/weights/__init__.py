@@ -1,6 +1,6 @@
-"""Weights as bytes: tensors with safetensors' dtypes, cut into tiles, listed in a manifest under one root digest.
+"""Turns weights into bytes: tensors with safetensors' dtypes, cut into tiles, listed in a manifest under a root digest.
 
-Pure functions over numpy arrays and bytes: nothing here waits, reads a clock or touches a file.
+Pure functions over numpy arrays and bytes: nothing here waits or reads a clock, and only `read_config` reads files.
 """
 
 from ebbtide.weights.fetch_plan import Place, Planner, TileTask, Way, places

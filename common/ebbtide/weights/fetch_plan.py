@@ -1,8 +1,8 @@
-"""What has to be fetched for each tile, by whoever holds some version, or none, and wants another.
+"""Plans which blobs to fetch for each tile of a wanted version, whatever the reader holds already.
 
-A *way* leads to the wanted version: from a start, whose dense tiles may be had too if it is an anchor, through patches
-one after another. A tile may go any way that begins at what it is now, told by its digest; so one that was left behind
-when a process died, or that differs for any other reason, is brought to the wanted version like all others.
+A *way* leads to the wanted version from a start, through patches one after another; an anchor's dense tiles can be
+fetched too. A tile takes the cheapest way that starts at its present bytes, known by their digest. Tiles that a dead
+process left half updated, or that differ for any other reason, are therefore repaired like all others.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,45 +18,44 @@ Place: TypeAlias = tuple[int, int]
 
 
 class Way(Struct, frozen=True):
-    """`anchor`: whether dense tiles of `start` may be had. `patches` lead from it to the wanted version, in order."""
+    """A start, and the patches that lead from it to the wanted version, in order."""
 
     start: Manifest
     patches: tuple[Patch, ...]
-    anchor: bool
+    anchor: bool  # the dense tiles of `start` can be fetched
 
 
 class TileTask(Struct, frozen=True):
-    """Make a tile what its `digest` says, of `length` bytes: the dense tile `dense`, or where that is empty what is
-    there, changed by the tile patches `patches` in order. `cost`: bytes to be fetched."""
+    """The blobs that turn a tile into the wanted one."""
 
     place: Place
-    digest: bytes
-    length: int
-    dense: bytes
-    patches: tuple[bytes, ...]
-    cost: int
+    digest: bytes  # of the finished tile
+    length: int  # its bytes
+    dense: bytes  # digest of the dense tile to start from; empty: start from the present bytes
+    patches: tuple[bytes, ...]  # digests of tile patches, applied in this order
+    cost: int  # bytes to fetch
 
     @property
     def blobs(self) -> tuple[bytes, ...]:
-        """All that is to be fetched, by digest."""
+        """The digests of all blobs to fetch."""
         return (self.dense, *self.patches) if self.dense else self.patches
 
 
 class Planner:
-    """Plans for one wanted version, given ways to it: their manifests and patches were checked, of its geometry."""
+    """Plans for one wanted version. The manifests and patches of its ways are checked and share its geometry."""
 
     def __init__(self, target: Manifest, ways: Sequence[Way]) -> None:
         self._target = target
         self._ways = ways
-        # For each patch and tensor: the place of each tile's digest among those of the tiles that change, or None.
+        # For each patch and tensor: digest and size of each tile's blob, or None for a tile that stays.
         self._blobs = {
             id(patch): [_blobs(tensor.sizes, tensor.digests) for tensor in patch.tensors] for patch in _all(ways)
         }
 
     def tasks(self, places: Iterable[Place], held: "dict[Place, bytes]") -> Iterator[TileTask | Place]:
-        """What is to be done for each of `places`, whose digests are `held`; nothing for a tile that is right already.
+        """Plan each of `places`, given the digests `held` there; yields nothing for tiles that are right already.
 
-        A place itself stands for one that no way leads to.
+        Yields the place itself if no way leads to it.
         """
         for place in places:
             entry = self._target.tensors[place[0]]
@@ -81,7 +80,7 @@ class Planner:
             for patch in way.patches:
                 if (blob := self._blobs[id(patch)][tensor][tile]) is None:
                     continue
-                if blob[1] == length:  # a dense tile hides all before it
+                if blob[1] == length:  # a dense tile replaces everything before it
                     dense, size, chain = blob[0], length, []
                 else:
                     chain.append(blob[0])
@@ -90,7 +89,7 @@ class Planner:
 
 
 def places(manifest: Manifest) -> Iterator[Place]:
-    """All tiles of a manifest in order."""
+    """Yield all tiles of a manifest in order."""
     for tensor, entry in enumerate(manifest.tensors):
         for tile in range(len(entry.digests)):
             yield tensor, tile

@@ -1,6 +1,6 @@
-"""A model's configuration as it travels with its versions: what an engine needs to be started for them, and no more.
+"""Checks the model configuration that travels with a version, from which workers start an engine.
 
-It is data: keys that would have a loader import or run anything are refused, wherever they stand.
+The configuration is only data: keys that make a loader import or run code are refused at any depth.
 """
 
 import re
@@ -13,18 +13,18 @@ import msgspec
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import CONFIG_BYTES
 
-#: Keys by which a checkpoint has code loaded that comes with it.
+#: Keys that make a loader run code from the checkpoint.
 _CODE: Final = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
-#: As Hugging Face names them: families, and classes.
+#: Hugging Face's names of model families and of model classes.
 _TYPE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _CLASS: Final = re.compile(r"[A-Za-z0-9_]{1,96}")
 _CLASSES: Final = 8
-#: Deep enough for any model's parts, and no deeper.
+#: Known models nest their parts less deeply.
 _DEPTH: Final = 8
 
 
 def check_config(config: bytes) -> dict[str, Any]:
-    """The configuration that these bytes are. Raises `InvalidRequest` for what is none or too large, or brings code."""
+    """Decode a configuration. Raises `InvalidRequest` if it is malformed, too large or brings code."""
     if len(config) > CONFIG_BYTES:
         raise InvalidRequest(f"has {len(config)} bytes; at most {CONFIG_BYTES}", field="config")
     try:
@@ -47,8 +47,10 @@ def check_config(config: bytes) -> dict[str, Any]:
 
 
 def read_config(model: Path) -> bytes:
-    """The configuration in a checkpoint directory, with the end-of-sequence tokens of its generation_config.json;
-    empty if there is none. Raises `InvalidRequest` for one that may not travel, `OSError` if it cannot be read."""
+    """Read a checkpoint directory's configuration, with the end-of-sequence tokens of its generation_config.json.
+
+    Empty if there is none. Raises `InvalidRequest` for a configuration that is refused, `OSError` for unreadable files.
+    """
     path = model / "config.json"
     if not path.is_file():
         return b""

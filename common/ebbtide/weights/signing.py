@@ -1,6 +1,7 @@
-"""Signatures of publishers: Ed25519 (RFC 8032) over root digests, which bind all else.
+"""Signs and verifies the root digests of manifests and patches with a publisher's key: Ed25519 (RFC 8032).
 
-A root already says which kind of thing it is of, for each kind derives its digest by a context of its own.
+A root binds everything else. It also tells a manifest from a patch, because each kind derives its digest with its own
+context.
 """
 
 from typing import Final
@@ -20,27 +21,27 @@ class Signer:
     """A publisher's private key."""
 
     def __init__(self, seed: bytes) -> None:
-        """`seed`: the key's 32 secret bytes. Raises `InvalidRequest` for another length."""
+        """Take the key's 32 secret bytes. Raises `InvalidRequest` for another length."""
         if len(seed) != KEY_BYTES:
             raise InvalidRequest(f"must have {KEY_BYTES} bytes", field="publisher_seed")
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
         self.public = self._key.public_key().public_bytes_raw()
 
     def sign(self, manifest: Manifest) -> Manifest:
-        """The manifest with this key's signature of its root, and of its configuration if it has one."""
+        """Return the manifest with signatures of its root and of its configuration, if it has one."""
         signature = self._key.sign(manifest.version.root)
         of_config = self._key.sign(_bound(manifest)) if manifest.config else b""
         return msgspec.structs.replace(manifest, publisher=self.public, signature=signature, config_signature=of_config)
 
     def sign_patch(self, patch: Patch) -> Patch:
-        """The patch with this key's signature of its root."""
+        """Return the patch with a signature of its root."""
         return msgspec.structs.replace(patch, signature=self._key.sign(patch.root))
 
 
 def check_signature(manifest: Manifest, publisher: bytes = b"") -> None:
-    """Refuse a manifest that is not signed by the key that it names, and by `publisher` where that is known.
+    """Raise `PermissionDenied` unless the manifest's own key signed it, and that key is `publisher` where given.
 
-    The root itself is for `check_manifest`. Raises `PermissionDenied`.
+    `check_manifest` checks the root itself.
     """
     if publisher and manifest.publisher != publisher:
         raise PermissionDenied("the manifest is signed by another key than the run's publisher's")
@@ -50,15 +51,15 @@ def check_signature(manifest: Manifest, publisher: bytes = b"") -> None:
 
 
 def _bound(manifest: Manifest) -> bytes:
-    """A digest of a version's root and its configuration together."""
+    """Return a digest of a version's root and its configuration together."""
     bound = blake3(derive_key_context=_CONFIG)
-    bound.update(manifest.version.root)  # of one length
+    bound.update(manifest.version.root)  # has a fixed length
     bound.update(manifest.config)
     return bound.digest()
 
 
 def check_patch_signature(patch: Patch, publisher: bytes) -> None:
-    """Refuse a patch that `publisher` did not sign; its root is for `check_patch`. Raises `PermissionDenied`."""
+    """Raise `PermissionDenied` unless `publisher` signed the patch. `check_patch` checks the root itself."""
     _check(publisher, patch.signature, patch.root, "patch")
 
 

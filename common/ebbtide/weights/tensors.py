@@ -1,4 +1,4 @@
-"""A tensor as a name, a dtype, a shape and bytes, made from numpy arrays or, without importing it, from torch."""
+"""Views numpy arrays and torch tensors as a name, a dtype, a shape and bytes, without importing torch."""
 
 import sys
 from typing import Any
@@ -12,26 +12,22 @@ from ebbtide.weights.geometry.sharded_tensors import Part, is_sharded, own_part
 
 
 class NamedTensor(Struct, frozen=True, kw_only=True):
-    """`data` holds the elements of `shape` in C order, little-endian, as flat bytes; maybe a view of live memory.
-
-    A piece of a sharded tensor says where it lies: at `start` in the tensor of shape `full`.
-    """
+    """A whole tensor, or one piece of a sharded tensor."""
 
     name: str
-    dtype: str
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
-    data: memoryview
-    start: tuple[int, ...] = ()
-    full: tuple[int, ...] = ()
+    data: memoryview  # flat bytes of the elements in C order, little-endian; can be a view of live memory
+    start: tuple[int, ...] = ()  # a piece lies here in its tensor; empty: whole
+    full: tuple[int, ...] = ()  # the shape of a piece's tensor; empty: whole
 
 
 def named_tensor(name: str, value: Any, *, dtype: str | None = None) -> NamedTensor:
     """View a numpy array, an object with `__array__`, or a torch tensor of any device as a `NamedTensor`.
 
     `dtype` gives the bits another name of the same width (a uint16 array as `BF16`). Contiguous host memory is not
-    copied. A DTensor becomes the piece that this process publishes of it (`ebbtide.weights.geometry.sharded_tensors`).
-    Raises `InvalidRequest` naming the tensor for what weights cannot be, and for DTensors of which this process
-    publishes nothing.
+    copied. A DTensor becomes the piece that this process publishes (`ebbtide.weights.geometry.sharded_tensors`).
+    Raises `InvalidRequest` naming the tensor if its type is unsupported or this process publishes no part of it.
     """
     if isinstance(value, NamedTensor):
         return value
@@ -63,6 +59,6 @@ def _plain(name: str, value: Any, dtype: str | None, part: Part) -> NamedTensor:
 
 
 def as_array(tensor: NamedTensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """The tensor, not copied, as a numpy array of its carrier type (BF16 as uint16, F8 as uint8)."""
+    """View the tensor, without a copy, as a numpy array of its carrier type (BF16 as uint16, F8 as uint8)."""
     flat = np.asarray(tensor.data).view(carrier(tensor.dtype, field=tensor.name))
     return flat.reshape(tensor.shape)

@@ -1,6 +1,7 @@
-"""Tiles: slices of at most a MiB of a tensor's bytes, each named by its digest (BLAKE3, 256 bits)."""
+"""Cuts a tensor's bytes into tiles of at most 1 MiB, each named by its digest (BLAKE3, 256 bits)."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
 
@@ -11,31 +12,29 @@ from ebbtide.weights.tensors import NamedTensor
 
 
 def tile_digest(data: bytes | memoryview) -> bytes:
-    """The name of a tile: 32 bytes."""
+    """Return the digest that names a tile or another blob: 32 bytes."""
     return blake3(data).digest()
 
 
 def tile_count(size: int, tile_bytes: int) -> int:
-    """Tiles that `size` bytes make; none for an empty tensor."""
+    """Return the number of tiles of `size` bytes; 0 for an empty tensor."""
     return -(-size // tile_bytes)
 
 
 def tile_size(entry: TensorEntry, index: int, tile_bytes: int) -> int:
-    """Bytes of the entry's tile `index`: `tile_bytes`, or what is left for the last."""
+    """Return the bytes of the entry's tile `index`: `tile_bytes`, or the rest for the last tile."""
     return min(tile_bytes, entry.size - index * tile_bytes)
 
 
 def slice_tiles(tensor: NamedTensor, tile_bytes: int = TILE_BYTES) -> Iterator[memoryview]:
-    """The tensor's tiles in order, as views."""
+    """Yield the tensor's tiles in order, as views."""
     for start in range(0, tensor.data.nbytes, tile_bytes):
         yield tensor.data[start : start + tile_bytes]
 
 
 def tensor_size(tensor: NamedTensor) -> int:
-    """The tensor's bytes. Raises `InvalidRequest` naming it if they do not fill its shape."""
-    size = carrier(tensor.dtype, field=tensor.name).itemsize
-    for length in tensor.shape:
-        size *= length
+    """Return the tensor's bytes. Raises `InvalidRequest` naming the tensor if they do not fill its shape."""
+    size = carrier(tensor.dtype, field=tensor.name).itemsize * math.prod(tensor.shape)
     if size != tensor.data.nbytes:
         text = f"{tensor.data.nbytes} bytes do not fill {tensor.dtype}{list(tensor.shape)}"
         raise InvalidRequest(text, field=tensor.name)
@@ -43,22 +42,26 @@ def tensor_size(tensor: NamedTensor) -> int:
 
 
 def describe(tensor: NamedTensor, tile_bytes: int = TILE_BYTES) -> TensorEntry:
-    """The tensor's manifest entry. Reads all its bytes once; raises `InvalidRequest` if they do not fill its shape."""
+    """Return the tensor's manifest entry; reads all bytes once. Raises `InvalidRequest` if its bytes miss its shape."""
     size = tensor_size(tensor)
-    digests = tuple(tile_digest(tile) for tile in slice_tiles(tensor, tile_bytes))
+    return tensor_entry(tensor, size, [tile_digest(tile) for tile in slice_tiles(tensor, tile_bytes)])
+
+
+def tensor_entry(tensor: NamedTensor, size: int, digests: Iterable[bytes]) -> TensorEntry:
+    """Return the manifest entry of a tensor of `size` bytes whose tiles have `digests`."""
     return TensorEntry(
         name=tensor.name,
         dtype=tensor.dtype,
         shape=tensor.shape,
         size=size,
-        digests=digests,
+        digests=tuple(digests),
         start=tensor.start,
         full=tensor.full,
     )
 
 
 def check_tile(digest: bytes, data: bytes | memoryview, size: int | None = None) -> None:
-    """Raise `ChunkCorrupt` unless `data` is the tile called `digest` (and has `size` bytes, where that is known)."""
+    """Raise `ChunkCorrupt` unless `data` has this `digest`, and `size` bytes where that is given."""
     if size is not None and len(data) != size:
         raise ChunkCorrupt(f"tile {digest.hex()[:16]} has {len(data)} bytes, not {size}: fetch or send it again")
     if tile_digest(data) != digest:
@@ -66,7 +69,7 @@ def check_tile(digest: bytes, data: bytes | memoryview, size: int | None = None)
 
 
 def tile_sizes(manifest: Manifest) -> dict[bytes, int]:
-    """Every distinct tile of a checked manifest and its bytes, in the order of first use."""
+    """Return every distinct tile of a checked manifest with its size in bytes, in the order of first use."""
     sizes: dict[bytes, int] = {}
     for entry in manifest.tensors:
         for index, digest in enumerate(entry.digests):

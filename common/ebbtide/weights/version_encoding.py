@@ -1,9 +1,8 @@
-"""A version as its publisher makes it: digests of all tiles, and what changed in each since a base version.
+"""Encodes a version: the digests of all tiles, and a patch of each changed tile from a base version.
 
-A tile is compared with the base's before anything else is done with it: one that stayed is neither hashed nor kept, and
-one that changed is read once more for its digest. Tile patches beyond what may be kept are made again when asked for,
-which gives the same bytes: so a version is encoded in the memory of one tile for each thread, whatever its size. What a
-GPU has found to have changed is not looked for again; it is kept while the version is encoded.
+Each tile is first compared with the base's. An unchanged tile is neither hashed nor kept; a changed one is read once
+more for its digest. Only some tile patches are kept; the others are encoded again on demand, to the same bytes. So
+encoding needs one tile's memory per thread, whatever the version's size. Changes that a GPU found are not sought again.
 """
 
 from bisect import bisect_right
@@ -21,37 +20,36 @@ from ebbtide.weights.patch.alphabet import Array
 from ebbtide.weights.patch.tile_codec import TileCodec
 from ebbtide.weights.patch.tile_format import SPARSE_HEAD, Kind, TilePatch, read_tile, unit_width
 from ebbtide.weights.tensors import NamedTensor
-from ebbtide.weights.tiles import tensor_size, tile_count, tile_digest
+from ebbtide.weights.tiles import tensor_entry, tensor_size, tile_count, tile_digest
 
 
 class Described(Struct, frozen=True):
-    """The bits of a version, or of a rank's share of it, and what its manifest says of them."""
+    """The bits of a version, or of a rank's share of it, and their manifest entries."""
 
     tensors: tuple[NamedTensor, ...]
     entries: tuple[TensorEntry, ...]
 
 
 class Encoded(Struct, frozen=True, kw_only=True):
-    """What goes into manifest and patch, in the order of the tensors. Without a base, all tiles of `patches` are dense
-    and all elements have changed."""
+    """The parts of manifest and patch, in the order of the tensors."""
 
     entries: tuple[TensorEntry, ...]
-    patches: tuple[TensorPatch, ...]
-    changed: int
+    patches: tuple[TensorPatch, ...]  # without a base: all tiles are dense
+    changed: int  # elements; all of them without a base
     elements: int
 
 
 class _Tile(Struct, frozen=True):
     digest: bytes
-    size: int = 0  # of the blob: 0 for none
-    blob: bytes = b""  # its digest
+    size: int = 0  # of the blob in bytes; 0: the tile is the base's
+    blob: bytes = b""  # the blob's digest
 
 
 class Encoding:
-    """One version while it is encoded; `work`, and later `blob`, may be called by several threads at once.
+    """Encodes one version; several threads can call `work`, and later `blob`, at once.
 
-    Invariant: `tensors` and the base's stay as they are for as long as this is used. A tile is encoded by one thread,
-    which alone writes its slot. Tile patches are kept up to about `keep_bytes` in all.
+    Invariant: the tensors and the base's do not change while this is in use. One thread encodes a tile and alone writes
+    its slot. Tile patches are kept up to about `keep_bytes` in all.
     """
 
     def __init__(
@@ -63,9 +61,9 @@ class Encoding:
         keep_bytes: int = 0,
         found: Sequence[Found | None] = (),
     ) -> None:
-        """`found`: of each tensor, if anything is known, how it differs from the base.
+        """Take, in `found`, the known changes of each tensor since the base (None: unknown).
 
-        Raises `InvalidRequest` naming the tensor whose bytes do not fill it, or that is not one of the base's.
+        Raises `InvalidRequest` naming a tensor whose bytes do not fill its shape, or that the base does not have.
         """
         self._tensors, self._tile_bytes, self._keep_bytes = tensors, tile_bytes, keep_bytes
         self._sizes = [tensor_size(tensor) for tensor in tensors]
@@ -73,7 +71,7 @@ class Encoding:
         if base is not None:
             _check_geometry(tensors, base.entries, tile_bytes)
         counts = [tile_count(size, tile_bytes) for size in self._sizes]
-        self._firsts = list(accumulate(counts, initial=0))  # of each tensor: the number of its first tile
+        self._firsts = list(accumulate(counts, initial=0))  # the number of each tensor's first tile
         self._slots: list[_Tile | None] = [None] * self._firsts[-1]
         self._changed: list[int] = []
         self._tickets = count()
@@ -83,14 +81,14 @@ class Encoding:
         self._places: dict[bytes, int] = {}
 
     def work(self) -> None:
-        """Encode tiles until none is left to begin. Once all calls have returned, there is a `result`."""
+        """Encode tiles until none is left to begin. The `result` is there once all calls have returned."""
         changed = 0
         while (number := next(self._tickets)) < len(self._slots):
             changed += self._encode(number)
         self._changed.append(changed)
 
     def stop(self) -> None:
-        """Have `work` end soon; there will be no result."""
+        """Make `work` return soon, without a result."""
         self._tickets = count(len(self._slots))
 
     def result(self) -> Encoded:
@@ -100,24 +98,14 @@ class Encoding:
         entries, patches, elements = [], [], 0
         for tensor, size, first, end in zip(self._tensors, self._sizes, self._firsts, self._firsts[1:], strict=False):
             own = tiles[first:end]
-            entries.append(
-                TensorEntry(
-                    name=tensor.name,
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    size=size,
-                    digests=tuple(tile.digest for tile in own),
-                    start=tensor.start,
-                    full=tensor.full,
-                )
-            )
+            entries.append(tensor_entry(tensor, size, [tile.digest for tile in own]))
             blobs = tuple(tile.blob for tile in own if tile.size)
             patches.append(TensorPatch(sizes=tuple(tile.size for tile in own), digests=blobs))
             elements += size // carrier(tensor.dtype).itemsize
         return Encoded(entries=tuple(entries), patches=tuple(patches), changed=sum(self._changed), elements=elements)
 
     def has(self, digest: bytes) -> bool:
-        """Whether `digest` is one of the tile patches or dense tiles, once there is a result."""
+        """Tell whether `digest` is one of the tile patches or dense tiles, once there is a result."""
         if not self._places:
             for number, tile in enumerate(self._slots):
                 if tile is not None:
@@ -127,7 +115,7 @@ class Encoding:
         return digest in self._places
 
     def blob(self, digest: bytes) -> bytes | memoryview:
-        """A tile patch, or a dense tile (a view of the tensor), by its digest. Raises `NotFound`."""
+        """Return a tile patch, or a dense tile (a view of the tensor), by its digest. Raises `NotFound`."""
         if (kept := self._kept.get(digest)) is not None:
             return kept
         if not self.has(digest):
@@ -156,13 +144,13 @@ class Encoding:
         else:
             blob = tile_digest(patch)
             if self._kept_bytes + len(patch) <= self._keep_bytes:
-                self._kept_bytes += len(patch)  # threads may miss each other's few bytes: it is no hard bound
+                self._kept_bytes += len(patch)  # a soft bound: threads can miss each other's few bytes
                 self._kept[blob] = patch
             self._slots[number] = _Tile(digest, len(patch), blob)
         return changed
 
     def _patch(self, tensor: int, start: int, stop: int) -> tuple[bytes, int]:
-        """The tile patch from the base, and how many elements it changes."""
+        """Return the tile patch from the base, and the number of elements that it changes."""
         if self._base is None:
             raise NotFound("there is no base to patch")
         dtype = self._tensors[tensor].dtype
@@ -182,38 +170,28 @@ class Encoding:
         return patch, _changed(read_tile(patch, width, len(new)), base, new, itemsize)
 
     def _range(self, number: int) -> tuple[int, int, int]:
-        """The tensor of a tile, and its first byte and end there."""
+        """Return the tensor of a tile, and its first byte and end there."""
         tensor = bisect_right(self._firsts, number) - 1
         start = (number - self._firsts[tensor]) * self._tile_bytes
         return tensor, start, min(start + self._tile_bytes, self._sizes[tensor])
 
 
 def encode_version(
-    tensors: Sequence[NamedTensor],
-    base: Described | None = None,
-    *,
-    tile_bytes: int = TILE_BYTES,
-    keep_bytes: int = 0,
+    tensors: Sequence[NamedTensor], base: Described | None = None, *, tile_bytes: int = TILE_BYTES, keep_bytes: int = 0
 ) -> Encoding:
-    """`tensors` encoded against `base` by this thread alone. Raises as `Encoding` does."""
+    """Encode `tensors` against `base` in this thread. Raises as `Encoding` does."""
     encoding = Encoding(tensors, base, tile_bytes=tile_bytes, keep_bytes=keep_bytes)
     encoding.work()
     return encoding
 
 
 def same_pieces(tensors: Sequence[NamedTensor], entries: Sequence[TensorEntry]) -> bool:
-    """Whether tensors and entries agree in names, dtypes, shapes and pieces, so that a patch can lead to them."""
+    """Tell whether tensors and entries agree in names, dtypes, shapes and pieces, as a patch requires."""
     return len(tensors) == len(entries) and all(map(_alike, tensors, entries))
 
 
 def _alike(tensor: NamedTensor, entry: TensorEntry) -> bool:
-    return (tensor.name, tensor.dtype, tensor.shape, tensor.start, tensor.full) == (
-        entry.name,
-        entry.dtype,
-        entry.shape,
-        entry.start,
-        entry.full,
-    )
+    return tensor_entry(tensor, entry.size, entry.digests) == entry
 
 
 def _check_geometry(tensors: Sequence[NamedTensor], entries: Sequence[TensorEntry], tile_bytes: int) -> None:
@@ -221,13 +199,13 @@ def _check_geometry(tensors: Sequence[NamedTensor], entries: Sequence[TensorEntr
         raise InvalidRequest(f"{len(tensors)} are not the {len(entries)} of the base", field="tensors")
     for tensor, entry in zip(tensors, entries, strict=True):
         if not _alike(tensor, entry) or tile_count(entry.size, tile_bytes) != len(entry.digests):
-            raise InvalidRequest("is not as it was in the base", field=tensor.name)
+            raise InvalidRequest("differs from the base's in name, dtype, shape or piece", field=tensor.name)
         if tile_bytes % carrier(tensor.dtype).itemsize:
             raise InvalidRequest(f"must be whole elements of {tensor.name} ({tensor.dtype})", field="tile_bytes")
 
 
 def _changed(tile: TilePatch, base: Array, new: Array, itemsize: int) -> int:
-    """Only where most of a tile changed, or an element is two units, is it looked at once more."""
+    """Count changed elements; compares again only if most of the tile changed or an element has two units."""
     if tile.kind == Kind.SAME:
         return 0
     if tile.kind == Kind.SPARSE and tile.width == itemsize:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ebbtide.auth.security import ClientSecurity, ServerSettings
-from ebbtide.client.relay_client import RelayClient as Weights
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest, PermissionDenied, VersionUnavailable
 from ebbtide.rpc.server import Server
@@ -18,6 +17,7 @@ from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.servicer import SERVICE, RelayServicer
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import as_array
+from tests.integration.weight_relay.signed_relay import SignedRelay as Weights
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
 

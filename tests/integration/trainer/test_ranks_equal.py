@@ -28,6 +28,7 @@ from ebbtide.weights import Signer
 from tests.integration.client.reader import Reader
 from tests.integration.trainer.conftest import TOKEN, Program
 from tests.integration.trainer.fixed_training import RUN, SEED, Held, Job, alone, make_spec, weights
+from tests.integration.weight_relay.signed_relay import SignedRelay
 
 #: Of the sums of rounding errors in float32, over ten steps.
 TOLERANCE = 1e-4
@@ -167,7 +168,7 @@ async def test_two_ranks_publish_the_file_that_one_process_publishes(trained: Tr
     expected = weights(trained.folder / "two-from-one" / "step-000015")
     peer = ServicePeer("weight-relay", trained.relay, ClientSecurity(token=TOKEN), patience_s=5.0)
     version = PolicyVersion(policy="policy", version=1, step=15)
-    await RelayClient(peer).publish("process", version, expected)
+    await SignedRelay(peer).publish("process", version, expected)
     files = []
     for run, key in (("ranks", Signer(SEED).public), ("process", b"")):
         reader = Reader(peer, run, key)

@@ -3,19 +3,17 @@
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.client.publisher.publisher import Authority
-from ebbtide.client.relay_client import RelayClient
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.types.weights import Manifest, PolicyVersion
 from ebbtide.weights import build_manifest, named_tensor, slice_tiles, tile_digest
 from tests.fakes.service_process import TOKEN, ServiceProcess
-from tests.integration.weight_relay.lines import SEED, SIGNER
+from tests.integration.weight_relay.lines import SIGNER
+from tests.integration.weight_relay.signed_relay import SignedRelay
 from tests.integration.weight_relay.wire import Wire
 
 
@@ -49,22 +47,8 @@ async def peer(process: RelayProcess) -> AsyncIterator[ServicePeer]:
     await peer.close()
 
 
-class SignedRelay(RelayClient):
-    """Publishes under the tests' key, so that calls of the contract may follow under it."""
-
-    async def publish(self, run_id: str, version: PolicyVersion, tensors: Any) -> PolicyVersion:
-        async def reserve() -> tuple[int, bytes]:
-            return version.version, SEED
-
-        async def announce(_version: PolicyVersion) -> None:
-            """Nobody waits for it."""
-
-        publisher = self.publisher(run_id, version.policy, authority=Authority(reserve, announce))
-        return await (await publisher.publish(tensors, step=version.step, parent=version.parent))
-
-
 @pytest.fixture
-def relay(peer: ServicePeer) -> RelayClient:
+def relay(peer: ServicePeer) -> SignedRelay:
     return SignedRelay(peer)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbtide.client.relay_client import RelayClient
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, VersionUnavailable
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
+from tests.integration.weight_relay.signed_relay import SignedRelay
 
 MIB = 1 << 20
 
@@ -23,7 +23,7 @@ def weights(seed: int, mib: int = 1) -> dict[str, np.ndarray]:
     return {"w": np.random.default_rng(seed).integers(0, 256, mib * MIB, dtype="u1")}
 
 
-async def test_a_fetch_goes_on_with_the_tiles_still_missing(wire: Any, relay: RelayClient, sample: Any) -> None:
+async def test_a_fetch_goes_on_with_the_tiles_still_missing(wire: Any, relay: SignedRelay, sample: Any) -> None:
     await relay.publish("run", sample.version, sample.weights)
     digests = [digest for entry in sample.manifest.tensors for digest in entry.digests]
     found = await wire.fetch(digests, most=5)
@@ -32,7 +32,7 @@ async def test_a_fetch_goes_on_with_the_tiles_still_missing(wire: Any, relay: Re
     assert found | rest == sample.tiles
 
 
-async def test_a_fetch_survives_the_relays_death(process: Any, relay: RelayClient) -> None:
+async def test_a_fetch_survives_the_relays_death(process: Any, relay: SignedRelay) -> None:
     many = {f"w{i}": np.random.default_rng(i).integers(0, 256, 2 * MIB, dtype="u1") for i in range(24)}
     await relay.publish("run", version(1), many)
     fetch = asyncio.create_task(relay.fetch("run", "policy", 1))
@@ -46,7 +46,7 @@ async def test_a_fetch_survives_the_relays_death(process: Any, relay: RelayClien
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 async def test_damage_on_disk_is_refused_at_the_read_and_healed_by_publishing_again(
-    damage: str, process: Any, wire: Any, relay: RelayClient, sample: Any
+    damage: str, process: Any, wire: Any, relay: SignedRelay, sample: Any
 ) -> None:
     await relay.publish("run", sample.version, sample.weights)
     path = process.data / "tiles" / list(sample.tiles)[3].hex()
@@ -63,7 +63,7 @@ async def test_damage_on_disk_is_refused_at_the_read_and_healed_by_publishing_ag
 
 @pytest.mark.parametrize("what", ["tile", "manifest"])
 async def test_a_version_truncated_on_disk_is_not_found_again(
-    what: str, process: Any, relay: RelayClient, sample: Any
+    what: str, process: Any, relay: SignedRelay, sample: Any
 ) -> None:
     await relay.publish("run", sample.version, sample.weights)
     await relay.publish("run", version(2), weights(2))
@@ -78,7 +78,7 @@ async def test_a_version_truncated_on_disk_is_not_found_again(
     assert len(process.manifests()) == 1
 
 
-async def test_the_newest_versions_stay_and_their_tiles_alone(process: Any, relay: RelayClient) -> None:
+async def test_the_newest_versions_stay_and_their_tiles_alone(process: Any, relay: SignedRelay) -> None:
     process.end(signal.SIGTERM)
     await process.start("--keep-versions", "2")
     shared = np.ones(MIB, "u1")
@@ -91,7 +91,7 @@ async def test_the_newest_versions_stay_and_their_tiles_alone(process: Any, rela
     await relay.fetch("run", "policy", 4)
 
 
-async def test_the_byte_budget_is_kept_and_never_costs_a_live_newest_version(process: Any, relay: RelayClient) -> None:
+async def test_the_byte_budget_is_kept_and_never_costs_a_live_newest_version(process: Any, relay: SignedRelay) -> None:
     process.end(signal.SIGTERM)
     await process.start("--budget-bytes", str(4 * MIB + (64 << 10)))
     await relay.publish("other", version(1), weights(9))
@@ -117,7 +117,7 @@ async def test_what_a_dead_publisher_staged_is_cleaned(process: Any, wire: Any, 
     await wait_until(lambda: not process.tiles(), what="the stage's end")
 
 
-async def test_watchers_see_each_version_once_also_over_a_restart(process: Any, relay: RelayClient) -> None:
+async def test_watchers_see_each_version_once_also_over_a_restart(process: Any, relay: SignedRelay) -> None:
     await relay.publish("run", version(1), weights(1))
     seen: list[int] = []
 
@@ -139,7 +139,7 @@ async def test_watchers_see_each_version_once_also_over_a_restart(process: Any, 
     task.cancel()
 
 
-async def test_a_second_relay_on_one_directory_is_refused(process: Any, relay: RelayClient, tmp_path: Any) -> None:
+async def test_a_second_relay_on_one_directory_is_refused(process: Any, relay: SignedRelay, tmp_path: Any) -> None:
     await relay.publish("run", version(1), weights(1))
     second = type(process)(tmp_path / "second")
     second._ready.parent.mkdir()

@@ -17,9 +17,10 @@ from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import weights_pb2
 from ebbtide.weights import as_array, build_manifest, named_tensor
 from tests.integration.weight_relay.lines import SIGNER
+from tests.integration.weight_relay.signed_relay import SignedRelay
 
 
-async def test_what_is_published_is_fetched_bit_for_bit(relay: RelayClient, sample: Any) -> None:
+async def test_what_is_published_is_fetched_bit_for_bit(relay: SignedRelay, sample: Any) -> None:
     version = await relay.publish("run", sample.version, sample.weights)
     manifest, tensors = await relay.fetch("run", "policy", 0)
     assert manifest.version == version == sample.manifest.version
@@ -28,7 +29,7 @@ async def test_what_is_published_is_fetched_bit_for_bit(relay: RelayClient, samp
     }
 
 
-async def test_publishing_again_is_harmless_and_another_body_is_refused(relay: RelayClient, sample: Any) -> None:
+async def test_publishing_again_is_harmless_and_another_body_is_refused(relay: SignedRelay, sample: Any) -> None:
     first = await relay.publish("run", sample.version, sample.weights)
     assert await relay.publish("run", sample.version, sample.weights) == first
     changed = {**sample.weights, "layer.0": sample.weights["layer.1"]}
@@ -36,7 +37,7 @@ async def test_publishing_again_is_harmless_and_another_body_is_refused(relay: R
         await relay.publish("run", sample.version, changed)
 
 
-async def test_tiles_that_the_relay_holds_are_not_asked_for_again(wire: Any, relay: RelayClient, sample: Any) -> None:
+async def test_tiles_that_the_relay_holds_are_not_asked_for_again(wire: Any, relay: SignedRelay, sample: Any) -> None:
     await relay.publish("run", sample.version, sample.weights)
     changed = sample.weights["layer.2"].copy()
     changed[0] ^= 1
@@ -45,7 +46,7 @@ async def test_tiles_that_the_relay_holds_are_not_asked_for_again(wire: Any, rel
     assert len(await wire.begin(SIGNER.sign(build_manifest("run", version, tensors)))) == 1
 
 
-async def test_nothing_is_visible_before_the_commit(wire: Any, relay: RelayClient, sample: Any) -> None:
+async def test_nothing_is_visible_before_the_commit(wire: Any, relay: SignedRelay, sample: Any) -> None:
     assert set(await wire.begin(sample.manifest)) == set(sample.tiles)
     with pytest.raises(NotReady, match="still lacks 12 tiles"):
         await wire.commit(sample.manifest)
@@ -86,7 +87,7 @@ async def test_a_manifest_that_lies_is_refused_by_the_field(wire: Any, sample: A
 
 @pytest.mark.parametrize("sent", [0, 1, 7, 12])
 async def test_a_relay_killed_mid_publish_shows_nothing_and_cleans_up(
-    sent: int, process: Any, wire: Any, relay: RelayClient, sample: Any
+    sent: int, process: Any, wire: Any, relay: SignedRelay, sample: Any
 ) -> None:
     await wire.begin(sample.manifest)
     call = wire.stub.PutTiles()
@@ -105,7 +106,7 @@ async def test_a_relay_killed_mid_publish_shows_nothing_and_cleans_up(
     assert len(process.tiles()) == 12
 
 
-async def test_a_publish_survives_the_relays_death(process: Any, relay: RelayClient, sample: Any) -> None:
+async def test_a_publish_survives_the_relays_death(process: Any, relay: SignedRelay, sample: Any) -> None:
     publish = asyncio.create_task(relay.publish("run", sample.version, sample.weights))
     await wait_until(lambda: len(process.tiles()) >= 1 or publish.done(), interval=0.001, what="the first tile")
     process.end(signal.SIGKILL)
@@ -115,7 +116,7 @@ async def test_a_publish_survives_the_relays_death(process: Any, relay: RelayCli
 
 
 async def test_committed_versions_are_found_again_after_a_restart(
-    process: Any, relay: RelayClient, sample: Any
+    process: Any, relay: SignedRelay, sample: Any
 ) -> None:
     await relay.publish("run", sample.version, sample.weights)
     for how, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)):
@@ -124,7 +125,7 @@ async def test_committed_versions_are_found_again_after_a_restart(
         assert (await relay.fetch("run", "policy", 0))[0].version == sample.manifest.version
 
 
-async def test_a_publishers_mistakes_are_told_by_the_tensors_name(relay: RelayClient) -> None:
+async def test_a_publishers_mistakes_are_told_by_the_tensors_name(relay: SignedRelay) -> None:
     version = PolicyVersion(policy="policy", version=1)
     with pytest.raises(InvalidRequest, match="complex64"):
         await relay.publish("run", version, {"w": np.zeros(3, "c8")})

@@ -195,11 +195,11 @@ def test_a_message_of_another_publish_or_kind_is_refused() -> None:
         (3, RankWanted(), RankStart),
         (3, RankPut(), RankShare),
     ):
-        with pytest.raises(InvalidRequest, match="was to come") as refusal:
+        with pytest.raises(InvalidRequest, match="was expected") as refusal:
             unpack(pack(publish, message), 3, kind)  # type: ignore[type-var]
         assert refusal.value.field == "exchange"
     for data in (b"", b"\x80", pack(3, RankStart())[:-1]):
-        with pytest.raises(InvalidRequest, match="was to come"):
+        with pytest.raises(InvalidRequest, match="was expected"):
             unpack(data, 3, RankStart)
 
 
@@ -217,7 +217,7 @@ async def test_a_rank_that_is_out_of_step_ends_the_version_for_all(relay: Memory
     pipes = Pipes()
     publishing = await relay.publisher(PipedExchange(pipes, 0)).publish(whole())
     pipes.up.put(pack(7, RankShare()))
-    with pytest.raises(InvalidRequest, match="RankShare of publish 1 was to come, not RankShare of 7"):
+    with pytest.raises(InvalidRequest, match="RankShare of publish 1 was expected, not RankShare of 7"):
         await publishing
     assert unpack(pipes.down.get(), 1, RankStart).version
     assert unpack(pipes.down.get(), 1, RankWanted).failure

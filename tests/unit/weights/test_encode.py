@@ -216,7 +216,7 @@ def test_tensors_that_are_not_those_of_the_base_are_refused_by_name() -> None:
         replace(before, start=(0,), full=(200,)),
     ):
         assert not same_pieces([other], base.entries)
-        with pytest.raises(InvalidRequest, match="not as it was in the base") as caught:
+        with pytest.raises(InvalidRequest, match="differs from the base") as caught:
             Encoding([other], base, tile_bytes=SMALL)
         assert caught.value.field == other.name
     with pytest.raises(InvalidRequest, match="are not the 1 of the base"):

@@ -1,1 +1,1 @@
-"""Publishing policy versions: snapshots, encoding, ranks, and uploads to a relay."""
+"""Publishes policy versions: snapshots, encoding, ranks, and uploads to a relay."""

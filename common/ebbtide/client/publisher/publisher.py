@@ -1,7 +1,7 @@
-"""Publishing policy versions at a weight-relay: a short copy of the tensors, and the rest while the trainer goes on.
+"""Publishes policy versions at a weight-relay: copies the tensors, and does the rest while the trainer continues.
 
-What changed since the version before is found by comparing bits, and only that is sent, wherever the relay still has
-that version; else all of it.
+A version is compared bit by bit with the one before. Only the changes are sent if the relay still has that one,
+otherwise everything.
 """
 
 import asyncio
@@ -30,50 +30,45 @@ __all__ = ["Authority", "PublishReport", "Publisher", "Publishing", "Tensors"]
 
 log = logging.getLogger(__name__)
 
-#: For the other ranks to hear that a version is given up, before this one leaves them.
+#: For telling the other ranks that a version is abandoned, before this rank leaves them.
 _TELL_S: Final = 1.0
 
 
 @dataclass(frozen=True)
 class Authority:
-    """The right to give a policy its next version, as a lease has it.
+    """The right of a lease to give a policy its next version."""
 
-    `reserve` gives a number and the seed of the run's key (empty: it has none); `announce` makes a version that the
-    relay holds the newest.
-    """
-
+    #: Returns a version number and the seed of the run's key (empty: the run has no key).
     reserve: Callable[[], Awaitable[tuple[int, bytes]]]
+    #: Makes a version that the relay holds the newest.
     announce: Callable[[PolicyVersion], Awaitable[None]]
 
 
 class PublishReport(Struct, frozen=True, kw_only=True):
-    """How a version was published. Bytes and `density` (the share of elements that changed; 1 where there was nothing
-    to compare with) are of all ranks, seconds of this one: `pause_s` for the snapshot, while which tensors must not
-    change, then `encode_s` and `upload_s`, to the version's announcement. `base`: of the patch; 0 for an anchor."""
+    """The figures of a published version: bytes and elements of all ranks, seconds of this one."""
 
     version: PolicyVersion
     kind: Literal["patch", "anchor"]
-    base: int
+    base: int  # the version that the patch changes; 0: an anchor
     bytes_sent: int
     dense_bytes: int
-    density: float
-    pause_s: float
+    density: float  # share of elements that changed; 1 without a base
+    pause_s: float  # for the snapshot, during which the tensors must not change
     encode_s: float
-    upload_s: float
+    upload_s: float  # up to the version's announcement
 
 
 class Publishing:
-    """A version on its way; its tensors may change again. Awaited, it gives the version once that is announced, or
-    raises why it is not; cancelling who waits cancels it.
-
-    `number` is the version's (0: rank 0 knows it).
+    """A version in progress whose tensors can change again. Await it for the announced version or the error;
+    cancelling the waiting task cancels it too.
     """
 
     def __init__(self, task: asyncio.Future[PublishReport], number: int, pause_s: float) -> None:
+        #: `number`: the version's; 0: only rank 0 knows it.
         self._task, self.number, self.pause_s = task, number, pause_s
 
     def cancel(self) -> None:
-        """Give the version up, unless it is announced. Other ranks hear of it, and publish no such version either."""
+        """Abandon the version, on all ranks, unless it is announced already."""
         self._task.cancel()
 
     def __await__(self) -> Generator[Any, None, PolicyVersion]:
@@ -85,7 +80,7 @@ class Publishing:
 
     @property
     def report(self) -> PublishReport:
-        """Raises `NotReady` before the version is announced, and what went wrong if it never will be."""
+        """Raises `NotReady` before the version is announced, and the error if it failed."""
         if not self._task.done():
             raise NotReady(f"version {self.number} is still on its way; await it first")
         return self._task.result()
@@ -95,9 +90,9 @@ class Publisher:
     """Publishes one policy of a run, one version after another.
 
     Invariant: `_base` is the last version that the relay confirmed, and `_shadow` holds its bits; `_spare` is the
-    memory for the next one, and belongs to nobody else. A version that fails leaves `_base` as it was. Each `publish`
-    makes its exchanges with the other ranks to their end, also when who called it has gone: `_last` does. Once closed,
-    this holds no weights. When the process dies, the next publisher has no base, and begins with an anchor.
+    memory for the next one and has no other user. A failed version does not change `_base`. The task `_last` completes
+    each version's exchanges with the other ranks, even if the caller is cancelled. A closed publisher holds no weights.
+    When the process dies, the next publisher has no base and begins with an anchor.
     """
 
     def __init__(
@@ -112,11 +107,9 @@ class Publisher:
         threads: int = 0,
         forget: "Callable[[Publisher], None] | None" = None,
     ) -> None:
-        """`authority` is rank 0's. `threads` encode; 0: half of the processors, eight at most. `forget` is called with
-        this once it is closed.
-
-        `config` is rank 0's: the model's config.json, which travels with each version, so that workers can start an
-        engine for it. Empty: only workers whose model has just these tensors can serve the run.
+        """Take rank 0's `authority` and `config`, the model's config.json, which travels with each version so that
+        workers can start an engine for it. Without one, only workers whose model has just these tensors can serve the
+        run. `threads` encode (0: half of the processors, at most eight). `forget` is called with this once closed.
         """
         self._config = config
         self._staging = VersionStaging(peer, run_id)
@@ -129,18 +122,18 @@ class Publisher:
         self._order = asyncio.Lock()
         self._begun, self._closed = 0, False
         self._last: asyncio.Task[PublishReport] | None = None
-        self._way: asyncio.Future[PublishReport] | None = None  # `_last`, or what is cancelled instead of it
+        self._way: asyncio.Future[PublishReport] | None = None  # `_last`, or its shield, which is cancelled instead
         self._readiness: asyncio.Task[None] | None = None
-        self._room = asyncio.Event()  # for the next version, or none is got
+        self._room = asyncio.Event()  # clear while a thread prepares the memory for the next version
         self._room.set()
 
     async def publish(self, tensors: Tensors, *, step: int = 0, parent: int = 0) -> Publishing:
-        """Begin to publish `tensors`, which must not change before this returns; first, the version before must end.
-        A `Keeper` (`ebbtide.client.publisher.tensor_snapshots`) has them compared where they lie.
+        """Begin to publish `tensors`, which must not change before this returns. Waits for the version before.
+        A `TensorKeeper` (`ebbtide.client.publisher.tensor_snapshots`) compares tensors where they lie.
 
-        All ranks call it, with their own tensors; `step` and `parent` are rank 0's. Raises `InvalidRequest` naming the
-        tensor, and `LeaseSuperseded`; with several ranks, those come when the version is awaited. `NotReady` once this
-        is closed.
+        All ranks call it with their own tensors; `step` and `parent` are rank 0's. Raises `NotReady` once closed,
+        `InvalidRequest` naming the tensor, and `LeaseSuperseded`; with several ranks, awaiting the version raises the
+        latter two.
         """
         if self.exchange.size == 1:
             return await self._begin(tensors, step, parent)
@@ -148,12 +141,12 @@ class Publisher:
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            beginning.add_done_callback(_give_up)  # the other ranks have begun it, or will
+            beginning.add_done_callback(_give_up)  # the other ranks have begun the version, or will begin it
             raise
 
     async def aclose(self, within_s: float = 0.0) -> None:
-        """Wait for the version that is on its way; give it up after so many seconds. No other comes after it, and
-        the copies of weights are let go.
+        """Wait for the unfinished version, and abandon it after `within_s` seconds. Frees the copies of weights; no
+        version can follow.
         """
         self._closed = True
         last, way = self._last, self._way
@@ -169,7 +162,7 @@ class Publisher:
 
     def _let_go(self) -> None:
         self._base, self._shadow, self._spare = None, TensorSnapshot(), TensorSnapshot()
-        self._last = self._way = None  # the error of one that failed has its snapshot
+        self._last = self._way = None  # the error of a failed version holds its snapshot
 
     async def _begin(self, tensors: Tensors, step: int, parent: int) -> Publishing:
         async with self._order:
@@ -179,7 +172,7 @@ class Publisher:
             if self._closed:
                 raise NotReady("this publisher is closed; make another")
             self._begun += 1
-            snapshot, self._spare = self._spare, TensorSnapshot()  # whoever cancels this now may leave it half written
+            snapshot, self._spare = self._spare, TensorSnapshot()  # a cancelled snapshot is half written: not for reuse
             snapshot.follow(self._shadow.give_up())
             began = time.monotonic()
             taken, reserved = await asyncio.gather(
@@ -195,33 +188,27 @@ class Publisher:
             start, head = RankStart(), None
             if failure is None and not isinstance(reserved, BaseException):
                 start, head = self._head(reserved)
-            making = VersionUpload(self._staging, self.exchange, self._threads, self._begun, head, failure)
-            return self._set_out(making, start, snapshot, head, pause_s)
+            upload = VersionUpload(self._staging, self.exchange, self._threads, self._begun, start, head, failure)
+            return self._start(upload, snapshot, pause_s)
 
-    def _set_out(
-        self,
-        making: VersionUpload,
-        start: RankStart,
-        snapshot: TensorSnapshot,
-        head: VersionAssembler | None,
-        pause_s: float,
-    ) -> Publishing:
-        number = start.version.version if start.version else 0
-        last = asyncio.create_task(self._publish(making, start, snapshot, head, pause_s), name="publishing")
+    def _start(self, upload: VersionUpload, snapshot: TensorSnapshot, pause_s: float) -> Publishing:
+        number = upload.start.version.version if upload.start.version else 0
+        last = asyncio.create_task(self._publish(upload, snapshot, pause_s), name="publishing")
         last.add_done_callback(lambda last: self._ended(last, number))
         self._last = self._way = last
         if self.exchange.size > 1:
             self._way = asyncio.shield(last)
-            self._way.add_done_callback(lambda way: making.give_up() if way.cancelled() else way.exception())
+            self._way.add_done_callback(lambda way: upload.give_up() if way.cancelled() else way.exception())
         return Publishing(self._way, number, pause_s)
 
     def _ended(self, last: asyncio.Task[PublishReport], number: int) -> None:
-        _log(last, number)
-        if self._closed:  # while this one's copy was taken
+        if not last.cancelled() and (error := last.exception()) is not None:  # no task may be waiting for it
+            log.warning("version %s was not published: %s", number or "of rank 0", error)
+        if self._closed:  # during this version's snapshot
             self._let_go()
 
     async def _reserve(self, step: int, parent: int) -> tuple[PolicyVersion, bytes] | None:
-        """The new version and the key's seed, on rank 0."""
+        """Reserve the new version and the key's seed, on rank 0."""
         if self._authority is None:
             return None
         number, seed = await self._authority.reserve()
@@ -237,41 +224,34 @@ class Publisher:
         )
         return RankStart(version=version, base=self._base.version if self._base else 0), head
 
-    async def _publish(
-        self,
-        making: VersionUpload,
-        start: RankStart,
-        snapshot: TensorSnapshot,
-        head: VersionAssembler | None,
-        pause_s: float,
-    ) -> PublishReport:
+    async def _publish(self, upload: VersionUpload, snapshot: TensorSnapshot, pause_s: float) -> PublishReport:
         if self._base is None:
             self._room.clear()
             self._readiness = asyncio.create_task(self._get_ready(self._spare, snapshot))
         try:
-            made = await making.make(start, snapshot, self._base)
+            made = await upload.make(snapshot, self._base)
         except asyncio.CancelledError:
             self._spare = TensorSnapshot()
             raise
         except Exception:
-            self._spare = TensorSnapshot() if making.given_up else snapshot  # threads may read it still
+            self._spare = TensorSnapshot() if upload.given_up else snapshot  # threads can still read the old one
             raise
         if self._base is not None:
             self._spare = self._shadow
         described = Described(snapshot.tensors, made.encoded.entries)
-        self._base = UploadBase(made.end.version.version, described, head.manifest if head else None)
+        self._base = UploadBase(made.end.version.version, described, upload.head.manifest if upload.head else None)
         self._shadow = snapshot
         return _report(made, pause_s)
 
     async def _get_ready(self, spare: TensorSnapshot, snapshot: TensorSnapshot) -> None:
-        """While the first version is on its way: memory for the next, and compiled kernels, take seconds to get."""
+        """Get memory for the next version and compile the kernels, which takes seconds, during the first upload."""
         loop = asyncio.get_running_loop()
 
         def work() -> None:
             try:
                 spare.make_room(snapshot.room)
             finally:
-                loop.call_soon_threadsafe(self._room.set)  # by nobody else: until here it is written to
+                loop.call_soon_threadsafe(self._room.set)  # only here: the thread has finished writing
             warm_up()
 
         await asyncio.to_thread(work)
@@ -280,12 +260,6 @@ class Publisher:
 def _give_up(beginning: asyncio.Task[Publishing]) -> None:
     if not beginning.cancelled() and beginning.exception() is None:
         beginning.result().cancel()
-
-
-def _log(last: asyncio.Task[PublishReport], number: int) -> None:
-    """Nobody may be waiting for it."""
-    if not last.cancelled() and (error := last.exception()) is not None:
-        log.warning("version %s was not published: %s", number or "of rank 0", error)
 
 
 def _report(made: UploadResult, pause_s: float) -> PublishReport:

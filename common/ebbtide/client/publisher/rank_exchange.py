@@ -1,4 +1,4 @@
-"""How the ranks of one trainer talk while they publish a version together: a few small messages, no weights."""
+"""Defines the few small messages that the ranks of a trainer exchange to publish a version together; no weights."""
 
 from typing import Protocol, TypeVar
 
@@ -14,20 +14,20 @@ M = TypeVar("M", "RankStart", "RankShare", "RankWanted", "RankPut")
 
 
 class RankExchange(Protocol):
-    """Ranks 0 to `size` - 1, which all make the same calls in the same order; a call blocks until the others made it.
+    """Connects ranks 0 to `size` - 1, which all make the same calls in the same order; each call waits for the others.
 
-    Raises `Unavailable` when another rank is gone, or silent for too long. `ebbtide.client.publisher.torch_exchange`
-    has one over torch.distributed; any other transport that carries bytes will do.
+    Raises `Unavailable` if another rank is gone, or silent for too long. Any transport that carries bytes will do;
+    `ebbtide.client.publisher.torch_exchange` uses torch.distributed.
     """
 
     rank: int
     size: int
 
     def gather(self, data: bytes) -> list[bytes]:
-        """On rank 0: what each rank gave, in their order. Elsewhere: nothing."""
+        """Return the data of all ranks, in their order, on rank 0; an empty list elsewhere."""
 
     def broadcast(self, data: bytes) -> bytes:
-        """What rank 0 gave."""
+        """Return the data of rank 0."""
 
 
 class SingleRank:
@@ -43,7 +43,7 @@ class SingleRank:
 
 
 class RankFailure(Struct, frozen=True):
-    """An error that one rank tells the others, by the name of its type."""
+    """An error that a rank reports to the others, by the name of its type."""
 
     kind: str
     text: str
@@ -68,22 +68,22 @@ class RankFailure(Struct, frozen=True):
 
 
 class RankStart(Struct, frozen=True, kw_only=True, tag="Start"):
-    """Rank 0 begins `version`; `base` is the version that the patch, if there is one, leads from (0: none)."""
+    """Rank 0 begins `version`."""
 
     version: PolicyVersion | None = None
-    base: int = 0
+    base: int = 0  # the version to patch; 0: none
     failure: RankFailure | None = None
 
 
 class RankShare(Struct, frozen=True, kw_only=True, tag="Share"):
-    """What a rank has encoded."""
+    """A rank's encoded share."""
 
     encoded: Encoded | None = None
     failure: RankFailure | None = None
 
 
 class RankWanted(Struct, frozen=True, kw_only=True, tag="Wanted"):
-    """Blobs of the sealed `version` to put; or, with a `failure` or an `end`, that nothing more is to be done."""
+    """Blobs of the sealed `version` to put; with a `failure` or an `end`, the exchange is over."""
 
     digests: tuple[bytes, ...] = ()
     version: PolicyVersion | None = None
@@ -96,9 +96,9 @@ class RankEnd(Struct, frozen=True, kw_only=True):
 
     version: PolicyVersion
     base: int  # 0: an anchor
-    sent: int
-    dense: int
-    changed: int
+    sent: int  # bytes
+    dense: int  # bytes of the whole version
+    changed: int  # elements
     elements: int
 
 
@@ -106,7 +106,7 @@ class RankPut(Struct, frozen=True, kw_only=True, tag="Put"):
     """Bytes that a rank has put."""
 
     sent: int = 0
-    #: What the version still lacks by the relay's answer (`read_missing`). None: it does not know, or nothing was put.
+    #: The blobs that the relay still lacks (`read_missing`). None: it does not know, or nothing was put.
     missing: bytes | None = None
     #: Why the rank could not put all of its blobs. Another try may succeed.
     again: RankFailure | None = None
@@ -114,7 +114,7 @@ class RankPut(Struct, frozen=True, kw_only=True, tag="Put"):
 
 
 class _Said(Struct, frozen=True):
-    """A message of the `publish`th version that these ranks make together."""
+    """A message about the `publish`th version that these ranks make together."""
 
     publish: int
     message: RankStart | RankShare | RankWanted | RankPut
@@ -125,13 +125,13 @@ def pack(publish: int, message: RankStart | RankShare | RankWanted | RankPut) ->
 
 
 def unpack(data: bytes, publish: int, kind: type[M]) -> M:
-    """The message, which must be of that version and `kind`. Raises `InvalidRequest` when ranks are out of step."""
-    text = f"{kind.__name__} of publish {publish} was to come"
+    """Decode a message of that version and `kind`. Raises `InvalidRequest` if ranks are out of step."""
+    text = f"{kind.__name__} of publish {publish} was expected"
     try:
         said = msgspec.msgpack.decode(data, type=_Said)
     except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"{text}, and not what this is ({error})", field="exchange") from None
+        raise InvalidRequest(f"{text}, not an unknown message ({error})", field="exchange") from None
     if said.publish != publish or not isinstance(said.message, kind):
-        text = f"{text}, not {type(said.message).__name__} of {said.publish}: all ranks publish the same versions"
+        text = f"{text}, not {type(said.message).__name__} of {said.publish}: all ranks must publish the same versions"
         raise InvalidRequest(text, field="exchange")
     return said.message

@@ -1,9 +1,9 @@
-"""Copies of a trainer's tensors in this process's memory, so that it may go on while they are published.
+"""Copies a trainer's tensors to this process's memory, so that the trainer can continue while they are published.
 
-A trainer whose tensors lie on a GPU may keep the last published bits there too (`TensorKeeper`): then what changed is
-found there, and nothing else is copied, once the trainer has gone on.
+A trainer whose tensors lie on a GPU can keep the last published bits there too (`TensorKeeper`). The GPU then finds the
+changes, and only these are copied, after the trainer has continued.
 
-torch is not imported: who has tensors of it has it already.
+torch is not imported: callers with torch tensors have imported it.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
+from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.weights import NamedTensor, named_tensor
@@ -24,37 +25,38 @@ from ebbtide.weights.geometry.sharded_tensors import Part, is_sharded, own_part
 #: Tensors by name, or pairs of name and tensor; read once, one tensor at a time.
 Tensors = Mapping[str, Any] | Iterable[NamedTensor | tuple[str, Any]]
 
-#: Smaller tensors are not worth locked pages of their own; a GPU's copy of one takes microseconds.
+#: Smaller tensors need no locked pages; copying one from a GPU takes microseconds.
 _PINNED_BYTES: Final = 1 << 16
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class KeptCopies(Protocol):
-    """The bits that a tensor had when it was looked at last, where it lies."""
+    """Keeps a tensor's bits of the last publish on the tensor's own device."""
 
     def follow(self, tensor: Any) -> bool:
-        """Find what changed, and have the bits of `tensor`. False where that cannot be: this is of no use then."""
+        """Find the changes since the last call and copy the bits of `tensor`. False if that is impossible: drop this
+        object then."""
 
     def fetch(self, into: Bytes) -> Found:
-        """Once the tensor may change again: what was found; and tiles of which None is said there, put in `into`."""
+        """Return the changes found; write to `into` the tiles whose changes are None. The tensor can change again."""
 
 
 @runtime_checkable
 class TensorKeeper(Protocol):
-    """Tensors whose bits are kept where they lie: an iterable of names and tensors to `Publisher.publish`."""
+    """Iterates over names and tensors for `Publisher.publish`, and keeps bits where the tensors lie."""
 
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
 
     def keep(self, tensor: Any) -> KeptCopies | None:
-        """A first copy of `tensor`; None if that cannot be."""
+        """Make a first copy of `tensor`; None if that is impossible."""
 
 
 class TensorSnapshot:
-    """Memory for one version, taken anew or again by each `take`.
+    """The memory of one version, which each `take` reuses.
 
-    Invariant: `tensors` are those of the last `take` that returned, and change with the next; until `fetch` returns,
-    they are not whole. What is `_kept` has the bits of the last `take`; who follows takes it away. The memory stays for
-    as long as this does, and is as much as the largest tensors that stood in each place.
+    Invariant: `tensors` are those of the last `take` that returned, and change with the next; they are complete once
+    `fetch` has returned. `_kept` has the bits of the last `take`, until the next snapshot takes it by `give_up`. The
+    memory lasts as long as this object; `take` only replaces buffers whose size or kind differs.
     """
 
     def __init__(self) -> None:
@@ -62,22 +64,22 @@ class TensorSnapshot:
         self._buffers: list[Bytes] = []
         self._pinned: list[bool] = []
         self._kept: dict[int, KeptCopies] = {}
-        self._before: dict[int, tuple[KeptCopies, Bytes]] = {}  # for the next `take`, with the bits on the host
-        self._origins: dict[int, Bytes] = {}  # of those that followed, until they are fetched
+        self._before: dict[int, tuple[KeptCopies, Bytes]] = {}  # for the next `take`, with their bits on the host
+        self._origins: dict[int, Bytes] = {}  # the base's bits of tensors that followed, until `fetch`
 
     def give_up(self) -> dict[int, tuple[KeptCopies, Bytes]]:
-        """What keeps each tensor's bits, and where they are on the host: not for this one any more."""
+        """Hand over the kept copies, with their tensors' bits on the host."""
         kept, self._kept = self._kept, {}
         return {place: (one, self._buffers[place]) for place, one in kept.items()}
 
     def follow(self, before: dict[int, tuple[KeptCopies, Bytes]]) -> None:
-        """Have the next `take` look for changes of what another gave up, which must not change until its `fetch`."""
+        """Make the next `take` seek changes from what another snapshot gave up; its bits stay fixed until `fetch`."""
         self._before = before
 
     def take(self, tensors: Tensors, *, first: bool = True) -> None:
-        """Copy `tensors`. Of sharded ones, what this process publishes of them; whole ones only for the `first`.
+        """Copy this process's part of sharded tensors; whole tensors only on the `first` process.
 
-        A `TensorKeeper`'s are only looked at. GPUs do all of theirs at once, and are waited for in the end.
+        A `TensorKeeper`'s tensors are only compared. GPUs work on all of theirs at once; the end waits for them.
         Raises `InvalidRequest` naming the tensor.
         """
         devices: dict[str, Any] = {}
@@ -91,7 +93,7 @@ class TensorSnapshot:
                     _settle(part.local.device, devices)
                 try:
                     taken.append(self._take(len(taken), name, part, keeper, before))
-                except (RuntimeError, NotImplementedError) as error:  # torch's: of sparse ones, of no memory, ...
+                except (RuntimeError, NotImplementedError) as error:  # torch's, for sparse tensors or lack of memory
                     raise InvalidRequest(f"its elements cannot be read ({error})", field=name) from None
         for device in devices.values():
             sys.modules["torch"].cuda.synchronize(device)
@@ -99,7 +101,7 @@ class TensorSnapshot:
         self.tensors = tuple(taken)
 
     def fetch(self) -> list[Found | None]:
-        """Have whole what was only looked at, by the changes that were found. Returns those, for each of `tensors`."""
+        """Complete the tensors that were only compared, by their changes. Returns these for each of `tensors`."""
         found: list[Found | None] = [None] * len(self.tensors)
         for place, kept in self._kept.items():
             changes = kept.fetch(self._buffers[place])
@@ -110,13 +112,13 @@ class TensorSnapshot:
 
     @property
     def room(self) -> list[tuple[int, bool]]:
-        """The bytes of each tensor's memory, and whether it is for a GPU to write to."""
+        """The bytes of each tensor's memory, and whether a GPU writes to it."""
         return [(len(buffer), pinned) for buffer, pinned in zip(self._buffers, self._pinned, strict=True)]
 
     def make_room(self, room: Sequence[tuple[int, bool]]) -> None:
-        """Have such memory, so that the next `take` need not wait for it."""
+        """Allocate such memory, so that the next `take` does not wait for it."""
         for place, (size, pinned) in enumerate(room):
-            self._buffer(place, size, pinned=pinned).fill(0)  # memory is there once it is written to
+            self._buffer(place, size, pinned=pinned).fill(0)  # the system provides memory at the first write
 
     def _take(
         self,
@@ -135,9 +137,7 @@ class TensorSnapshot:
         buffer = self._buffer(place, found.data.nbytes, pinned=False)
         np.copyto(buffer, np.frombuffer(found.data, np.uint8))
         start, full = (found.start, found.full) if isinstance(part.local, NamedTensor) else (part.start, part.full)
-        return NamedTensor(
-            name=found.name, dtype=found.dtype, shape=found.shape, data=buffer.data, start=start, full=full
-        )
+        return replace(found, data=buffer.data, start=start, full=full)
 
     def _from_gpu(self, place: int, name: str, part: Part) -> NamedTensor:
         torch, tensor = sys.modules["torch"], self._room_for(place, name, part)
@@ -146,7 +146,7 @@ class TensorSnapshot:
         return tensor
 
     def _room_for(self, place: int, name: str, part: Part) -> NamedTensor:
-        """torch's tensor, whose bits are still to be written into its memory."""
+        """Describe a torch tensor, with memory for its bits."""
         value = part.local
         dtype = dtype_name(str(value.dtype), field=name)
         data = self._buffer(place, value.numel() * value.element_size(), pinned=_on_gpu(value)).data
@@ -155,12 +155,12 @@ class TensorSnapshot:
         )
 
     def _keep(self, place: int, value: Any, keeper: TensorKeeper, before: dict[int, tuple[KeptCopies, Bytes]]) -> bool:
-        """Whether the tensor's bits are kept: by what kept them `before`, or else anew."""
+        """Keep the tensor's bits on its device, by the copies of `before` or new ones. False if that is impossible."""
         kept, origin = before.pop(place, (None, None))
         if kept is not None and origin is not None and kept.follow(value):
             self._kept[place], self._origins[place] = kept, origin
             return True
-        del kept  # its memory is for the new one
+        del kept  # frees its memory for the new one
         if (new := keeper.keep(value)) is not None:
             self._kept[place] = new
         return new is not None
@@ -170,7 +170,7 @@ class TensorSnapshot:
             self._buffers.append(np.empty(0, np.uint8))
             self._pinned.append(False)
         if (len(self._buffers[place]), self._pinned[place]) != (size, pinned):
-            self._buffers[place] = np.empty(0, np.uint8)  # so that not both are there at once
+            self._buffers[place] = np.empty(0, np.uint8)  # frees the old memory first
             self._buffers[place], self._pinned[place] = _allocate(size, pinned=pinned), pinned
         return self._buffers[place]
 
@@ -195,7 +195,7 @@ def _part(name: str, value: Any, first: bool) -> Part | None:
 
 
 def _settle(device: Any, devices: dict[str, Any]) -> None:
-    """Wait for a device once: what is to be copied may be made on any of its streams."""
+    """Wait for a device once, because any of its streams can still write the tensors to copy."""
     if str(device) not in devices:
         sys.modules["torch"].cuda.synchronize(device)
         devices[str(device)] = device
@@ -206,9 +206,9 @@ def _on_gpu(value: Any) -> bool:
 
 
 def _allocate(size: int, *, pinned: bool) -> Bytes:
-    """Memory; with `pinned` in locked pages where they are to be had, which a GPU writes to by itself.
+    """Allocate memory; `pinned`: if possible in locked pages, which a GPU writes to by itself.
 
-    torch's own pinned memory is rounded up to powers of two: too much, for whole models.
+    torch rounds its own pinned memory up to powers of two, which is too much for whole models.
     """
     if not pinned or size < _PINNED_BYTES:
         return np.empty(size, np.uint8)
@@ -223,9 +223,9 @@ def _allocate(size: int, *, pinned: bool) -> Bytes:
 
 
 def _forget_error(torch: Any) -> None:
-    """CUDA keeps this thread's last error until someone asks, who would take it for that of the next kernel.
+    """Clear this thread's last CUDA error, which torch would blame on the next kernel.
 
-    torch asks behind each kernel that it starts, and does not say so by itself: start one.
+    torch has no call for that, but reads the error after each kernel that it starts: start one.
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")

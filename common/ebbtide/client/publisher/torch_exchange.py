@@ -1,13 +1,13 @@
-"""The exchange of ranks that torch.distributed has brought together. torch is not imported: they have it already.
+"""Connects ranks through torch.distributed. torch is not imported here: the ranks have imported it.
 
-    exchange = TorchExchange()  # on every rank, behind init_process_group
+    exchange = TorchExchange()  # on every rank, after init_process_group
     publisher = lease.publisher(exchange) if exchange.rank == 0 else client.publisher(run_id, exchange)
     publishing = await publisher.publish(model.state_dict(), step=step, parent=parent)  # local shards, on every rank
     ...  # the next step
     version = await publishing
 
-Bytes travel as CPU tensors between rank 0 and each other rank, point to point, so that one that died keeps no other
-from hearing of it.
+Bytes travel as CPU tensors between rank 0 and each other rank, point to point, so that a dead rank does not cut off the
+others.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest, Unavailable
 
-#: gloo's own; and torch's, of a group that was closed meanwhile.
+#: gloo's errors, and torch's for a group that was closed meanwhile.
 _ERRORS: Final = (RuntimeError, ValueError)
 
 
 class TorchExchange:
-    """All ranks of torch's default process group, over a gloo group of its own: what NCCL does is not disturbed."""
+    """Connects all ranks of torch's default process group over its own gloo group, which does not disturb NCCL."""
 
     def __init__(self, *, timeout_s: float = 1800.0) -> None:
-        """Every rank makes one, at the same point. `timeout_s`: how long a rank may encode and upload its share.
+        """Every rank makes one, at the same point. A rank can encode and upload its share for `timeout_s`.
 
         Raises `InvalidRequest` before `torch.distributed.init_process_group`.
         """
@@ -39,23 +39,23 @@ class TorchExchange:
         self.size: int = distributed.get_world_size()
 
     def close(self) -> None:
-        """Free the group, on this rank alone; each does so, when it likes.
+        """Free the group on this rank only, at any time.
 
-        A call under way keeps what it needs, and raises `Unavailable` once the other rank has closed its own, or its
-        time is up; a later one does so at once.
+        A running call raises `Unavailable` once the other rank has closed its group or the time is up; later calls do
+        so at once.
         """
-        with contextlib.suppress(ValueError):  # closed before, or ended with torch's default group
+        with contextlib.suppress(ValueError):  # already closed, or destroyed with torch's default group
             self._distributed.destroy_process_group(self._group)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """On rank 0: what each rank gave; elsewhere nothing. Raises `Unavailable` naming a rank that is gone."""
+        """As `RankExchange.gather`. Raises `Unavailable` naming a rank that is gone."""
         if self.rank:
             self._send(data, 0)
             return []
         return [data, *(self._receive(rank) for rank in range(1, self.size))]
 
     def broadcast(self, data: bytes) -> bytes:
-        """What rank 0 gave. Raises `Unavailable` once all that are there have been told."""
+        """As `RankExchange.broadcast`. Raises `Unavailable` after all reachable ranks have the data."""
         if self.rank:
             return self._receive(0)
         gone: list[Unavailable] = []

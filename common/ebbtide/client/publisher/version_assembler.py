@@ -1,4 +1,4 @@
-"""What rank 0 does for a version that all ranks make: puts their shares together, seals, signs, stages, commits."""
+"""Joins the shares of all ranks on rank 0, then seals, signs, stages and commits the version."""
 
 import asyncio
 import os
@@ -18,11 +18,11 @@ from ebbtide.weights.version_encoding import Encoded
 
 T = TypeVar("T")
 
-#: A patch of more than this share of the dense version is not worth that readers must have its base.
-_CLEARLY: Final = 0.9
-#: How often a relay may forget the stage, or refuse what was put, before that is an error.
+#: A patch of more than this share of the dense version is published as an anchor, which needs no base.
+_MAX_PATCH_SHARE: Final = 0.9
+#: Tries before it is an error that a relay forgets the stage or refuses blobs.
 _ROUNDS: Final = 8
-#: Signs what a coordinator gave no key for: another one in each process.
+#: Signs versions without a key from the coordinator; differs in each process.
 _OWN_SEED: Final = os.urandom(KEY_BYTES)
 
 
@@ -32,7 +32,7 @@ class _Piece(Struct, frozen=True):
 
 
 class VersionAssembler:
-    """Invariant: `failed` is what this rank met, once a `RankWanted` told it to all."""
+    """Invariant: `failed` is this rank's own error, set once a `RankWanted` reports it to all."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class VersionAssembler:
         announce: Callable[[PolicyVersion], Awaitable[None]],
         config: bytes = b"",
     ) -> None:
-        """`config`: the model's config.json, if it is to travel with the version."""
+        """Take in `config` the model's config.json if it travels with the version."""
         self._config = config
         self._staging, self._run_id, self._version, self._announce = staging, run_id, version, announce
         self._signer = Signer(seed or _OWN_SEED)
@@ -57,16 +57,16 @@ class VersionAssembler:
         self.manifest: Manifest | None = None
 
     async def assemble(self, shares: Sequence[RankShare]) -> RankWanted:
-        """Seal and stage what the ranks have encoded."""
+        """Seal and stage the ranks' shares."""
         if failures := [share.failure for share in shares if share.failure]:
             return RankWanted(failure=failures[0])
         encoded = [share.encoded for share in shares if share.encoded]
         if len(encoded) != len(shares):
-            return RankWanted(failure=RankFailure.of(Internal("a rank told neither its share nor why it has none")))
+            return RankWanted(failure=RankFailure.of(Internal("a rank sent neither its share nor a failure")))
         return await self._told(self._assemble(encoded))
 
     async def go_on(self, puts: Sequence[RankPut]) -> RankWanted:
-        """Have put what is still missing; once that is nothing, commit and announce."""
+        """Ask for the blobs that are still missing; if there are none, commit and announce."""
         sent = sum(put.sent for put in puts)
         self._sent += sent
         if failures := [put.failure for put in puts if put.failure]:
@@ -76,7 +76,7 @@ class VersionAssembler:
     async def _told(self, work: Awaitable[RankWanted]) -> RankWanted:
         try:
             return await work
-        except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised here when they know
+        except Exception as error:  # noqa: BLE001 - reported to the other ranks, then raised here
             self.failed = error
             return RankWanted(failure=RankFailure.of(error))
 
@@ -99,7 +99,7 @@ class VersionAssembler:
             changed=self._changed,
             elements=self._elements,
         )
-        if patch.size > _CLEARLY * _size(manifest):
+        if patch.size > _MAX_PATCH_SHARE * _size(manifest):
             return manifest, None
         return manifest, self._signer.sign_patch(seal_patch(patch))
 
@@ -119,14 +119,14 @@ class VersionAssembler:
         return wanted
 
     def _missing(self, answers: Sequence[bytes | None]) -> list[bytes] | None:
-        """The blobs that the relay lacks by its answers; None if one of them does not tell."""
+        """Return the blobs that the relay lacks by its answers; None if an answer does not say."""
         told = [answer for answer in answers if answer is not None]
         if len(told) < len(answers):
             return None
         return read_missing(staged_sizes(self._sealed(), self._patch), told)
 
     async def _wait(self, error: EbbtideError) -> None:
-        """Before trying again. Raises `error` when that is not worth it any more."""
+        """Wait before another try. Raises `error` after too many refusals or too long a time."""
         now = time.monotonic()
         if not isinstance(error, Unavailable | NoCapacity):
             self._refusals += 1
@@ -140,13 +140,13 @@ class VersionAssembler:
         await asyncio.sleep(pause)
 
     async def _next(self, missing: list[bytes] | None = None) -> RankWanted:
-        """What the relay lacks now, or the version's end. `missing`: the relay has said so; None: begin the publish."""
+        """Return the blobs that the relay lacks, or the version's end. `missing`: by its answers; None: begin again."""
         manifest = self._sealed()
         while True:
             if missing is None:
                 missing = await self._begin(manifest)
             if missing:
-                if len(missing) < self._lacking:  # it goes on, however slowly
+                if len(missing) < self._lacking:  # there is progress, however slow
                     self._give_up = 0.0
                 self._lacking = len(missing)
                 return RankWanted(digests=tuple(missing), version=manifest.version)
@@ -174,7 +174,7 @@ class VersionAssembler:
         except NotReady:
             if self._patch is None:
                 raise
-            self._patch = None  # the relay does not hold the base any more: publish all of it
+            self._patch = None  # the relay no longer holds the base: publish everything
             return await self._attempt(lambda: self._staging.begin(manifest, None))
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -191,9 +191,9 @@ def _size(manifest: Manifest) -> int:
 
 
 def _joined(shares: Iterable[Encoded]) -> tuple[list[TensorEntry], tuple[TensorPatch, ...]]:
-    """All ranks' entries in the order of their names' first appearance, pieces by where they start, and their patches.
+    """Join all ranks' entries and patches, ordered by their names' first appearance, then by the pieces' start.
 
-    A piece that several ranks hold, as replicas outside of their mesh do, stands there once.
+    A piece that several ranks hold, such as replicas outside of their mesh, occurs once.
     """
     found: dict[str, list[_Piece]] = {}
     ranks: dict[TensorEntry, int] = {}

@@ -21,14 +21,14 @@ R = TypeVar("R")
 
 
 class VersionStaging:
-    """The relay's calls for who publishes. Each raises the relay's errors; all may be repeated."""
+    """Makes a publisher's calls to the relay. All are idempotent and raise the relay's errors."""
 
     def __init__(self, peer: ServicePeer, run_id: str) -> None:
         self.peer, self._run_id = peer, run_id
         self._stub = WeightsStub(peer.channel)
 
     async def begin(self, manifest: Manifest, patch: Patch | None) -> list[bytes]:
-        """Stage the version; returns blobs that are missing, not always all of them, or nothing if none are."""
+        """Stage the version; returns missing blobs, perhaps not all of them, but none only if none is missing."""
         with self.peer.translated():
             answer: pb.BeginPublishResponse = await _send(self._stub.BeginPublish(), _each(_parts(manifest, patch)))
         return list(answer.missing)
@@ -38,7 +38,7 @@ class VersionStaging:
     ) -> bytes | None:
         """Send blobs of a staged version and wait until all are stored.
 
-        `sent` is told the bytes of each blob as it is handed to the connection. Returns what the version still lacks
+        `sent` gets the bytes of each blob handed to the connection. Returns the blobs that the version still lacks
         (`read_missing`); None: the relay does not know.
         """
 
@@ -54,11 +54,11 @@ class VersionStaging:
             return _missing(await _send(self._stub.PutTiles(), tiles()))
 
     async def missing(self, version: PolicyVersion) -> bytes | None:
-        """What a staged version still lacks, as `put` returns it."""
+        """Return the blobs that a staged version still lacks, as `put` does."""
         try:
             with self.peer.translated():
                 return _missing(await _send(self._stub.PutTiles(), _each([self._first(version)])))
-        except InvalidRequest:  # a relay of the former release takes no message without a blob
+        except InvalidRequest:  # a relay of the former release refuses messages without a blob
             return None
 
     def _first(self, version: PolicyVersion) -> pb.Tile:
@@ -92,13 +92,13 @@ async def _each(items: Iterable[M]) -> AsyncGenerator[M, None]:
 
 
 async def _send(call: "grpc.aio.StreamUnaryCall[M, R]", messages: AsyncIterable[M]) -> R:
-    """Write all messages and return the answer. Handed to gRPC, an error of `messages` would end as a cancellation."""
+    """Write all messages and return the answer. gRPC itself would turn an error of `messages` into a cancellation."""
     try:
         async for message in messages:
             await call.write(message)
         await call.done_writing()
     except asyncio.InvalidStateError:
-        pass  # the service has answered before the end; what it said comes below
+        pass  # the service answered early: the call below returns or raises its answer
     except BaseException:
         call.cancel()
         raise

@@ -1,9 +1,9 @@
-"""One version on its way from snapshots to the relay: each rank encodes and uploads its own, rank 0 does the rest.
+"""Takes one version from snapshots to the relay: each rank encodes and uploads its share, rank 0 does the rest.
 
-Invariant: ranks make the same exchanges in the same order: start, shares, then as often as it takes what is wanted and
-what was put. A rank that fails, or gives the version up, tells so at the next one, so that all raise, and rank 0
-commits only when the relay lacks nothing. Each message says of which version it is: ranks that are out of step know it.
-When a rank dies the others' exchange ends, and the relay drops what was staged.
+Invariant: ranks make the same exchanges in the same order: start, shares, then wanted and put blobs as often as needed.
+A rank that fails or abandons the version reports it at the next exchange, so that all raise; rank 0 commits only when
+the relay lacks nothing. Each message names its version, so ranks notice that they are out of step. When a rank dies,
+the others' exchange fails, and the relay drops the stage.
 """
 
 import asyncio
@@ -35,20 +35,20 @@ from ebbtide.weights.version_encoding import Described, Encoded, Encoding, same_
 
 T = TypeVar("T")
 
-#: Tile patches that are kept for the upload, by the bytes of the version: more are encoded again.
+#: Tile patches kept for the upload, as a share of the version's bytes; further ones are encoded again.
 _KEPT: Final = 0.04
 
 
 class UploadBase(Struct, frozen=True):
-    """A version that the relay has confirmed, as this rank holds it; `manifest` on rank 0 alone."""
+    """A version that the relay has confirmed, with this rank's bits."""
 
     version: int
     described: Described
-    manifest: Manifest | None = None
+    manifest: Manifest | None = None  # only on rank 0
 
 
 class UploadResult(Struct, frozen=True, kw_only=True):
-    """A version that is announced."""
+    """An announced version."""
 
     end: RankEnd
     encoded: Encoded
@@ -57,7 +57,8 @@ class UploadResult(Struct, frozen=True, kw_only=True):
 
 
 class VersionUpload:
-    """Makes the `number`th version of a publisher. `head` is rank 0's; `failure`: why this rank has no snapshot."""
+    """Makes a publisher's `number`th version. Only rank 0 has a `head` and fills `start`; a rank's `failure` ends the
+    version on all ranks."""
 
     def __init__(
         self,
@@ -65,28 +66,29 @@ class VersionUpload:
         exchange: RankExchange,
         threads: int,
         number: int,
+        start: RankStart,
         head: VersionAssembler | None,
         failure: Exception | None = None,
     ) -> None:
-        self._staging, self._exchange, self._threads, self._head = staging, exchange, threads, head
-        self._number, self._failure = number, failure
-        self._own: asyncio.Future[Any] | None = None  # what is done here now, between exchanges
+        self._staging, self._exchange, self._threads, self._number = staging, exchange, threads, number
+        self.start, self.head, self._failure = start, head, failure
+        self._own: asyncio.Future[Any] | None = None  # this rank's work between two exchanges
         self.given_up = False
-        self._sent = 0  # by this upload
+        self._sent = 0  # bytes, since the last exchange
 
     def give_up(self) -> None:
-        """End what is done here; the exchange goes on until all know that there will be no such version.
+        """Stop this rank's work; the exchange continues until all ranks know that the version is abandoned.
 
-        It comes too late where nothing more is asked of this rank.
+        Has no effect once nothing more is asked of this rank.
         """
         self.given_up = True
         self._failure = self._failure or self._gave_up()
         if self._own is not None:
             self._own.cancel()
 
-    async def make(self, start: RankStart, snapshot: TensorSnapshot, base: UploadBase | None) -> UploadResult:
-        """Raises what this rank or another met; `start` is rank 0's. What `snapshot` follows is `base`."""
-        start = await self._told(RankStart(failure=RankFailure.of(self._failure)) if self._failure else start)
+    async def make(self, snapshot: TensorSnapshot, base: UploadBase | None) -> UploadResult:
+        """Make the version from `snapshot`, whose changes are from `base`. Raises this rank's error or another's."""
+        start = await self._told(RankStart(failure=RankFailure.of(self._failure)) if self._failure else self.start)
         began = time.monotonic()
         if start.failure is not None:
             raise self._failure or start.failure.error()
@@ -94,24 +96,24 @@ class VersionUpload:
         encoded = time.monotonic()
         shares = await self._gathered(share)
         wanted = RankWanted()
-        if self._head is not None:
-            wanted = await self._decided(self._head.assemble(shares))
+        if self.head is not None:
+            wanted = await self._decided(self.head.assemble(shares))
         while True:
             wanted = await self._told(wanted)
             if wanted.failure is not None:
-                raise self._failure or (self._head and self._head.failed) or wanted.failure.error()
+                raise self._failure or (self.head and self.head.failed) or wanted.failure.error()
             if wanted.end is not None and share.encoded is not None:
                 upload_s = time.monotonic() - encoded
                 return UploadResult(end=wanted.end, encoded=share.encoded, encode_s=encoded - began, upload_s=upload_s)
             puts = await self._gathered(await self._put(encoding, wanted))
-            if self._head is not None:
-                wanted = await self._decided(self._head.go_on(puts))
+            if self.head is not None:
+                wanted = await self._decided(self.head.go_on(puts))
 
     async def _share(self, snapshot: TensorSnapshot, base: UploadBase | None) -> tuple[Encoding | None, RankShare]:
         try:
             encoding = await self._unless_given_up(self._encode(snapshot, base))
             return encoding, RankShare(encoded=await asyncio.to_thread(encoding.result))
-        except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised here when they know
+        except Exception as error:  # noqa: BLE001 - reported to the other ranks, then raised here
             self._failure = error
             return None, RankShare(failure=RankFailure.of(error))
 
@@ -136,7 +138,7 @@ class VersionUpload:
             if encoding is not None and wanted.version is not None and own:
                 put = self._staging.put(wanted.version, encoding, own, self._count)
                 missing = await self._unless_given_up(put)
-        except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised here when they know
+        except Exception as error:  # noqa: BLE001 - reported to the other ranks, then raised here
             if self._failure is None and _curable(error):
                 return RankPut(sent=self._sent, again=RankFailure.of(error))
             self._failure = error
@@ -147,14 +149,14 @@ class VersionUpload:
         self._sent += size
 
     async def _decided(self, work: Coroutine[Any, Any, RankWanted]) -> RankWanted:
-        """What rank 0 wants of all. Its own failures are in there already."""
+        """Return rank 0's wishes; its own failures are part of them."""
         try:
             return await self._unless_given_up(work)
-        except Exception as error:  # noqa: BLE001 - told to the other ranks, and raised here when they know
+        except Exception as error:  # noqa: BLE001 - reported to the other ranks, then raised here
             return RankWanted(failure=RankFailure.of(error))
 
     async def _unless_given_up(self, work: Coroutine[Any, Any, T]) -> T:
-        """Raises why this rank publishes nothing: at once if it knows before, else when that is what cancels `work`."""
+        """Await `work`. Raises this rank's failure: an earlier one at once, or the one that cancels `work`."""
         if self._failure is not None:
             work.close()
             raise self._failure
@@ -169,27 +171,27 @@ class VersionUpload:
             raise self._gave_up() from None
 
     def _gave_up(self) -> Unavailable:
-        return Unavailable(f"rank {self._exchange.rank} gave the version up; publish the next")
+        return Unavailable(f"rank {self._exchange.rank} abandoned the version; publish the next")
 
     async def _told(self, message: M) -> M:
-        """What rank 0 says; the others' `message` only tells of which kind it is."""
+        """Return rank 0's message; the `message` of other ranks only gives its kind."""
         data = await asyncio.to_thread(lambda: self._exchange.broadcast(pack(self._number, message)))
         return unpack(data, self._number, type(message))
 
     async def _gathered(self, message: M) -> list[M]:
-        """On rank 0: what all say. If one of them is gone or out of step, the others are told before that is raised."""
+        """Return, on rank 0, all ranks' messages. If a rank is gone or out of step, tells the others, then raises."""
         try:
             found = await asyncio.to_thread(lambda: self._exchange.gather(pack(self._number, message)))
             return [unpack(data, self._number, type(message)) for data in found]
         except (Unavailable, InvalidRequest) as error:
-            if self._head is not None:
+            if self.head is not None:
                 with contextlib.suppress(Unavailable):
                     await self._told(RankWanted(failure=RankFailure.of(error)))
             raise
 
 
 def _curable(error: Exception) -> bool:
-    """Whether another try may help."""
+    """Tell whether another try can help."""
     if isinstance(error, InvalidRequest):
-        return error.field == "digest"  # the stage was forgotten
+        return error.field == "digest"  # the relay forgot the stage
     return isinstance(error, Unavailable | NoCapacity | NotReady | ChunkCorrupt)

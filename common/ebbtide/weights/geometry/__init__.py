@@ -1,1 +1,1 @@
-"""Geometry: which elements, pieces and tiles of a tensor lie where."""
+"""Locates the elements, pieces and tiles of tensors."""

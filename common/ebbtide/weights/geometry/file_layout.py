@@ -1,4 +1,4 @@
-"""Where the tiles of a version lie in one safetensors file of whole tensors, whatever pieces they were published in.
+"""Locates a version's tiles in one safetensors file of whole tensors, whatever pieces they were published in.
 
 The file: u64 header length, JSON header, data. Tensors lie in the order of their names, so that versions published in
 other pieces or another order share the layout.
@@ -16,46 +16,40 @@ from ebbtide.weights.dtypes import carrier
 from ebbtide.weights.tiles import tile_size
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
-#: Data begins at a multiple of it, so that views of any dtype are aligned.
+#: Data begins at a multiple of this, so that views of any dtype are aligned.
 _ALIGN: Final = 64
 
 
 class _Spot(Struct, frozen=True):
-    """Where a tensor piece lies: its tensor's first byte in the file, and whether its own bytes follow one another."""
+    """The place of an entry (a tensor or a piece) in the file."""
 
-    at: int
-    contiguous: bool
-    first: int  # byte in the file of the piece's first element
+    at: int  # first byte of the whole tensor in the file
+    contiguous: bool  # the entry's bytes follow one another
+    first: int  # byte in the file of the entry's first element
 
 
 class FileLayout:
-    """The file of one geometry. Pure arithmetic: holds no tensor data, and may be shared."""
+    """The file of one geometry. Pure arithmetic: holds no tensor data, and can be shared."""
 
     def __init__(self, manifest: Manifest) -> None:
-        """`manifest`: checked. Only names, dtypes, shapes and pieces count."""
+        """Take a checked manifest; only names, dtypes, shapes and pieces count."""
         self.tile_bytes = manifest.tile_bytes
         self.entries = manifest.tensors
         header: dict[str, dict[str, object]] = {}
-        end = 0
+        starts, end = dict[str, int](), 0  # in the data
         tensors = {entry.name: entry for entry in manifest.tensors}
         for name in sorted(tensors):
-            size = carrier(tensors[name].dtype).itemsize * math.prod(tensors[name].full_shape)
-            offsets = (end, end + size)
-            header[name] = {
-                "dtype": tensors[name].dtype,
-                "shape": tensors[name].full_shape,
-                "data_offsets": offsets,
-            }
-            end += size
+            dtype, shape = tensors[name].dtype, tensors[name].full_shape
+            starts[name], end = end, end + carrier(dtype).itemsize * math.prod(shape)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (starts[name], end)}
         text = json.dumps(header).encode()
         text += b" " * (-(8 + len(text)) % _ALIGN)
         self.header = len(text).to_bytes(8, "little") + text
         self.size = len(self.header) + end
-        starts = {name: len(self.header) + entry["data_offsets"][0] for name, entry in header.items()}  # type: ignore[index]
-        self._spots = [self._spot(entry, starts[entry.name]) for entry in manifest.tensors]
+        self._spots = [self._spot(entry, len(self.header) + starts[entry.name]) for entry in manifest.tensors]
 
     def read(self, file: Bytes, tensor: int, tile: int) -> Bytes:
-        """The bytes of a tile in the whole file's bytes: a view where they lie together, else a copy."""
+        """Return a tile's bytes from the whole file's bytes: a view if they follow one another, else a copy."""
         entry, spot = self.entries[tensor], self._spots[tensor]
         start, stop = self._range(entry, tile)
         if spot.contiguous:
@@ -64,7 +58,7 @@ class FileLayout:
         return np.ascontiguousarray(rows).reshape(-1).view(np.uint8)[skip : skip + stop - start]
 
     def write(self, file: Bytes, tensor: int, tile: int, data: Bytes) -> None:
-        """Put a tile's bytes where they belong."""
+        """Write a tile's bytes to their place."""
         entry, spot = self.entries[tensor], self._spots[tensor]
         start, stop = self._range(entry, tile)
         if spot.contiguous:
@@ -76,8 +70,8 @@ class FileLayout:
         rows[...] = block
 
     def together(self, tensor: int) -> bool:
-        """Whether the bytes of an entry follow one another. Where not, writing a tile also writes, as they were, bytes
-        of the tiles beside it."""
+        """Tell whether an entry's bytes follow one another. If not, writing a tile also rewrites, unchanged, bytes of
+        neighbouring tiles."""
         return self._spots[tensor].contiguous
 
     def _range(self, entry: TensorEntry, tile: int) -> tuple[int, int]:
@@ -85,7 +79,8 @@ class FileLayout:
         return start, start + tile_size(entry, tile, self.tile_bytes)
 
     def _rows(self, file: Bytes, entry: TensorEntry, spot: _Spot, start: int, stop: int) -> tuple[Any, int]:
-        """The piece's rows (along its first dimension) that hold its bytes `start` to `stop`, and those before them."""
+        """Return the piece's rows (along its first dimension) that hold its bytes `start` to `stop`, and the number of
+        bytes of these rows that precede `start`."""
         dtype = carrier(entry.dtype)
         whole = file[spot.at : spot.at + dtype.itemsize * math.prod(entry.full)].view(dtype).reshape(entry.full)
         piece = whole[tuple(slice(first, last) for first, last in entry.box)]
@@ -95,7 +90,7 @@ class FileLayout:
     def _spot(self, entry: TensorEntry, at: int) -> _Spot:
         if entry.whole:
             return _Spot(at, contiguous=True, first=at)
-        # Together if, from the outermost dimension of which there is more than one index, all inner ones are whole.
+        # Contiguous if all dimensions inside the outermost one with more than one index are whole.
         inner = next((axis for axis, length in enumerate(entry.shape) if length > 1), len(entry.shape))
         contiguous = entry.shape[inner + 1 :] == entry.full[inner + 1 :]
         offset = 0

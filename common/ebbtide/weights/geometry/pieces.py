@@ -1,9 +1,9 @@
-"""Whether the pieces of a tensor make it up: every element in one of them, and none in two.
+"""Checks that the pieces of a tensor cover each of its elements exactly once.
 
-A box is known by its corners with their signs, + where an even number of coordinates are ends: they are the
-differences, along all dimensions, of the function that is 1 in the box and 0 elsewhere, and running sums give it back
-(as in summed-area tables: Crow, SIGGRAPH 1984). So boxes make up a tensor if and only if their signed corners add up to
-the tensor's. That takes n log n steps for n boxes, however they lie.
+A box is determined by its signed corners, + where an even number of coordinates are ends. They are the differences,
+along all dimensions, of the function that is 1 in the box and 0 elsewhere; running sums restore it (as in summed-area
+tables: Crow, SIGGRAPH 1984). So boxes make up a tensor if and only if their signed corners add up to the tensor's. That
+takes n log n steps for n boxes in any arrangement.
 """
 
 import math
@@ -13,14 +13,14 @@ from typing import TypeAlias
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import TensorEntry
 
-#: Flat positions, as many as their signs say: those of + and those of -.
+#: Flat positions of the corners with sign + and of those with sign -, repeated as often as they occur.
 _Corners: TypeAlias = tuple[list[int], list[int]]
 
 
 def check_pieces(pieces: Sequence[TensorEntry], most: int) -> None:
-    """Refuse pieces, each within one tensor, that are not all of it or overlap. Raises `InvalidRequest` naming it.
+    """Raise `InvalidRequest` naming the tensor if its pieces, each within it, overlap or leave something out.
 
-    Time and memory double with each dimension along which the tensor is cut: more than `most` are refused before.
+    Time and memory double with each dimension along which the tensor is cut, so more than `most` are refused first.
     """
     name, full = pieces[0].name, pieces[0].full
     cut = [axis for axis, length in enumerate(full) if any(piece.shape[axis] != length for piece in pieces)]
@@ -39,7 +39,7 @@ def check_pieces(pieces: Sequence[TensorEntry], most: int) -> None:
 
 
 def _strides(lengths: Sequence[int]) -> list[int]:
-    """Give each point another flat position, ends included."""
+    """Return strides that give each point, ends included, a flat position of its own."""
     return [math.prod(length + 1 for length in lengths[:axis]) for axis in range(len(lengths))]
 
 

@@ -1,7 +1,7 @@
-"""Tensors that are sharded over a mesh of processes: which part of each one this process publishes.
+"""Selects the part of a sharded tensor that this process publishes.
 
-They are known by the attributes that torch's DTensors have (`to_local`, `placements`, `device_mesh`); torch is not
-imported. A part is published by one process: the first, along each dimension of the mesh over which it is replicated.
+Sharded tensors are recognised by the attributes of torch's DTensors (`to_local`, `placements`, `device_mesh`); torch is
+not imported. One process publishes each part: the first along every mesh dimension that replicates it.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from ebbtide.errors import InvalidRequest
 
 
 class Part(Struct, frozen=True):
-    """A process's own tensor and where it lies: at `start` in the tensor of shape `full` (both empty: it is all)."""
+    """A process's own tensor and its place in the whole one."""
 
     local: Any
-    start: tuple[int, ...] = ()
-    full: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()  # empty: `local` is the whole tensor
+    full: tuple[int, ...] = ()  # the whole tensor's shape; empty: `local` is the whole tensor
 
 
 def is_sharded(value: Any) -> bool:
@@ -25,10 +25,10 @@ def is_sharded(value: Any) -> bool:
 
 
 def own_part(name: str, value: Any) -> Part | None:
-    """What this process publishes of the sharded tensor `value`; None if that is nothing, or for another to publish.
+    """Return the part of the sharded tensor `value` that this process publishes; None if it publishes nothing.
 
-    Raises `InvalidRequest` naming the tensor if sums are pending, or its placements are unknown or leave this process
-    with anything but one box of it.
+    Raises `InvalidRequest` naming the tensor if sums are pending, its placements are unknown, or this process holds
+    anything but one box of it.
     """
     try:
         placements, mesh, full = tuple(value.placements), value.device_mesh, tuple(value.shape)
@@ -49,7 +49,7 @@ def own_part(name: str, value: Any) -> Part | None:
         whole = indices[dim] if dim in indices else np.arange(full[dim])
         indices[dim] = _share(whole, size, at, getattr(placement, "split_factor", 1))
     local = value.to_local()
-    if 0 in full:  # an empty tensor has no pieces: the first process publishes it
+    if 0 in full:  # an empty tensor has no pieces; the first process publishes it
         return None if any(coordinate) else Part(local.reshape(full))
     return _part(name, local, full, indices)
 
@@ -68,9 +68,9 @@ def _part(name: str, local: Any, full: tuple[int, ...], indices: dict[int, Any])
 
 
 def _share(indices: Any, parts: int, index: int, split_factor: int) -> Any:
-    """Part `index` of `parts` as torch cuts them: the first ones have equal lengths, the last less or nothing.
+    """Return part `index` of `parts` as torch cuts them: the first ones have equal lengths, the last less or nothing.
 
-    With a `split_factor`, each of so many chunks is cut, and the parts of that number put together (FSDP over tensor
+    A `split_factor` first cuts the indices into that many chunks, and takes part `index` of each (FSDP over tensor
     parallelism).
     """
     return np.concatenate([_chunk(chunk, parts, index) for chunk in _chunks(indices, split_factor)])

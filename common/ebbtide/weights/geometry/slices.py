@@ -1,4 +1,4 @@
-"""Which tiles hold some slices of a version's tensors, whatever pieces its publisher cut them into."""
+"""Finds the tiles that hold given slices of a version's tensors, whatever pieces its publisher cut them into."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from ebbtide.weights.fetch_plan import Place
 
 
 def places_of(manifest: Manifest, boxes: Mapping[str, Sequence[Box]]) -> list[Place]:
-    """The tiles, in the manifest's order, that hold any element of `boxes`: slices of whole tensors by name.
+    """Return the tiles, in the manifest's order, that hold any element of `boxes`: slices of whole tensors by name.
 
-    Time and memory grow with the number of tiles alone. Raises `InvalidRequest` naming a tensor that the version has
-    not, or whose box does not lie within it.
+    Time and memory depend only on the number of tiles. Raises `InvalidRequest` naming a tensor that the version does
+    not have, or whose box exceeds it.
     """
     for name in boxes.keys() - {entry.name for entry in manifest.tensors}:
-        raise InvalidRequest("is no tensor of this version", field=name)
+        raise InvalidRequest("is not a tensor of this version", field=name)
     found: list[Place] = []
     for tensor, entry in enumerate(manifest.tensors):
         hit = np.zeros(len(entry.digests), np.bool_)
@@ -37,7 +37,7 @@ def _check(entry: TensorEntry, box: Box) -> None:
 
 
 def _hit(entry: TensorEntry, tile_bytes: int, box: Box) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """For each tile of a piece, whether an element of `box` lies in it, in whole or in part."""
+    """Tell, for each tile of a piece, whether it holds an element of `box`, in whole or in part."""
     inside = [
         (max(a, first) - first, min(b, last) - first) for (a, b), (first, last) in zip(box, entry.box, strict=True)
     ]
@@ -51,11 +51,11 @@ def _hit(entry: TensorEntry, tile_bytes: int, box: Box) -> np.ndarray[Any, np.dt
 
 
 def _before(positions: Any, shape: tuple[int, ...], inside: Sequence[tuple[int, int]]) -> Any:
-    """How many elements of a box lie before each of the flat `positions` (int64) of an array of `shape`."""
+    """Count the elements of a box before each of the flat `positions` (int64) of an array of `shape`."""
     if not shape:
         return positions
     count = np.zeros_like(positions)
-    among = np.ones(len(positions), np.bool_)  # the indices so far are the box's: what comes after depends on the rest
+    among = np.ones(len(positions), np.bool_)  # all outer indices lie in the box, so the inner ones decide
     rest = positions
     stride, volume = math.prod(shape), math.prod(b - a for a, b in inside)
     for length, (a, b) in zip(shape, inside, strict=True):

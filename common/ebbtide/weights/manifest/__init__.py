@@ -1,1 +1,1 @@
-"""Manifests: which tensors and tiles a policy version has, and how manifests and patches travel in parts."""
+"""Describes a policy version's tensors and tiles, and cuts manifests and patches into parts for the wire."""

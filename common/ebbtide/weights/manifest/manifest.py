@@ -1,9 +1,9 @@
-"""Manifests: the tensors of one policy version and the digests of their tiles, bound together by a root digest.
+"""Builds, seals and checks manifests: the tensors of one policy version and their tiles' digests, under a root digest.
 
-The root is BLAKE3 (256 bits, in its mode of key derivation, by a context of our own) over a canonical encoding of
-run, version, parent, step and all tensors in order: every field is fixed-width little-endian or preceded by its length,
-so no two manifests share an encoding. The model's configuration is apart from it, under a signature of its own: so
-those who know of none see the version as it ever was.
+The root is BLAKE3 (256 bits, in key derivation mode, with our own context) over a canonical encoding of run, version,
+parent, step and all tensors in order. Every field is fixed-width little-endian or preceded by its length, so no two
+manifests share an encoding. The root does not cover the model's configuration, which has its own signature, so readers
+that do not know that field compute the same root.
 """
 
 import math
@@ -26,26 +26,26 @@ from ebbtide.weights.tensors import NamedTensor
 from ebbtide.weights.tiles import describe, tile_count, tile_size
 
 _CONTEXT: Final = "ebbtide 2026-11 manifest"
-# Letters first, so that no name can climb out of a folder or hide; dots inside, as parameters are named.
+#: Dots only inside: parameters are named so, but a name must not leave its folder or be a hidden file.
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,511}")
-_METADATA: Final = "__metadata__"  # what is no tensor in a safetensors file
+_METADATA: Final = "__metadata__"  # safetensors reserves this key of its header
 
 
 class ManifestLimits(Struct, frozen=True, kw_only=True):
-    """What a manifest may ask for at most; checked before anything is allocated for it."""
+    """The limits of a manifest, checked before anything is allocated for it."""
 
     bytes: Annotated[int, Meta(ge=1)] = 4 << 40
     tensors: Annotated[int, Meta(ge=1)] = 1 << 20
     tiles: Annotated[int, Meta(ge=1)] = 4 << 20  # their digests take 128 MiB
     rank: Annotated[int, Meta(ge=0)] = 16
     pieces: Annotated[int, Meta(ge=1)] = 4096  # of one tensor
-    cuts: Annotated[int, Meta(ge=1)] = 6  # dimensions along which one tensor is cut: the corners of its pieces double
+    cuts: Annotated[int, Meta(ge=1)] = 6  # dimensions along which one tensor is cut; each doubles its pieces' corners
 
 
 def build_manifest(
     run_id: str, version: PolicyVersion, tensors: Iterable[NamedTensor], tile_bytes: int = TILE_BYTES
 ) -> Manifest:
-    """Describe `tensors`, one at a time, and seal them. Raises `InvalidRequest` naming the tensor at fault."""
+    """Describe `tensors` one at a time, and seal them. Raises `InvalidRequest` naming the tensor at fault."""
     return seal_manifest(run_id, version, [describe(tensor, tile_bytes) for tensor in tensors], tile_bytes)
 
 
@@ -56,7 +56,7 @@ def seal_manifest(
     tile_bytes: int = TILE_BYTES,
     config: bytes = b"",
 ) -> Manifest:
-    """The checked manifest of `entries`, whose version carries its root digest."""
+    """Return the checked manifest of `entries`; its version carries the root digest."""
     manifest = Manifest(run_id=run_id, version=version, tile_bytes=tile_bytes, tensors=tuple(entries), config=config)
     version = msgspec.structs.replace(version, root=root_digest(manifest))
     manifest = msgspec.structs.replace(manifest, version=version)
@@ -65,7 +65,7 @@ def seal_manifest(
 
 
 def root_digest(manifest: Manifest) -> bytes:
-    """The digest, 32 bytes, that stands for the whole version. Ignores `manifest.version.root` itself."""
+    """Compute the digest, 32 bytes, of the whole version. Ignores `manifest.version.root` itself."""
     root = blake3(derive_key_context=_CONTEXT)
     version = manifest.version
     for text in (manifest.run_id, version.policy):
@@ -89,9 +89,9 @@ def _add_text(root: blake3, text: str) -> None:
 
 
 def check_manifest(manifest: Manifest, limits: ManifestLimits = ManifestLimits()) -> None:  # noqa: B008 - immutable
-    """Refuse a manifest that is malformed, too large or not what its root says; nothing is allocated for its tensors.
+    """Refuse a manifest that is malformed, too large or does not match its root. Allocates nothing for its tensors.
 
-    Raises `InvalidRequest` naming the field or tensor, and `ChunkCorrupt` when only the root digest is wrong.
+    Raises `InvalidRequest` naming the field or tensor, or `ChunkCorrupt` if only the root digest is wrong.
     """
     check_head(manifest.run_id, manifest.version, manifest.tile_bytes)
     if manifest.config:
@@ -113,15 +113,15 @@ def check_manifest(manifest: Manifest, limits: ManifestLimits = ManifestLimits()
 
 
 class ManifestTally:
-    """Counts entries against the limits while they arrive, and sees that pieces make up whole tensors.
+    """Counts arriving entries against the limits, and checks that pieces form whole tensors.
 
-    `add` raises `InvalidRequest` at the first entry that is one too many; call `close` behind the last.
+    `add` raises `InvalidRequest` at the first entry beyond a limit; call `close` after the last entry.
     """
 
     def __init__(self, limits: ManifestLimits) -> None:
         self._limits = limits
         self._names: set[str] = set()
-        self._pieces: list[TensorEntry] = []  # of the tensor that the last entry is a piece of
+        self._pieces: list[TensorEntry] = []  # of the last entry's tensor, if the entry is a piece
         self._entries = self._bytes = self._tiles = 0
 
     def add(self, entry: TensorEntry) -> None:
@@ -145,7 +145,7 @@ class ManifestTally:
                 raise InvalidRequest(f"more than {most} {what} in all", field="tensors")
 
     def close(self) -> None:
-        """The tensor before is over. Raises `InvalidRequest` if its pieces are not all of it, or overlap."""
+        """End the last tensor. Raises `InvalidRequest` if its pieces leave something out or overlap."""
         pieces, self._pieces = self._pieces, []
         if pieces:
             check_pieces(pieces, self._limits.cuts)
@@ -160,7 +160,7 @@ class ManifestTally:
 
 
 def check_head(run_id: str, version: PolicyVersion, tile_bytes: int) -> None:
-    """Refuse a manifest for what its tensors share. Raises `InvalidRequest` naming the field."""
+    """Check the fields that all tensors share. Raises `InvalidRequest` naming the field."""
     check_id(run_id, field="run_id")
     check_id(version.policy, field="version.policy")
     if not 1 <= version.version < 1 << 32:
@@ -176,16 +176,14 @@ def check_head(run_id: str, version: PolicyVersion, tile_bytes: int) -> None:
 
 
 def check_entry(entry: TensorEntry, tile_bytes: int, limits: ManifestLimits) -> None:
-    """Refuse an entry whose name, dtype, shape, size and digests do not fit together. Raises `InvalidRequest`."""
+    """Raise `InvalidRequest` unless name, dtype, shape, size and digests of an entry fit together."""
     _check_name(entry.name)
     width = carrier(entry.dtype, field=entry.name).itemsize
     if len(entry.shape) > limits.rank:
         raise InvalidRequest(f"has more than {limits.rank} dimensions", field=entry.name)
-    size = width
-    for length in entry.shape:
-        if not 0 <= length < 1 << 63:
-            raise InvalidRequest("has a dimension out of range", field=entry.name)
-        size *= length
+    if not all(0 <= length < 1 << 63 for length in entry.shape):
+        raise InvalidRequest("has a dimension out of range", field=entry.name)
+    size = width * math.prod(entry.shape)
     if entry.start or entry.full:
         _check_piece(entry, limits)
     if size > limits.bytes:
@@ -202,7 +200,7 @@ def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or ".." in name:
         raise InvalidRequest(f"{name[:64]!r} must be made of letters, digits and _ . : -", field="tensors.name")
     if name == _METADATA:
-        raise InvalidRequest(f"{name!r} is no name for a tensor in a safetensors file", field="tensors.name")
+        raise InvalidRequest(f"{name!r} is reserved in safetensors files; rename the tensor", field="tensors.name")
 
 
 def _check_piece(entry: TensorEntry, limits: ManifestLimits) -> None:

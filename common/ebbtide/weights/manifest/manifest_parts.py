@@ -1,9 +1,10 @@
-"""Manifests and patches in parts, since those of a large policy exceed a message."""
+"""Splits manifests and patches into parts and joins them again, because those of a large policy exceed a message."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import (
@@ -22,12 +23,12 @@ from ebbtide.weights.manifest.patch_manifest import check_tensor_patch
 
 T = TypeVar("T")
 
-#: Well under the 4 MiB of a message, and small enough to be parsed between heartbeats.
+#: Well below a message's limit of 4 MiB, and small enough to be parsed between heartbeats.
 PART_BYTES: Final = 1 << 20
 
 
 class ManifestPart(Struct, frozen=True, kw_only=True):
-    """Some tensors of a manifest; the first part also carries what all of them share."""
+    """Some tensors of a manifest; the first part also carries the manifest's other fields."""
 
     run_id: str = ""
     version: PolicyVersion | None = None
@@ -41,7 +42,7 @@ class ManifestPart(Struct, frozen=True, kw_only=True):
 
 
 class PatchHead(Struct, frozen=True, kw_only=True):
-    """All of a `Patch` but its tensors."""
+    """The fields of a `Patch` except its tensors."""
 
     run_id: str
     base: PolicyVersion
@@ -60,24 +61,22 @@ class PatchPart(Struct, frozen=True, kw_only=True):
 
 
 def split_manifest(manifest: Manifest, part_bytes: int = PART_BYTES) -> Iterator[ManifestPart]:
-    """The manifest in parts of about `part_bytes`, at least one, whole tensors each."""
-    for index, tensors in enumerate(_cut(manifest.tensors, _weight, part_bytes)):
-        yield _part(manifest, tensors, not index)
+    """Yield the manifest in at least one part of about `part_bytes`, whole tensors each."""
+    head = _fields(manifest)
+    for index, tensors in enumerate(_cut(manifest.tensors, _entry_bytes, part_bytes)):
+        yield ManifestPart(tensors=tuple(tensors), **({} if index else head))
 
 
 def split_patch(patch: Patch, part_bytes: int = PART_BYTES) -> Iterator[PatchPart]:
-    """The patch in parts of about `part_bytes`, at least one, whole tensors each."""
-    head = PatchHead(
-        run_id=patch.run_id,
-        base=patch.base,
-        version=patch.version,
-        changed=patch.changed,
-        elements=patch.elements,
-        root=patch.root,
-        signature=patch.signature,
-    )
-    for index, tensors in enumerate(_cut(patch.tensors, _patch_weight, part_bytes)):
+    """Yield the patch in at least one part of about `part_bytes`, whole tensors each."""
+    head = PatchHead(**_fields(patch))
+    for index, tensors in enumerate(_cut(patch.tensors, _patch_bytes, part_bytes)):
         yield PatchPart(head=None if index else head, tensors=tuple(tensors))
+
+
+def _fields(whole: Manifest | Patch | ManifestPart | PatchHead) -> dict[str, Any]:
+    """Return the fields that travel once."""
+    return {name: value for name, value in asdict(whole).items() if name not in {"tensors", "patch"}}
 
 
 def _cut(items: Iterable[T], weight: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -94,31 +93,16 @@ def _cut(items: Iterable[T], weight: Callable[[T], int], most: int) -> Iterator[
         yield part
 
 
-def _patch_weight(tensor: TensorPatch) -> int:
+def _patch_bytes(tensor: TensorPatch) -> int:
     return 16 + (DIGEST_BYTES + 2) * len(tensor.digests) + 5 * len(tensor.sizes)
 
 
-def _weight(entry: TensorEntry) -> int:
+def _entry_bytes(entry: TensorEntry) -> int:
     return 64 + len(entry.name) + 27 * len(entry.shape) + (DIGEST_BYTES + 2) * len(entry.digests)
 
 
-def _part(manifest: Manifest, tensors: list[TensorEntry], head: bool) -> ManifestPart:
-    if not head:
-        return ManifestPart(tensors=tuple(tensors))
-    return ManifestPart(
-        run_id=manifest.run_id,
-        version=manifest.version,
-        tile_bytes=manifest.tile_bytes,
-        publisher=manifest.publisher,
-        signature=manifest.signature,
-        config=manifest.config,
-        config_signature=manifest.config_signature,
-        tensors=tuple(tensors),
-    )
-
-
 class ManifestJoiner:
-    """Puts parts together again; each is checked as it comes, so that it never holds more than `limits` allow."""
+    """Joins the parts of a manifest, checking each as it arrives. It never holds more than `limits` allow."""
 
     def __init__(self, limits: ManifestLimits = ManifestLimits()) -> None:  # noqa: B008 - immutable
         self._limits = limits
@@ -140,27 +124,18 @@ class ManifestJoiner:
             self._tensors.append(entry)
 
     def join(self) -> Manifest:
-        """The manifest of all parts, neither root nor signature checked yet.
+        """Return the manifest, its root and signature not checked yet.
 
-        Raises `InvalidRequest` if no part came, or not all pieces of a tensor.
+        Raises `InvalidRequest` if no part came, or if pieces of a tensor are missing.
         """
         self._tally.close()
-        if self._head is None or self._head.version is None:
+        if self._head is None:
             raise InvalidRequest("no part of a manifest came", field="version")
-        return Manifest(
-            run_id=self._head.run_id,
-            version=self._head.version,
-            tile_bytes=self._head.tile_bytes,
-            publisher=self._head.publisher,
-            signature=self._head.signature,
-            config=self._head.config,
-            config_signature=self._head.config_signature,
-            tensors=tuple(self._tensors),
-        )
+        return Manifest(tensors=tuple(self._tensors), **_fields(self._head))
 
 
 class PatchJoiner:
-    """Puts a patch's parts together again, holding no more than a patch to `target` has."""
+    """Joins the parts of a patch to `target`. It never holds more tensors than `target` has."""
 
     def __init__(self, target: Manifest) -> None:
         self._target = target
@@ -172,7 +147,7 @@ class PatchJoiner:
         return self._head is not None
 
     def add(self, part: PatchPart) -> None:
-        """Take the next part. Raises `InvalidRequest` for parts out of order, or other than the target's tensors."""
+        """Take the next part. Raises `InvalidRequest` if it is out of order or does not fit the target's tensors."""
         if (self._head is None) != (part.head is not None):
             raise InvalidRequest("the first part carries the head, and no other", field="patch.head")
         self._head = self._head or part.head
@@ -184,16 +159,7 @@ class PatchJoiner:
             self._tensors.append(tensor)
 
     def join(self) -> Patch:
-        """The patch of all parts, not checked yet (`check_patch`). Raises `InvalidRequest` if no part came."""
-        if (head := self._head) is None:
+        """Return the patch, to be checked by `check_patch`. Raises `InvalidRequest` if no part came."""
+        if self._head is None:
             raise InvalidRequest("no part of a patch came", field="patch.head")
-        return Patch(
-            run_id=head.run_id,
-            base=head.base,
-            version=head.version,
-            changed=head.changed,
-            elements=head.elements,
-            root=head.root,
-            signature=head.signature,
-            tensors=tuple(self._tensors),
-        )
+        return Patch(tensors=tuple(self._tensors), **_fields(self._head))

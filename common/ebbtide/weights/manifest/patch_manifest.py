@@ -1,4 +1,4 @@
-"""Patches between versions: their root digest, and what is refused before anything is fetched or allocated for one."""
+"""Seals patches between versions with a root digest, and checks them before anything is fetched or allocated."""
 
 import struct
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ _CONTEXT: Final = "ebbtide 2026-11 patch"
 
 
 def seal_patch(patch: Patch) -> Patch:
-    """The patch with its root digest."""
+    """Return the patch with its root digest."""
     return msgspec.structs.replace(patch, root=patch_root(patch))
 
 
 def patch_root(patch: Patch) -> bytes:
-    """The digest, 32 bytes, that binds run, both versions by their roots, and all tiles of a patch."""
+    """Compute the digest, 32 bytes, of run, both versions with their roots, and all tiles of a patch."""
     root = blake3(derive_key_context=_CONTEXT)
     for text in (patch.run_id, patch.version.policy):
         encoded = text.encode()
@@ -37,7 +37,7 @@ def patch_root(patch: Patch) -> bytes:
 
 
 def same_geometry(one: Manifest, other: Manifest) -> bool:
-    """Whether the tensors of two versions agree in all but digests, so that a patch can lead from one to the other."""
+    """Tell whether the tensors of two versions agree in all but digests, as a patch between them requires."""
     if one.tile_bytes != other.tile_bytes or len(one.tensors) != len(other.tensors):
         return False
     return all(
@@ -47,10 +47,10 @@ def same_geometry(one: Manifest, other: Manifest) -> bool:
 
 
 def check_patch(patch: Patch, target: Manifest) -> None:
-    """Refuse a patch that is malformed, not one to `target` (a checked manifest), or not what its root says.
+    """Refuse a patch that is malformed, does not lead to `target` (a checked manifest) or does not match its root.
 
-    Raises `InvalidRequest` naming the field, `ChunkCorrupt` when only the root digest is wrong, and `PermissionDenied`
-    when it is signed, but not by the target's publisher. One that is not signed was composed by a relay.
+    Raises `InvalidRequest` naming the field, `ChunkCorrupt` if only the root digest is wrong, and `PermissionDenied`
+    if another key than the target's publisher's signed it. Patches that a relay composed are not signed.
     """
     check_head(patch.run_id, patch.base, target.tile_bytes)
     if (patch.run_id, patch.version) != (target.run_id, target.version):
@@ -74,7 +74,7 @@ def check_patch(patch: Patch, target: Manifest) -> None:
 
 
 def check_tensor_patch(entry: TensorEntry, tensor: TensorPatch, tile_bytes: int) -> None:
-    """Refuse what is no patch of the entry's tiles. Raises `InvalidRequest` naming the tensor."""
+    """Raise `InvalidRequest` naming the tensor unless this is a patch of the entry's tiles."""
     if len(tensor.sizes) != len(entry.digests):
         raise InvalidRequest(f"has a patch of {len(tensor.sizes)} tiles", field=entry.name)
     if len(tensor.digests) != sum(1 for size in tensor.sizes if size):
@@ -86,11 +86,11 @@ def check_tensor_patch(entry: TensorEntry, tensor: TensorPatch, tile_bytes: int)
         if not 0 <= size <= most:
             raise InvalidRequest(f"has a patch of {size} bytes for a tile of {most}", field=entry.name)
         if size == most and digest != entry.digests[index]:
-            raise InvalidRequest("has a dense tile that is not the version's", field=entry.name)
+            raise InvalidRequest("has a dense tile that is not in the version", field=entry.name)
 
 
 def patched_tiles(tensor: TensorPatch) -> Iterator[tuple[int, int, bytes]]:
-    """Index, size and digest of each tile that is not the base's."""
+    """Yield index, size and digest of each tile that differs from the base's."""
     digests = iter(tensor.digests)
     for index, size in enumerate(tensor.sizes):
         if size:
@@ -98,9 +98,5 @@ def patched_tiles(tensor: TensorPatch) -> Iterator[tuple[int, int, bytes]]:
 
 
 def blob_sizes(patch: Patch) -> dict[bytes, int]:
-    """Every distinct tile patch and dense tile of a checked patch and its bytes, in the order of first use."""
-    sizes: dict[bytes, int] = {}
-    for tensor in patch.tensors:
-        for _, size, digest in patched_tiles(tensor):
-            sizes.setdefault(digest, size)
-    return sizes
+    """Return every distinct tile patch and dense tile of a checked patch with its bytes, in the order of first use."""
+    return {digest: size for tensor in patch.tensors for _, size, digest in patched_tiles(tensor)}

@@ -1,8 +1,8 @@
-"""The index of a static copy: where blobs lie in files that any web server or object store serves by ranges.
+"""Reads the index of a static copy, which locates blobs in files that any web server or object store serves by ranges.
 
 index              16 bytes: `EbStatic`, u32 format 1, u32 0; then 48 bytes per blob, ascending by digest:
                    32 bytes digest, u32 size, u32 file number, u64 offset, little-endian
-NNNNN.blobs        the files, by number: blobs one behind another
+NNNNN.blobs        the files, by number: blobs back to back
 """
 
 import struct
@@ -18,12 +18,12 @@ RECORD: Final = struct.Struct(f"<{DIGEST_BYTES}sIIQ")
 
 
 def blobs_file(number: int) -> str:
-    """The name of a file of blobs."""
+    """Return the name of a file of blobs."""
     return f"{number:05d}.blobs"
 
 
 def index_records(data: bytes) -> memoryview:
-    """The records of an index. Raises `ChunkCorrupt` for what is no index of this format."""
+    """Return the records of an index. Raises `ChunkCorrupt` if it is not in this format."""
     if not data.startswith(HEAD) or (len(data) - len(HEAD)) % RECORD.size:
-        raise ChunkCorrupt("is no index of a static copy, or a broken one")
+        raise ChunkCorrupt("is not the index of a static copy, or is broken; export the copy again")
     return memoryview(data)[len(HEAD) :]

@@ -1,11 +1,11 @@
-"""How a change becomes a symbol and raw bits.
+"""Maps a change to a symbol and raw bits.
 
 A change is a gap (unchanged units since the change before it) and a difference d = new - base modulo 2^bits, taken
-as signed and folded to x = zigzag(d) - 1, so that +1, -1, +2, ... are 1, 0, 3, ... . Gap and x are each cut
-into classes by bit length, as in exponential Golomb codes; a class has as many raw bits as tell its members apart.
-The *symbol* of a change, a byte, is gap class x value classes + value class: coded by Huffman as one letter, so
-that letters of under a bit each (nearly all differences are +-1) lose next to nothing. The *raw bits* of a change are
-those of the gap below those of x; they follow each other from bit 0 of byte 0, padded with zero bits to a byte.
+as signed and folded to x = zigzag(d) - 1, so that +1, -1, +2, ... are 1, 0, 3, ... . Gap and x each fall into classes
+by bit length, as in exponential Golomb codes; a class has as many raw bits as distinguish its members. The *symbol* of
+a change, a byte, is gap class x value classes + value class. Huffman codes it as one letter: coded apart, classes of
+less than a bit (nearly all differences are +-1) would each cost a whole bit. The *raw bits* of a change are those of
+the gap below those of x; changes follow each other from bit 0 of byte 0, padded with zero bits to a byte.
 
     bits of a unit   gap classes                               value classes
     8                21: bit lengths 0 to 20                   9: bit lengths 0 to 8
@@ -22,34 +22,32 @@ from msgspec import Struct
 from ebbtide.types.weights import TILE_BYTES
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-#: Positions (uint32) and differences (unsigned units) of changes, in arrays that may be longer.
+#: Positions (uint32) and differences (unsigned units) of changes, in arrays that can be longer.
 Changes: TypeAlias = tuple[Array, Array]
 
-#: A gap that no tile can hold: what the decoder reads for symbols that do not exist.
+#: A gap that no tile can hold; the decoder reads it for symbols that do not exist.
 NO_GAP: Final = (1 << 24) - 1
 
 
 class Alphabet(Struct, frozen=True):
-    """The tables for units of `width` bytes, all of int64.
-
-    `gaps` and `values`, 65 entries: by leading zeros of 64 bits, the share in the symbol << 32 | number of raw bits.
-    `symbols`, 256 entries: (least x + 1) << 40 | (least gap + 1) << 16 | raw bits of x << 8 | those of the gap.
-    """
+    """The tables for units of `width` bytes: 1, 2 or 4. All arrays are int64."""
 
     width: int
+    #: 65 entries each, by leading zeros of 64 bits: the share in the symbol << 32 | number of raw bits.
     gaps: Array
     values: Array
+    #: 256 entries: (least x + 1) << 40 | (least gap + 1) << 16 | raw bits of x << 8 | raw bits of the gap.
     symbols: Array
-    max_bits: int
+    max_bits: int  # raw bits of one change at most
 
     def raw_bytes(self, changes: int) -> int:
-        """Most bytes that the raw bits of so many changes may have."""
+        """Return the most bytes that the raw bits of so many changes can take."""
         return -(-changes * self.max_bits // 8)
 
 
 @cache
 def alphabet(width: int) -> Alphabet:
-    """The alphabet for units of `width` bytes: 1, 2 or 4."""
+    """Return the alphabet for units of `width` bytes: 1, 2 or 4."""
     gap_bits = (TILE_BYTES // width).bit_length() - 1
     gap_lengths = gap_bits if width == 1 else 13
     group = 2 if width == 4 else 1

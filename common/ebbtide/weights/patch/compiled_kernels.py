@@ -1,6 +1,6 @@
-"""The kernels of plain.py, compiled: the same bytes, near the speed of memory. Imports numba, so import it late.
+"""Compiles the kernels of `numpy_kernels` with numba: the same bytes, near the speed of memory. Import it late.
 
-They run outside the GIL. What they read of a patch is checked as a whole before the target is written.
+They run outside the GIL. An invalid patch leaves the target unchanged.
 """
 
 from collections.abc import Callable
@@ -28,17 +28,17 @@ def _jit(kernel: _Kernel) -> _Kernel:
     options = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
     try:
         compiled: _Kernel = njit(cache=True, **options)(kernel)
-    except RuntimeError:  # no folder that may hold the cache: compile anew in each process
+    except RuntimeError:  # numba finds no folder for its cache: each process compiles again
         compiled = njit(**options)(kernel)
     return compiled
 
 
 @_jit
 def _find(base: Array, new: Array, start: int, stop: int, found: Array) -> np.int64:
-    """Indices in [start, stop) where the arrays differ. `found` has 64 entries more than there may be of them.
+    """Write the indices in [start, stop) where the arrays differ. `found` has 64 more entries than there can be.
 
-    Up to eight are written without asking how many there are: a branch taken wrongly costs more (Langdale and
-    Lemire, Parsing gigabytes of JSON per second, VLDB Journal 2019: index extraction).
+    Four or eight are written without a branch for each: a wrong prediction costs more (Langdale and Lemire, Parsing
+    gigabytes of JSON per second, VLDB Journal 2019: index extraction).
     """
     count, one = np.uint64(0), np.uint64(1)
     first, last = np.uint64(start), np.uint64(stop)
@@ -68,14 +68,14 @@ def _find(base: Array, new: Array, start: int, stop: int, found: Array) -> np.in
     return np.int64(count)
 
 
-#: Bytes of each array searched before their changes are coded, which then are still in the cache nearest to the core.
+#: Bytes of each array searched before their changes are coded, so that they are still in the core's nearest cache.
 #: Measured: half as many gain nothing, twice as many cost an eighth.
 _STRIDE = 4096
 
 
 @_jit
 def _letter(gap: np.int64, difference: np.int64, gaps: Array, values: Array) -> tuple[np.int64, np.int64, np.int64]:
-    """A change's symbol, its raw bits, and how many these are."""
+    """Return a change's symbol, its raw bits, and their number."""
     folded = (difference << 1 ^ difference >> 63) - 1
     of_gap = gaps[leading_zeros(np.uint64(gap))]
     of_value = values[leading_zeros(np.uint64(folded))]
@@ -133,9 +133,9 @@ def _code_changes(
 def _decode(
     symbols: Array, raw: Array, limit: int, letters: Array, top: int, target: Array, length: int, into: Changes
 ) -> bool:
-    """Nothing is asked within the loop: positions ascend, so that the last one tells, and `raw` has room for all.
+    """Decode as `numpy_kernels.decode` does, and prefetch `target` at each position for the addition that follows.
 
-    The memory at each position of `target` is asked for while the next ones are read, for whoever adds them then.
+    The loop checks nothing: positions ascend, so checking the last one is enough, and `raw` has room for all.
     """
     positions, differences = into
     bits, position, seen, one = np.int64(0), np.int64(-1), np.int64(0), np.int64(1)
@@ -157,16 +157,16 @@ def _decode(
 
 @_jit
 def _ends(raw: Array, bits: np.uint64, limit: np.uint64) -> bool:
-    """Whether so many bits fill `limit` bits, whole bytes, up to fewer than 8 that are zero."""
+    """Tell whether so many bits fill `limit` bits, whole bytes, except for fewer than 8 that are zero."""
     if bits > limit or bits + np.uint64(8) <= limit:
         return False
     left = load_64(raw, bits >> np.uint64(3)) >> (bits & np.uint64(7))
     return bool(left & ((np.uint64(1) << (limit - bits)) - np.uint64(1)) == 0)
 
 
-#: Where there is a change for every so many bytes, changes are added as they are read, and memory is asked for this far
-#: ahead of them. Measured with bf16, that takes two thirds of the time of finding all positions first and asking for
-#: these alone at 3 % changed, but three times as long at 1 %.
+#: With at least one change in so many bytes, changes are added as they are read, with memory prefetched `_AHEAD` bytes
+#: ahead of them. Measured with bf16, that takes two thirds of the time of decoding all positions first and prefetching
+#: only these at 3 % changed, but three times as long at 1 %.
 _CROWDED = 90
 _AHEAD = 4096
 
@@ -175,10 +175,10 @@ _AHEAD = 4096
 def _add(
     symbols: Array, raw: Array, letters: Array, target: Array, sign: int
 ) -> tuple[np.uint64, np.uint64, np.uint64]:
-    """Add the changes, or with `sign` -1 take them back, up to the first that lies outside of `target`.
+    """Add the changes, or with `sign` -1 undo them, up to the first that lies outside of `target`.
 
-    Gives their number, the raw bits that they have, and all bits that are set in any of their folded differences.
-    Indices are unsigned, as numba asks of signed ones whether they count from the end.
+    Returns their number, the number of their raw bits, and all bits that are set in any of their folded differences.
+    Indices are unsigned: numba checks signed ones for counting from the end.
     """
     index, bits, seen, one = np.uint64(0), np.uint64(0), np.uint64(0), np.uint64(1)
     count, length = np.uint64(len(symbols)), np.uint64(len(target))
@@ -213,7 +213,7 @@ def _apply(symbols: Array, raw: Array, limit: int, letters: Array, top: int, tar
     done, bits, seen = _add(symbols, raw, letters, target, 1)
     if done == np.uint64(len(symbols)) and seen <= np.uint64(top) and _ends(raw, bits, np.uint64(limit)):
         return True
-    _add(symbols[:done], raw, letters, target, -1)  # what proves broken is taken back
+    _add(symbols[:done], raw, letters, target, -1)  # the patch is broken: undo what was added
     return False
 
 

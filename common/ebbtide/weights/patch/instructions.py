@@ -1,6 +1,6 @@
-"""Machine instructions that numba does not offer by itself, as LLVM's own: portable, and one or few of x86 and Arm.
+"""Offers machine instructions that numba lacks, through LLVM's own: portable, one or few on x86 and Arm.
 
-None checks bounds. Whoever changes one must touch compiled.py too: numba's cache looks at the caller's file alone.
+None checks bounds. After a change here, touch compiled_kernels.py too: numba's cache only looks at the caller's file.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any, to: 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def unequal_64(_: Any, a: Any, b: Any, start: Any) -> Any:  # noqa: ARG001 - numba goes by names
-    """Bit i tells whether a[start + i] != b[start + i], of contiguous arrays of one type."""
+    """Set bit i if a[start + i] != b[start + i], for contiguous arrays of one type."""
     vector = ir.VectorType(ir.IntType(a.dtype.bitwidth), 64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -59,7 +59,7 @@ def ones(_: Any, number: Any) -> Any:  # noqa: ARG001 - numba goes by names
 
 @intrinsic  # type: ignore[untyped-decorator]
 def load_64(_: Any, raw: Any, offset: Any) -> Any:  # noqa: ARG001 - numba goes by names
-    """The 8 bytes of a uint8 array from `offset`, little-endian machines' way."""
+    """Load the 8 bytes of a uint8 array from `offset`, in the machine's byte order (little-endian)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(_address(context, builder, signature.args[0], args[0], args[1], _I64), align=1)
@@ -89,11 +89,11 @@ def _prefetch(locality: int) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch_first(_: Any, array: Any, index: Any) -> Any:  # noqa: ARG001 - numba goes by names
-    """Ask for the cache line of array[index] into the nearest cache; an address that does not exist does no harm."""
+    """Prefetch the cache line of array[index] into the nearest cache; an invalid address does no harm."""
     return types.void(array, types.uint64), _prefetch(3)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch_second(_: Any, array: Any, index: Any) -> Any:  # noqa: ARG001 - numba goes by names
-    """The same into the second cache, which has room for a tile."""
+    """Prefetch into the second cache, which has room for a tile."""
     return types.void(array, types.uint64), _prefetch(2)

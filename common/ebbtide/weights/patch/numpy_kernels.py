@@ -1,4 +1,4 @@
-"""The kernels in plain numpy: what the compiled ones must equal byte for byte, and what runs where numba is missing."""
+"""Implements the kernels in plain numpy: the reference for the compiled ones, and the fallback without numba."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from ebbtide.weights.patch.alphabet import Alphabet, Array, Changes
 
 
 def code(base: Array, new: Array, letters: Alphabet, symbols: Array, raw: Array) -> tuple[int, int]:
-    """Write the symbols (uint8) and raw bits (uint8) of all changes; give their number and that of the bits.
+    """Write the symbols (uint8) and raw bits (uint8) of all changes; return the numbers of changes and of bits.
 
     `base` and `new` are unsigned, of one length, at most a tile; `raw` has 8 bytes more than the bits can need.
     """
@@ -17,7 +17,7 @@ def code(base: Array, new: Array, letters: Alphabet, symbols: Array, raw: Array)
 def code_changes(
     positions: Array, differences: Array, letters: Alphabet, symbols: Array, raw: Array
 ) -> tuple[int, int]:
-    """`code` of changes that were found before: ascending positions in a tile, unsigned differences; 0 is no change."""
+    """Code changes found elsewhere: ascending positions in a tile, unsigned differences (0: unchanged)."""
     positions, differences = positions[differences != 0], differences[differences != 0]
     gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
     signed = differences.view(np.dtype(f"<i{letters.width}")).astype(np.int64)
@@ -30,11 +30,11 @@ def code_changes(
 
 
 def decode(symbols: Array, raw: Array, limit: int, letters: Alphabet, length: int, into: Changes) -> bool:
-    """Write the changes that at least one symbol and `limit` raw bits, whole bytes of `raw`, stand for.
+    """Write the changes coded by the symbols, at least one, and `limit` raw bits, whole bytes of `raw`.
 
-    Tells whether all positions are below `length`, all differences are in range, and the symbols use all bits but fewer
-    than 8, which are zero. If not, what was written is worthless. `raw` must have room for the bits of as many symbols
-    of any kind, and 8 bytes more; what it holds beyond the limit does not matter.
+    Returns whether all positions are below `length`, all differences are in range, and the symbols use all bits except
+    fewer than 8 zero bits. If not, discard what was written. `raw` must have room for the bits of as many symbols of
+    any kind, and 8 bytes more; its content beyond the limit does not matter.
     """
     entries = letters.symbols[symbols]
     gap_bits, value_bits = entries & 255, entries >> 8 & 255
@@ -54,8 +54,8 @@ def decode(symbols: Array, raw: Array, limit: int, letters: Alphabet, length: in
 
 
 def apply(symbols: Array, raw: Array, limit: int, letters: Alphabet, target: Array, into: Changes) -> bool:
-    """Add the differences to the units of `target`, modulo 2^bits; tells, and leaves it as it was, if `decode` would
-    refuse them. What is in `into` then is worthless."""
+    """Add the differences to the units of `target`, modulo 2^bits. Returns False, with `target` unchanged, for changes
+    that `decode` refuses. `into` is scratch."""
     if not decode(symbols, raw, limit, letters, len(target), into):
         return False
     target[into[0][: len(symbols)]] += into[1][: len(symbols)]
@@ -68,7 +68,7 @@ def _leading_zeros(numbers: Array) -> Array:
 
 
 def _pack(fields: Array, widths: Array, raw: Array) -> int:
-    """Put fields of `widths` bits after one another; 64-bit words are filled from their lowest bit."""
+    """Write fields of `widths` bits back to back; 64-bit words are filled from their lowest bit."""
     ends = np.cumsum(widths)
     bits = int(ends[-1]) if len(ends) else 0
     starts = ends - widths
@@ -82,7 +82,7 @@ def _pack(fields: Array, widths: Array, raw: Array) -> int:
 
 
 def _unpack(raw: Array, widths: Array) -> Array:
-    """Fields that start where the widths before them end; bits above their widths are left in."""
+    """Return the fields, each starting where the widths before it end; bits above a field's width stay in."""
     starts = np.cumsum(widths) - widths
     words, shifts = starts >> 6, (starts & 63).astype(np.uint64)
     packed = np.zeros((len(raw) >> 3) + 2, np.uint64)

@@ -1,4 +1,4 @@
-"""One tile: encode its change, check a tile patch, apply it, and add up several."""
+"""Encodes, checks, applies and composes the patches of one tile."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -24,17 +24,17 @@ from ebbtide.weights.patch.tile_format import (
     write_tile,
 )
 
-#: Where fewer than one unit in so many changes, XOR and dense can win only if the changes are regular.
+#: If fewer than one unit in so many changes, XOR and PACKED can only win if the changes are regular.
 _CROWDED: Final = 16
 
 
 class TileCodec:
-    """Patches of tiles of up to `tile_bytes`, for one thread at a time; each thread has its own, and none waits.
+    """Handles patches of tiles of up to `tile_bytes`, for one thread at a time; each thread has its own codec.
 
-    Invariant: a target is left with all of a tile patch or as it was, and nothing stays from one call to the next but
-    the memory of the scratch: 6 times `tile_bytes` at most (10 for units of one byte), and about 2 MiB of zstd's.
-    No call allocates more than 3 times `tile_bytes` besides, whatever a patch says; but numpy's kernels, which
-    `compiled` False takes in place of numba's, want 144 bytes for every unit that changes.
+    Invariant: a tile patch is applied to a target whole or not at all. Only the memory of the scratch stays between
+    calls: at most 6 times `tile_bytes` (10 for units of one byte), and about 2 MiB of zstd's. No call allocates more
+    than 3 times `tile_bytes` besides, whatever a patch says; but numpy's kernels, used instead of numba's if `compiled`
+    is False, need 144 bytes for every unit that changes.
     """
 
     def __init__(self, width: int, tile_bytes: int = TILE_BYTES, *, compiled: bool | None = None) -> None:
@@ -52,7 +52,7 @@ class TileCodec:
         self._raw_view = self._raw.data  # made once: a tile costs microseconds
 
     def encode(self, base: Array, new: Array) -> bytes:
-        """The smallest tile patch from `base` to `new`: flat contiguous unsigned units, of one length."""
+        """Return the smallest tile patch from `base` to `new`: flat contiguous unsigned units, of one length."""
         self._check_units(base, "base")
         self._check_units(new, "new")
         if len(base) != len(new):
@@ -78,9 +78,8 @@ class TileCodec:
     def apply(self, patch: Bytes, into: Array) -> None:
         """Turn the base in `into` (flat contiguous unsigned units) into the new tile, in place.
 
-        Raises `InvalidRequest`, and leaves `into` as it was then, unless the patch is whole and made for such a tile
-        (what was added before the fault was found is taken back). Whether `into` is the right base is for digests to
-        tell.
+        Raises `InvalidRequest`, with `into` unchanged, unless the patch is whole and made for such a tile. Only digests
+        show whether `into` is the right base.
         """
         self._check_units(into, "into")
         if not into.flags.writeable:
@@ -92,10 +91,10 @@ class TileCodec:
             self._add(into, part)
 
     def encode_changes(self, positions: Array, differences: Array, units: int) -> bytes | None:
-        """The SPARSE (or SAME) tile patch of changes found elsewhere, on a GPU say.
+        """Return the SPARSE (or SAME) tile patch of changes found elsewhere, for example on a GPU.
 
         `positions` are ascending integers, `differences` units: new - base modulo 2^bits, with or without those of 0.
-        None where the changes are so regular, or so many, that another kind may well be smaller: `encode` the tile.
+        None if the changes are so regular, or so many, that another kind is probably smaller: `encode` the tile then.
         """
         self._check_units(differences, "differences")
         bounds = len(positions) and (
@@ -111,11 +110,11 @@ class TileCodec:
         return self._write(Kind.SPARSE, units, *payload)
 
     def compose(self, patches: Sequence[Bytes], units: int) -> bytes:
-        """The tile patch that does what `patches` do one after another; what they undo vanishes.
+        """Return one tile patch with the effect of `patches` in order, without the changes that they undo.
 
-        Differences add up modulo 2^bits, XORs too in their way, and a dense tile hides all before it; where XOR and
-        SPARSE meet, they stay side by side in a series. Raises `InvalidRequest` as `check` does, and for a series of
-        more than 16 parts: take an anchor then.
+        Differences add up modulo 2^bits, XORs combine by XOR, and a dense tile replaces everything before it; adjacent
+        XOR and SPARSE patches stay side by side in a series. Raises `InvalidRequest` as `check` does, and for a series
+        of more than 16 parts: take an anchor then.
         """
         for patch in patches:
             self.check(patch, units)
@@ -151,7 +150,7 @@ class TileCodec:
         return self._payload(self._kernels.code, base, new)
 
     def _payload(self, code: Callable[..., tuple[int, int]], *units: Array) -> tuple[int, list[Bytes]]:
-        """The number of changes, and the payload of kind SPARSE: its head, its symbols' frame, its raw bits."""
+        """Return the number of changes, and the payload of kind SPARSE: its head, its symbols' frame, its raw bits."""
         count, bits = code(*units, self._letters, self._symbols, self._raw)
         frame = self._frames.pack_symbols(self._symbols[:count])
         return count, [SPARSE_HEAD.pack(count, len(frame)), frame, self._raw_view[: (bits + 7) >> 3]]
@@ -164,12 +163,12 @@ class TileCodec:
         return write_tile(kind, self._dtype.itemsize, units, *payload)
 
     def _parts(self, patch: Bytes, units: int) -> list[TilePatch]:
-        """The parts of a series, the patch itself if it is of another kind, nothing for SAME. Headers are checked."""
+        """Return a series' parts, nothing for SAME, or the patch itself for other kinds. Headers are checked."""
         if units > self._units:
             raise InvalidRequest(f"has {units} units, more than {self._units}", field="tile")
         tile = read_tile(patch, self._dtype.itemsize, units)
         if tile.kind == Kind.SAME and len(tile.payload):
-            raise InvalidRequest("says that nothing changes, and yet has a payload", field="patch")
+            raise InvalidRequest("has kind SAME, but also a payload", field="patch")
         if tile.kind == Kind.SERIES:
             return read_series(tile)
         return [] if tile.kind == Kind.SAME else [tile]
@@ -184,7 +183,7 @@ class TileCodec:
 
     def _check(self, part: TilePatch) -> None:
         if part.kind == Kind.SPARSE:
-            self._decode(part)
+            self._run(self._kernels.decode, part, part.units)
         else:
             self._block(part)
 
@@ -195,18 +194,13 @@ class TileCodec:
         block = part.payload if part.kind == Kind.DENSE else self._frames.unpack(part.payload, size)
         return np.frombuffer(block, self._dtype)
 
-    def _decode(self, part: TilePatch) -> int:
-        """Read the changes into the scratch; give their number."""
-        return self._run(self._kernels.decode, part, part.units)
-
-    def _run(self, kernel: Callable[..., bool], part: TilePatch, target: Array | int) -> int:
+    def _run(self, kernel: Callable[..., bool], part: TilePatch, target: Array | int) -> None:
         symbols, raw, limit = self._read_sparse(part)
         if not kernel(symbols, raw, limit, self._letters, target, (self._positions, self._differences)):
             raise InvalidRequest("has changes out of range, or not as many as it says", field="patch")
-        return len(symbols)
 
     def _read_sparse(self, part: TilePatch) -> tuple[Array, Array, int]:
-        """The symbols, the raw bits (in the scratch, which has room for any symbols' bits), and how many bits."""
+        """Return the symbols, the raw bits (in the scratch, which has room for any symbols' bits), and their number."""
         payload, head = part.payload, SPARSE_HEAD.size
         if len(payload) < head:
             raise InvalidRequest("ends within the head of its changes", field="patch")
@@ -225,13 +219,12 @@ class TileCodec:
 
 
 def _regular(changes: int, payload: Sequence[Bytes]) -> bool:
-    """Whether the symbols have a frame of under 2 bits a change, where chance alone would take more."""
+    """Tell whether the symbols' frame has less than 2 bits a change; random changes need more."""
     return len(payload[1]) * 4 < changes
 
 
 def warm_up() -> None:
-    """Have the kernels for all widths compiled, or loaded, before the first patch wants them: seconds, where it is the
-    first time on a host. For a thread."""
+    """Compile or load the kernels for all widths. The first time on a host takes seconds: call it in a thread."""
     for width in (1, 2, 4):
         codec, base = TileCodec(width), np.zeros(64, f"<u{width}")
         codec.apply(codec.encode(base, base + np.array(1, base.dtype)), base)
@@ -239,7 +232,7 @@ def warm_up() -> None:
 
 
 def _kernels(compiled: bool | None) -> ModuleType:
-    """numba's kernels or numpy's. Both give the same bytes; importing numba takes a second, and so is done late."""
+    """Import numba's kernels or numpy's, which give the same bytes. Late, because importing numba takes a second."""
     if compiled is None:
         compiled = find_spec("numba") is not None
     return import_module(f"ebbtide.weights.patch.{'compiled' if compiled else 'numpy'}_kernels")

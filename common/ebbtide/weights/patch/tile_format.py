@@ -1,10 +1,10 @@
-"""The bytes of a tile patch: headers, kinds and limits. All numbers are little-endian and unsigned.
+"""Reads and writes the bytes of a tile patch: headers, kinds and limits. All numbers are little-endian and unsigned.
 
-A *tile patch* turns one tile into that of another version. Header, 12 bytes, then its payload:
+A *tile patch* turns one tile into that of another version. A header of 12 bytes precedes its payload:
 
     u8 format 1 · u8 kind · u8 bytes of a unit (1, 2, 4) · u8 zero · u32 units · u32 bytes of the payload
 
-A unit is the unsigned integer that carries an element's bits; types of 8 bytes are taken as two units of 4.
+A unit is the unsigned integer that carries an element's bits; an element of 8 bytes is two units of 4.
 
     SAME    nothing
     SPARSE  u32 changes · u32 bytes of the symbols' frame · that frame · raw bits (`ebbtide.weights.patch.alphabet`)
@@ -31,7 +31,7 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 FORMAT: Final = 1
 TILE_HEAD: Final = struct.Struct("<BBBBII")
 SPARSE_HEAD: Final = struct.Struct("<II")
-#: Parts of a series: a chain of patches seldom mixes kinds that cannot be added up, and each part costs a pass.
+#: Parts of a series: patch chains seldom mix kinds that cannot be added up, and each part costs a pass.
 MAX_PARTS: Final = 16
 
 
@@ -48,7 +48,7 @@ _KINDS: Final = {int(kind): kind for kind in Kind}
 
 
 class TilePatch(Struct, frozen=True):
-    """A tile patch whose header was checked; its payload was not."""
+    """A tile patch with a checked header and an unchecked payload."""
 
     kind: Kind
     width: int
@@ -57,12 +57,12 @@ class TilePatch(Struct, frozen=True):
 
 
 def unit_width(dtype: str, *, field: str = "dtype") -> int:
-    """Bytes of the units that carry `dtype`: 1, 2 or 4. Raises `InvalidRequest` naming `field`."""
+    """Return the bytes of the units that carry `dtype`: 1, 2 or 4. Raises `InvalidRequest` naming `field`."""
     return min(carrier(dtype, field=field).itemsize, 4)
 
 
 def write_tile(kind: Kind, width: int, units: int, *payload: Bytes) -> bytes:
-    """Header and payload of a tile patch."""
+    """Return a tile patch: header and payload."""
     size = sum(len(part) for part in payload)
     return b"".join((TILE_HEAD.pack(FORMAT, kind, width, 0, units, size), *payload))
 
@@ -76,7 +76,7 @@ def read_tile(data: Bytes, width: int, units: int) -> TilePatch:
 
 
 def read_series(tile: TilePatch) -> list[TilePatch]:
-    """The parts of a series, their headers checked. Raises `InvalidRequest`."""
+    """Return the parts of a series, their headers checked. Raises `InvalidRequest`."""
     parts: list[TilePatch] = []
     rest = tile.payload
     while len(rest):
