@@ -1,4 +1,4 @@
-"""The base model of a local cluster: made by the trainer's own program, or found where it was made before."""
+"""Has the trainer's own program make the base model of a local cluster, or finds the one made before."""
 
 import json
 from collections.abc import Callable
@@ -12,10 +12,7 @@ _MODULE = "ebbtide.trainer.base_model"
 
 
 async def base_model(cluster: LocalCluster, spec: RunSpec, cache: Path, tell: Callable[[str], None]) -> Path:
-    """The checkpoint that suits the spec's environment and seed. `tell` hears how far it is.
-
-    Raises `LaunchFailed` where there can be none for this environment.
-    """
+    """Returns the checkpoint for the spec's environment and seed; `tell` hears the progress. Raises `LaunchFailed`."""
     spec_file, log = cluster.directory / "base-model.json", cluster.log("base-model")
     spec_file.write_text(json.dumps(to_mapping(spec)))
     said: dict[str, Any] = {}
@@ -31,7 +28,7 @@ async def base_model(cluster: LocalCluster, spec: RunSpec, cache: Path, tell: Ca
 
 
 def _last(log: Path) -> dict[str, Any]:
-    """What the program said last: a line of JSON, among others perhaps."""
+    """Returns the last line of JSON in the program's log."""
     for line in reversed(log.read_text(errors="replace").split("\n")[:-1]):
         if line.startswith("{"):
             said: dict[str, Any] = json.loads(line)

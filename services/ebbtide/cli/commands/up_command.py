@@ -1,4 +1,4 @@
-"""`ebbtide up`: a local cluster that stays until it is interrupted."""
+"""Runs `ebbtide up`: a local cluster that stays until it is interrupted."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ _ENVIRONMENT = "env"
 
 
 def run(shape: ClusterShape, directory: Path, cache: Path) -> int:
-    """Exit status: 0 once it was interrupted and all is gone."""
+    """Returns exit status 0 after an interrupt, once all programs are gone."""
     console = Console(highlight=False)
     addresses = {"coordinator": free_address(shape.coordinator), "relay": free_address(shape.relay)}
     addresses |= {"standby": free_address(shape.standby)} if shape.standby else {}
