@@ -1,4 +1,4 @@
-"""The demo's report, in words and numbers for a person."""
+"""Sums up the demo's report for people."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,6 @@ from ebbtide.demo.weights_report import told
 
 
 def summary(report: DemoReport, path: Path) -> Iterator[tuple[str, str]]:
-    """Lines of a name and what is to be said of it."""
     yield (
         "accuracy",
         f"{_share(report.accuracy_before)} before, {_share(report.accuracy_after)} after"
@@ -46,5 +45,5 @@ def _resumed(report: DemoReport) -> str:
     offsets = sorted(int(one["offset"]) for one in report.resumed if one["offset"])
     if not offsets:
         return f"{len(report.resumed)} rollouts elsewhere, none of them midway"
-    middle = f"behind {offsets[0]} to {offsets[-1]} stored tokens (median {offsets[len(offsets) // 2]})"
+    middle = f"after {offsets[0]} to {offsets[-1]} stored tokens (median {offsets[len(offsets) // 2]})"
     return f"{len(report.resumed)} rollouts elsewhere, {len(offsets)} of them midway, {middle}"

@@ -1,4 +1,4 @@
-"""Makes a foreign program, such as Redis, die with its parent: `python -m ebbtide.local_cluster.tether PID COMMAND ...`.
+"""Makes a foreign program, such as Redis, die with its parent: `python -m ebbtide.local_cluster.tether PID COMMAND`.
 
 The kernel keeps the tie across exec: it kills the program when process PID, which started it, dies.
 """

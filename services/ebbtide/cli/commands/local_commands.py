@@ -122,7 +122,7 @@ def up(
 
 
 def base_model(context: typer.Context) -> None:
-    """Make a small model that half masters the environment of a run, and print its path."""
+    """Make a small model that half masters a run's environment, and print its path."""
     from importlib import import_module
 
     import_module("ebbtide.trainer.base_model.__main__").main(context.args)
