@@ -15,19 +15,22 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from rich.console import Console
 
+from ebbtide.cli.interrupts import run_demo_command
 from ebbtide.cli.views.run_progress import RunProgress, follow
 from ebbtide.cli.views.run_screen import RunScreen
+from ebbtide.cli.views.tables import fact_table
 from ebbtide.cli.views.timeline import Timeline
-from ebbtide.cli.views.timeline_files import fetch
+from ebbtide.cli.views.timeline_files import fetch, write
 from ebbtide.client import Client
 from ebbtide.client.client import read_spec
-from ebbtide.demo.demo_report import DemoReport, KillRecord, make_report
+from ebbtide.demo.demo_report import DemoReport, KillRecord, make_report, summary
+from ebbtide.demo.report_picture import terminal_curve, write_picture
 from ebbtide.demo.token_accounts import TokenAccounts, read_attempts, settle
 from ebbtide.demo.worker_kills import WorkerKills
 from ebbtide.errors import EbbtideError
-from ebbtide.local_cluster.cluster_base_model import base_model
-from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, local_cluster
+from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, base_model, free_address, local_cluster
 from ebbtide.types.run import Run, RunSpec, RunStatus, check_spec, to_mapping
 
 #: As a spec's model: the one that `ebbtide base-model` makes.
@@ -73,6 +76,22 @@ def demo_spec(options: DemoOptions) -> RunSpec:
         if value is not None:
             node[path[-1]] = value
     return check_spec(read_spec(tree))
+
+
+def run(options: DemoOptions) -> int:
+    """Returns exit status 0 if the run finished and its sums agree."""
+
+    async def main() -> int:
+        report, timeline, path = await run_demo(options)
+        write_picture(report, path.with_suffix(".png"))
+        drawn = write(timeline, path.parent)
+        console = Console()
+        print(f"\n{terminal_curve(report, min(100, console.width))}\n")  # noqa: T201 - rich would wrap it
+        facts = [*summary(report, path), ("timeline", ", ".join(map(str, drawn)))]
+        console.print(fact_table(facts), highlight=False)
+        return 0 if report.rollouts_accounted_for else 1
+
+    return run_demo_command(main, options.run_dir / "logs")
 
 
 async def run_demo(options: DemoOptions) -> tuple[DemoReport, Timeline, Path]:

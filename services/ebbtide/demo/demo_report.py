@@ -1,13 +1,14 @@
-"""Makes the demo's report from the run's events and counters, the fleet's heartbeats, and the ledgers."""
+"""Makes and sums up the demo's report, from the run's events and counters, the fleet's heartbeats, and the ledgers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from msgspec import Struct
 
 from ebbtide.cli.views.run_detail import finite, histogram
 from ebbtide.cli.views.run_progress import EvaluationResult, RunProgress, WorkerSample
 from ebbtide.demo.token_accounts import TokenAccounts
-from ebbtide.demo.weights_report import WeightsFigures, weights_figures
+from ebbtide.demo.weights_report import WeightsFigures, told, weights_figures
 from ebbtide.types.run import Run
 
 #: Seconds of a step in which the trainer waited for trajectories.
@@ -164,3 +165,45 @@ def phases(measured: Mapping[str, float], progress: RunProgress) -> dict[str, fl
         items = list(named.items())
         named = dict([*items[:at], *parts.items(), *items[at + 1 :]])
     return named | {"total": sum(named.values())}
+
+
+def summary(report: DemoReport, path: Path) -> Iterator[tuple[str, str]]:
+    yield (
+        "accuracy",
+        f"{_share(report.accuracy_before)} before, {_share(report.accuracy_after)} after"
+        + (f" ({report.evaluations[0].problems} problems never trained on)" if report.evaluations else ""),
+    )
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.rollouts_dropped.items()) or "none"
+    sums = "the sums agree" if report.rollouts_accounted_for else "THE SUMS DO NOT AGREE"
+    yield (
+        "rollouts",
+        f"{report.rollouts_submitted:,} submitted = {report.rollouts_trained:,} trained + dropped ({dropped}): {sums}",
+    )
+    for kill in report.kills:
+        middle = f", in the middle of {kill.generating} rollouts" if kill.generating else ""
+        yield "killed", f"{kill.program} after step {kill.step}{middle}"
+    yield "resumed", _resumed(report)
+    again, most = report.tokens_generated_twice, report.tokens_generated_twice_at_most_per_rollout
+    yield "tokens", f"{report.tokens_generated:,} generated, {again:,} of them twice (at most {most} of one rollout)"
+    yield "saved", f"{report.tokens_saved:,} tokens that a rollout took along to another worker"
+    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_s.items())
+    yield "tokens/s", f"{rates} (while it had work)"
+    yield "idle", ", ".join(f"{name} {share:.0%}" for name, share in report.idle_share.items())
+    yield from told(report.weights)
+    if report.logprob_gap is not None:
+        yield "logprob gap", f"{report.logprob_gap:.5f} between workers and trainer, mean absolute"
+    yield "seconds", ", ".join(f"{name} {seconds:.0f}" for name, seconds in report.seconds.items())
+    yield "checkpoint", report.checkpoint
+    yield "report", f"{path}, {path.with_suffix('.png')}"
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
+
+
+def _resumed(report: DemoReport) -> str:
+    offsets = sorted(int(one["offset"]) for one in report.resumed if one["offset"])
+    if not offsets:
+        return f"{len(report.resumed)} rollouts elsewhere, none of them midway"
+    middle = f"after {offsets[0]} to {offsets[-1]} stored tokens (median {offsets[len(offsets) // 2]})"
+    return f"{len(report.resumed)} rollouts elsewhere, {len(offsets)} of them midway, {middle}"

@@ -5,6 +5,7 @@ One cluster at a time works there; it holds the lock on `cluster.lock`, and clea
 """
 
 import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -15,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -24,6 +25,7 @@ from ebbtide.local_cluster.launcher import Launcher, launcher
 from ebbtide.local_cluster.program_process import Program, tethered
 from ebbtide.local_cluster.serving_engine import serving_engine
 from ebbtide.redis_server import redis_command
+from ebbtide.types.run import RunSpec, to_mapping
 
 #: Stages in the order in which they end: workers hand over first, services end after their clients.
 _WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS, _GUARD, _SERVING = range(7)
@@ -35,6 +37,7 @@ _CLEARED: Final = ("logs", "ready", "redis", "relay", "ledgers")
 #: Not in /dev/shm, where the mirrors of killed workers would stay. Each worker makes its own, only for itself.
 _MIRRORS: Final = "mirrors"
 _GRANTS: Final = "grants"
+_BASE_MODEL_MODULE: Final = "ebbtide.trainer.base_model"
 
 
 class ClusterShape(Struct, frozen=True, kw_only=True):
@@ -288,3 +291,28 @@ def _cpu_engine() -> dict[str, object]:
     if "cpu" not in version("vllm"):
         return {}
     return {"vllm_threads": 1, "vllm_dtype": "float32", "vllm_enforce_eager": True}
+
+
+async def base_model(cluster: LocalCluster, spec: RunSpec, cache: Path, tell: Callable[[str], None]) -> Path:
+    """Returns the checkpoint for the spec's environment and seed; `tell` hears the progress. Raises `LaunchFailed`."""
+    spec_file, log = cluster.directory / "base-model.json", cluster.log("base-model")
+    spec_file.write_text(json.dumps(to_mapping(spec)))
+    said: dict[str, Any] = {}
+
+    def watch() -> None:
+        said.update(_last(log))
+        if "step" in said:
+            tell(f"step {said['step']}: loss {said['loss']:.2f}, accuracy {said['accuracy']:.2f}")
+
+    arguments = ("--spec", str(spec_file), "--directory", str(cache), "--json")
+    await cluster.run_once("base-model", _BASE_MODEL_MODULE, *arguments, watch=watch)
+    return Path(said["path"])
+
+
+def _last(log: Path) -> dict[str, Any]:
+    """Returns the last line of JSON in the program's log."""
+    for line in reversed(log.read_text(errors="replace").split("\n")[:-1]):
+        if line.startswith("{"):
+            said: dict[str, Any] = json.loads(line)
+            return said
+    return {}

@@ -23,9 +23,9 @@ async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "
         await load_trainer(name)(client, lease, lease.run)
         await lease.lost.wait()  # the trainer is done; the run ends when its driver is
         return
-    from ebbtide.trainer.training import Training
+    from ebbtide.trainer.training import train_run
 
-    await Training(client, lease, settings, crew).run()
+    await train_run(client, lease, settings, crew)
 
 
 def load_trainer(name: str) -> Any:

@@ -40,7 +40,7 @@ def _check_room(spec: RunSpec, opening: Sequence[Message]) -> None:
     prompt, wanted = len(conversations.opening(opening)), spec.sampling.max_tokens
     if 0 < conversations.context < prompt + wanted:
         raise InvalidRequest(
-            f"{wanted} tokens do not fit after a prompt of {prompt} into the model's context of "
+            f"{wanted} tokens do not fit behind a prompt of {prompt} into the model's context of "
             f"{conversations.context}; at most {conversations.context - prompt} do",
             field="sampling.max_tokens",
         )

@@ -3,7 +3,7 @@
 Invariant: the network's weights are those of `collector.step`. Their version is published in the background once they
 are copied. It is announced, and in `following.versions`, before the next one is published, and before a checkpoint or
 an event names it; also before its step is trained, unless the run's staleness allows training on older tokens
-meanwhile. Only `_work` changes the weights. After a restart, the trainer resumes from the last checkpoint: it repeats
+meanwhile. Only `Training` changes the weights. A restarted trainer resumes from the last checkpoint: it repeats
 the steps since then, on the same trajectories in the same order, and publishes only versions not yet announced.
 """
 
@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, TypeVar
 
 from ebbtide.claimed_runs.run_follower import CHECKPOINT, RunFollower
@@ -20,11 +19,11 @@ from ebbtide.client.publisher.publisher import Publishing, PublishReport
 from ebbtide.errors import AlreadyExists
 from ebbtide.runtime import race
 from ebbtide.telemetry import counter, gauge, get_logger
-from ebbtide.trainer import training_checkpoint
-from ebbtide.trainer.learning.local_learning import LocalLearning, choose_device
-from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
+from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.ranks.rank_group import RankGroup
 from ebbtide.trainer.settings import TrainerSettings
-from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
+from ebbtide.trainer.training_checkpoint import TrainingState
+from ebbtide.trainer.training_start import TrainingStart, checkpoints_of
 from ebbtide.trainer.trajectory_collector import TrajectoryCollector
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
@@ -74,27 +73,42 @@ class _Trained:
     told: asyncio.Task[None] | None = None  # reports the step once its weights are announced
 
 
-class Training:
-    """Trains one run under one lease."""
+async def train_run(client: Client, lease: Lease, settings: TrainerSettings, crew: RankGroup | None = None) -> None:
+    """Trains the lease's run to its end. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
+    following, lineage = RunFollower(client, lease.run_id), new_fence()
 
-    def __init__(self, client: Client, lease: Lease, settings: TrainerSettings, crew: RankGroup | None = None) -> None:
-        """`crew`: the ranks to train on; without one, this process."""
+    async def work() -> None:
+        learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
+        await Training(client, lease, settings, following, lineage, learning, collector).run(resumed)
+
+    await race(following.run(), work())
+
+
+class Training:
+    """Trains one run under one lease, from its start on."""
+
+    def __init__(
+        self,
+        client: Client,
+        lease: Lease,
+        settings: TrainerSettings,
+        following: RunFollower,
+        lineage: str,
+        learning: LocalLearning,
+        collector: TrajectoryCollector,
+    ) -> None:
         self._client = client
         self._lease = lease
         self._settings = settings
-        self._crew = crew
+        self._following = following
+        self._lineage = lineage
+        self._learning = learning
+        self._collector = collector
         self._spec = lease.run.spec
-        self._folder = Path(self._spec.output) / lease.run_id / "checkpoints"
-        self._following = RunFollower(client, lease.run_id)
-        self._lineage = new_fence()
         self._trained: _Trained | None = None
 
-    async def run(self) -> None:
-        """Trains to the run's end. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
-        await race(self._following.run(), self._work())
-
-    async def _work(self) -> None:
-        self._learning, self._collector, resumed = await self._begin()
+    async def run(self, resumed: list[RunEvent]) -> None:
+        """Reports `resumed`, then trains until cancelled: the driver ends the run."""
         await self._commit(resumed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
@@ -109,63 +123,6 @@ class Training:
             while True:
                 await self._following.until(lambda: bool(self._collector.uncommitted))
                 await self._commit([])
-
-    async def _begin(self) -> tuple[LocalLearning, TrajectoryCollector, list[RunEvent]]:
-        """Loads the run's model or newest checkpoint. Returns the events to report, too."""
-        learning, state = await self._load()
-        await self._following.catch_up(self._lease)
-        self._check_lineage(state)
-        staleness = self._spec.batch.max_staleness
-        if state is None:
-            return learning, TrajectoryCollector(step=0, max_staleness=staleness), []
-        log.info("resumed", step=state.step, version=state.version)
-        message = f"training resumed from the checkpoint of step {state.step}"
-        resumed = RunEvent(kind="resumed", key=self._lineage, message=message, values={"step": float(state.step)})
-        collector = TrajectoryCollector(
-            step=state.step, max_staleness=staleness, consumed=state.consumed, cursor=state.cursor
-        )
-        # The checkpoint's writer may have died before it reported and committed the contents.
-        return learning, collector, [*state.reports, resumed]
-
-    async def _load(self) -> tuple[LocalLearning, TrainingState | None]:
-        """Loads the run's model, or its newest checkpoint with the training's state.
-
-        Tries again if a superseded trainer wrote a newer checkpoint meanwhile, and removed this one.
-        """
-        while True:
-            found = await asyncio.to_thread(training_checkpoint.prepare, self._folder)
-            source = found or Path(self._spec.model)
-            try:
-                learning = await asyncio.to_thread(self._learn, source)
-                if found is None:
-                    return learning, None
-                state = await asyncio.to_thread(learning.resume, found, run_id=self._lease.run_id)
-            except Exception:
-                if found is None or training_checkpoint.latest(self._folder) == found:
-                    raise
-            else:
-                return learning, state
-
-    def _learn(self, source: Path) -> LocalLearning:
-        keep = self._settings.keep_published
-        if self._crew is None:
-            device = choose_device(self._settings.device)
-            return LocalLearning(self._spec, source=source, device=device, keep_published=keep)
-        return RankZeroLearning(self._crew, self._spec, run_id=self._lease.run_id, source=source, keep_published=keep)
-
-    def _check_lineage(self, state: TrainingState | None) -> None:
-        """Raises `CheckpointError` if the checkpoint is not this run's, or not its newest."""
-        if state is not None and self._following.steps.get(state.version) != state.step:
-            raise CheckpointError(
-                f"{str(self._folder)!r} holds checkpoints of a former run called {state.run_id}; "
-                "remove them, or submit with another output"
-            )
-        newest = max(self._following.checkpoints, default=0)
-        if newest > (state.step if state else 0):
-            raise CheckpointError(
-                f"the checkpoint of step {newest} is missing ({self._following.checkpoints[newest]}), and its "
-                "trajectories are deleted; restore the checkpoint, or submit the run anew"
-            )
 
     async def _read(self) -> None:
         async for trajectory in self._lease.trajectories(self._collector.cursor()):
@@ -265,7 +222,7 @@ class Training:
         keep = self._settings.keep_checkpoints
         clock = _Clock() if trained is None else trained.clock
         path = await clock.measure(
-            "checkpoint", asyncio.to_thread(self._learning.checkpoint, self._folder, state, keep=keep)
+            "checkpoint", asyncio.to_thread(self._learning.checkpoint, checkpoints_of(self._lease), state, keep=keep)
         )
         saved = RunEvent(
             kind=CHECKPOINT,

@@ -33,8 +33,7 @@ def demo(
     kill_trainer: Annotated[bool, typer.Option("--kill-trainer", help="Kill the trainer too.")] = False,
 ) -> None:
     """Train a policy with GRPO on vLLM workers, kill one of them midway, and report the result."""
-    from ebbtide.demo.demo import DemoOptions
-    from ebbtide.demo.demo_command import run
+    from ebbtide.demo.demo import DemoOptions, run
 
     options = DemoOptions(
         run_dir=run_dir,
@@ -70,7 +69,7 @@ def demo_coserving(
     cache: Annotated[Path, typer.Option(help="Folder of models.")] = Path(".cache/base-models"),
 ) -> None:
     """Serve a model under replayed traffic while a training run borrows its idle time, and report both."""
-    from ebbtide.demo.coserving.coserving_command import run
+    from ebbtide.demo.coserving.coserving_demo import run
     from ebbtide.demo.coserving.coserving_options import CoservingOptions
 
     options = CoservingOptions(

@@ -10,8 +10,7 @@ from rich.console import Console
 from ebbtide.cli.interrupts import INTERRUPTED
 from ebbtide.cli.interrupts import run as run_interruptible
 from ebbtide.demo.demo import DemoOptions, demo_spec
-from ebbtide.local_cluster.cluster_base_model import base_model
-from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, local_cluster
+from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, base_model, free_address, local_cluster
 
 _ENVIRONMENT = "env"
 

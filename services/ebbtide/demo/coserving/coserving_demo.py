@@ -15,14 +15,18 @@ from typing import Final
 import msgspec
 import psutil
 from msgspec import Struct
+from rich.console import Console
 
+from ebbtide.cli.interrupts import run_demo_command
 from ebbtide.cli.views.guard_client import GuardClient, guard_client
 from ebbtide.cli.views.guard_screen import head, small_picture
 from ebbtide.cli.views.run_progress import RunProgress, follow
 from ebbtide.cli.views.run_screen import RunScreen
+from ebbtide.cli.views.tables import fact_table
 from ebbtide.client import Client
 from ebbtide.demo.coserving.coserving_client import TrafficPlan
 from ebbtide.demo.coserving.coserving_options import CoservingOptions, CoservingTraffic, traffic
+from ebbtide.demo.coserving.coserving_picture import write_coserving_picture
 from ebbtide.demo.coserving.coserving_records import (
     BudgetMoment,
     ReplayRecord,
@@ -32,7 +36,7 @@ from ebbtide.demo.coserving.coserving_records import (
     tpots,
     ttfts,
 )
-from ebbtide.demo.coserving.coserving_report import CoservingReport, HarvestFigures, make_coserving
+from ebbtide.demo.coserving.coserving_report import CoservingReport, HarvestFigures, make_coserving, told
 from ebbtide.demo.coserving.coserving_traffic import TrafficRequest, laps
 from ebbtide.demo.coserving.guarded_pausing import GuardedPausing, pausing
 from ebbtide.demo.demo import (
@@ -44,7 +48,7 @@ from ebbtide.demo.demo import (
     with_base_model,
     write_report,
 )
-from ebbtide.demo.demo_report import DemoReport
+from ebbtide.demo.demo_report import DemoReport, summary
 from ebbtide.demo.foreign_load import CoreUse, cores, share_of_others
 from ebbtide.demo.token_accounts import TokenAccounts
 from ebbtide.errors import EbbtideError, Unavailable
@@ -67,6 +71,8 @@ _LAPS: Final = 40
 _LOOK_S: Final = 0.25
 #: The lease must outlast the bursts in which the trainer is stopped.
 _LEASE_S: Final = 120.0
+#: Lines of the run's summary that the verdict does not repeat.
+_RUN_LINES = ("accuracy", "rollouts", "logprob gap", "seconds", "checkpoint")
 
 
 class CoservingOutcome(Struct, frozen=True, kw_only=True):
@@ -75,6 +81,24 @@ class CoservingOutcome(Struct, frozen=True, kw_only=True):
     coserving: CoservingReport
     run: DemoReport
     replay: ReplayRecord
+
+
+def run(options: CoservingOptions) -> int:
+    """Returns exit status 0 if the run finished, its sums agree and no token was lost.
+
+    A missed SLO is a result, not a failure.
+    """
+
+    async def main() -> int:
+        outcome, path = await run_coserving(options)
+        picture = path.with_name("timeline.png")
+        write_coserving_picture(outcome.replay, picture)
+        of_run = (fact for fact in summary(outcome.run, path) if fact[0] in _RUN_LINES)
+        facts = [*told(outcome.coserving), *of_run, ("timeline", str(picture)), ("report", str(path))]
+        Console().print(fact_table(facts), highlight=False)
+        return 0 if outcome.run.rollouts_accounted_for and not outcome.coserving.tokens_lost else 1
+
+    return run_demo_command(main, options.run_dir / "logs")
 
 
 async def run_coserving(options: CoservingOptions) -> tuple[CoservingOutcome, Path]:
