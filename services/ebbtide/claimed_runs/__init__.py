@@ -1,1 +1,1 @@
-"""Working on claimed runs: what trainer and driver share."""
+"""Claims runs and follows them: the parts that trainer and driver share."""

@@ -1,9 +1,8 @@
-"""Messages to tokens and back. Tokens in, tokens out: what was sampled is never decoded and encoded again.
+"""Turns messages into tokens and back. Sampled tokens are never decoded and encoded again.
 
-The opening of an episode is templated whole. After a response only what follows it is: the chat template renders the
-new messages behind a stand-in for the response, and the text behind the stand-in is encoded. What the template writes
-there (the end of the assistant's turn, the new messages, the next turn's header) is the environment's: no loss falls on
-it.
+The chat template renders the opening of an episode as a whole. For later turns it renders the new messages after a
+stand-in for the response, and only the text after the stand-in is encoded. That text (the end of the assistant's turn,
+the new messages, the next turn's header) counts as the environment's: no loss falls on it.
 """
 
 import json
@@ -19,17 +18,17 @@ from ebbtide.errors import InvalidRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: All samples of a group open alike, so a prompt is templated and encoded once for them.
+#: All samples of a group have the same opening, so it is rendered and encoded once.
 _OPENINGS: Final = 64
-#: Stands for a response while a template is rendered; no template writes this by itself.
+#: Stands for a response while a template is rendered; no template contains it.
 _RESPONSE: Final = "\u27e6the response\u27e7"
 
 
 class Conversations:
-    """How the messages of one run become tokens: by the tokenizer's chat template, or as raw text where it has none."""
+    """Converts the messages of one run by the tokenizer's chat template, or as raw text if it has none."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, context: int, end_ids: frozenset[int]) -> None:
-        """`context`: tokens that prompt and response may have together; 0: not known. `end_ids` end a response."""
+        """`context`: most tokens of prompt and response together; 0: unknown. `end_ids` end a response."""
         self._tokenizer = tokenizer
         self._templated = bool(tokenizer.chat_template)
         self.context = context
@@ -37,7 +36,7 @@ class Conversations:
         self._openings = lru_cache(_OPENINGS)(self._opening)
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the first prompt. Raises `InvalidRequest` if it holds no token, or too many."""
+        """Returns token ids of the first prompt. Raises `InvalidRequest` if it has no token, or too many."""
         return list(self._openings(tuple(messages)))
 
     def _opening(self, messages: Sequence[Message]) -> list[int]:
@@ -56,18 +55,18 @@ class Conversations:
         return ids
 
     def following(self, opening: Sequence[Message], response: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Token ids that stand between `response` (ids as sampled) and the next one; they tell `messages`."""
+        """Returns the token ids of `messages` between `response` (ids as sampled) and the next one."""
         if not self._templated:
             return self._encode("".join(message.content for message in messages), special=False)
         text = self._render([*opening, Message("assistant", _RESPONSE), *messages])
         if _RESPONSE not in text:
             raise InvalidRequest("the chat template leaves out the assistant's turns: one turn only", field="model")
         ids = self._encode(text.rpartition(_RESPONSE)[2], special=False)
-        # The template closes the assistant's turn; where the policy closed it itself, that token is there already.
+        # The template closes the assistant's turn; if the policy closed it itself, that token exists already.
         return ids[1:] if ids and response and response[-1] == ids[0] else ids
 
     def text(self, response: Sequence[int]) -> str:
-        """The response as text, without the token that ended it."""
+        """Returns the response as text, without its end token."""
         ids = list(response[:-1] if response and response[-1] in self.end_ids else response)
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
@@ -89,7 +88,7 @@ class Conversations:
 
 
 def load_conversations(model: str, *, stop_token_ids: Sequence[int] = ()) -> Conversations:
-    """Conversations in the tokens of the checkpoint directory `model`. Raises `InvalidRequest` naming `model`."""
+    """Loads the tokenizer of the checkpoint directory `model`. Raises `InvalidRequest` naming `model`."""
     folder = Path(model)
     check_model_directory(folder)
     tokenizer = _load_tokenizer(folder)
@@ -106,7 +105,7 @@ def load_conversations(model: str, *, stop_token_ids: Sequence[int] = ()) -> Con
 
 
 def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """Without torch where there is a tokenizer.json: importing it takes 1 s and 65 MiB then, else 4 s and 400 MiB."""
+    """Loads it without torch if there is a tokenizer.json: that takes 1 s and 65 MiB, not 4 s and 400 MiB."""
     try:
         if (folder / "tokenizer.json").exists():
             from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast

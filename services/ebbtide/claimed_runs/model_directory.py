@@ -1,4 +1,4 @@
-"""What makes a directory a model that can be trained: found without loading it, so that it is told at submit."""
+"""Checks that a directory holds a model that can be trained, without loading it, so that submit can refuse it."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,11 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def check_model_directory(directory: Path, *, field: str = "model") -> None:
-    """Raises `InvalidRequest` naming `field` and the remedy unless `directory` is a Hugging Face checkpoint of a causal
-    language model in safetensors, with a tokenizer whose every id has a row in the embedding."""
+    """Raises `InvalidRequest` naming `field` unless `directory` is a Hugging Face checkpoint in safetensors with a
+    tokenizer whose ids all have a row in the embedding."""
     try:
         _check(directory, field)
-    except (AttributeError, TypeError, KeyError, OSError) as error:  # its files are not of the shape that they have
+    except (AttributeError, TypeError, KeyError, OSError) as error:  # its JSON files have unexpected shapes
         raise InvalidRequest(
             f"{str(directory)[:200]!r} is damaged ({type(error).__name__}: {str(error)[:200]}); copy it again",
             field=field,
@@ -49,7 +49,7 @@ def _check(directory: Path, field: str) -> None:
 
 
 def _check_whole(path: Path, field: str) -> None:
-    """By its header, without reading the weights."""
+    """Checks the header, without reading the weights."""
     try:
         with safe_open(path, framework="numpy"):
             pass
@@ -58,7 +58,7 @@ def _check_whole(path: Path, field: str) -> None:
 
 
 def highest_token_id(directory: Path, *, field: str = "model") -> int:
-    """The highest id that `tokenizer.json` can give, or -1 where the tokenizer is stored in another form."""
+    """Returns the highest id in `tokenizer.json`, or -1 if the tokenizer is stored in another form."""
     path = directory / "tokenizer.json"
     if not path.exists():
         return -1

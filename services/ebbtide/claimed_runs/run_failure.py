@@ -1,4 +1,4 @@
-"""The errors by which work fails its run, and by which the ranks of a trainer end together."""
+"""Defines the errors that fail a run, or end all ranks of a trainer."""
 
 from ebbtide.errors import EbbtideError
 
@@ -8,4 +8,4 @@ class RunFailed(EbbtideError):
 
 
 class RankLost(EbbtideError):
-    """Another rank of this trainer is gone or silent: all of them end, and the next trainer resumes the run."""
+    """Another rank of this trainer is gone or silent. All ranks end, and the next trainer resumes the run."""

@@ -1,7 +1,6 @@
-"""What a run's events have said so far, kept for those who work on the run.
+"""Follows a run's events for the trainer or driver that works on the run.
 
-Invariant: the fields are what the events up to the last one read say, in order. Rebuilt from the first event whenever a
-process starts.
+Invariant: the fields hold what the events read so far said, in order. Each process rebuilds them from the first event.
 """
 
 import asyncio
@@ -15,55 +14,51 @@ from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent, RunStatus
 from ebbtide.types.weights import PolicyVersion
 
-#: A group that came to nothing. Said before its episodes are dropped, so that no trainer waits for it.
+#: A group has no trajectories. Reported before its episodes are dropped, so that no trainer waits for it.
 GROUP_DROPPED: Final = "group_dropped"
-#: A checkpoint is durable. Said before what it holds is committed, so that none of it can be had again.
+#: A checkpoint is durable. Reported before its trajectories are committed, which deletes them.
 CHECKPOINT: Final = "checkpoint"
 #: A driver or a trainer has taken up the run.
 ATTACHED: Final = "attached"
 
 
 class RunFollower:
-    """Reads a run's events. `versions`: step -> the version first announced for it; `steps`: version -> its step;
-    `evaluated`: steps whose evaluation was reported; `dropped`: step -> how many of its groups came to nothing;
-    `checkpoints`: step -> path."""
-
     def __init__(self, client: Client, run_id: str) -> None:
         self._client = client
         self._run_id = run_id
         self._changed = asyncio.Condition()
         self._attached: set[str] = set()
-        self.versions: dict[int, int] = {}
-        self.steps: dict[int, int] = {}
-        self.evaluated: set[int] = set()
-        self.dropped: Counter[int] = Counter()
-        self.checkpoints: dict[int, str] = {}
+        self.versions: dict[int, int] = {}  # step -> the version first announced for it
+        self.steps: dict[int, int] = {}  # version -> its step
+        self.evaluated: set[int] = set()  # steps whose evaluation was reported
+        self.dropped: Counter[int] = Counter()  # step -> groups without trajectories
+        self.checkpoints: dict[int, str] = {}  # step -> path
 
     async def run(self) -> RunStatus:
-        """Follows until the run has ended, and returns how."""
+        """Follows the run to its end. Returns its final status."""
         async for event in self._client.watch(self._run_id):
             self._take(event)
             await self.notify()
         return (await self._client.run(self._run_id)).status
 
     async def catch_up(self, lease: Lease) -> None:
-        """Report that the lease's holder is here and wait for that to come back: all said before has been read then."""
+        """Reports an event and waits until it is read: all earlier events are read then."""
         key = new_fence()
         await lease.report([RunEvent(kind=ATTACHED, key=key, message=f"a {lease.role} works on the run")])
         await self.until(lambda: key in self._attached)
 
     async def notify(self) -> None:
-        """Have those who wait look again: something else that their predicates ask about has changed."""
+        """Wakes the waiters, whose predicates may depend on more than events."""
         async with self._changed:
             self._changed.notify_all()
 
     def announced(self, version: PolicyVersion) -> None:
-        """Take in at once what the holder announced itself; the event follows."""
+        """Takes in a version that the holder announced itself, before its event arrives."""
         self.steps[version.version] = version.step
         self.versions = dict(first_announced(self.versions, (version.version, version.step)))
 
     async def until(self, predicate: Callable[[], bool]) -> None:
-        """Wait until `predicate` holds of what was read."""
+        """Waits until `predicate` holds."""
         async with self._changed:
             await self._changed.wait_for(predicate)
 

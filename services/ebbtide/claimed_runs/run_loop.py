@@ -1,7 +1,7 @@
-"""Claiming runs and working on them, one after another: the life of a trainer or driver process.
+"""Claims runs and works on them, one after another, in a trainer or driver process.
 
-Invariant: at most one lease is held, and what works under it is over before the next claim. When the process dies, the
-lease ends by itself, or at once when a process of the same holder name claims the run.
+Invariant: the process holds at most one lease, and its work ends before the next claim. If the process dies, the lease
+expires, or ends at once when a process of the same holder name claims the run.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ log = get_logger(__name__)
 Role = Literal["trainer", "driver"]
 Work = Callable[[Client, Lease], Awaitable[None]]
 
-#: Before a run is taken up again that a service's absence interrupted.
+#: Pause before the next claim after an unreachable service interrupted a run.
 _PAUSE_S: Final = 2.0
 
 
 async def serve(settings: WorkSettings, shutdown: Shutdown, role: Role, work: Work) -> None:
-    """Claim runs and call `work` for each, until asked to end; with `once` or a run id, until that run is over."""
+    """Claims runs and calls `work` for each, until shutdown; with `once` or a run id, until that run is over."""
     client = Client(settings.coordinator, settings.relay, security=settings.security, patience_s=settings.patience_s)
     async with client:
         shutdown.ready(settings.coordinator)
@@ -40,7 +40,7 @@ async def _runs(client: Client, settings: WorkSettings, role: Role, work: Work) 
 
 
 async def _one_run(client: Client, settings: WorkSettings, role: Role, work: Work) -> bool:
-    """Work on one run under one lease. Returns whether the run is over, for this process at least."""
+    """Works on one run under one lease. Returns whether the run is over for this process."""
     try:
         async with client.claim(settings.run_id or None, role, holder=settings.holder) as lease:
             bind(run_id=lease.run_id)
@@ -58,7 +58,7 @@ async def _one_run(client: Client, settings: WorkSettings, role: Role, work: Wor
 
 
 async def _under(lease: Lease, work: Awaitable[None]) -> None:
-    """Work that ends when the lease is lost, and that fails the run where the run is at fault."""
+    """Runs `work` until the lease is lost. Fails the run if the run is at fault."""
     try:
         await race(work, lease.lost.wait())
     except (InvalidRequest, RunFailed) as error:

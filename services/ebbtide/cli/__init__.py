@@ -1,1 +1,1 @@
-"""The `ebbtide` command, and the launcher of local clusters that `ebbtide demo` and `ebbtide up` share."""
+"""Implements the `ebbtide` command: commands, the screens that they show, and credentials."""

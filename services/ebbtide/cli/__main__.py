@@ -1,4 +1,4 @@
-"""The `ebbtide` command. Every import that takes time comes with the command that needs it, so that help is quick."""
+"""Runs the `ebbtide` command. Each command imports what takes time when it runs, so that help is quick."""
 
 import sys
 from collections.abc import Sequence
@@ -13,13 +13,12 @@ from ebbtide.cli.commands import (
     run_commands,
     service_commands,
     tokens_commands,
-    weights_commands,
 )
 from ebbtide.errors import EbbtideError, InvalidRequest
 
 app = typer.Typer(
     name="ebbtide",
-    help="Runs the rollouts of LLM post-training wherever a GPU is free; nothing generated is generated twice.",
+    help="Run the rollouts of LLM post-training wherever a GPU is free. Nothing is generated twice.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,7 +26,6 @@ app = typer.Typer(
 )
 local_commands.register(app)
 run_commands.register(app)
-weights_commands.register(app)
 fleet_commands.register(app)
 guard_commands.register(app)
 certs_commands.register(app)
@@ -36,7 +34,7 @@ service_commands.register(app)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit status: 0 done, 1 it failed, 2 the input is at fault, 130 interrupted. Errors are told in one line."""
+    """Exits with status 0 (done), 1 (failed), 2 (faulty input) or 130 (interrupted). Prints errors in one line."""
     try:
         app(args=None if argv is None else list(argv), prog_name="ebbtide")
     except EbbtideError as error:

@@ -1,18 +1,21 @@
-"""What all commands on a cluster share: where it is, and a client of it."""
+"""Connects commands to a cluster: shared options, a client, and the choice between one look, JSON and watching."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
+
+from ebbtide.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from ebbtide.client import Client
 
 T = TypeVar("T")
 
-#: A person waits for the answer, so a coordinator that is away is soon told; watchers wait longer.
+#: A person waits for the answer, so an unreachable coordinator is reported soon; watchers wait longer.
 _PATIENCE_S: Final = 5.0
 WATCH_PATIENCE_S: Final = 60.0
 
@@ -20,19 +23,24 @@ Coordinator = Annotated[
     str | None,
     typer.Option(
         envvar="EBBTIDE_COORDINATOR",
-        help="Address of the coordinator; of several, with commas between them.",
+        help="Address of the coordinator. Separate several by commas.",
         show_default="127.0.0.1:7600",
     ),
 ]
 Relay = Annotated[
-    str | None,
-    typer.Option(envvar="EBBTIDE_RELAY", help="Address of the weight-relay.", show_default="127.0.0.1:7610"),
+    str | None, typer.Option(envvar="EBBTIDE_RELAY", help="Address of the weight-relay.", show_default="127.0.0.1:7610")
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(envvar="EBBTIDE_TOKEN_FILE", help="File that holds the cluster's token; or set EBBTIDE_TOKEN."),
+    typer.Option(
+        envvar="EBBTIDE_TOKEN_FILE",
+        help="File with the cluster's token. EBBTIDE_TOKEN may hold it instead.",
+    ),
 ]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run.")]
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Watch until Ctrl-C.")]
+Every = Annotated[float, typer.Option(min=0.1, help="With --watch: seconds between two looks.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the state once, as JSON.")]
 
 
 def with_client(
@@ -42,7 +50,7 @@ def with_client(
     patience_s: float = _PATIENCE_S,
     relay: str | None = None,
 ) -> T:
-    """What `ask` returns. Raises its errors, and `InvalidRequest` for a token file that cannot be read."""
+    """Returns what `ask` returns. Raises its errors, and `InvalidRequest` for an unreadable token file."""
     token = _token(token_file)
 
     async def ask_it() -> T:
@@ -54,9 +62,18 @@ def with_client(
     return asyncio.run(ask_it())
 
 
-def _token(file: Path | None) -> str | None:
-    from ebbtide.errors import InvalidRequest
+@contextmanager
+def watching(*, as_json: bool = False) -> Iterator[None]:
+    """Ends a watching command well on Ctrl-C. Raises `InvalidRequest` if JSON is asked for too."""
+    if as_json:
+        raise InvalidRequest("excludes --watch; call it again and again", field="--json")
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
 
+
+def _token(file: Path | None) -> str | None:
     try:
         return None if file is None else file.read_text(errors="replace").strip()
     except OSError as error:

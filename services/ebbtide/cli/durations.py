@@ -1,4 +1,4 @@
-"""Durations as people write them."""
+"""Reads durations as people write them."""
 
 import math
 import re
@@ -11,7 +11,7 @@ _FORM: Final = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", re.ASCII)
 
 
 def seconds(text: str, *, field: str) -> float:
-    """`30`, `30s`, `1.5m`, `500ms` or `1h` in seconds; above 0. Raises `InvalidRequest` naming `field`."""
+    """Returns `30`, `30s`, `1.5m`, `500ms` or `1h` in seconds. Raises `InvalidRequest` naming `field`."""
     match = _FORM.fullmatch(text.strip().lower())
     unit = _UNITS.get(match[2]) if match else None
     if match is None or unit is None:

@@ -1,4 +1,4 @@
-"""The former path of `python -m ebbtide.cli.commands.health_command`."""
+"""Keeps the former path of `python -m ebbtide.cli.commands.health_command`."""
 
 from ebbtide.cli.commands.health_command import main
 from ebbtide.former_paths import warn_moved

@@ -1,4 +1,4 @@
-"""Ctrl-C for commands with processes below them: the first asks for a clean end, the second ends everything at once."""
+"""Handles Ctrl-C of commands that start processes: the first ends them in order, the second kills them at once."""
 
 import asyncio
 import os
@@ -17,12 +17,12 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """The exit status of `main`, which is cancelled by SIGINT, SIGTERM or SIGHUP: 130 then, once it has cleaned up."""
+    """Returns the exit status of `main`. SIGINT, SIGTERM and SIGHUP cancel it; the status is 130 then."""
     return asyncio.run(_run(main))
 
 
 def run_demo_command(main: Callable[[], Coroutine[Any, Any, int]], logs: Path) -> int:
-    """The same for a demo: whoever sees no report is told where its logs are."""
+    """Runs a demo likewise, and names its logs if it ends without a report."""
     try:
         status = run(main)
     except InvalidRequest:

@@ -1,4 +1,4 @@
-"""What can be known of a run before it is submitted: its spec, model, trainer and environment, in this order."""
+"""Checks a run before it is submitted: its spec, model, trainer and environment, in this order."""
 
 import json
 import subprocess
@@ -18,11 +18,10 @@ _NOT_INSTALLED: Final = 3
 
 
 def check(path: Path, *, deep: bool = True) -> RunSpec:
-    """The spec in the TOML file at `path`. Raises `InvalidRequest` naming the field.
+    """Returns the spec in the TOML file at `path`. Raises `InvalidRequest` naming the field.
 
-    `deep` also asks the trainer, in a process of its own, whether it knows the environment and can read the model, and
-    whether prompts and responses fit into its context. The model's path is made absolute then: services may have been
-    started elsewhere.
+    `deep` also has the trainer, in its own process, make the environment, read the model and compare lengths with its
+    context. The model's path becomes absolute then: services may run in another directory.
     """
     spec = check_spec(read_spec(path))
     if not deep:
@@ -32,8 +31,8 @@ def check(path: Path, *, deep: bool = True) -> RunSpec:
 
 
 def check_deeply(spec: RunSpec, patience_s: float = 120.0) -> None:
-    """Raises `InvalidRequest` for a model, trainer or environment that would be refused, if a trainer is installed, and
-    for an environment that takes longer than `patience_s` seconds."""
+    """Raises `InvalidRequest` for a model, trainer or environment that an installed trainer refuses, and for an
+    environment that takes longer than `patience_s` seconds."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
         file = Path(folder) / "spec.json"
         file.write_text(json.dumps(to_mapping(spec)))
@@ -47,8 +46,8 @@ def check_deeply(spec: RunSpec, patience_s: float = 120.0) -> None:
                 field="environment",
             ) from None
     if done.returncode == _REFUSED and done.stdout.strip():
-        answer = json.loads(done.stdout.splitlines()[-1])  # before it stands what the environment prints
+        answer = json.loads(done.stdout.splitlines()[-1])  # the environment may print lines before it
         raise InvalidRequest(answer["message"], field=answer["field"])
     if done.returncode not in (0, _NOT_INSTALLED):
-        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise EbbtideError(f"the environment {spec.environment.name!r} could not be tried: {last}")

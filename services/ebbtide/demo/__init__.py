@@ -1,1 +1,1 @@
-"""The demos: a whole job on this machine, with a report of it."""
+"""Runs demos: a whole job on this machine, with a report."""

@@ -1,40 +1,38 @@
-"""The demo's report: each figure comes from the run's events and counters, the fleet's heartbeats or the ledgers."""
+"""Makes and sums up the demo's report, from the run's events and counters, the fleet's heartbeats, and the ledgers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from msgspec import Struct
 
 from ebbtide.cli.views.run_detail import finite, histogram
 from ebbtide.cli.views.run_progress import EvaluationResult, RunProgress, WorkerSample
 from ebbtide.demo.token_accounts import TokenAccounts
-from ebbtide.demo.weights_report import WeightsFigures, weights_figures
+from ebbtide.demo.weights_report import WeightsFigures, told, weights_figures
 from ebbtide.types.run import Run
 
-#: Of the trainer's step, the seconds that it spent waiting for trajectories.
+#: Seconds of a step in which the trainer waited for trajectories.
 _WAIT = "seconds_wait"
 
 
 class KillRecord(Struct, frozen=True, kw_only=True):
-    """A program that was killed on purpose; `generating` counts a worker's rollouts in the middle of a response."""
+    """A program that was killed on purpose."""
 
     program: str
     at_s: float
     step: int
-    generating: int = 0
+    generating: int = 0  # a worker's rollouts in the middle of a response
 
 
 class DemoReport(Struct, frozen=True, kw_only=True):
-    """As written to `report.json`. Accuracies are shares of answers right on problems never trained on; `logprob_gap`
-    is the mean absolute difference, in nats, between the logprobs of workers and trainer on the same tokens. Of
-    `tokens_saved` no one was generated again; a percentile is the bound that it does not exceed, None where none does.
-    """
+    """The contents of `report.json`."""
 
     run_id: str
     status: str
     seed: int
     steps: int
     control: bool
-    accuracy_before: float | None
+    accuracy_before: float | None  # share of right answers to problems never trained on
     accuracy_after: float | None
     evaluations: list[EvaluationResult]
     rewards: list[float]
@@ -50,16 +48,16 @@ class DemoReport(Struct, frozen=True, kw_only=True):
     resumed: list[dict[str, str | int]]
     tokens_generated: int
     tokens_stored: int
-    tokens_saved: int
+    tokens_saved: int  # a rollout took them along, so they were not generated again
     tokens_lost_at_most: int
     rollouts_moved: int
     attempts: int
-    detection_p99_s: float | None
+    detection_p99_s: float | None  # a bound on the percentile; None: unknown
     resume_p50_s: float | None
     tokens_generated_twice: int
     tokens_generated_twice_at_most_per_rollout: int
     flush_tokens: int
-    logprob_gap: float | None
+    logprob_gap: float | None  # mean absolute difference of workers' and trainer's logprobs, in nats
     logprob_gap_worst_step: float | None
     policy_versions: int
     weights: WeightsFigures
@@ -78,7 +76,7 @@ def make_report(
     seconds: Mapping[str, float],
     flush_tokens: int,
 ) -> DemoReport:
-    """The report of an ended run. `seconds` by phase, as the launcher measured them."""
+    """Makes the report of an ended run; `seconds` by phase, as the screen measured them."""
     spec, counters = run.spec, run.counters
     submitted, trained = counters.get("submitted", 0), counters.get("trained", 0)
     dropped = {reason: count for reason, count in run.dropped.items() if count}
@@ -131,26 +129,26 @@ def make_report(
 
 
 def weighted_mean(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Mean of the first of each pair, weighted by the second; None without weight."""
+    """Averages the first of each pair, weighted by the second; None without weight."""
     weight = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / weight if weight else None
 
 
 def mean_response_tokens(steps: Mapping[int, Mapping[str, float]]) -> float:
-    """Over all trained responses."""
+    """Averages the length of all trained responses."""
     pairs = [(values["response_length"], values["trained"]) for values in steps.values() if "response_length" in values]
     return round(weighted_mean(pairs) or 0.0, 1)
 
 
 def trainer_idle(steps: Mapping[int, Mapping[str, float]]) -> float:
-    """Share of its time that the trainer waited for trajectories, behind the first step, which waits for evaluation."""
+    """Share of time in which the trainer waited for trajectories, after the first step, which waits for evaluation."""
     later = [values for step, values in steps.items() if step > 1]
     total = sum(value for values in later for name, value in values.items() if name.startswith("seconds_"))
     return round(sum(values.get(_WAIT, 0.0) for values in later) / total, 3) if total else 0.0
 
 
 def busy(samples: Sequence[WorkerSample]) -> tuple[float, float]:
-    """Tokens per second while it had something to generate, and the share of its time that it had nothing."""
+    """Returns a worker's tokens per second while it had work, and the share of time without work."""
     first, last = samples[0], samples[-1]
     worked, lived = last.busy_s - first.busy_s, last.uptime_s - first.uptime_s
     rate = (last.tokens - first.tokens) / worked if worked > 0 else 0.0
@@ -158,8 +156,7 @@ def busy(samples: Sequence[WorkerSample]) -> tuple[float, float]:
 
 
 def phases(measured: Mapping[str, float], progress: RunProgress) -> dict[str, float]:
-    """The phases with `run` in its parts, where it has them: up to the first evaluation, training up to the last step,
-    and the last evaluation. `total` is all but what came before the demo, such as an installation."""
+    """Splits the phase `run` into first evaluation, training and last evaluation, and adds the `total`."""
     named = {name.replace(" ", "_"): seconds for name, seconds in measured.items()}
     if progress.step_at_s and progress.evaluations and "run" in named:
         before, after = progress.evaluations[0].at_s, max(progress.step_at_s.values())
@@ -168,3 +165,45 @@ def phases(measured: Mapping[str, float], progress: RunProgress) -> dict[str, fl
         items = list(named.items())
         named = dict([*items[:at], *parts.items(), *items[at + 1 :]])
     return named | {"total": sum(named.values())}
+
+
+def summary(report: DemoReport, path: Path) -> Iterator[tuple[str, str]]:
+    yield (
+        "accuracy",
+        f"{_share(report.accuracy_before)} before, {_share(report.accuracy_after)} after"
+        + (f" ({report.evaluations[0].problems} problems never trained on)" if report.evaluations else ""),
+    )
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.rollouts_dropped.items()) or "none"
+    sums = "the sums agree" if report.rollouts_accounted_for else "THE SUMS DO NOT AGREE"
+    yield (
+        "rollouts",
+        f"{report.rollouts_submitted:,} submitted = {report.rollouts_trained:,} trained + dropped ({dropped}): {sums}",
+    )
+    for kill in report.kills:
+        middle = f", in the middle of {kill.generating} rollouts" if kill.generating else ""
+        yield "killed", f"{kill.program} after step {kill.step}{middle}"
+    yield "resumed", _resumed(report)
+    again, most = report.tokens_generated_twice, report.tokens_generated_twice_at_most_per_rollout
+    yield "tokens", f"{report.tokens_generated:,} generated, {again:,} of them twice (at most {most} of one rollout)"
+    yield "saved", f"{report.tokens_saved:,} tokens that a rollout took along to another worker"
+    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_s.items())
+    yield "tokens/s", f"{rates} (while it had work)"
+    yield "idle", ", ".join(f"{name} {share:.0%}" for name, share in report.idle_share.items())
+    yield from told(report.weights)
+    if report.logprob_gap is not None:
+        yield "logprob gap", f"{report.logprob_gap:.5f} between workers and trainer, mean absolute"
+    yield "seconds", ", ".join(f"{name} {seconds:.0f}" for name, seconds in report.seconds.items())
+    yield "checkpoint", report.checkpoint
+    yield "report", f"{path}, {path.with_suffix('.png')}"
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
+
+
+def _resumed(report: DemoReport) -> str:
+    offsets = sorted(int(one["offset"]) for one in report.resumed if one["offset"])
+    if not offsets:
+        return f"{len(report.resumed)} rollouts elsewhere, none of them midway"
+    middle = f"after {offsets[0]} to {offsets[-1]} stored tokens (median {offsets[len(offsets) // 2]})"
+    return f"{len(report.resumed)} rollouts elsewhere, {len(offsets)} of them midway, {middle}"

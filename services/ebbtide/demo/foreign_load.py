@@ -1,4 +1,4 @@
-"""What programs that are not ours took of the cores: a measurement beside them tells of them too."""
+"""Measures the share of the cores that foreign programs took, as they disturb measurements beside them."""
 
 import os
 import resource
@@ -13,34 +13,31 @@ _NOT_BUSY: Final = frozenset({"idle", "iowait", "guest", "guest_nice"})
 
 
 class CoreUse(Struct, frozen=True):
-    """Core-seconds up to `at_s`: of all programs, and of this process and those below it."""
+    """Core-seconds up to `at_s`."""
 
     at_s: float
-    all_s: float
-    own_s: float
+    all_s: float  # of all programs
+    own_s: float  # of this process and those below it
 
 
 def cores() -> CoreUse:
-    """As they stand now."""
     return CoreUse(time.monotonic(), busy_s(psutil.cpu_times()._asdict()), _own_s())
 
 
 def busy_s(times: Mapping[str, float]) -> float:
-    """Core-seconds, by what they went into, that were not idle: niced programs', interrupts' and other machines' too.
-    What guests took stands in `user` and `nice` as well."""
+    """Sums up the core-seconds that were not idle; `user` and `nice` include those of guests."""
     return sum(seconds for name, seconds in times.items() if name not in _NOT_BUSY)
 
 
 def share_of_others(begin: CoreUse, end: CoreUse) -> float:
-    """Of all cores between the two looks, what others took; 0 to 1. A program below this one that ended unseen by it
-    counts among them."""
+    """Share of all cores (0 to 1) that others took between two looks; it includes own programs that ended unseen."""
     theirs = (end.all_s - begin.all_s) - (end.own_s - begin.own_s)
     there = (end.at_s - begin.at_s) * (os.cpu_count() or 1)
     return min(1.0, max(0.0, theirs / there)) if there > 0 else 0.0
 
 
 def _own_s() -> float:
-    """Of those that live, and of those that ended and were waited for."""
+    """Sums up live programs and those that ended and were waited for."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = ended.ru_utime + ended.ru_stime
     me = psutil.Process()
@@ -50,6 +47,6 @@ def _own_s() -> float:
         except psutil.NoSuchProcess:
             continue
         total += times.user + times.system
-        if one.pid != me.pid:  # its own that ended and were waited for; ours are in `ended`
+        if one.pid != me.pid:  # `ended` has those of this process
             total += times.children_user + times.children_system
     return total

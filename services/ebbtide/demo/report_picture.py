@@ -1,4 +1,4 @@
-"""The report's curves: as a picture, and for the terminal."""
+"""Draws the report's curves, as a picture and for the terminal."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ _MARGIN = "    "
 
 
 def write_picture(report: DemoReport, path: Path) -> None:
-    """Reward of each step, accuracy of each evaluation, when what was killed, and what each version took."""
+    """Draws the reward of each step, the accuracy of each evaluation, the kills, and each version's bytes."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -34,7 +34,7 @@ def write_picture(report: DemoReport, path: Path) -> None:
 
 
 def _draw_weights(report: DemoReport, axes: Any) -> None:
-    """Bytes of each version as published, against those of the dense one."""
+    """Draws the bytes of each version as published and as dense."""
     found = report.weights.published
     steps = [one.step for one in found]
     axes.plot(steps, [one.dense_bytes / 1e6 for one in found], color="#7f7f7f", label="dense")
@@ -45,7 +45,7 @@ def _draw_weights(report: DemoReport, axes: Any) -> None:
 
 
 def terminal_curve(report: DemoReport, width: int = 80, height: int = 10) -> str:
-    """The rewards as blocks, the lowest row 0 and the highest 1; `o` an accuracy, a dotted column a kill."""
+    """Draws rewards as blocks, from 0 in the lowest row to 1; `o` is an accuracy, a dotted column a kill."""
     columns = width - len(_MARGIN) - 1
     stretch = max(1, columns // max(1, report.steps + 1))
     span = min(columns, (report.steps + 1) * stretch)
@@ -69,7 +69,7 @@ def terminal_curve(report: DemoReport, width: int = 80, height: int = 10) -> str
 
 
 def _fill(rows: list[list[str]], at: int, value: float) -> None:
-    """Fill a column from below up to `value` of 0..1, to an eighth of a row."""
+    """Fills a column from below up to `value` of 0..1, to an eighth of a row."""
     eighths = round(max(0.0, min(1.0, value)) * len(rows) * 8)
     for number, row in enumerate(reversed(rows)):
         row[at] = _EIGHTHS[max(0, min(8, eighths - 8 * number))]

@@ -1,4 +1,4 @@
-"""What was generated, and what of it twice: the workers' own ledgers against what the coordinator stored."""
+"""Counts from the workers' ledgers the tokens that were generated, and those generated twice."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -10,14 +10,14 @@ from msgspec import Struct
 
 from ebbtide.ledger import AttemptRecord, read_ledger
 
-#: How training rollouts are called (evaluation's begin otherwise); a step's number follows.
+#: Ids of training rollouts begin so, followed by the step's number; those of evaluation begin otherwise.
 TRAINING_PREFIX: Final = "s"
-#: More than a worker ever generates at once, and few enough to be read many times a second.
+#: More than a worker generates at once, and few enough to read many times a second.
 _NEWEST: Final = 512
 
 
 class LedgerAttempt(Struct, frozen=True):
-    """One worker's try at a rollout: `generated` tokens behind the first `start`."""
+    """One worker's attempt at a rollout: `generated` tokens after the first `start`."""
 
     worker: str
     start: int
@@ -29,13 +29,10 @@ class LedgerAttempt(Struct, frozen=True):
 
 
 class TokenAccounts(Struct, frozen=True, kw_only=True):
-    """`lost`: rollout -> tokens that one of its attempts generated and the next had to generate again. `interrupted`:
-    rollouts that a killed worker left to others, `lost` or not. Counts are of tokens."""
-
-    generated: int
+    generated: int  # tokens
     by_worker: dict[str, int]
-    lost: dict[str, int]
-    interrupted: int
+    lost: dict[str, int]  # rollout -> tokens that the next attempt had to generate again
+    interrupted: int  # rollouts that a killed worker left to others
 
     @property
     def twice(self) -> int:
@@ -43,7 +40,7 @@ class TokenAccounts(Struct, frozen=True, kw_only=True):
 
 
 def read_attempts(ledgers: Mapping[str, Path], run_id: str) -> dict[str, list[LedgerAttempt]]:
-    """rollout -> its attempts, worker by worker in the order of `ledgers`. A worker that never wrote has none."""
+    """rollout -> its attempts, worker by worker in the order of `ledgers`."""
     found: dict[str, list[LedgerAttempt]] = defaultdict(list)
     for worker, path in ledgers.items():
         for record in read_ledger(path) if path.exists() else []:
@@ -53,11 +50,10 @@ def read_attempts(ledgers: Mapping[str, Path], run_id: str) -> dict[str, list[Le
 
 
 def settle(attempts: Mapping[str, Sequence[LedgerAttempt]], killed: Collection[str]) -> TokenAccounts:
-    """The sums. `killed`: workers whose attempts had to be taken over.
+    """Sums up attempts; others took over those of the `killed` workers.
 
-    An attempt begins behind what was stored of the one before, so the attempts of a rollout in the order of their
-    starts are a chain, and what reaches behind the next one's start was generated twice. Of two that start alike, the
-    one on a killed worker came first.
+    An attempt begins after the stored tokens of the one before it. So the attempts of a rollout, ordered by start, are
+    a chain, and tokens past the next start were generated twice. Of equal starts, the killed worker's came first.
     """
     lost: dict[str, int] = {}
     by_worker: dict[str, int] = defaultdict(int)
@@ -76,7 +72,7 @@ def settle(attempts: Mapping[str, Sequence[LedgerAttempt]], killed: Collection[s
 
 
 class InFlightTokens:
-    """Looks at a worker's ledger again and again, and tells which training rollouts it is in the middle of."""
+    """Counts from a worker's ledger the training rollouts that it is in the middle of."""
 
     def __init__(self, ledger: Path) -> None:
         self._ledger = ledger
@@ -84,7 +80,7 @@ class InFlightTokens:
         self._begun = 0
 
     def look(self, tokens: range) -> int:
-        """How many rollouts grew since the last look and have so many tokens, among the worker's newest attempts."""
+        """Counts rollouts that grew since the last look and have so many tokens, among the newest attempts."""
         if not self._ledger.exists():
             return 0
         skip = max(0, self._begun - _NEWEST)

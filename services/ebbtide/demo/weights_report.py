@@ -1,4 +1,4 @@
-"""What the demo's weights cost: bytes of each version against dense ones, and how long anybody stood still for them."""
+"""Reports the cost of the demo's weights: bytes of each version against dense ones, and pauses of the programs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
@@ -9,48 +9,42 @@ from msgspec import Struct
 from ebbtide.cli.views.run_progress import RunProgress, WorkerInstall
 from ebbtide.cli.views.tables import amount
 
-#: Of a step's values: seconds until the trainer could go on behind its publishing, the copy included.
+#: A step's value: seconds until the trainer could go on after publishing, the copy included.
 _PUBLISH: Final = "seconds_publish"
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """What a version took that the trainer published behind a step: `bytes` went to the relay, where all of it has
-    `dense_bytes`, as a `patch` or dense; `density` is the share of elements that changed; for `pause_s` the trainer
-    stood still, `seconds` later the version was announced."""
+    """A version that the trainer published after a step."""
 
     step: int
     version: int
-    bytes: int
-    dense_bytes: int
-    patch: bool
-    density: float
-    pause_s: float
-    seconds: float
+    bytes: int  # sent to the relay
+    dense_bytes: int  # of the whole version
+    patch: bool  # sent as a patch, not dense
+    density: float  # share of elements that changed
+    pause_s: float  # the trainer stood still
+    seconds: float  # until the version was announced
 
 
 class WeightsFigures(Struct, frozen=True, kw_only=True):
-    """`bytes_over_dense`: of all versions `published`. Seconds and shares are of one worker and one version: generation
-    stood still for `install_stop_s`, on average, which is that share of the mean step's time. The trainer stood still
-    for `trainer_stop_s`, for the copy alone; its steps had `publish_step_s` for publishing, which also waits where the
-    version before is still on its way. None: not known.
-    """
+    """Means over versions, workers and steps; None: unknown."""
 
     published: list[Published]
     bytes_per_version: float | None
     dense_bytes_per_version: float | None
     bytes_over_dense: float | None
     density: float | None
-    trainer_stop_s: float | None
-    publish_step_s: float | None
+    trainer_stop_s: float | None  # the trainer stood still, for the copy alone
+    publish_step_s: float | None  # with waits for the former version
     installs: int
     pull_s: float | None
-    install_stop_s: float | None
+    install_stop_s: float | None  # generation stood still
     install_stop_worst_s: float | None
     install_stop_share_of_step: float | None
 
 
 def weights_figures(progress: RunProgress) -> WeightsFigures:
-    """Out of the events of a run; of each worker's installs all but the first, which is its boot."""
+    """Computes the figures from a run's events; leaves out each worker's first install, which is its boot."""
     published = [one for _, values in sorted(progress.steps.items()) if (one := _published(values)) is not None]
     installs = list(_updates(progress.installs))
     took, dense = sum(one.bytes for one in published), sum(one.dense_bytes for one in published)
@@ -72,7 +66,7 @@ def weights_figures(progress: RunProgress) -> WeightsFigures:
 
 
 def told(figures: WeightsFigures) -> Iterator[tuple[str, str]]:
-    """Lines for a person, of what is known."""
+    """Describes the known figures for people."""
     size, dense, share = figures.bytes_per_version, figures.dense_bytes_per_version, figures.bytes_over_dense
     if size is not None and dense is not None and share is not None:
         changed = f", as {figures.density:.1%} of the elements change" if figures.density is not None else ""
@@ -83,13 +77,9 @@ def told(figures: WeightsFigures) -> Iterator[tuple[str, str]]:
         of_step = figures.publish_step_s
         whole = f", and {1000 * of_step:,.0f} ms of a step went to publishing" if of_step is not None else ""
         yield "publishing", f"the trainer stood still {1000 * figures.trainer_stop_s:,.0f} ms for the copy{whole}"
-    stop_s, worst_s, of_step = (
-        figures.install_stop_s,
-        figures.install_stop_worst_s,
-        figures.install_stop_share_of_step,
-    )
+    stop_s, worst_s, share = figures.install_stop_s, figures.install_stop_worst_s, figures.install_stop_share_of_step
     if stop_s is not None and worst_s is not None:
-        part = f", {of_step:.2%} of a step" if of_step is not None else ""
+        part = f", {share:.2%} of a step" if share is not None else ""
         worst = f"at most {1000 * worst_s:,.0f} ms, {figures.installs} installs"
         yield "installing", f"generation stood still {1000 * stop_s:,.0f} ms per version{part} ({worst})"
 
@@ -103,7 +93,7 @@ def _updates(installs: Iterable[WorkerInstall]) -> Iterator[WorkerInstall]:
 
 
 def _published(values: Mapping[str, float]) -> Published | None:
-    if "publish_bytes" not in values:  # its version was published by a trainer before
+    if "publish_bytes" not in values:  # a former trainer published its version
         return None
     return Published(
         step=int(values["step"]),
@@ -118,13 +108,9 @@ def _published(values: Mapping[str, float]) -> Published | None:
 
 
 def _step_s(steps: Mapping[int, Mapping[str, float]]) -> float | None:
-    """A step's seconds on average, behind the first, which waits for evaluation."""
-    later = [
-        sum(value for name, value in values.items() if name.startswith("seconds_"))
-        for step, values in steps.items()
-        if step > 1
-    ]
-    return _mean(later)
+    """Mean seconds of a step after the first, which waits for evaluation."""
+    later = (values for step, values in steps.items() if step > 1)
+    return _mean([sum(value for name, value in one.items() if name.startswith("seconds_")) for one in later])
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""What the demo does to its own programs: SIGKILL in the middle of the run.
+"""Kills the demo's own programs in the middle of its run.
 
 Invariant: each planned kill happens at most once, and is in `done` from then on.
 """
@@ -12,18 +12,18 @@ from ebbtide.demo.demo_report import KillRecord
 from ebbtide.demo.token_accounts import InFlightTokens
 from ebbtide.local_cluster.local_cluster import LocalCluster
 
-#: Shares of the run's steps from which on each is killed.
+#: Shares of the run's steps after which each is killed.
 _WORKER_AT, _COORDINATOR_AT, _TRAINER_AT = 0.35, 0.55, 0.75
-#: A worker is killed while it generates so many rollouts (fewer where a step has few), each with so many tokens stored.
+#: A worker is killed while it generates so many rollouts (fewer if a step has few), each with so many tokens stored.
 _ROLLOUTS: Final = 16
 _STORED: Final = 8
-#: Of the mean response, the share behind which a rollout may end any moment.
+#: Share of the mean response after which a rollout may end any moment.
 _SHARE: Final = 0.7
 _LOOK_S: Final = 0.02
 
 
 class WorkerKills:
-    """`notify` is told of each kill in one line."""
+    """Kills programs as planned; `notify` gets a line for each kill."""
 
     def __init__(self, cluster: LocalCluster, notify: Callable[[str], None]) -> None:
         self._cluster = cluster
@@ -31,7 +31,7 @@ class WorkerKills:
         self.done: list[KillRecord] = []
 
     async def run(self, progress: RunProgress, *, worker: bool, coordinator: bool, trainer: bool) -> None:
-        """Do what is asked for, one after another."""
+        """Carries out the planned kills, one after another."""
         if worker:
             await self._step(progress, _WORKER_AT)
             await self._kill_worker(progress)
@@ -48,7 +48,7 @@ class WorkerKills:
         await _until(lambda: max(progress.steps, default=0) >= wanted)
 
     async def _kill_worker(self, progress: RunProgress) -> None:
-        """Kill the youngest worker in the middle of its responses, and start another in its place."""
+        """Kills the newest worker in the middle of its responses, and starts another in its place."""
         victim, shape = self._cluster.workers[-1], self._cluster.shape
         batch = progress.spec.batch if progress.spec else None
         share = batch.groups_per_step * batch.group_size // len(self._cluster.workers) if batch else _ROLLOUTS
@@ -72,16 +72,16 @@ class WorkerKills:
 
 
 def _middle(progress: RunProgress, flush_tokens: int) -> range:
-    """How many tokens a response has in its middle: some are stored for sure, and it is not soon at its end."""
+    """Token counts of a response in its middle: some tokens are surely stored, and its end is not near."""
     lengths = [values["response_length"] for values in progress.steps.values() if "response_length" in values]
     mean = sum(lengths) / len(lengths) if lengths else 0.0
-    # Stored is what was flushed: up to one window less than what was generated, and half of one may be on its way.
+    # Flushed tokens are stored: up to one window fewer than generated ones, and half a window may be on its way.
     least = _STORED + flush_tokens * 3 // 2
     return range(least, max(least + flush_tokens, round(_SHARE * mean)))
 
 
 async def _until(ready: Callable[[], int]) -> int:
-    """What `ready` returns once that is not 0. It looks at files and at what other tasks write: no event tells."""
+    """Polls `ready` until it returns more than 0: it reads files and state that send no events."""
     while True:
         if found := ready():
             return found

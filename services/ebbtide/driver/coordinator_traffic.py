@@ -1,9 +1,8 @@
-"""The driver's traffic with the coordinator: many small asks in, few large calls out; finishes back to who asked.
+"""Gathers the driver's requests into few calls to the coordinator, and routes finished rollouts to their waiters.
 
-Invariant: a rollout id has at most one waiter, registered before its submit is sent, so no finish passes it by.
-Finishes that nobody waits for are kept in `orphans`: after a restart they come before their submits do. When the
-process dies, all of this is rebuilt: the coordinator keeps what was submitted, and sends each finish until it is
-completed.
+Invariant: a rollout id has at most one waiter, registered before its submit is sent, so that it misses no finish.
+`orphans` keeps finishes without a waiter: after a restart they precede their submits. A restarted process rebuilds all
+of this: the coordinator keeps submitted rollouts, and sends each finish until its episode is completed.
 """
 
 import asyncio
@@ -20,13 +19,12 @@ from ebbtide.types.rollout import Episode, FinishedRollout, RolloutRequest, Subm
 A = TypeVar("A")
 R = TypeVar("R")
 
-
-#: No room for so long, with nothing in flight and training waiting: a trainer has committed long since what it could.
+#: If there is no room for so long while nothing is in flight and training waits, no commit will make room.
 _FULL_S: Final = 300.0
 
 
 class AlreadyCompleted(EbbtideError):
-    """A predecessor of this driver has completed the rollout's episode."""
+    """A former driver has completed the rollout's episode."""
 
 
 class CallBatches(Generic[A, R]):
@@ -38,17 +36,17 @@ class CallBatches(Generic[A, R]):
         self._more = asyncio.Event()
 
     async def put(self, item: A) -> R:
-        """The answer to `item`, or what its call raised."""
+        """Returns the answer to `item`, or raises its call's error."""
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._items.append((item, answer))
         self._more.set()
         return await answer
 
     async def run(self) -> None:
-        """Sends for ever. An error of the caller's making goes to who put the item; any other ends this."""
+        """Sends until cancelled. Faults of an item go to its caller; any other error ends this."""
         while True:
             await self._more.wait()
-            await asyncio.sleep(0)  # let all who are ready now put theirs too
+            await asyncio.sleep(0)  # let all ready callers put their items too
             batch, self._items = self._items, []
             self._more.clear()
             try:
@@ -63,7 +61,7 @@ class CallBatches(Generic[A, R]):
                     _settle(answer, value)
 
     async def _one_by_one(self, batch: list[tuple[A, "asyncio.Future[R]"]]) -> None:
-        """One item spoiled the call: find out which. What was taken already is known by its id."""
+        """Repeats a call item by item to find the faulty one. The coordinator knows accepted items by their ids."""
         for item, answer in batch:
             try:
                 _settle(answer, (await self._send([item]))[0])
@@ -75,7 +73,7 @@ class CoordinatorTraffic:
     """Rollouts and episodes of one run, under one lease."""
 
     def __init__(self, lease: Lease, urgent: Callable[[RolloutRequest], bool]) -> None:
-        """`urgent` tells what training waits for now; the rest, submitted ahead, goes apart and cannot hold it up."""
+        """`urgent` selects requests that training waits for now; the others go in calls of their own."""
         self._lease = lease
         self._urgent = urgent
         self._submits: dict[bool, CallBatches[RolloutRequest, SubmitOutcome]] = {
@@ -87,9 +85,9 @@ class CoordinatorTraffic:
         self.orphans: dict[str, FinishedRollout] = {}
 
     async def generate(self, request: RolloutRequest) -> FinishedRollout:
-        """Submit `request` and wait for its end, however long that takes.
+        """Submits `request` and waits for its end, without a time limit.
 
-        Raises `AlreadyCompleted`, `InvalidRequest` (the coordinator refuses it), or `AlreadyExists` (other body).
+        Raises `AlreadyCompleted`, `InvalidRequest` (refused), or `AlreadyExists` (submitted with another body).
         """
         finish: asyncio.Future[FinishedRollout] = asyncio.get_running_loop().create_future()
         if (early := self.orphans.pop(request.rollout_id, None)) is not None:
@@ -107,11 +105,11 @@ class CoordinatorTraffic:
             del self._waiting[request.rollout_id]
 
     async def complete(self, episodes: Sequence[Episode]) -> None:
-        """Ends `episodes`, in as few calls as fit; returns once all of them are stored."""
+        """Ends `episodes` in few calls. Returns once all of them are stored."""
         await asyncio.gather(*(self._episodes.put(episode) for episode in episodes))
 
     async def run(self) -> None:
-        """Carries the traffic until cancelled, or until the lease is lost."""
+        """Carries the traffic until cancelled, or the lease is lost."""
         async with asyncio.TaskGroup() as tasks:
             for lane in self._submits.values():
                 tasks.create_task(lane.run())
@@ -127,7 +125,7 @@ class CoordinatorTraffic:
                 waiter.set_result(finished)
 
     async def _submit(self, urgent: bool, requests: list[RolloutRequest]) -> list[SubmitOutcome]:
-        """Waits while the run's quota or the queue is full, unless nothing can be left that would make room."""
+        """Waits while the run's quota or the queue is full, unless nothing more can make room."""
         give_up = time.monotonic() + _FULL_S
         while True:
             try:

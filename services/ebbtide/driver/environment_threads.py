@@ -1,8 +1,8 @@
-"""Environment code in threads of its own: what it raises or never returns from ends one call, not the driver.
+"""Runs environment code in threads of its own: an exception or an endless call ends one call, not the driver.
 
-Invariant: at most `threads` calls run whose callers still wait, and `_serving` threads wait for calls or run such ones.
-A call that outlives its time is abandoned: its thread cannot be killed, so it is a daemon, counted in `stuck` until it
-returns and then ends, and another takes its place. All of it dies with the process; the driver's replay makes it anew.
+Invariant: at most `threads` calls run whose callers still wait; `_serving` threads wait for calls or run such ones. A
+call that exceeds its time is abandoned: its daemon thread cannot be killed, counts as `stuck` until it returns, and is
+replaced. All of it dies with the process; the driver's replay makes it anew.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from ebbtide.claimed_runs.run_failure import RunFailed
 
 T = TypeVar("T")
 
-#: More calls stuck for good than this mean that the environment as a whole hangs, not one episode of it.
+#: More stuck calls than this mean that the whole environment hangs, not single episodes.
 MAX_STUCK: Final = 256
 
 
 class EnvironmentHangs(RunFailed):
-    """So many calls into the environment never returned that the run cannot go on."""
+    """Too many calls into the environment never returned, so the run cannot go on."""
 
 
 class TookTooLong(Exception):
-    """A call did not return in its time."""
+    """A call exceeded its time."""
 
 
 class _Call:
@@ -37,8 +37,8 @@ class _Call:
     def run(self) -> None:
         try:
             value = self.function()
-        except BaseException as error:  # noqa: BLE001 - it is the caller's, who waits on the other side of the future
-            # SystemExit and their like would end the driver where it awaits; StopIteration cannot cross a future.
+        except BaseException as error:  # noqa: BLE001 - the caller gets it through the future
+            # SystemExit and the like would end the awaiting driver; StopIteration cannot cross a future.
             fit = isinstance(error, Exception) and not isinstance(error, StopIteration)
             self.future.set_exception(error if fit else RuntimeError(f"environment code raised {error!r}"))
         else:
@@ -56,13 +56,11 @@ class EnvironmentThreads:
         self.stuck = 0
 
     async def call(self, function: Callable[[], T], *, timeout_s: float) -> T:
-        """What `function` returns or raises; `TookTooLong` once it has run for `timeout_s` seconds.
-
-        Raises `EnvironmentHangs` when too many calls are stuck.
-        """
+        """Returns or raises what `function` does. Raises `TookTooLong` after `timeout_s` seconds, and
+        `EnvironmentHangs` if too many calls are stuck."""
         async with self._places:
             if self.stuck >= MAX_STUCK:
-                raise EnvironmentHangs(f"{self.stuck} calls into the environment never returned: mend it")
+                raise EnvironmentHangs(f"{self.stuck} calls into the environment never returned: repair it")
             if self._serving < self._limit:
                 threading.Thread(target=_serve, args=(self._calls,), name="environment", daemon=True).start()
                 self._serving += 1
@@ -79,7 +77,7 @@ class EnvironmentThreads:
                     self._abandon(call, result)
 
     def close(self) -> None:
-        """End the threads that wait for calls."""
+        """Ends the threads that wait for calls."""
         for _ in range(self._serving):
             self._calls.put(None)
         self._serving = 0
@@ -93,7 +91,7 @@ class EnvironmentThreads:
     def _returned(self, result: "asyncio.Future[Any]") -> None:
         self.stuck -= 1
         if not result.cancelled():
-            result.exception()  # nobody waits for it any more, so nobody else will look at it
+            result.exception()  # marks it as retrieved: its caller has left
 
 
 def _serve(calls: "queue.SimpleQueue[_Call | None]") -> None:

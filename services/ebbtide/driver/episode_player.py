@@ -1,4 +1,4 @@
-"""One episode: an environment stepped through its turns, each response generated as a rollout."""
+"""Plays one episode: steps an environment through its turns, and has each response generated as a rollout."""
 
 import math
 import time
@@ -22,7 +22,7 @@ from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids, unpack_tokens
 
 T = TypeVar("T")
 
-#: The coordinator refused the prompt (too long for every engine, say).
+#: The coordinator refused the prompt, such as one too long for every engine.
 PROMPT_REFUSED: Final = "environment_prompt_refused"
 
 _episodes = counter("driver_episodes_total", "Episodes ended", ("kind", "outcome"))
@@ -31,7 +31,7 @@ _environment_s = histogram("driver_environment_seconds", "Duration of calls of e
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodePlan:
-    """Which episode: problem `index` of `split`, generated for `step` within `bounds`."""
+    """Identifies an episode: problem `index` of `split`, generated for `step` within `bounds`."""
 
     episode_id: str
     group_id: str
@@ -45,17 +45,17 @@ class EpisodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeEnding:
-    """How an episode ended: with a trajectory, or with the reason why there is none. `rollout_ids` were submitted."""
+    """The end of an episode."""
 
     plan: EpisodePlan
-    rollout_ids: tuple[str, ...] = ()
-    trajectory: Trajectory | None = None
+    rollout_ids: tuple[str, ...] = ()  # that were submitted
+    trajectory: Trajectory | None = None  # or the failure's reason and message
     failure: str = ""
     message: str = ""
 
 
 class EpisodeFailed(Exception):
-    """Carries the reason to record, and what a person should read about it."""
+    """Carries the reason to record, and a message for people."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class EpisodeFailed(Exception):
 
 @dataclass
 class _Tally:
-    """An episode's reward and numbers: sums over its turns."""
+    """Sums up an episode's reward and numbers over its turns."""
 
     reward: float = 0.0
     truncated: bool = True
@@ -78,7 +78,7 @@ class _Tally:
 
 @dataclass
 class _Transcript:
-    """What has been said: the prompt, and all tokens after it with their mask."""
+    """Holds an episode's prompt, and all tokens after it with their mask."""
 
     prompt: list[int]
     pieces: list[TokenArray] = field(default_factory=list)
@@ -100,7 +100,7 @@ class _Transcript:
             episode_id=plan.episode_id,
             group_id=plan.group_id,
             step=plan.step,
-            group_size=1,  # set once all of its group has ended
+            group_size=1,  # set once its whole group has ended
             prompt_ids=pack_ids(self.prompt),
             tokens=b"".join(piece.tobytes() for piece in self.pieces),
             loss_mask=b"".join(self.masks),
@@ -134,7 +134,7 @@ class EpisodePlayer:
         self._exchange = exchange
 
     async def play(self, plan: EpisodePlan) -> EpisodeEnding:
-        """The episode from reset to end. What goes wrong in it is its ending; only `AlreadyCompleted` is raised."""
+        """Plays the episode from reset to end. Failures become its ending; only `AlreadyCompleted` is raised."""
         rollouts: list[str] = []
         try:
             ending = EpisodeEnding(plan=plan, trajectory=await self._turns(plan, rollouts), rollout_ids=tuple(rollouts))
@@ -170,7 +170,7 @@ class EpisodePlayer:
             raise EpisodeFailed(PROMPT_REFUSED, str(error)) from error
 
     async def _environment(self, clock: "_Clock", function: Callable[[], T]) -> T:
-        """A call of the environment's code, on the episode's time."""
+        """Calls the environment's code, on the episode's time."""
         try:
             return await self._sandbox.call(partial(clock.measure, function), timeout_s=clock.left_s)
         except EnvironmentHangs:
@@ -201,7 +201,7 @@ class EpisodePlayer:
         except InvalidRequest as error:
             raise EpisodeFailed(PROMPT_REFUSED, str(error)) from error
         except AlreadyExists as error:
-            rollouts.append(request.rollout_id)  # an earlier driver submitted it with another body: it must be dropped
+            rollouts.append(request.rollout_id)  # a former driver submitted it with another body: drop it
             raise EpisodeFailed(DropReason.ENVIRONMENT, f"the environment is not deterministic: {error}") from error
         rollouts.append(request.rollout_id)
         if finished.reason is FinishReason.DEAD_LETTERED:
@@ -212,7 +212,7 @@ class EpisodePlayer:
 
 
 class _Clock:
-    """The time that an episode's environment code may still take; waiting for tokens or for a thread is not on it."""
+    """Measures the time left to an episode's environment code; waiting for tokens or threads does not count."""
 
     def __init__(self, limit_s: float) -> None:
         self.left_s = limit_s
@@ -233,7 +233,7 @@ def _open(source: EnvironmentSource, plan: EpisodePlan) -> tuple[Environment, li
 
 
 def _step(environment: Environment, response: str) -> StepResult:
-    """A turn, checked: a malformed result is the environment's failure, like an exception."""
+    """Plays a turn and checks its result: a malformed one is the environment's failure, like an exception."""
     result = environment.step(response)
     reward = 0.0 if result.reward is None else float(result.reward)
     info = {str(name): float(value) for name, value in result.info.items()}

@@ -1,4 +1,4 @@
-"""Evaluation: problems that are never trained on, answered by one pinned version, apart from training's counts."""
+"""Evaluates one pinned version on problems that are never trained on, apart from training's counts."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.rollout import Episode, RolloutKind
 from ebbtide.types.run import RunEvent, RunSpec
 
-#: Of its rollouts in an engine, by `EvaluationSpec.priority`; lower goes first, and training's is its step. By default
-#: first: training of the next step waits for the workers that an evaluation's version keeps.
+#: `EvaluationSpec.priority` -> priority in an engine; lower goes first, and training's is its step. The default is
+#: `before`, as the next step's training waits for the workers that an evaluation's version keeps.
 _PRIORITY: Final[dict[str, Callable[[int], int]]] = {
     "before": lambda _step: -1,
     "beside": lambda step: step,
@@ -22,7 +22,7 @@ _PRIORITY: Final[dict[str, Callable[[int], int]]] = {
 
 @dataclass
 class EvaluationScore:
-    """Sums over the problems of one evaluation."""
+    """Sums up the problems of one evaluation."""
 
     problems: int = 0
     failed: int = 0
@@ -38,7 +38,7 @@ class EvaluationScore:
             self.failed += 1
             return
         self.problems += 1
-        # Environments that ask no questions are judged by their reward.
+        # Without questions, the reward counts.
         self.asked += trajectory.metrics.get("asked", 1.0)
         self.right += trajectory.metrics.get("right", 0.0 if "asked" in trajectory.metrics else trajectory.reward)
         self.reward += trajectory.reward
@@ -58,8 +58,8 @@ class EvaluationScore:
 async def evaluate(player: EpisodePlayer, *, step: int, bounds: VersionBounds) -> tuple[RunEvent, list[Episode]]:
     """Plays all problems against the version in `bounds`, that of `step`.
 
-    Returns the event to report, and the episodes to complete once it is reported: a driver that starts again in between
-    finds the event and need not ask again.
+    Returns the event to report, and the episodes to complete afterwards: a driver that restarts in between finds the
+    event and does not evaluate again.
     """
     async with asyncio.TaskGroup() as group:
         playing = [
@@ -92,5 +92,5 @@ def _plan(spec: RunSpec, step: int, index: int, bounds: VersionBounds) -> Episod
 async def _play(player: EpisodePlayer, plan: EpisodePlan) -> EpisodeEnding | None:
     try:
         return await player.play(plan)
-    except AlreadyCompleted:  # reported by an earlier driver, whose report is not to be said twice
+    except AlreadyCompleted:  # a former driver reported it
         return None

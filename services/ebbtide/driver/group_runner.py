@@ -1,4 +1,4 @@
-"""One group: its episodes side by side, replaced, shrunk or dropped as the run says, and completed all at once."""
+"""Runs the episodes of one group side by side; replaces failed ones, or shrinks or drops the group, as the run says."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -10,34 +10,26 @@ from ebbtide.claimed_runs.run_follower import GROUP_DROPPED
 from ebbtide.client import Lease
 from ebbtide.driver.coordinator_traffic import AlreadyCompleted, CoordinatorTraffic
 from ebbtide.driver.episode_player import EpisodeEnding, EpisodePlan, EpisodePlayer
-from ebbtide.scheduling.steps.group_policy import (
-    GroupDecision,
-    GroupVerdict,
-    SampleOutcome,
-    SampleState,
-    decide,
-)
+from ebbtide.scheduling.steps.group_policy import GroupDecision, GroupVerdict, SampleOutcome, SampleState, decide
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.rollout import DropReason, Episode, RolloutKind
 from ebbtide.types.run import RunEvent
 
-#: Characters of a failure's message that go into events: enough to see what it is about.
+#: Characters of a failure's message in events: enough to recognise it.
 EXCERPT: Final = 500
 
 
 @dataclass(kw_only=True)
 class GroupResult:
-    """What became of a group: how many trajectories it gave, and each failed episode's ending."""
-
     trajectories: int = 0
     failures: list[EpisodeEnding] = field(default_factory=list)
 
 
 class GroupRunner:
-    """Group `place` of a step.
+    """Runs group `place` of a step.
 
-    Invariant: `samples[k]` tells the state of sample k's newest episode; `endings[k]` holds its trajectory once it is
-    SCORED, or nothing where an earlier driver completed it already.
+    Invariant: `samples[k]` is the state of sample k's newest episode. `endings[k]` holds its trajectory once it is
+    SCORED, unless a former driver completed it.
     """
 
     def __init__(
@@ -64,7 +56,7 @@ class GroupRunner:
         self.result = GroupResult()
 
     async def run(self) -> GroupResult:
-        """Plays the group to its end, and returns once that is stored."""
+        """Plays the group to its end. Returns once that is stored."""
         running = {self._start(sample): sample for sample in range(len(self.samples))}
         try:
             while (decision := decide(self.samples, setting=self._setting)).verdict in {
@@ -114,10 +106,10 @@ class GroupRunner:
             self.samples[sample] = self.samples[sample]._replace(state=SampleState.SCORED)
 
     def _episodes(self, decision: GroupDecision) -> list[Episode]:
-        """All that is to be stored of the group, failures last; an episode without rollouts leaves nothing to end.
+        """Returns the episodes to store, failures last; an episode without rollouts needs no end.
 
-        Where a driver dies between two calls, the next one takes an episode that is completed for a scored one: it may
-        meet a completed failure only when all that was scored is stored.
+        If a driver dies between two calls, the next one takes completed episodes for scored ones. So failures may be
+        completed only after all scored episodes.
         """
         failed = [_dropped(ending, ending.failure) for ending in self.result.failures if ending.rollout_ids]
         if decision.verdict is GroupVerdict.DROP:
@@ -130,7 +122,7 @@ class GroupRunner:
         return RunEvent(
             kind=GROUP_DROPPED,
             key=self._id,
-            message=f"group {self._id} came to nothing: {last.failure}: {last.message}"[:EXCERPT],
+            message=f"group {self._id} was dropped: {last.failure}: {last.message}"[:EXCERPT],
             values={"step": float(self._step)},
         )
 

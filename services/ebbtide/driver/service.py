@@ -1,4 +1,4 @@
-"""Wires what drives one run, and checks its environment and tokens before anything is submitted."""
+"""Drives one run, after a check of its environment and tokens."""
 
 import asyncio
 from functools import partial
@@ -21,12 +21,12 @@ from ebbtide.types.run import RunSpec
 
 log = get_logger(__name__)
 
-#: Loading an environment's data may take minutes; what takes longer hangs.
+#: Loading an environment's data may take minutes; longer means that it hangs.
 _LOADING_S: Final = 600.0
 
 
 async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
-    """Drive the lease's run to its end. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
+    """Drives the lease's run to its end. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
     spec, sandbox = lease.run.spec, EnvironmentThreads(settings.environment_threads)
     following = RunFollower(client, lease.run_id)
     exchange = CoordinatorTraffic(lease, lambda request: request.priority <= max(following.versions, default=0))
@@ -39,7 +39,7 @@ async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
 
 
 async def _prepare(spec: RunSpec, sandbox: EnvironmentThreads) -> tuple[EnvironmentSource, Conversations]:
-    """The run's environments and tokens. Raises `InvalidRequest` for what is wrong with the run as a whole."""
+    """Loads the run's environments and tokenizer. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
     tokens = partial(load_conversations, spec.model, stop_token_ids=spec.sampling.stop_token_ids)
     conversations = await asyncio.to_thread(tokens)
     try:
@@ -51,7 +51,7 @@ async def _prepare(spec: RunSpec, sandbox: EnvironmentThreads) -> tuple[Environm
         await sandbox.call(attempt, timeout_s=spec.batch.episode_timeout_s)
     except InvalidRequest:
         raise
-    except Exception as error:  # noqa: BLE001 - user code, and an episode's matter
+    except Exception as error:  # noqa: BLE001 - user code; it fails single episodes
         log.warning("the environment failed when tried out", reason=f"{type(error).__name__}: {error}")
     return source, conversations
 
@@ -67,7 +67,7 @@ def _load_source(spec: RunSpec) -> EnvironmentSource:
 
 
 def _try_out(spec: RunSpec, source: EnvironmentSource, conversations: Conversations) -> None:
-    """Ask for the first prompt, and for the last problem of evaluation."""
+    """Makes the first prompt, and the last problem of evaluation."""
     if spec.evaluation.problems:
         source.make("eval", spec.evaluation.problems - 1)
     conversations.opening(source.make("train", 0).reset())

@@ -1,4 +1,4 @@
-"""Settings of the episode driver."""
+"""Defines the settings of the episode driver."""
 
 from typing import Annotated
 
@@ -9,5 +9,5 @@ from ebbtide.claimed_runs.settings import WorkSettings
 
 class DriverSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     environment_threads: Annotated[
-        int, Meta(ge=1, le=1024, description="calls of environment code that may run at the same time")
+        int, Meta(ge=1, le=1024, description="most calls of environment code at the same time")
     ] = 8

@@ -1,4 +1,4 @@
-"""All groups of a run, step by step, as fast as the announced versions let them be submitted."""
+"""Submits all groups of a run, step by step, as soon as the announced versions allow."""
 
 import asyncio
 from collections import Counter
@@ -35,7 +35,7 @@ class StepSubmitter:
         self._spec = player.spec
 
     async def run(self) -> None:
-        """All of the run's training and evaluation, and its end."""
+        """Drives the run's training and evaluation, and ends the run."""
         await self._following.catch_up(self._lease)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._train())
@@ -43,8 +43,7 @@ class StepSubmitter:
         await self._finish()
 
     async def _train(self) -> None:
-        """Plays the groups of every step that a trainer may still want. Steps behind the newest version's have been
-        trained, so all of their groups were completed."""
+        """Plays the groups of each step from the newest version's on; the groups of earlier steps are complete."""
         first = max(self._following.versions, default=0)
         async with asyncio.TaskGroup() as steps:
             for step in range(first, self._spec.trainer.steps):
@@ -52,7 +51,7 @@ class StepSubmitter:
                 steps.create_task(self._step(step))
 
     async def _evaluate(self) -> None:
-        """Runs each planned evaluation that was not reported yet, once its version is announced."""
+        """Runs each planned evaluation without a report, once its version is announced."""
         plan, every = self._spec.evaluation, self._spec.evaluation.every
         for step in evaluation_steps(steps=self._spec.trainer.steps, every=every) if plan.problems else ():
             if step in self._following.evaluated:
@@ -65,8 +64,10 @@ class StepSubmitter:
             log.info("evaluated", step=step, result=event.message)
 
     async def _finish(self) -> None:
-        """End the run once the trainer has committed all of it. Rollouts that nobody asked for any more (an environment
-        took another turn when an earlier driver died) are cancelled as they turn up."""
+        """Ends the run once the trainer has committed all of it.
+
+        Cancels orphaned rollouts, which a former driver submitted where an environment took another turn.
+        """
         for pause in pauses(first_s=0.05, cap_s=1.0):
             if orphans := list(self._exchange.orphans):
                 await self._lease.cancel_rollouts(orphans, DropReason.CANCELLED)
@@ -97,7 +98,7 @@ class StepSubmitter:
         await self._account(step, [task.result() for task in playing])
 
     async def _account(self, step: int, results: Sequence[GroupResult]) -> None:
-        """Tell people what failed. Raises `RunFailed` if nothing came of the step: the environment fails as a whole."""
+        """Reports failures. Raises `RunFailed` if a step has no trajectory: the whole environment fails."""
         failures = [failure for result in results for failure in result.failures]
         if not failures:
             return

@@ -1,7 +1,7 @@
-"""Environments: what a run's episodes are about. They run in the episode driver's process and know nothing of it.
+"""Defines environments, in which a run's episodes take place, and loads their sources.
 
-A source makes environments. It is deterministic in (seed, split, index), and an environment in what it is told, so that
-a driver that died in the middle of an episode rebuilds it by making it again and stepping it through the stored turns.
+A source makes environments, deterministically in (seed, split, index); an environment is deterministic in the responses
+that it gets. So a restarted driver rebuilds an episode by stepping a new environment through the stored turns.
 """
 
 import importlib
@@ -14,77 +14,73 @@ import msgspec
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.parse import parse
 
-#: `train` is trained on; `check` is for decisions while training (when to stop); `eval` is for what is reported.
+#: `train` is for training, `check` for decisions while training (when to stop), `eval` for reported results.
 Split = Literal["train", "check", "eval"]
 P = TypeVar("P", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation; `role` as in chat templates (`system`, `user`, `assistant`)."""
+    """One message of a conversation."""
 
-    role: str
+    role: str  # as in chat templates: `system`, `user`, `assistant`
     content: str
 
     def as_dict(self) -> dict[str, str]:
-        """The form that `tokenizer.apply_chat_template` takes."""
+        """Returns the form that `tokenizer.apply_chat_template` takes."""
         return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What follows a response: the messages that the environment adds (none when done), and the turn's reward.
+    """An environment's answer to a response."""
 
-    An episode's reward is the sum over its turns; `None` is a turn without one. `info` holds numbers to be logged;
-    environments that ask questions say in it how many were `right` of how many `asked`.
-    """
-
-    messages: tuple[Message, ...] = ()
-    reward: float | None = None
+    messages: tuple[Message, ...] = ()  # that the environment adds; none when done
+    reward: float | None = None  # of this turn (None: no reward); an episode's reward is the sum over its turns
     done: bool = False
+    #: numbers to log; environments that ask questions report `right` and `asked` answers
     info: Mapping[str, float] = field(default_factory=dict)
 
 
 class Environment(Protocol):
-    """One episode. What it raises fails this episode alone, with a recorded reason, and is never a reward of zero."""
+    """One episode. An exception fails only this episode, with a recorded reason; it never means a reward of zero."""
 
     def reset(self) -> list[Message]:
-        """Begin (again), and return the opening messages; at least one."""
+        """Begins (again), and returns the opening messages; at least one."""
         ...
 
     def step(self, response: str) -> StepResult:
-        """Take the policy's response, without its end token, to all messages so far."""
+        """Takes the policy's response, without its end token, to all messages so far."""
         ...
 
 
 class EnvironmentSource(Protocol):
-    """Makes environments. `identity` changes whenever what they ask may change: it keys caches and checkpoints."""
+    """Makes environments."""
 
-    identity: str
+    identity: str  # keys caches and checkpoints; changes whenever the environments may change
 
     def make(self, split: Split, index: int) -> Environment:
-        """The environment with this number, from 0. Raises `InvalidRequest` when the split has none."""
+        """Returns the environment with this number, from 0. Raises `InvalidRequest` if the split has none."""
         ...
 
 
 @runtime_checkable
 class ExampleSource(Protocol):
-    """A source that knows a right response to each opening, for supervised training and for tests."""
+    """A source that knows a right response to each opening: for supervised training and for tests."""
 
     identity: str
 
     def make(self, split: Split, index: int) -> Environment: ...
 
     def example(self, split: Split, index: int) -> tuple[list[Message], str]:
-        """The opening messages of `make(split, index)`, and a response that earns the full reward."""
+        """Returns the opening messages of `make(split, index)`, and a response that earns the full reward."""
         ...
 
 
 def load_source(name: str, params: Mapping[str, Any], seed: int) -> EnvironmentSource:
-    """The source `name`: a built-in one, or `package.module:factory`, called as `factory(params, seed)`.
+    """Loads the source `name`: a built-in one, or `package.module:factory`, called as `factory(params, seed)`.
 
-    Whoever may submit a run may thereby call any factory that is importable where the driver runs.
-    Raises `InvalidRequest` naming `environment.name` or `environment.params.<key>`.
+    So a run's submitter can call any factory that the driver can import. Raises `InvalidRequest` naming the field.
     """
     if name == "reasoning_gym":
         from ebbtide.environments.reasoning_gym import ReasoningGymSource
@@ -103,7 +99,7 @@ def load_source(name: str, params: Mapping[str, Any], seed: int) -> EnvironmentS
 
 
 def parse_params(kind: type[P], params: Mapping[str, Any]) -> P:
-    """`params` as the record `kind`. Raises `InvalidRequest` naming `environment.params.<key>`."""
+    """Reads `params` as a `kind`. Raises `InvalidRequest` naming `environment.params.<key>`."""
     try:
         return parse(kind, params)
     except InvalidRequest as error:

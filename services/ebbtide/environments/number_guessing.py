@@ -1,4 +1,4 @@
-"""A multi-turn environment: find a secret number; every wrong guess is answered with `higher` or `lower`."""
+"""Plays a multi-turn game: the policy guesses a secret number, and hears `higher` or `lower`."""
 
 import json
 import re
@@ -24,7 +24,7 @@ class NumberGuessingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
 
 class NumberGuessingSource:
-    """Deterministic in (seed, split, index) and without state. A game is its range and its secret."""
+    """Makes games from (seed, split, index), without state. A range and a secret define a game."""
 
     def __init__(self, params: Mapping[str, Any], seed: int) -> None:
         """Raises `InvalidRequest` naming the parameter."""
@@ -33,7 +33,7 @@ class NumberGuessingSource:
         self.identity = json.dumps(["number_guessing", msgspec.to_builtins(self.params), seed], sort_keys=True)
         if self.params.span * (self.params.max_low + 1) < 1000:
             raise InvalidRequest(
-                "fewer than 1,000 games are too few to set some apart; raise max_low or span",
+                "fewer than 1,000 games are too few for several splits; raise max_low or span",
                 field="environment.params.max_low",
             )
 
@@ -49,8 +49,10 @@ class NumberGuessingSource:
 
 @dataclass
 class NumberGuessing:
-    """One game. The reward comes with the last turn: 1 for the first guess, falling evenly with each further turn,
-    and 0 when the turns are spent. A response without a number spends its turn."""
+    """One game. Its last turn brings the reward: 1 for the first guess, less for each further turn, 0 after the last.
+
+    A response without a number uses up its turn.
+    """
 
     low: int
     high: int

@@ -1,4 +1,4 @@
-"""Questions with verifiers from reasoning-gym: any of its data sets, one or several questions in a prompt."""
+"""Asks questions from any data set of reasoning-gym, one or several in a prompt, and verifies the answers."""
 
 import difflib
 import json
@@ -18,35 +18,30 @@ from ebbtide.environments import Message, Split, StepResult, parse_params
 from ebbtide.environments.problem_splits import split_of
 from ebbtide.errors import InvalidRequest
 
-#: Items a data set can number; most derive each item from its number, so none is made before it is asked for.
+#: Size of a data set. Most data sets derive an item from its number, and make it when it is asked for.
 ITEMS = 2**31 - 1
-#: Draws in a row that may bring nothing new before a split counts as exhausted.
+#: A split counts as exhausted after this many draws in a row without a new question.
 MAX_DRAWS = 5000
 
 
 class ReasoningGymParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`environment.params` of a `reasoning_gym` run.
-
-    Without `payload_key` the prompt is the full question, and the answer is read from `<answer>` tags: for models that
-    know language. With it the prompt shows only that field of each question's metadata, and the whole response is the
-    answer: for models too small to read. `separator` then stands between payloads, and between answers.
-    `partial_credit` rewards the mean of the verifier's scores, in place of the share of questions answered right.
-    """
+    """`environment.params` of a `reasoning_gym` run."""
 
     dataset: str
     dataset_params: dict[str, Any] = {}
     questions_per_prompt: Annotated[int, Meta(ge=1, le=64)] = 1
+    #: None: the prompt is the full question, and the answer stands in `<answer>` tags. Otherwise, for models too small
+    #: to read, the prompt is only this field of each question's metadata, and the whole response is the answer.
     payload_key: str | None = None
-    separator: Annotated[str, Meta(min_length=1)] = "\n"
-    partial_credit: bool = False
+    separator: Annotated[str, Meta(min_length=1)] = "\n"  # between payloads, and between their answers
+    partial_credit: bool = False  # rewards the mean of the verifier's scores, not the share of right answers
 
 
 class ReasoningGymSource:
-    """Deterministic in (seed, split, index).
+    """Makes prompts from (seed, split, index).
 
-    Invariant: `_distinct[split]` is a prefix of one endless sequence that (params, seed, split) alone determine; it
-    only grows, under the lock, and is rebuilt from nothing after a restart. Train prompts are drawn by index, without
-    it.
+    Invariant: `_distinct[split]` is a prefix of one endless sequence that only (params, seed, split) determine. It only
+    grows, under the lock; a restart rebuilds it. Train prompts are drawn by index, without it.
     """
 
     def __init__(self, params: Mapping[str, Any], seed: int) -> None:
@@ -68,7 +63,7 @@ class ReasoningGymSource:
             )
 
     def make(self, split: Split, index: int) -> "Questions":
-        """The prompt with this number. No two of the check or the eval split share a question.
+        """Returns the prompt with this number. Prompts of the check and eval splits share no question.
 
         Raises `InvalidRequest` naming `environment.params.dataset` when the split has too few distinct questions.
         """
@@ -84,11 +79,11 @@ class ReasoningGymSource:
         return Questions(self.params, self._dataset, tuple(entries))
 
     def example(self, split: Split, index: int) -> tuple[list[Message], str]:
-        """The prompt of `make(split, index)` and the data set's own answer. Raises `InvalidRequest` if it has none."""
+        """Returns the prompt of `make(split, index)` and the data set's answer. Raises `InvalidRequest` without one."""
         environment = self.make(split, index)
         if any(entry["answer"] is None for entry in environment.entries):
             raise InvalidRequest(
-                f"{self.params.dataset!r} only checks answers and knows none to learn from; train from a checkpoint",
+                f"{self.params.dataset!r} only checks answers and has none to learn from; train from a checkpoint",
                 field="environment.params.dataset",
             )
         return environment.reset(), environment.reference()
@@ -111,7 +106,7 @@ class ReasoningGymSource:
 
 @dataclass(frozen=True)
 class Questions:
-    """One prompt of one or several questions; a single turn. `info` counts `right` and `asked`."""
+    """One prompt of one or several questions, with a single turn. `info` counts `right` and `asked`."""
 
     params: ReasoningGymParams
     dataset: Any
@@ -131,22 +126,24 @@ class Questions:
     def step(self, response: str) -> StepResult:
         answers = self._split(response)
         scores = [float(self.dataset.score_answer(*pair)) for pair in zip(answers, self.entries, strict=True)]
-        # Exactly one: some verifiers add up partial scores to a hair above or below it for a wrong answer.
+        # Exactly one: for wrong answers some verifiers add up partial scores to almost one.
         right = sum(score == 1.0 for score in scores)
         credit = sum(min(max(score, 0.0), 1.0) for score in scores) if self.params.partial_credit else right
         asked = len(self.entries)
         return StepResult(reward=credit / asked, done=True, info={"right": float(right), "asked": float(asked)})
 
     def reference(self) -> str:
-        """The data set's own answers, written as the prompt asks for them."""
+        """Returns the data set's answers, in the form that the prompt asks for."""
         answers = [str(entry["answer"]) for entry in self.entries]
         if self.params.payload_key is not None:
             return self.params.separator.join(answers)
         return "\n".join(f"<answer>{answer}</answer>" for answer in answers)
 
     def _split(self, response: str) -> list[str | None]:
-        """One answer a question, `None` where there is none. Of too many tagged answers the last ones count, as a model
-        may think aloud; of too many bare ones the first, as the rest only adds to them."""
+        """Returns an answer for each question, or None.
+
+        Of too many tagged answers the last ones count, as a model may think aloud; of bare ones the first count.
+        """
         count = len(self.entries)
         if self.params.payload_key is not None:
             found = response.split(self.params.separator)[:count] if count > 1 else [response]

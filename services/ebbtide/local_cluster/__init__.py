@@ -1,1 +1,1 @@
-"""A whole cluster on this machine: its programs started, watched and ended in order."""
+"""Starts, watches and ends the programs of a cluster on this machine."""

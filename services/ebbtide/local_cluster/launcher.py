@@ -1,8 +1,8 @@
-"""The launcher: programs of one cluster on this machine, started in order, watched, started again, and ended for good.
+"""Starts the programs of one cluster on this machine in order, watches them, restarts them, and ends them.
 
-Invariant: every process below this one is in `_processes`, or is an orphan of one that was: this process adopts orphans
-(it is a subreaper), so that none can escape. `_processes` is written here alone. When this process dies here, the
-kernel kills all of them (see `ebbtide.local_cluster.program_process`).
+Invariant: every process below this one is in `_processes`, or is an orphan of one: this process adopts orphans as a
+subreaper, so that none escapes. Only this module writes `_processes`. If this process dies, the kernel kills all of
+them (see `ebbtide.local_cluster.program_process`).
 """
 
 import asyncio
@@ -25,13 +25,13 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _TICK_S: Final = 0.1
 _FIRST_PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 5.0
-#: A program that ends so often, each time within so short a time, will not be cured by one more start.
+#: A program that ended so often, each time this soon after its start, would end again.
 _MAX_RESTARTS: Final = 5
 _STEADY_S: Final = 30.0
 
 
 class Launcher:
-    """Made by `launcher()`. `notify` is told in one line what happened to a program that was not asked to end."""
+    """Made by `launcher()`. `notify` gets a line for each program that ends unasked."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
@@ -43,14 +43,14 @@ class Launcher:
         return self._processes[name]
 
     async def start(self, program: Program) -> ProgramProcess:
-        """Start a program, wait until it is ready, and keep it running from then on. Raises `LaunchFailed`."""
+        """Starts a program, waits until it is ready, and keeps it running from then on. Raises `LaunchFailed`."""
         process = self._processes[program.name] = ProgramProcess(program)
         await process.wait_ready()
         self._watchers[program.name] = asyncio.create_task(self._watch(program))
         return process
 
     async def start_all(self, programs: list[Program]) -> list[ProgramProcess]:
-        """Start several at the same time. Raises the first `LaunchFailed`."""
+        """Starts several at the same time. Raises the first `LaunchFailed`."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.start(program)) for program in programs]
@@ -59,7 +59,7 @@ class Launcher:
         return [task.result() for task in tasks]
 
     async def run_once(self, program: Program, watch: Callable[[], None]) -> None:
-        """Run a program to its end, and call `watch` now and then. Raises `LaunchFailed` if it fails."""
+        """Runs a program to its end, and calls `watch` meanwhile. Raises `LaunchFailed` if it fails."""
         process = self._processes[program.name] = ProgramProcess(program)
         while process.running():
             watch()
@@ -69,7 +69,7 @@ class Launcher:
             raise LaunchFailed(f"{program.name} ended with {process.status}{process.tail()}")
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns. Raises `LaunchFailed`, with `work` cancelled, when a program cannot be kept running."""
+        """Returns what `work` returns. Cancels it and raises `LaunchFailed` if a program cannot be kept running."""
         task = asyncio.create_task(work)
         try:
             both: set[asyncio.Future[Any]] = {task, self._failed}
@@ -82,23 +82,23 @@ class Launcher:
             await asyncio.gather(task, return_exceptions=True)
 
     def kill(self, name: str) -> None:
-        """SIGKILL to a program and its children; it is not started again."""
+        """Kills a program and its children for good."""
         self._watchers.pop(name).cancel()
         self._processes[name].kill()
 
     def crash(self, name: str) -> None:
-        """SIGKILL to a program and its children, as an accident: it is started again."""
+        """Kills a program and its children, as an accident would: it is started again."""
         self._processes[name].kill()
 
     async def stop(self) -> None:
-        """End all programs, stage by stage, those of a stage at the same time."""
+        """Ends all programs, stage by stage, those of a stage at the same time."""
         await self._stop_watching()
         processes = sorted(self._processes.values(), key=lambda process: process.program.stage)
         for _, stage in groupby(processes, key=lambda process: process.program.stage):
             await asyncio.gather(*(process.stop() for process in stage))
 
     def kill_all(self) -> None:
-        """SIGKILL to all programs and to whatever they left behind; returns once they are gone."""
+        """Kills all programs and their orphans. Returns once they are gone."""
         for process in self._processes.values():
             process.kill()
         left = psutil.Process().children(recursive=True)
@@ -143,7 +143,7 @@ class Launcher:
         try:
             await process.wait_ready()
         except LaunchFailed:
-            process.kill()  # the next turn of the loop counts it
+            process.kill()  # `_keep_running` counts it
 
     def _reap_orphans(self) -> None:
         own = {process.pid for process in self._processes.values()}
@@ -154,7 +154,7 @@ class Launcher:
 
 @asynccontextmanager
 async def launcher(notify: Callable[[str], None]) -> AsyncIterator[Launcher]:
-    """A launcher whose programs are all gone when the block is left, however it is left."""
+    """Gives a launcher. All its programs are gone once the block is left, with or without an error."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

@@ -1,11 +1,11 @@
-"""A whole cluster on this machine: which programs, how they are started, and in which order they end.
+"""Runs a whole cluster on this machine: its programs, their settings, and the order in which they end.
 
-Invariant: all that the cluster writes lies in its directory (but for its sockets, where the directory's path is too
-long for one), and one cluster at a time, holder of the lock on `cluster.lock`, works in it. What a former one left
-there is cleared at the start.
+Invariant: the cluster writes only in its directory (sockets excepted, if the directory's path is too long for them).
+One cluster at a time works there; it holds the lock on `cluster.lock`, and clears at its start what a former one left.
 """
 
 import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -25,40 +25,38 @@ from ebbtide.local_cluster.launcher import Launcher, launcher
 from ebbtide.local_cluster.program_process import Program, tethered
 from ebbtide.local_cluster.serving_engine import serving_engine
 from ebbtide.redis_server import redis_command
+from ebbtide.types.run import RunSpec, to_mapping
 
-#: What ends first: workers hand over, then the run's own programs, then what these talk to.
+#: Stages in the order in which they end: workers hand over first, services end after their clients.
 _WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS, _GUARD, _SERVING = range(7)
 #: A unix socket's path must fit into 108 bytes.
 _MAX_SOCKET_PATH: Final = 100
-#: Threads that wait for others sleep: on cores that other programs use too, spinning ones train ten times slower.
+#: Waiting threads sleep: on cores that other programs use too, spinning ones train ten times slower.
 _SLEEPING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 _CLEARED: Final = ("logs", "ready", "redis", "relay", "ledgers")
-#: Not in /dev/shm, where nobody would clear what killed workers leave. They make them themselves, theirs alone.
+#: Not in /dev/shm, where the mirrors of killed workers would stay. Each worker makes its own, only for itself.
 _MIRRORS: Final = "mirrors"
 _GRANTS: Final = "grants"
+_BASE_MODEL_MODULE: Final = "ebbtide.trainer.base_model"
 
 
 class ClusterShape(Struct, frozen=True, kw_only=True):
-    """What the cluster is made of. `worker_config`: a TOML file of settings for the workers. `borrowed`: these run
-    beside a serving engine, by grants of its guard. `ranks`: processes of the trainer. `lease_ttl_s`: for how long a
-    trainer may be silent. `standby`: the address of a second coordinator; none if empty."""
-
     model: Path
     workers: int = 2
     slots: int = 64
-    ranks: int = 1
+    ranks: int = 1  # processes of the trainer
     coordinator: str
-    standby: str = ""
+    standby: str = ""  # address of a second coordinator; empty: none
     relay: str
     flush_tokens: int = 8
     flush_interval_ms: int = 100
-    worker_config: Path | None = None
-    borrowed: bool = False
-    lease_ttl_s: float = 10.0
+    worker_config: Path | None = None  # TOML file of settings for the workers
+    borrowed: bool = False  # the workers run beside a serving engine, by grants of its guard
+    lease_ttl_s: float = 10.0  # silence after which a trainer loses its run
 
     @property
     def coordinators(self) -> str:
-        """What programs are told of where the coordinator is."""
+        """The coordinators' addresses, as programs take them."""
         return ",".join(filter(None, (self.coordinator, self.standby)))
 
 
@@ -75,16 +73,16 @@ class LocalCluster:
 
     @property
     def workers(self) -> list[str]:
-        """The names of all workers that there ever were, in the order of their starts."""
+        """Names of all workers ever started, in order."""
         return [f"worker-{number}" for number in range(1, self._workers + 1)]
 
     @property
     def ledgers(self) -> dict[str, Path]:
-        """The record of generated tokens of each worker that there ever was."""
+        """worker -> its record of generated tokens, for all workers ever started."""
         return {name: self._ledger(name) for name in self.workers}
 
     async def boot(self, shape: ClusterShape) -> None:
-        """Start everything. Raises `LaunchFailed`."""
+        """Starts everything. Raises `LaunchFailed`."""
         self.shape = shape
         self.token_file.touch(0o600)
         self.token_file.write_text(secrets.token_urlsafe(32))
@@ -96,24 +94,24 @@ class LocalCluster:
         await self.launcher.start_all([self._relay(), self._trainer(), self._driver(), *workers])
 
     async def serve(self, model: Path, served_name: str) -> str:
-        """Start a serving engine, and wait until it answers. Returns its URL. Raises `LaunchFailed`."""
+        """Starts a serving engine, and waits until it answers. Returns its URL. Raises `LaunchFailed`."""
         program = serving_engine(model, served_name, free_address(), self.log("serving"), stage=_SERVING)
         return f"http://{(await self.launcher.start(program)).address}"
 
     async def guard(self, upstream: str, **settings: object) -> str:
-        """Start a serving-guard in front of an engine. Returns the URL for its users. Raises `LaunchFailed`."""
+        """Starts a serving-guard in front of an engine. Returns the URL for its users. Raises `LaunchFailed`."""
         flags = {"listen": free_address(), "upstream": upstream, "grant_dir": self.grants, **settings}
         program = self._service("serving-guard", "ebbtide.serving_guard", _GUARD, **flags)
         return f"http://{(await self.launcher.start(program)).address}"
 
     async def run_once(self, name: str, module: str, *arguments: str, watch: Callable[[], None]) -> None:
-        """Run a module that knows no service to its end. Raises `LaunchFailed` if it fails."""
+        """Runs a module to its end, without the cluster's addresses. Raises `LaunchFailed` if it fails."""
         command = tethered(sys.executable, "-m", module, *arguments)
         program = Program(name=name, command=command, environment=_SLEEPING | os.environ, log=self.log(name))
         await self.launcher.run_once(program, watch)
 
     async def add_worker(self) -> str:
-        """Start one more worker, and wait until it is ready. Returns its name."""
+        """Starts one more worker, and waits until it is ready. Returns its name."""
         program = self._next_worker()
         await self.launcher.start(program)
         return program.name
@@ -130,7 +128,7 @@ class LocalCluster:
         )
 
     def _redis_ready(self) -> str | None:
-        """Its address once it answers: it does so when its data is loaded."""
+        """Returns the address of Redis once it answers, which it does when its data is loaded."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(1.0)
             try:
@@ -200,7 +198,7 @@ class LocalCluster:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Settings of another cluster that the user may have in the environment are not for this one."""
+        """Leaves out the user's own EBBTIDE_ variables, which may be of another cluster."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("EBBTIDE_")}
         return (
             _SLEEPING
@@ -221,10 +219,10 @@ class LocalCluster:
 
 @asynccontextmanager
 async def local_cluster(directory: Path, notify: Callable[[str], None]) -> AsyncIterator[LocalCluster]:
-    """A cluster in `directory`, not booted yet. When the block is left, however it is left, its processes are gone.
+    """Gives a cluster in `directory`, not booted yet. Its processes are gone once the block is left.
 
-    `notify` is told in one line what happens to programs unasked. Raises `InvalidRequest` if the directory is
-    another's, or cannot be written.
+    `notify` gets a line for each program that ends unasked. Raises `InvalidRequest` if another cluster uses the
+    directory, or it is not writable.
     """
     with _prepared(directory) as redis_socket:
         async with launcher(notify) as launched:
@@ -252,12 +250,14 @@ def _prepared(directory: Path) -> Iterator[Path]:
             with _socket_path(directory) as path:
                 yield path
         finally:
-            shutil.rmtree(directory / _MIRRORS, ignore_errors=True)  # of killed workers, as large as the weights
+            shutil.rmtree(
+                directory / _MIRRORS, ignore_errors=True
+            )  # killed workers leave them, as large as the weights
 
 
 @contextmanager
 def _socket_path(directory: Path) -> Iterator[Path]:
-    """Of Redis: in the directory, or where that one's path is too long in a short one for the while."""
+    """Gives the path of the Redis socket: in the directory, or in a temporary one if that path is too long."""
     path = directory.resolve() / "redis" / "redis.sock"
     if len(str(path)) <= _MAX_SOCKET_PATH:
         yield path
@@ -268,7 +268,7 @@ def _socket_path(directory: Path) -> Iterator[Path]:
 
 
 def free_address(wanted: str = "127.0.0.1:0") -> str:
-    """`wanted`, with a free port in place of port 0: programs that are started again come back where they were."""
+    """Replaces port 0 by a free port, so that restarted programs return to their address."""
     host, _, port = wanted.rpartition(":")
     if port != "0":
         return wanted
@@ -284,10 +284,35 @@ def _flags(settings: dict[str, object]) -> Iterator[str]:
 
 
 def _cpu_engine() -> dict[str, object]:
-    """Settings of vLLM's CPU build for several engines that share a few cores; none for other builds.
+    """Settings of vLLM's CPU build, whose engines share a few cores; none for other builds.
 
-    One thread each: two engines with two threads each on two cores get a tenth of the tokens out of them.
+    With two threads each, two engines on two cores generate a tenth of the tokens.
     """
     if "cpu" not in version("vllm"):
         return {}
     return {"vllm_threads": 1, "vllm_dtype": "float32", "vllm_enforce_eager": True}
+
+
+async def base_model(cluster: LocalCluster, spec: RunSpec, cache: Path, tell: Callable[[str], None]) -> Path:
+    """Returns the checkpoint for the spec's environment and seed; `tell` hears the progress. Raises `LaunchFailed`."""
+    spec_file, log = cluster.directory / "base-model.json", cluster.log("base-model")
+    spec_file.write_text(json.dumps(to_mapping(spec)))
+    said: dict[str, Any] = {}
+
+    def watch() -> None:
+        said.update(_last(log))
+        if "step" in said:
+            tell(f"step {said['step']}: loss {said['loss']:.2f}, accuracy {said['accuracy']:.2f}")
+
+    arguments = ("--spec", str(spec_file), "--directory", str(cache), "--json")
+    await cluster.run_once("base-model", _BASE_MODEL_MODULE, *arguments, watch=watch)
+    return Path(said["path"])
+
+
+def _last(log: Path) -> dict[str, Any]:
+    """Returns the last line of JSON in the program's log."""
+    for line in reversed(log.read_text(errors="replace").split("\n")[:-1]):
+        if line.startswith("{"):
+            said: dict[str, Any] = json.loads(line)
+            return said
+    return {}

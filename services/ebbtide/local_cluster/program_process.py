@@ -1,8 +1,8 @@
-"""One program of a local cluster, as a child process in a session of its own.
+"""Runs one program of a local cluster as a child process in its own session.
 
-Invariant: a program whose first process is gone has no others: whoever notices the end kills the rest of its group
-before that process is reaped, while its id can belong to nobody else. When the launcher dies here, the kernel kills the
-first process of each program, and programs with children see to theirs.
+Invariant: a program whose first process is gone has no others: the rest of its group is killed before that process is
+reaped, while its id cannot be reused. If the launcher dies, the kernel kills the first process of each program, and
+programs with children end theirs.
 """
 
 import asyncio
@@ -27,36 +27,33 @@ _NOT_READY_S: Final = 1.0
 
 
 class LaunchFailed(EbbtideError):
-    """A program of the local cluster could not be started, or ended too often. Bears the end of its log."""
+    """A program of the local cluster could not be started, or ended too often; the message has the end of its log."""
 
 
 class Program(Struct, frozen=True, kw_only=True):
-    """How to start, await and end one program. `stage`: those with lower ones are ended first.
-
-    It is ready once `ready_file` (JSON with the key `address`) exists, or `ready` returns an address.
-    """
+    """Says how to start, await and end one program."""
 
     name: str
     command: tuple[str, ...]
     environment: dict[str, str]
     log: Path
-    ready_file: Path | None = None
-    ready: Callable[[], str | None] | None = None
-    stage: int = 0
+    ready_file: Path | None = None  # JSON with the key `address`; the program is ready once it exists,
+    ready: Callable[[], str | None] | None = None  # or once this returns an address
+    stage: int = 0  # lower stages end first
     boot_s: float = 60.0
     stop_s: float = 10.0
 
 
 def tethered(*command: str) -> tuple[str, ...]:
-    """The command line by which a foreign program dies with this process."""
+    """Returns the command line that makes a foreign program die with this process."""
     return (sys.executable, "-m", "ebbtide.local_cluster.tether", str(os.getpid()), *command)
 
 
 class ProgramProcess:
-    """A started program; `address` is set once it is ready."""
+    """A started program; `address` is empty until it is ready."""
 
     def __init__(self, program: Program) -> None:
-        """Starts it. From the main thread only: the kernel ties it to the thread that it was started from."""
+        """Starts the program. Call it from the main thread: the kernel ties the program to the calling thread."""
         self.program = program
         self.address = ""
         self.started = time.monotonic()
@@ -80,11 +77,11 @@ class ProgramProcess:
 
     @property
     def pid(self) -> int:
-        """Of the first process, and of its session and group."""
+        """Id of the first process, and of its session and group."""
         return self._popen.pid
 
     def running(self) -> bool:
-        """Whether the first process lives; if not, neither does its group when this returns."""
+        """Whether the first process lives. If not, its group is gone when this returns."""
         if self.returncode is None:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
@@ -93,7 +90,7 @@ class ProgramProcess:
         return self.returncode is None
 
     async def wait_ready(self) -> None:
-        """Raises `LaunchFailed` with the end of the log if it ends before, or takes longer than it may."""
+        """Raises `LaunchFailed` with the end of the log if the program ends before, or is not ready in `boot_s`."""
         end = self.started + self.program.boot_s
         while not (address := self._ready()):
             if not self.running():
@@ -104,35 +101,35 @@ class ProgramProcess:
         self.address = address
 
     async def stop(self) -> None:
-        """SIGTERM to the first process, SIGKILL to the whole group if it takes longer than it may.
+        """Terminates the first process; kills the whole group after `stop_s`.
 
-        One that is not ready yet may be deaf, and has nothing to hand over.
+        A program that is not ready may ignore signals, and has nothing to hand over, so it gets less time.
         """
         if self.running():
             os.kill(self.pid, signal.SIGTERM)
         asked, stop_s = time.monotonic(), self.program.stop_s
         while self.running():
             if not self.address and self.program.ready_file:
-                self.address = self._ready() or ""  # who waited for it may have given up before it was
+                self.address = self._ready() or ""  # `wait_ready` may have ended before it was ready
             if time.monotonic() > asked + (stop_s if self.address else min(_NOT_READY_S, stop_s)):
                 break
             await asyncio.sleep(_TICK_S)
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, and wait until the first process is gone."""
+        """Kills the whole group, and waits until the first process is gone."""
         if self.running():
             self._signal_group(signal.SIGKILL)
             self.returncode = self._popen.wait()
 
     @property
     def status(self) -> str:
-        """How it ended, for people."""
+        """Says how the program ended, for people."""
         code = self.returncode
         return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
 
     def tail(self) -> str:
-        """The end of what this start of it wrote to its log, on lines of their own, headed by the log's path."""
+        """Returns the log's path, and on further lines the end of what this start of the program wrote."""
         with self.program.log.open("rb") as log:
             log.seek(self._log_start)
             lines = log.read().decode(errors="replace").splitlines()

@@ -1,7 +1,6 @@
-"""The model that is served beside a run: a Qwen3 with random weights, written with numpy alone.
+"""Writes the model that is served beside a run: a Qwen3 with random weights, made with numpy alone.
 
-What it says does not matter, how long it takes does: 27 million parameters, of which a prompt of 500 tokens takes two
-cores about a tenth of a second.
+Only its speed matters: with 27 million parameters, a prompt of 500 tokens takes two cores about a tenth of a second.
 """
 
 import json
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-#: Part of the folder's name: raise it when other files come out.
+#: Part of the folder's name. Raise it when the files change.
 _RECIPE: Final = 1
 _SPECIAL: Final = ("<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>")
 _PAD, _END, _UNKNOWN = range(3)
@@ -25,7 +24,7 @@ _CHAT: Final = (
     "{% for message in messages %}<|{{ message['role'] if message['role'] == 'assistant' else 'user' }}|>"
     "{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-#: Standard deviation of the matrices: transformers' own.
+#: Standard deviation of the matrices, as in transformers.
 _SPREAD: Final = 0.02
 
 
@@ -43,8 +42,7 @@ class ServedNetwork(Struct, frozen=True, kw_only=True):
 
 
 def served_model(cache: Path, network: ServedNetwork | None = None, seed: int = 1) -> Path:
-    """The checkpoint below `cache`, made now unless it is there; vLLM and transformers load it. The same network and
-    seed give the same bytes."""
+    """Returns a checkpoint below `cache`, made unless it exists. The same network and seed give the same bytes."""
     network = network or ServedNetwork()
     shape = "x".join(map(str, msgspec.structs.astuple(network)))
     path = cache / f"served-{shape}-seed{seed}-v{_RECIPE}"
@@ -64,7 +62,7 @@ def served_model(cache: Path, network: ServedNetwork | None = None, seed: int = 
 
 
 def _write_weights(path: Path, network: ServedNetwork, seed: int) -> None:
-    """The format: the header's length (8 bytes, little endian), a JSON header, and the tensors one behind the other."""
+    """Writes the header's length (8 bytes, little endian), a JSON header, and the tensors one after another."""
     random = np.random.default_rng(seed)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -80,19 +78,19 @@ def _write_weights(path: Path, network: ServedNetwork, seed: int) -> None:
 
 
 def _values(random: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Norms begin as ones, matrices at random."""
+    """Makes norms of ones, and random matrices."""
     if len(shape) == 1:
         return np.ones(shape, np.float32)
     return _SPREAD * random.standard_normal(shape, np.float32)
 
 
 def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """The upper half of each float32, cut: what is random needs no rounding."""
+    """Keeps the upper half of each float32: random values need no rounding."""
     return (values.view(np.uint32) >> 16).astype("<u2")
 
 
 def _shapes(network: ServedNetwork) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Each tensor, by the name that Qwen3 checkpoints give it."""
+    """Lists each tensor by its name in Qwen3 checkpoints."""
     hidden, queries, keys = network.hidden, network.heads * network.head, network.kv_heads * network.head
     yield "model.embed_tokens.weight", (network.vocabulary, hidden)
     for layer in range(network.layers):
@@ -113,7 +111,7 @@ def _shapes(network: ServedNetwork) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _texts(network: ServedNetwork) -> dict[str, dict[str, Any]]:
-    """file name -> its JSON: configuration, and a tokenizer of one token a character."""
+    """file name -> its JSON: the configuration, and a tokenizer with a token per character."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -149,7 +147,7 @@ def _texts(network: ServedNetwork) -> dict[str, dict[str, Any]]:
 
 
 def _tokenizer() -> dict[str, Any]:
-    """As the `tokenizers` library reads it; what is neither printable ASCII nor a newline is unknown."""
+    """Describes the tokenizer for the `tokenizers` library; it knows printable ASCII and the newline."""
     characters = ["\n", " ", *string.ascii_letters, *string.digits, *string.punctuation]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [{"id": number, "content": text, "special": True, **flags} for number, text in enumerate(_SPECIAL)]

@@ -1,4 +1,4 @@
-"""A serving engine on this machine: vLLM's OpenAI server, unmodified, as a program of the launcher."""
+"""Runs a serving engine on this machine: vLLM's OpenAI server, unmodified, as a program of the launcher."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from typing import Final
 
 from ebbtide.local_cluster.program_process import Program, tethered
 
-#: Threads that wait for others must sleep where two engines share cores: spinning ones make both fifty times slower.
+#: Waiting threads must sleep where two engines share cores: spinning ones make both fifty times slower.
 _SHARED_CORES: Final = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -35,8 +35,10 @@ def serving_engine(
     stage: int = 0,
     name: str = "serving",
 ) -> Program:
-    """The server of `model` at `address` (host:port), ready once it answers. `threads` of a CPU engine, 0: as cores;
-    `kv_mib` for keys and values, 0: as vLLM decides."""
+    """Returns the server of `model` at `address` (host:port); it is ready once it answers.
+
+    `threads`: of a CPU engine; 0: as cores. `kv_mib`: memory for keys and values; 0: vLLM's choice.
+    """
     host, _, port = address.rpartition(":")
     on_cpu = "cpu" in version("vllm")
     command = (
@@ -59,7 +61,7 @@ def serving_engine(
 
 
 def answers(address: str) -> bool:
-    """Whether the server there says that it is well."""
+    """Whether the server there reports that it is healthy."""
     try:
         with urllib.request.urlopen(f"http://{address}/health", timeout=_HEALTH_S) as response:
             return bool(response.status == 200)

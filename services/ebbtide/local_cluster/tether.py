@@ -1,7 +1,6 @@
-"""`python -m ebbtide.local_cluster.tether PARENT COMMAND ...`: becomes a program without `--die-with-parent`, such as
-Redis.
+"""Makes a foreign program, such as Redis, die with its parent: `python -m ebbtide.local_cluster.tether PID COMMAND`.
 
-The kernel keeps the tie across exec: the program is killed when process PARENT, which started it, dies.
+The kernel keeps the tie across exec: it kills the program when process PID, which started it, dies.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""The trainer, and beside it the episode driver: they turn a run's rollouts into policy versions."""
+"""Trains runs: turns their rollouts into policy versions."""

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train runs, one after another, and publish their policy's versions."""
+    """Train runs, one after another, and publish their policy versions."""
     argv = sys.argv[1:] if argv is None else argv
     settings = load(TrainerSettings, prog="ebbtide trainer", argv=argv, description=main.__doc__ or "")
     try:
         place = place_of(os.environ, settings.ranks)
     except InvalidRequest as error:
         raise SystemExit(f"ebbtide trainer: {error}") from None
-    quiet = msgspec.structs.replace(settings, metrics_port=-1, ready_file="")  # rank 0 speaks for all
+    quiet = msgspec.structs.replace(settings, metrics_port=-1, ready_file="")  # rank 0 reports for all
     if place is None and settings.ranks > 1 and "WORLD_SIZE" not in os.environ:
         from ebbtide.trainer.ranks.rank_launcher import launch
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def serve(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace | None = None) -> None:
-    """Train as the only rank, or as the one at `place`."""
+    """Trains as the only rank, or as the one at `place`."""
     from ebbtide.trainer.learning.torch_threads import limit_threads
 
     limit_threads(settings.threads)  # before anything imports torch
@@ -44,10 +44,7 @@ async def serve(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace 
     from ebbtide.trainer.learning.local_learning import choose_device
 
     device = choose_device(settings.device)
-    if place is None:
-        await _work(settings, shutdown, None)
-    else:
-        await _together(settings, shutdown, place, device)
+    await (_work(settings, shutdown, None) if place is None else _together(settings, shutdown, place, device))
 
 
 async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace, device: str) -> None:

@@ -1,4 +1,4 @@
-"""The former path of `python -m ebbtide.trainer.base_model`."""
+"""Keeps the former path of `python -m ebbtide.trainer.base_model`."""
 
 from ebbtide.former_paths import warn_moved
 from ebbtide.trainer.base_model.__main__ import main

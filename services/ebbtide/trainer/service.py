@@ -1,4 +1,4 @@
-"""Which trainer a run wants: the built-in one, or one that the user brought."""
+"""Trains a run with the trainer that it names: the built-in one, or the user's own."""
 
 import asyncio
 import importlib
@@ -15,10 +15,7 @@ GRPO = "grpo"
 
 
 async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "RankGroup | None" = None) -> None:
-    """Train the lease's run, on `crew`'s ranks if there is one.
-
-    Raises `InvalidRequest` or `RunFailed` where the run is at fault.
-    """
+    """Trains the lease's run, on `crew`'s ranks if given. Raises `InvalidRequest` or `RunFailed` for a faulty run."""
     name = lease.run.spec.trainer.name
     if lease.run.spec.external:
         raise PermissionDenied(f"run {lease.run_id} brings its own trainer; give another run_id, or none")
@@ -26,13 +23,13 @@ async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "
         await load_trainer(name)(client, lease, lease.run)
         await lease.lost.wait()  # the trainer is done; the run ends when its driver is
         return
-    from ebbtide.trainer.training import Training
+    from ebbtide.trainer.training import train_run
 
-    await Training(client, lease, settings, crew).run()
+    await train_run(client, lease, settings, crew)
 
 
 def load_trainer(name: str) -> Any:
-    """The coroutine function `package.module:function`, to be called with (client, lease, run)."""
+    """Imports the coroutine function `package.module:function` of (client, lease, run)."""
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)

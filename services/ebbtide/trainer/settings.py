@@ -1,4 +1,4 @@
-"""Settings of the trainer."""
+"""Defines the settings of the trainer."""
 
 from typing import Annotated, Literal
 
@@ -8,15 +8,15 @@ from ebbtide.claimed_runs.settings import WorkSettings
 
 
 class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0: its own choice")] = 0
+    threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0: torch's choice")] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda if there is one")] = "auto"
     ranks: Annotated[
-        int, Meta(ge=1, description="processes on this host that train together, a GPU each where there are GPUs")
+        int, Meta(ge=1, description="processes on this host that train together, each on a GPU if any")
     ] = 1
     rank_timeout_s: Annotated[
-        float, Meta(gt=0, description="with several ranks: how long one may be silent before all of them end")
+        float, Meta(gt=0, description="with several ranks: silence of one after which all end")
     ] = 60.0
-    keep_checkpoints: Annotated[int, Meta(ge=1, description="newest checkpoints kept of a run")] = 2
+    keep_checkpoints: Annotated[int, Meta(ge=1, description="newest checkpoints of a run that are kept")] = 2
     keep_published: Annotated[
-        bool, Meta(description="keep what was published last on the GPU too, if it has room, and find changes there")
+        bool, Meta(description="keep the last published weights on the GPU too, if it has room, and find changes there")
     ] = True

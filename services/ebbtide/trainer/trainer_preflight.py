@@ -1,8 +1,7 @@
-"""`python -m ebbtide.trainer.trainer_preflight SPEC.json`: would this run's model, trainer and environment do? Asked
-before it is submitted.
+"""Checks a run's model, trainer and environment before submit: `python -m ebbtide.trainer.trainer_preflight SPEC.json`.
 
-A process of its own, so that the command line, which may be installed without the trainer, need not import it. Exit
-status 0: they would; 2: they would not, with {"field", "message"} as JSON on stdout; 3: the trainer is not installed.
+It runs as a process of its own, as the command line may be installed without the trainer. Exit status 0: accepted; 2:
+refused, with {"field", "message"} as JSON on stdout; 3: the trainer is not installed.
 """
 
 import json
@@ -20,7 +19,7 @@ from ebbtide.types.run import RunSpec
 
 
 def check(spec: RunSpec) -> None:
-    """Raises `InvalidRequest` naming the spec's field. Of an external run only the model is looked at."""
+    """Raises `InvalidRequest` naming the spec's field. Of an external run it checks only the model."""
     from ebbtide.environments import load_source
 
     check_model_directory(Path(spec.model))
@@ -36,7 +35,7 @@ def check(spec: RunSpec) -> None:
 
 
 def _check_room(spec: RunSpec, opening: Sequence[Message]) -> None:
-    """Refuse responses for which the model's context has no room behind a prompt."""
+    """Raises `InvalidRequest` if prompt and response exceed the model's context."""
     conversations = load_conversations(spec.model)
     prompt, wanted = len(conversations.opening(opening)), spec.sampling.max_tokens
     if 0 < conversations.context < prompt + wanted:

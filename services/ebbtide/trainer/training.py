@@ -1,18 +1,16 @@
-"""The built-in trainer's deeds: trajectories in, a policy version out, step after step, with checkpoints between.
+"""Trains one run with the built-in trainer: trajectories in, a policy version out, step by step, with checkpoints.
 
-Invariant: the network's weights are those of `collector.step`. Their version is on its way once they are copied, and
-`following.versions` knows it, as it is announced then, before the next one is on its way, and before a checkpoint or an
-event names it; before the step is trained, too, but where staleness lets old tokens do: these may be trained on
-meanwhile. Only `_work` changes the weights. When the process dies, the next trainer goes on from the last checkpoint:
-it trains the steps since then once more, on the same trajectories in the same order, and publishes nothing until it is
-ahead of what was announced.
+Invariant: the network's weights are those of `collector.step`. Their version is published in the background once they
+are copied. It is announced, and in `following.versions`, before the next one is published, and before a checkpoint or
+an event names it; also before its step is trained, unless the run's staleness allows training on older tokens
+meanwhile. Only `Training` changes the weights. A restarted trainer resumes from the last checkpoint: it repeats
+the steps since then, on the same trajectories in the same order, and publishes only versions not yet announced.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, TypeVar
 
 from ebbtide.claimed_runs.run_follower import CHECKPOINT, RunFollower
@@ -21,11 +19,11 @@ from ebbtide.client.publisher.publisher import Publishing, PublishReport
 from ebbtide.errors import AlreadyExists
 from ebbtide.runtime import race
 from ebbtide.telemetry import counter, gauge, get_logger
-from ebbtide.trainer import training_checkpoint
-from ebbtide.trainer.learning.local_learning import LocalLearning, choose_device
-from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
+from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.ranks.rank_group import RankGroup
 from ebbtide.trainer.settings import TrainerSettings
-from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
+from ebbtide.trainer.training_checkpoint import TrainingState
+from ebbtide.trainer.training_start import TrainingStart, checkpoints_of
 from ebbtide.trainer.trajectory_collector import TrajectoryCollector
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
@@ -33,9 +31,9 @@ from ebbtide.types.run import RunEvent
 log = get_logger(__name__)
 T = TypeVar("T")
 
-#: How long trajectories may fail to come before it is asked whether the run's quota is what keeps them back.
+#: Wait for trajectories after which the trainer checks whether the run's quota holds them back.
 _STARVED_S: Final = 20.0
-#: Share of the quota in use from which a checkpoint is taken early, as it frees what was consumed.
+#: Share of the quota in use from which an early checkpoint frees consumed trajectories.
 _FULL: Final = 0.5
 
 _steps = counter("trainer_steps_total", "Optimiser steps taken")
@@ -47,7 +45,7 @@ _PHASES: Final = ("wait", "train", "publish", "checkpoint")
 
 @dataclass
 class _Clock:
-    """Seconds of the step under way, by phase."""
+    """Measures the present step's seconds by phase."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -66,107 +64,65 @@ class _Clock:
 
 @dataclass
 class _Trained:
-    """The last step that was trained: the optimiser steps behind the weights now, what to report, and the weights' way
-    if they were not announced before. `told`: reports it once they are."""
+    """The last step that was trained."""
 
-    step: int
-    values: dict[str, float]
+    step: int  # optimiser steps in the present weights
+    values: dict[str, float]  # to report
     clock: _Clock
-    publishing: Publishing | None
-    told: asyncio.Task[None] | None = None
+    publishing: Publishing | None  # None: the weights were announced before
+    told: asyncio.Task[None] | None = None  # reports the step once its weights are announced
+
+
+async def train_run(client: Client, lease: Lease, settings: TrainerSettings, crew: RankGroup | None = None) -> None:
+    """Trains the lease's run to its end. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
+    following, lineage = RunFollower(client, lease.run_id), new_fence()
+
+    async def work() -> None:
+        learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
+        await Training(client, lease, settings, following, lineage, learning, collector).run(resumed)
+
+    await race(following.run(), work())
 
 
 class Training:
-    """Trains one run under one lease."""
+    """Trains one run under one lease, from its start on."""
 
-    def __init__(self, client: Client, lease: Lease, settings: TrainerSettings, crew: RankGroup | None = None) -> None:
-        """`crew`: the ranks to train on; without one, this process."""
+    def __init__(
+        self,
+        client: Client,
+        lease: Lease,
+        settings: TrainerSettings,
+        following: RunFollower,
+        lineage: str,
+        learning: LocalLearning,
+        collector: TrajectoryCollector,
+    ) -> None:
         self._client = client
         self._lease = lease
         self._settings = settings
-        self._crew = crew
+        self._following = following
+        self._lineage = lineage
+        self._learning = learning
+        self._collector = collector
         self._spec = lease.run.spec
-        self._folder = Path(self._spec.output) / lease.run_id / "checkpoints"
-        self._following = RunFollower(client, lease.run_id)
-        self._lineage = new_fence()
         self._trained: _Trained | None = None
 
-    async def run(self) -> None:
-        """Until the run has ended. Raises `InvalidRequest` or `RunFailed` where the run is at fault."""
-        await race(self._following.run(), self._work())
-
-    async def _work(self) -> None:
-        self._learning, self._collector, resumed = await self._begin()
+    async def run(self, resumed: list[RunEvent]) -> None:
+        """Reports `resumed`, then trains until cancelled: the driver ends the run."""
         await self._commit(resumed)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read())
             while (publishing := await self._publish()) is not None:
                 try:
                     self._following.announced(await publishing)
-                except AlreadyExists as error:  # the relay remembers a run that the store forgot
+                except AlreadyExists as error:  # the relay has the version of a run that the store lost
                     log.warning("taking the next number", reason=str(error))
             while self._collector.step < self._spec.trainer.steps:
                 await self._step(tasks)
-            # The driver evaluates the last version, and ends the run. What still comes is dropped, and must be told.
+            # The driver evaluates the last version and ends the run. Late trajectories are dropped and committed.
             while True:
                 await self._following.until(lambda: bool(self._collector.uncommitted))
                 await self._commit([])
-
-    async def _begin(self) -> tuple[LocalLearning, TrajectoryCollector, list[RunEvent]]:
-        """Load the run's model, or its newest checkpoint, and what then is to be said."""
-        learning, state = await self._load()
-        await self._following.catch_up(self._lease)
-        self._check_lineage(state)
-        staleness = self._spec.batch.max_staleness
-        if state is None:
-            return learning, TrajectoryCollector(step=0, max_staleness=staleness), []
-        log.info("resumed", step=state.step, version=state.version)
-        message = f"training resumed from the checkpoint of step {state.step}"
-        resumed = RunEvent(kind="resumed", key=self._lineage, message=message, values={"step": float(state.step)})
-        collector = TrajectoryCollector(
-            step=state.step, max_staleness=staleness, consumed=state.consumed, cursor=state.cursor
-        )
-        # The checkpoint's writer may have died before it could report and commit what is in it.
-        return learning, collector, [*state.reports, resumed]
-
-    async def _load(self) -> tuple[LocalLearning, TrainingState | None]:
-        """The run's model, or its newest checkpoint with the state of training; again if a superseded trainer, not yet
-        aware of it, wrote a newer one meanwhile and removed this one.
-        """
-        while True:
-            found = await asyncio.to_thread(training_checkpoint.prepare, self._folder)
-            source = found or Path(self._spec.model)
-            try:
-                learning = await asyncio.to_thread(self._learn, source)
-                if found is None:
-                    return learning, None
-                state = await asyncio.to_thread(learning.resume, found, run_id=self._lease.run_id)
-            except Exception:
-                if found is None or training_checkpoint.latest(self._folder) == found:
-                    raise
-            else:
-                return learning, state
-
-    def _learn(self, source: Path) -> LocalLearning:
-        keep = self._settings.keep_published
-        if self._crew is None:
-            device = choose_device(self._settings.device)
-            return LocalLearning(self._spec, source=source, device=device, keep_published=keep)
-        return RankZeroLearning(self._crew, self._spec, run_id=self._lease.run_id, source=source, keep_published=keep)
-
-    def _check_lineage(self, state: TrainingState | None) -> None:
-        """Raises `CheckpointError` if what was found is not the run's, or not the newest that it had."""
-        if state is not None and self._following.steps.get(state.version) != state.step:
-            raise CheckpointError(
-                f"{str(self._folder)!r} holds checkpoints of an earlier run called {state.run_id}; "
-                "remove them, or submit with another output"
-            )
-        newest = max(self._following.checkpoints, default=0)
-        if newest > (state.step if state else 0):
-            raise CheckpointError(
-                f"the checkpoint of step {newest} is not there any more ({self._following.checkpoints[newest]}), and "
-                "what it was trained on is deleted; bring it back, or submit the run anew"
-            )
 
     async def _read(self) -> None:
         async for trajectory in self._lease.trajectories(self._collector.cursor()):
@@ -196,24 +152,24 @@ class Training:
         log.info("step", step=step + 1, reward=values.get("reward"), **clock.values())
 
     def _version(self, step: int) -> int:
-        """The version of the weights that `step` is trained with, be it announced or on its way."""
+        """Returns the version of the weights that `step` is trained with; it may not be announced yet."""
         if self._trained is not None and self._trained.publishing is not None:
             return self._trained.publishing.number
         return self._following.versions[step]
 
     async def _tell(self, trained: _Trained) -> None:
-        """Report a step once its weights' version is announced."""
+        """Reports a step once its weights' version is announced."""
         await self._announced(trained)
         await self._lease.report([self._event(trained)])
 
     async def _settle(self) -> None:
-        """Wait until the version on its way is announced, and its step reported."""
+        """Waits until the version in publication is announced, and its step reported."""
         if self._trained is not None and self._trained.told is not None:
             await self._trained.told
         self._trained = None
 
     async def _groups(self, step: int) -> None:
-        """Wait for all groups of the step that will come."""
+        """Waits for all groups of the step that are not dropped."""
         while True:
             try:
                 async with asyncio.timeout(_STARVED_S):
@@ -227,7 +183,7 @@ class Training:
         return self._spec.batch.groups_per_step - self._following.dropped[step]
 
     async def _relieve(self) -> None:
-        """Take a checkpoint if what it lets the coordinator delete is what the missing trajectories lack room for."""
+        """Takes a checkpoint if the quota has no room for the missing trajectories: it frees consumed ones."""
         if self._collector.uncommitted:
             run = await self._client.run(self._lease.run_id)
             if run.counters.get("bytes", 0) > _FULL * self._spec.quota_bytes:
@@ -236,8 +192,7 @@ class Training:
                 await self._checkpoint(None)
 
     async def _publish(self) -> Publishing | None:
-        """Put the weights on their way, unless those of their step were announced in the run already. They may change
-        again when this returns."""
+        """Starts to publish the weights unless their step's were announced before. They may change afterwards."""
         step = self._collector.step
         if step in self._following.versions:
             return None
@@ -252,7 +207,7 @@ class Training:
             trained.values |= publish_values(trained.publishing.report)
 
     async def _checkpoint(self, trained: _Trained | None) -> None:
-        """Make all that was trained durable, and only then have the coordinator count and delete it."""
+        """Makes the training durable, then lets the coordinator count and delete its trajectories."""
         collector, step = self._collector, self._collector.step
         events = [] if trained is None else [self._event(trained)]
         state = TrainingState(
@@ -267,7 +222,7 @@ class Training:
         keep = self._settings.keep_checkpoints
         clock = _Clock() if trained is None else trained.clock
         path = await clock.measure(
-            "checkpoint", asyncio.to_thread(self._learning.checkpoint, self._folder, state, keep=keep)
+            "checkpoint", asyncio.to_thread(self._learning.checkpoint, checkpoints_of(self._lease), state, keep=keep)
         )
         saved = RunEvent(
             kind=CHECKPOINT,
@@ -280,15 +235,14 @@ class Training:
         await self._commit([*events, saved], count=len(state.consumed))
 
     async def _commit(self, events: list[RunEvent], *, count: int | None = None) -> None:
-        """Report, then commit the first `count` outcomes (default: all). Committing comes last, as the driver may end
-        the run as soon as nothing is left to commit."""
+        """Reports, then commits the first `count` outcomes (default: all): after the last commit the run may end."""
         outcomes = self._collector.outcomes()[:count]
         await self._lease.report(events)
         await self._lease.commit(outcomes)
         self._collector.committed(len(outcomes))
 
     def _event(self, trained: _Trained) -> RunEvent:
-        """`step` counts the optimiser steps behind the new weights, as in their policy version."""
+        """Makes the step's event; `step` counts the optimiser steps in the new weights, as their version does."""
         step, values = trained.step, trained.values
         head = {"step": float(step), "version": float(self._following.versions[step])}
         return RunEvent(
@@ -301,7 +255,7 @@ class Training:
 
 
 def publish_values(report: PublishReport) -> dict[str, float]:
-    """What a step's event says of its weights' publication: bytes, the share of elements that changed, seconds."""
+    """Returns the values of a step's event on publishing: bytes, the share of changed elements, seconds."""
     return {
         "publish_bytes": float(report.bytes_sent),
         "publish_dense_bytes": float(report.dense_bytes),

@@ -1,15 +1,14 @@
-"""Checkpoints of a training: directories that `transformers` loads, with all that a resume needs beside the weights.
+"""Writes and reads checkpoints: directories that `transformers` loads, with all else that a resume needs.
 
     step-000010/                 config, weights and tokenizer, as Hugging Face writes them
     step-000010/trainer/         state.json (below), optimizer.safetensors, random.safetensors
-    step-000010/trainer/optimizer/   instead of optimizer.safetensors, where several ranks wrote: a file of each
+    step-000010/trainer/optimizer/   instead of optimizer.safetensors: a file of each of several ranks
 
 Any number of ranks reads what any number wrote (`ebbtide.trainer.ranks.checkpoint_shards`).
 
-Invariant: a directory called `step-N` is whole, durable and never written again: it was made under another name,
-synced and renamed. Trainers of one run write here, under its lease; one that was superseded while it wrote may
-finish, and what it wrote is as good. A process that dies here leaves its unfinished one, which the next trainer
-removes. Tensors are safetensors, all else is JSON; nothing is pickled.
+Invariant: a directory called `step-N` is whole, durable and never written again: it is made under another name, synced
+and renamed. Only trainers that hold the run's lease begin one; a superseded trainer may finish its own, which is valid
+too. The next trainer removes what a dead one left unfinished. Tensors are safetensors, all else is JSON; no pickle.
 """
 
 import json
@@ -35,37 +34,35 @@ from ebbtide.trainer.trajectory_collector import ConsumedTrajectory
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
 
-#: Raised with the meaning of what is written, so that an old checkpoint is refused and not misread.
+#: Raise it when the contents change in meaning: other formats are refused, not misread.
 FORMAT: Final = 1
 _UNFINISHED: Final = ".unfinished-"
 _PREFIX: Final = "step-"
-#: Keys by which nested state that JSON cannot hold is written.
+#: Keys that mark tensors and mappings in nested state, which JSON cannot hold.
 _TENSOR, _ITEMS = "$tensor", "$items"
 
 
 class CheckpointError(RunFailed):
-    """A checkpoint that cannot be resumed from."""
+    """The run cannot resume from a checkpoint."""
 
 
 class TrainingState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where training stood. `version` is the policy version of these weights; `consumed` are the trajectories decided
-    on and not yet told to the coordinator when this was written, `reports` are events likewise; reading resumes behind
-    `cursor`."""
+    """The state of a training beside its tensors."""
 
     run_id: str
     lineage: str
     step: int
-    version: int
-    cursor: str = ""
-    consumed: tuple[ConsumedTrajectory, ...] = ()
-    reports: tuple[RunEvent, ...] = ()
+    version: int  # policy version of these weights
+    cursor: str = ""  # reading resumes after it
+    consumed: tuple[ConsumedTrajectory, ...] = ()  # decided on, but not yet reported to the coordinator
+    reports: tuple[RunEvent, ...] = ()  # events not yet reported
     format: int = FORMAT
 
 
 def write(
     folder: Path, network: Network, tokenizer: Tokenizer, learner_state: Mapping[str, Any], state: TrainingState
 ) -> Path:
-    """Write the checkpoint of `state.step` into `folder`; it is durable when this returns. Returns its directory."""
+    """Writes the checkpoint of `state.step` durably into `folder`. Returns its directory."""
     unfinished = folder / f"{_UNFINISHED}{state.lineage}"
     save_network(network, tokenizer, unfinished)
     inner = unfinished / "trainer"
@@ -77,7 +74,7 @@ def write(
 
 
 def begin(folder: Path, network: Network, tokenizer: Tokenizer, state: TrainingState) -> Path:
-    """Rank 0's beginning of a checkpoint that several write: a directory for them. Returns it."""
+    """Makes, on rank 0, the directory of a checkpoint that several ranks write. Returns it."""
     unfinished = folder / f"{_UNFINISHED}{state.lineage}"
     (unfinished / "trainer" / "optimizer").mkdir(parents=True)
     network.config.dtype = torch.float32  # as the files are
@@ -89,9 +86,9 @@ def begin(folder: Path, network: Network, tokenizer: Tokenizer, state: TrainingS
 
 
 def write_part(unfinished: Path, network: Network, learner_state: Mapping[str, Any], ranks: LearnerRanks) -> Any:
-    """What one of several ranks writes; all call it. Returns the learner's state without its tensors, for `finish`.
+    """Writes this rank's part; all ranks call it. Returns the learner's state without tensors, for `finish`.
 
-    Raises `CheckpointError` if the directory is not the one that rank 0 made.
+    Raises `CheckpointError` if rank 0's directory is not there.
     """
     if not (folder := unfinished / "trainer" / "optimizer").is_dir():
         text = "the run's output must be a directory that the hosts of all ranks share"
@@ -104,7 +101,7 @@ def write_part(unfinished: Path, network: Network, learner_state: Mapping[str, A
 
 
 def finish(unfinished: Path, tree: Any, state: TrainingState, ranks: int) -> Path:
-    """Rank 0's end of it, once all have written: from here on it is a checkpoint. Returns its directory."""
+    """Completes, on rank 0, a checkpoint that all ranks have written. Returns its directory."""
     for path in unfinished.iterdir():
         if path.is_file():
             path.chmod(0o644)  # workers may run as another user
@@ -130,7 +127,7 @@ def _seal(folder: Path, unfinished: Path, tree: Any, state: TrainingState, ranks
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in `folder`, or None."""
+    """Returns the newest whole checkpoint in `folder`, or None."""
     found = _by_step(folder)
     return found[-1] if found else None
 
@@ -142,15 +139,15 @@ def _by_step(folder: Path) -> list[Path]:
 def read_state(
     checkpoint: Path, *, run_id: str, parameters: Sequence[torch.Tensor] = ()
 ) -> tuple[TrainingState, dict[str, Any]]:
-    """The training's state and the learner's; also sets the process's random state. `parameters`: those of the
-    optimiser, whose state is read as they are sharded and where they lie.
+    """Returns the training's state and the learner's; also sets the process's random state.
 
-    Raises `CheckpointError` naming the directory if it is another run's, of another format, or damaged.
+    `parameters` are the optimiser's; its state is read onto their devices and in their shards. Raises `CheckpointError`
+    naming the directory if it is of another run or format, or damaged.
     """
     inner = checkpoint / "trainer"
     try:
         body = json.loads((inner / "state.json").read_text(encoding="utf-8"))
-        _check_format(checkpoint, body["training"]["format"])  # a later one may have fields that are not known here
+        _check_format(checkpoint, body["training"]["format"])  # a later format may have unknown fields
         state = msgspec.convert(body["training"], TrainingState)
         tree = msgspec.convert(body["learner"], dict[str, Any])
         learner = _unflatten(tree, _optimizer(inner, int(body.get("ranks", 1)), parameters))
@@ -166,13 +163,13 @@ def read_state(
 def _check_format(checkpoint: Path, found: object) -> None:
     if found != FORMAT:
         raise CheckpointError(
-            f"{str(checkpoint)!r} has format {found}, and this trainer knows {FORMAT} alone: resume with the release "
+            f"{str(checkpoint)!r} has format {found}, and this trainer reads only {FORMAT}: resume with the release "
             "that wrote it"
         )
 
 
 def _optimizer(inner: Path, ranks: int, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Raises `OSError` for a part that is missing, and what reading raises."""
+    """Reads the optimiser's tensors. Raises `OSError` for a missing part, and what reading raises."""
     folder = inner / "optimizer" if ranks > 1 else inner
     names = map(shard_name, range(ranks)) if ranks > 1 else ("optimizer.safetensors",)
     if missing := next((name for name in names if not (folder / name).is_file()), ""):
@@ -181,16 +178,14 @@ def _optimizer(inner: Path, ranks: int, parameters: Sequence[torch.Tensor]) -> d
 
 
 def keep_newest(folder: Path, count: int) -> None:
-    """Remove all but the `count` newest checkpoints."""
+    """Removes all but the `count` newest checkpoints."""
     for old in _by_step(folder)[:-count]:
         shutil.rmtree(old)
 
 
 def prepare(folder: Path) -> Path | None:
-    """Make `folder`, remove what earlier trainers left unfinished there, and return the newest whole checkpoint.
-
-    Raises `InvalidRequest` naming `output` if nothing can be written there.
-    """
+    """Makes `folder` and removes unfinished checkpoints. Returns the newest whole one. Raises `InvalidRequest` naming
+    `output` if the folder is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_UNFINISHED}*"):
@@ -203,7 +198,7 @@ def prepare(folder: Path) -> Path | None:
 
 
 def _remove(unfinished: Path) -> None:
-    """At once or not at all, for its writer may live: half of it must not get the name of a whole checkpoint."""
+    """Removes it as a whole: its writer may live, and must not rename half of it to a checkpoint."""
     aside = unfinished.with_name(f"{_UNFINISHED}{new_fence()}")
     with suppress(OSError):
         unfinished.rename(aside)
@@ -211,7 +206,7 @@ def _remove(unfinished: Path) -> None:
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON; its tensors go into `tensors` under their paths. Mappings keep keys that are no strings."""
+    """Returns `value` as JSON, and puts its tensors into `tensors` by path. Mappings keep keys that are no strings."""
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
         return {_TENSOR: path}

@@ -1,9 +1,8 @@
-"""Gathers trajectories into whole groups, and keeps the books of what becomes of each.
+"""Gathers trajectories into whole groups, and records the outcome of each.
 
-Invariant: a trajectory that was added is in exactly one of: `_waiting` (its step is not trained yet), `uncommitted`
-(trained on or dropped in this lineage; told to the coordinator only once a checkpoint that holds it is durable), or
-told. Episode ids make a repeat harmless. When the process dies, `uncommitted` comes back from the checkpoint and the
-waiting ones from the coordinator, which keeps all that were not committed.
+Invariant: an added trajectory is in `_waiting` (its step is not trained yet), in `uncommitted` (trained on or dropped;
+committed only once a checkpoint that holds it is durable), or committed. Episode ids make repeats harmless. After a
+restart the checkpoint restores `uncommitted`, and the coordinator sends the waiting ones again.
 """
 
 from collections import defaultdict
@@ -16,20 +15,20 @@ from msgspec import Struct
 from ebbtide.types.rollout import DropReason, Trajectory, TrajectoryOutcome
 from ebbtide.types.tokens import unpack_tokens
 
-#: Steps that the staleness of a token of no announced version counts as: too many for any setting.
+#: Staleness of a token without an announced version: too large for any setting.
 _UNKNOWN: Final = 1 << 31
 
 
 class ConsumedTrajectory(Struct, frozen=True, kw_only=True):
-    """A trajectory whose fate is decided; `drop_reason` is empty if it was trained on."""
+    """A trajectory whose outcome is decided."""
 
     episode_id: str
     cursor: str
-    drop_reason: str = ""
+    drop_reason: str = ""  # empty: trained on
 
 
 class TrajectoryCollector:
-    """The trajectories of one run; `step` is the step to be trained next."""
+    """Holds the trajectories of one run; `step` is the next step to train."""
 
     def __init__(
         self, *, step: int, max_staleness: int, consumed: Iterable[ConsumedTrajectory] = (), cursor: str = ""
@@ -47,23 +46,25 @@ class TrajectoryCollector:
             return
         self._known.add(trajectory.episode_id)
         self._read.append(trajectory.cursor)
-        if trajectory.step < self.step:  # its group came out twice, and the step went on with the first
+        if trajectory.step < self.step:  # its group was completed twice, and the step took the first
             self._consume(trajectory, DropReason.TOO_STALE)
         else:
             self._waiting[trajectory.step][trajectory.group_id].append(trajectory)
 
     def whole_groups(self) -> int:
-        """Groups of the next step that have all of their trajectories."""
+        """Counts the next step's groups that have all their trajectories."""
         return sum(_whole(group) for group in self._waiting.get(self.step, {}).values())
 
     def news(self, steps: Mapping[int, int]) -> bool:
-        """Whether the next step has tokens of a version that `steps` (version -> its step) does not know yet."""
+        """Whether the next step has tokens of a version that is not in `steps` (version -> its step)."""
         waiting = (one for group in self._waiting.get(self.step, {}).values() for one in group)
         return any(staleness(one, self.step, steps)[1] == _UNKNOWN for one in waiting)
 
     def take(self, steps: Mapping[int, int]) -> list[Trajectory]:
-        """The whole groups of the next step, in an order that does not depend on how they arrived; goes on to the step
-        after it. What is too stale, and what came without its group, is dropped. `steps`: version -> its step."""
+        """Takes the next step's whole groups, in an order independent of their arrival; drops stale and partial ones.
+
+        `steps`: version -> its step.
+        """
         groups = self._waiting.pop(self.step, {})
         taken = []
         for _, group in sorted(groups.items()):
@@ -79,7 +80,7 @@ class TrajectoryCollector:
         return taken
 
     def cursor(self) -> str:
-        """Where reading may go on after a restart: nothing at or before it is still waiting."""
+        """Returns where reading may resume: no trajectory up to it is still waiting."""
         waiting = {item.cursor for groups in self._waiting.values() for group in groups.values() for item in group}
         while self._read and self._read[0] not in waiting:
             self._cursor = self._read.pop(0)
@@ -89,7 +90,7 @@ class TrajectoryCollector:
         return [TrajectoryOutcome(cursor=item.cursor, drop_reason=item.drop_reason) for item in self.uncommitted]
 
     def committed(self, count: int) -> None:
-        """The first `count` of `uncommitted` were told to the coordinator, which will not send them again."""
+        """Removes the first `count` of `uncommitted`, which the coordinator will not send again."""
         for item in self.uncommitted[:count]:
             self._known.discard(item.episode_id)
         del self.uncommitted[:count]
@@ -100,7 +101,7 @@ class TrajectoryCollector:
 
 
 def staleness(trajectory: Trajectory, step: int, steps: Mapping[int, int]) -> tuple[float, int]:
-    """Mean and largest number of steps between the weights that made its sampled tokens and those of `step`."""
+    """Mean and largest number of steps from the versions of its sampled tokens to `step`."""
     tokens = unpack_tokens(trajectory.tokens)
     sampled = tokens["version"][np.frombuffer(trajectory.loss_mask, dtype=np.uint8) == 1]
     if not len(sampled):
@@ -111,5 +112,5 @@ def staleness(trajectory: Trajectory, step: int, steps: Mapping[int, int]) -> tu
 
 
 def _whole(group: list[Trajectory]) -> bool:
-    # A driver that was restarted in the midst of completing a group may state two sizes; the smaller can be had.
+    # A driver that restarted while it completed a group may state two sizes; only the smaller one is complete.
     return len(group) >= min(trajectory.group_size for trajectory in group)

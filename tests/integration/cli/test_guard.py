@@ -92,7 +92,7 @@ async def test_where_no_guard_answers_it_says_how_to_start_one(tmp_path: Path) -
     ("words", "said"),
     [
         ((), "--grant-dir: name the guard's folder"),
-        (("--grant-dir", "x", "--json", "--watch"), "--json: not together with --watch"),
+        (("--grant-dir", "x", "--json", "--watch"), "--json: excludes --watch"),
     ],
 )
 async def test_what_cannot_be_asked_is_refused_by_its_flag(words: tuple[str, ...], said: str) -> None:

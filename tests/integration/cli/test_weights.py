@@ -75,7 +75,7 @@ async def test_programs_get_json(relay: str) -> None:
     told = json.loads(out)
     assert [one["info"]["version"]["version"] for one in told["versions"]] == [1, 2]
     status, _, err = await ebbtide("weights", "r", "--relay", relay, "--json", "--watch")
-    assert (status, err) == (2, "ebbtide: --json: not together with --watch; ask again and again\n")
+    assert (status, err) == (2, "ebbtide: --json: excludes --watch; call it again and again\n")
 
 
 async def test_it_is_watched_until_interrupted(relay: str) -> None:

@@ -72,7 +72,7 @@ async def test_another_process_under_its_name_is_not_waited_for() -> None:
 async def test_without_waiting_it_says_what_is_to_come(capsys: pytest.CaptureFixture[str]) -> None:
     fleet = Fleet(WORKER)
     await run(fleet, wait=False)
-    assert capsys.readouterr().out == "w1 was told to leave within 30 s; 5 rollouts to hand over\n"
+    assert capsys.readouterr().out == "w1 was asked to leave within 30 s; 5 rollouts to hand over\n"
     assert fleet.listed == 0  # however large the fleet
 
 

@@ -13,11 +13,11 @@ from ebbtide.demo.demo_report import (
     busy,
     make_report,
     phases,
+    summary,
     trainer_idle,
     weighted_mean,
 )
 from ebbtide.demo.report_picture import terminal_curve, write_picture
-from ebbtide.demo.report_summary import summary
 from ebbtide.demo.token_accounts import TokenAccounts
 from ebbtide.demo.weights_report import told, weights_figures
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState

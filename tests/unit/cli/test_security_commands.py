@@ -85,7 +85,7 @@ def test_one_that_cannot_be_read_holds_up_none_of_the_others(ask: Ask) -> None:
     [
         (("certs", "init", "--dir", "ca"), "has an authority already"),
         (("certs", "issue", "--dir", "ca", "--role", "worker", "--name", "w"), "renew it, or take another name"),
-        (("certs", "issue", "--dir", "ca", "--role", "worker", "--name", "ca"), "is the authority's own"),
+        (("certs", "issue", "--dir", "ca", "--role", "worker", "--name", "ca"), "names the authority itself"),
         (("certs", "issue", "--dir", "ca", "--role", "worker", "--name", "../x"), "--name: must be"),
         (("certs", "issue", "--dir", "ca", "--role", "user", "--name", "x", "--host", "h:7600"), "without a port"),
         (
@@ -134,7 +134,7 @@ def test_neither_keys_nor_anything_else_is_overwritten(ask: Ask, tmp_path: Path)
     assert "has a tokens.key already" in why
     status, _, why = ask("tokens", "issue", "--dir", "both", "--role", "worker", "--out", "both/tokens.key")
     assert status == 1
-    assert "something else than a signed token" in why
+    assert "holds no signed token" in why
     assert (tmp_path / "both/tokens.key").read_bytes() == key
     (tmp_path / "both/tokens.key").unlink()
     public = (tmp_path / "both/tokens.pub").read_bytes()

@@ -209,7 +209,7 @@ def test_a_signing_key_is_not_overwritten_and_only_work_on_one_run_is_bound_to_o
     signing_keys.make(tmp_path)
     with pytest.raises(AlreadyExists, match="--rotate"):
         signing_keys.make(tmp_path)
-    with pytest.raises(InvalidRequest, match="a worker's work is not that of one run"):
+    with pytest.raises(InvalidRequest, match="a worker works on all runs"):
         signing_keys.issue(tmp_path, Role.WORKER, run_id="run-a", ttl_s=60, name="")
     token = signing_keys.issue(tmp_path, Role.TRAINER, run_id="run-a", ttl_s=60, name="t1")
     assert verify(token, public_keys((tmp_path / "tokens.pub").read_bytes(), field="keys")).run_id == "run-a"

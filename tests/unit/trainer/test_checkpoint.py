@@ -126,7 +126,7 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number_and_not_called_
     file.write_text(json.dumps(body))
     with pytest.raises(
         CheckpointError,
-        match=f"has format {training_checkpoint.FORMAT + 1}, and this trainer knows {training_checkpoint.FORMAT}",
+        match=f"has format {training_checkpoint.FORMAT + 1}, and this trainer reads only {training_checkpoint.FORMAT}",
     ):
         training_checkpoint.read_state(path, run_id="run-1")
 

@@ -1,1 +1,1 @@
-"""The subcommands of `ebbtide`."""
+"""Defines the subcommands of `ebbtide`."""

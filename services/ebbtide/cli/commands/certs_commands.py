@@ -1,4 +1,4 @@
-"""Commands on the certificates of a cluster: a development authority in a folder, and what it issues."""
+"""Defines the commands on a development authority in a folder and the certificates that it issues."""
 
 import datetime as dt
 from pathlib import Path
@@ -13,7 +13,7 @@ _PANEL = "Security"
 
 Folder = Annotated[Path, typer.Option("--dir", help="Folder of the authority.")]
 
-certs = typer.Typer(help="Make certificates whose roles say who may call what.", no_args_is_help=True)
+certs = typer.Typer(help="Make certificates whose roles decide about calls.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -23,9 +23,9 @@ def register(app: typer.Typer) -> None:
 @certs.command()
 def init(
     folder: Folder,
-    days: Annotated[int, typer.Option(min=1, max=36500, help="How long the authority is good for.")] = 3650,
+    days: Annotated[int, typer.Option(min=1, max=36500, help="Days for which the authority is valid.")] = 3650,
 ) -> None:
-    """Make an authority: ca.pem, which all programs are given as tls_ca, and ca.key, which stays here."""
+    """Make an authority. Give ca.pem to all programs as tls_ca; ca.key stays here."""
     from ebbtide.cli.credentials import certificates
 
     typer.echo(certificates.init(folder, days))
@@ -34,15 +34,15 @@ def init(
 @certs.command()
 def issue(
     folder: Folder,
-    role: Annotated[list[Role], typer.Option(help="What its holder is; may be given again.")],
-    name: Annotated[str, typer.Option(help="Of the files NAME.pem and NAME.key.")],
+    role: Annotated[list[Role], typer.Option(help="Role of the holder. Repeatable.")],
+    name: Annotated[str, typer.Option(help="Name of the files NAME.pem and NAME.key.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Name or IP address under which others reach it; may be given again. None: it only calls."),
+        typer.Option(help="Name or IP address under which others reach the program. Repeatable. None: it only calls."),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=36500, help="How long it is good for.")] = 90,
+    days: Annotated[int, typer.Option(min=1, max=36500, help="Days for which the certificate is valid.")] = 90,
 ) -> None:
-    """Issue a certificate for one program: tls_cert is NAME.pem, tls_key is NAME.key."""
+    """Issue a certificate for one program. Give it NAME.pem as tls_cert and NAME.key as tls_key."""
     from ebbtide.cli.credentials import certificates
 
     typer.echo(certificates.issue(folder, name, role, host or [], days))
@@ -51,13 +51,11 @@ def issue(
 @certs.command()
 def renew(
     folder: Folder,
-    name: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Which. None: see --within.")] = None,
-    within: Annotated[int, typer.Option(min=0, max=36500, help="Without names: those that end in so many days.")] = 30,
-    days: Annotated[
-        int, typer.Option(min=0, max=36500, help="How long they are good for then; 0: as long as before.")
-    ] = 0,
+    name: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Names. None: see --within.")] = None,
+    within: Annotated[int, typer.Option(min=0, max=36500, help="Without names: renew what ends in so many days.")] = 30,
+    days: Annotated[int, typer.Option(min=0, max=36500, help="Days of validity. 0: as long as before.")] = 0,
 ) -> None:
-    """Replace certificates by new ones with new keys, and the same roles and hosts. Running programs take them up."""
+    """Replace certificates by new ones with new keys and the same roles and hosts. Running programs reload them."""
     from ebbtide.cli.credentials import certificates
 
     now = dt.datetime.now(dt.UTC)
@@ -92,7 +90,7 @@ def show(folder: Folder) -> None:
 
 
 def _tell(faults: list[InvalidRequest]) -> None:
-    """What is at fault, once all else is done."""
+    """Prints the faults after all else is done, and exits with status 2 if there are any."""
     for fault in faults:
         typer.echo(f"ebbtide: {fault}", err=True)
     if faults:

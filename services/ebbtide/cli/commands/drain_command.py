@@ -1,4 +1,4 @@
-"""`ebbtide drain`: asks a worker to leave, and tells how it does."""
+"""Runs `ebbtide drain`: asks a worker to leave, and shows its progress."""
 
 import asyncio
 import sys
@@ -15,18 +15,16 @@ if TYPE_CHECKING:
     from ebbtide.client import Client
 
 _LOOK_S: Final = 0.25
-#: Beyond the deadline, for the worker to close its streams and the coordinator to hear of it.
+#: Time after the deadline for the worker to close its streams and for the coordinator to notice.
 _GRACE_S: Final = 10.0
 
 
 async def drain_worker(client: "Client", worker_id: str, within_s: float, *, wait: bool) -> None:
-    """Raises `NotFound` for a worker that is not attached, and `EbbtideError` if it is still there after its time, or
-    gone without having left.
-    """
+    """Drains a worker. Raises `NotFound` if it is not attached, and `EbbtideError` if it stays or is lost."""
     before = await _find(client, worker_id) if wait else None
     count = await client.drain_worker(worker_id, within_s)
     if not wait:
-        print(f"{worker_id} was told to leave within {within_s:g} s; {_rollouts(count)} to hand over")  # noqa: T201
+        print(f"{worker_id} was asked to leave within {within_s:g} s; {_rollouts(count)} to hand over")  # noqa: T201
         return
     began, most, now = time.monotonic(), count, before
     console = Console(file=sys.stderr)
@@ -52,12 +50,12 @@ async def _find(client: "Client", worker_id: str) -> Worker | None:
 
 
 def _check_end(gone: Worker) -> None:
-    """Raises `EbbtideError` for a worker that did not leave of its own accord, with everything handed over."""
+    """Raises `EbbtideError` unless the worker handed everything over and left by itself."""
     why = plain(gone.reason) or "no reason known"
     if gone.running:
         raise EbbtideError(
             f"{gone.worker_id} was lost before it had handed over {_rollouts(gone.running)} ({why}); "
-            "they go on elsewhere behind what was stored"
+            "they go on elsewhere after their stored tokens"
         )
     if gone.state is WorkerState.SUSPECTED:
         raise EbbtideError(
@@ -67,9 +65,9 @@ def _check_end(gone: Worker) -> None:
 
 
 def _left(before: Worker | None, now: Worker) -> bool:
-    """Also when another process came under its name meanwhile."""
-    reborn = before is not None and now.uptime_s < before.uptime_s
-    return now.state in GONE or reborn
+    """Whether the worker is gone, or a newer process has taken its name."""
+    replaced = before is not None and now.uptime_s < before.uptime_s
+    return now.state in GONE or replaced
 
 
 def _rollouts(count: int) -> str:

@@ -1,7 +1,6 @@
-"""`ebbtide health`, also as `python -m ebbtide.cli.commands.health_command`: does a server serve? For health checks of
-supervisors.
+"""Runs `ebbtide health`, with which supervisors check a server.
 
-It needs what every service needs, and not the rest of the command line, so that images of one service have it too.
+`python -m ebbtide.cli.commands.health_command` imports only what every service needs: one service's image has it too.
 """
 
 import asyncio
@@ -17,13 +16,13 @@ from ebbtide.settings import load
 
 
 class HealthSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    address: Annotated[str, Meta(description="of a coordinator or weight-relay, host:port")]
-    timeout_s: Annotated[float, Meta(gt=0, description="seconds that the answer may take")] = 3.0
+    address: Annotated[str, Meta(description="address of a coordinator or weight-relay, host:port")]
+    timeout_s: Annotated[float, Meta(gt=0, description="seconds to wait for the answer")] = 3.0
     security: ClientSecurity = ClientSecurity()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Ask a coordinator or weight-relay whether it serves. Exit status: 0 it does, 1 it does not, 2 bad settings."""
+    """Check whether a coordinator or weight-relay serves. Exit status: 0 it serves, 1 it does not, 2 bad settings."""
     settings = load(HealthSettings, prog="ebbtide health", argv=argv, description=main.__doc__ or "")
     try:
         asyncio.run(_ask(settings))

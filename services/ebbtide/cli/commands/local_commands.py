@@ -1,4 +1,4 @@
-"""Commands that run a cluster on this machine, and the base model that it may begin with."""
+"""Defines the commands that run a cluster on this machine, and the one that makes a base model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,25 +16,24 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    seed: Annotated[int | None, typer.Option(min=0, help="Of problems, base model and lots.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of problems, base model and permutations.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="vLLM workers.")] = 2,
-    run_dir: Annotated[Path, typer.Option(help="Where the report, logs and checkpoints go.")] = Path("runs/demo"),
-    cache: Annotated[Path, typer.Option(help="Where base models are kept.")] = Path(".cache/base-models"),
-    spec: Annotated[Path | None, typer.Option(help="Another run's spec (TOML) than the demo's.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
+    run_dir: Annotated[Path, typer.Option(help="Folder for the report, logs and checkpoints.")] = Path("runs/demo"),
+    cache: Annotated[Path, typer.Option(help="Folder of base models.")] = Path(".cache/base-models"),
+    spec: Annotated[Path | None, typer.Option(help="Spec of the run (TOML), instead of the demo's own.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sampling top_p.")] = None,
     eval_problems: Annotated[int | None, typer.Option(min=0, help="Problems of each evaluation.")] = None,
     control: Annotated[
-        bool, typer.Option("--control", help="Permute rewards inside each group: nothing should be learnt.")
+        bool, typer.Option("--control", help="Permute rewards within each group, so that nothing can be learnt.")
     ] = False,
-    kill: Annotated[bool, typer.Option(help="SIGKILL a worker in the middle of its responses.")] = True,
-    kill_coordinator: Annotated[bool, typer.Option("--kill-coordinator", help="SIGKILL the coordinator too.")] = False,
-    kill_trainer: Annotated[bool, typer.Option("--kill-trainer", help="SIGKILL the trainer too.")] = False,
+    kill: Annotated[bool, typer.Option(help="Kill a worker in the middle of its responses.")] = True,
+    kill_coordinator: Annotated[bool, typer.Option("--kill-coordinator", help="Kill the coordinator too.")] = False,
+    kill_trainer: Annotated[bool, typer.Option("--kill-trainer", help="Kill the trainer too.")] = False,
 ) -> None:
-    """Train a policy with GRPO on vLLM workers, kill one of them midway, and report what became of it."""
-    from ebbtide.demo.demo import DemoOptions
-    from ebbtide.demo.demo_command import run
+    """Train a policy with GRPO on vLLM workers, kill one of them midway, and report the result."""
+    from ebbtide.demo.demo import DemoOptions, run
 
     options = DemoOptions(
         run_dir=run_dir,
@@ -57,22 +56,20 @@ def demo(
 def demo_coserving(
     trace: Annotated[
         Path | None,
-        typer.Option(help="Request trace to replay: CSV with t_s,input_tokens,output_tokens. Without: made-up bursts."),
+        typer.Option(help="Request trace to replay: CSV with t_s,input_tokens,output_tokens. None: made-up bursts."),
     ] = None,
     window: Annotated[str, typer.Option(metavar="START:END", help="Seconds of the trace.")] = "0:45",
-    speed: Annotated[float, typer.Option(min=0.001, help="Times its own pace.")] = 1.0,
+    speed: Annotated[float, typer.Option(min=0.001, help="Factor on the trace's pace.")] = 1.0,
     prompts: Annotated[float, typer.Option(min=0.001, help="Factor on the trace's prompt lengths.")] = 0.25,
     outputs: Annotated[float, typer.Option(min=0.001, help="Factor on the trace's answer lengths.")] = 0.5,
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of the run.")] = 16,
     eval_problems: Annotated[int, typer.Option(min=0, help="Problems of each evaluation.")] = 160,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of problems, base model and made-up traffic.")] = None,
-    run_dir: Annotated[Path, typer.Option(help="Where the report, timeline and logs go.")] = Path(
-        "runs/demo-coserving"
-    ),
-    cache: Annotated[Path, typer.Option(help="Where models are kept.")] = Path(".cache/base-models"),
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of problems, base model and made-up traffic.")] = None,
+    run_dir: Annotated[Path, typer.Option(help="Folder for the report and logs.")] = Path("runs/demo-coserving"),
+    cache: Annotated[Path, typer.Option(help="Folder of models.")] = Path(".cache/base-models"),
 ) -> None:
-    """Serve a model under replayed traffic while a training run borrows its idle time, and tell what users noticed."""
-    from ebbtide.demo.coserving.coserving_command import run
+    """Serve a model under replayed traffic while a training run borrows its idle time, and report both."""
+    from ebbtide.demo.coserving.coserving_demo import run
     from ebbtide.demo.coserving.coserving_options import CoservingOptions
 
     options = CoservingOptions(
@@ -92,25 +89,21 @@ def demo_coserving(
 
 def up(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint that the workers boot from; the demo's base model if not given.")
+        Path | None, typer.Option(help="Checkpoint that the workers boot from. None: the demo's base model.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="vLLM workers.")] = 2,
-    slots: Annotated[int, typer.Option(min=1, help="Rollouts that each worker holds at most.")] = 64,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes that train together, a GPU each where there are.")] = 1,
-    run_dir: Annotated[Path, typer.Option(help="Where logs and data go.")] = Path("runs/up"),
-    cache: Annotated[Path, typer.Option(help="Where base models are kept.")] = Path(".cache/base-models"),
-    coordinator: Annotated[
-        str, typer.Option(help="Address of the coordinator; port 0: a free one.")
-    ] = "127.0.0.1:7600",
-    standby: Annotated[
-        bool, typer.Option(help="Run a second coordinator, which takes over when the first is gone.")
-    ] = False,
-    relay: Annotated[str, typer.Option(help="Address of the weight-relay; port 0: a free one.")] = "127.0.0.1:7610",
+    slots: Annotated[int, typer.Option(min=1, help="Most rollouts that a worker holds.")] = 64,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that train together, each on a GPU if any.")] = 1,
+    run_dir: Annotated[Path, typer.Option(help="Folder for logs and data.")] = Path("runs/up"),
+    cache: Annotated[Path, typer.Option(help="Folder of base models.")] = Path(".cache/base-models"),
+    coordinator: Annotated[str, typer.Option(help="Address of the coordinator. Port 0: any.")] = "127.0.0.1:7600",
+    standby: Annotated[bool, typer.Option(help="Run a second coordinator that takes over from a lost one.")] = False,
+    relay: Annotated[str, typer.Option(help="Address of the weight-relay. Port 0: any.")] = "127.0.0.1:7610",
     worker_config: Annotated[
         Path | None, typer.Option(help="TOML file of settings for the workers (see ebbtide rollout-worker --help).")
     ] = None,
 ) -> None:
-    """Run a cluster on this machine until Ctrl-C; what dies in it is started again."""
+    """Run a cluster on this machine until Ctrl-C. Programs that die are started again."""
     from ebbtide.cli.commands.up_command import run
     from ebbtide.local_cluster.local_cluster import ClusterShape
 
@@ -128,7 +121,7 @@ def up(
 
 
 def base_model(context: typer.Context) -> None:
-    """Make a small model that half masters the environment of a run, and print its path."""
+    """Make a small model that half masters a run's environment, and print its path."""
     from importlib import import_module
 
     import_module("ebbtide.trainer.base_model.__main__").main(context.args)

@@ -1,15 +1,26 @@
-"""Commands on the runs of a cluster, through the SDK."""
+"""Defines the commands on the runs of a cluster and on their weights."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ebbtide.cli.cluster_connection import WATCH_PATIENCE_S, Coordinator, RunId, TokenFile, with_client
+from ebbtide.cli.cluster_connection import (
+    WATCH_PATIENCE_S,
+    AsJson,
+    Coordinator,
+    Every,
+    Relay,
+    RunId,
+    TokenFile,
+    Watch,
+    watching,
+    with_client,
+)
 
 
 def register(app: typer.Typer) -> None:
-    for command in (submit, runs, watch, timeline, cancel):
+    for command in (submit, runs, watch, timeline, cancel, weights):
         app.command(rich_help_panel="Runs")(command)
 
 
@@ -17,9 +28,9 @@ def submit(
     spec: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's spec.")],
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
-    run_id: Annotated[str | None, typer.Option(help="Id of the run; submitting it again changes nothing.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="Id of the run. Submitting it again changes nothing.")] = None,
     check: Annotated[
-        bool, typer.Option(help="Try the environment and read the model here; --no-check where they are elsewhere.")
+        bool, typer.Option(help="Try the environment and read the model here. Use --no-check if they are elsewhere.")
     ] = True,
     follow: Annotated[bool, typer.Option("--watch", "-w", help="Watch the run until it has ended.")] = False,
 ) -> None:
@@ -34,11 +45,11 @@ def submit(
 
 
 def runs(
-    run_id: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Tell all of one run.")] = None,
+    run_id: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Show this run in detail.")] = None,
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
 ) -> None:
-    """List the runs, or tell what became of one run's rollouts and tokens."""
+    """List the runs, or show what became of one run's rollouts and tokens."""
     from ebbtide.cli.views.tables import print_table, run_table
 
     if run_id is None:
@@ -46,18 +57,17 @@ def runs(
         return
     from ebbtide.cli.views.run_detail import detail_table
 
-    wanted = run_id
-    print_table(detail_table(with_client(lambda client: client.run(wanted), coordinator, token_file)))
+    print_table(detail_table(with_client(lambda client: client.run(run_id), coordinator, token_file)))
 
 
 def cancel(run_id: RunId, coordinator: Coordinator = None, token_file: TokenFile = None) -> None:
-    """End a run; what it has under way is dropped."""
+    """End a run. Its unfinished rollouts are dropped."""
     run = with_client(lambda client: client.cancel(run_id), coordinator, token_file)
     typer.echo(f"{run.run_id} {run.status.name.lower()}")
 
 
 def watch(run_id: RunId, coordinator: Coordinator = None, token_file: TokenFile = None) -> None:
-    """Watch a run live until it has ended. Ctrl-C ends the watching alone."""
+    """Watch a run live until it has ended. Ctrl-C ends only the watching."""
     from ebbtide.cli.views.run_screen import watch_run
 
     status = with_client(lambda client: watch_run(client, run_id), coordinator, token_file, WATCH_PATIENCE_S)
@@ -70,9 +80,34 @@ def timeline(
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Write which worker generated which rollout when: for ui.perfetto.dev (JSON), and as a picture (PNG)."""
+    """Write a run's rollouts per worker over time, as JSON for ui.perfetto.dev and as a PNG picture."""
     from ebbtide.cli.views.timeline_files import fetch, write
 
     told = with_client(lambda client: fetch(client, run_id), coordinator, token_file)
     for path in write(told, out):
         typer.echo(path)
+
+
+def weights(
+    run_id: RunId,
+    watch: Watch = False,
+    every: Every = 1.0,
+    as_json: AsJson = False,
+    relay: Relay = None,
+    token_file: TokenFile = None,
+) -> None:
+    """List the versions of a run's weights that a relay has, with sizes, holders, and traffic per link.
+
+    smaller: dense bytes over the patch's. changed: share of elements. stood still: pause of generation for the install.
+    """
+    from ebbtide.cli.views import weights_screen as screen
+    from ebbtide.cli.views.tables import print_wide
+
+    if not watch:
+        state = with_client(lambda client: client.describe_weights(run_id), None, token_file, relay=relay)
+        typer.echo(screen.to_json(state)) if as_json else print_wide(screen.pictures(state))
+        return
+    with watching(as_json=as_json):
+        with_client(
+            lambda client: screen.watch_weights(client, run_id, every), None, token_file, WATCH_PATIENCE_S, relay
+        )

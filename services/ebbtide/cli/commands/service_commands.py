@@ -1,27 +1,30 @@
-"""Commands that are programs of their own: all that follows the name goes to the program's own main function."""
+"""Defines the commands that start programs; all arguments go to the program's own main function."""
 
 from importlib import import_module
 from typing import Final
 
 import typer
 
-#: command -> module of its main function, and what it is.
+#: command -> module of its main function, help.
 SERVICES: Final = {
-    "coordinator": ("ebbtide.coordinator", "Run a coordinator: runs, rollouts and who generates what."),
-    "rollout-worker": ("ebbtide.rollout_worker", "Run a rollout-worker: one vLLM engine that generates."),
+    "coordinator": (
+        "ebbtide.coordinator",
+        "Run a coordinator. It assigns the rollouts of runs to workers.",
+    ),
+    "rollout-worker": ("ebbtide.rollout_worker", "Run a rollout-worker. Its vLLM engine generates rollouts."),
     "serving-guard": (
         "ebbtide.serving_guard",
-        "Run a serving-guard: it lends a serving engine's idle time to a worker.",
+        "Run a serving-guard. It lends a serving engine's idle time.",
     ),
-    "weight-relay": ("ebbtide.weight_relay", "Run a weight-relay: it serves policy versions."),
-    "trainer": ("ebbtide.trainer", "Run a trainer: it trains runs, one after another."),
-    "driver": ("ebbtide.driver", "Run an episode driver: it runs the environments of runs."),
+    "weight-relay": ("ebbtide.weight_relay", "Run a weight-relay. It stores and serves policy versions."),
+    "trainer": ("ebbtide.trainer", "Run a trainer. It trains runs, one after another."),
+    "driver": ("ebbtide.driver", "Run an episode driver. It runs the environments of runs."),
 }
-#: What else comes with a service.
+#: Further programs of services.
 BESIDE: Final = {
-    "weights-export": ("ebbtide.weight_relay.export", "Write a version into a folder for any web server to serve."),
+    "weights-export": ("ebbtide.weight_relay.export", "Write a version into a folder that any web server can serve."),
 }
-_HEALTH: Final = "Ask a coordinator or weight-relay whether it serves, for health checks."
+_HEALTH: Final = "Check whether a coordinator or weight-relay serves."
 _PASS_ON: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

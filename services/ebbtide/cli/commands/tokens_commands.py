@@ -1,4 +1,4 @@
-"""Commands that make signing keys and tokens."""
+"""Defines the commands that make signing keys and tokens."""
 
 import datetime as dt
 from pathlib import Path
@@ -12,7 +12,7 @@ _PANEL = "Security"
 
 Folder = Annotated[Path, typer.Option("--dir", help="Folder of the signing key.")]
 
-tokens = typer.Typer(help="Make tokens with which programs and people prove their role.", no_args_is_help=True)
+tokens = typer.Typer(help="Make tokens that prove the role of programs and people.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -23,15 +23,15 @@ def register(app: typer.Typer) -> None:
 def key(
     folder: Folder,
     rotate: Annotated[
-        bool, typer.Option("--rotate", help="Another signing key; the former public keys stay trusted.")
+        bool, typer.Option("--rotate", help="Make another signing key. The former public keys stay trusted.")
     ] = False,
-    retire: Annotated[bool, typer.Option("--retire", help="Trust the present key alone.")] = False,
+    retire: Annotated[bool, typer.Option("--retire", help="Trust only the present key.")] = False,
 ) -> None:
-    """Make a signing key: tokens.key, which stays here, and tokens.pub, which servers are given as token_keys."""
+    """Make a signing key. tokens.key stays here; give tokens.pub to servers as token_keys."""
     from ebbtide.cli.credentials import signing_keys
 
     if rotate and retire:
-        raise typer.BadParameter("rotate first; retire the former keys once nobody shows their tokens any more")
+        raise typer.BadParameter("--rotate first; --retire once no former token is in use")
     act = signing_keys.retire if retire else signing_keys.rotate if rotate else signing_keys.make
     typer.echo(act(folder))
 
@@ -39,15 +39,15 @@ def key(
 @tokens.command()
 def issue(
     folder: Folder,
-    role: Annotated[Role, typer.Option(help="What its bearer is.")],
-    run: Annotated[str, typer.Option(metavar="RUN", help="The one run that it is for (roles user, trainer).")] = "",
-    ttl: Annotated[str, typer.Option(metavar="DURATION", help="How long it is good for: 30m, 12h or 90d.")] = "12h",
-    name: Annotated[str, typer.Option(help="Whose it is, for people.")] = "",
+    role: Annotated[Role, typer.Option(help="Role of the bearer.")],
+    run: Annotated[str, typer.Option(metavar="RUN", help="Bind it to this run (roles user, trainer).")] = "",
+    ttl: Annotated[str, typer.Option(metavar="DURATION", help="How long the token is valid: 30m, 12h or 90d.")] = "12h",
+    name: Annotated[str, typer.Option(help="Name of the bearer, for people.")] = "",
     out: Annotated[
-        Path | None, typer.Option(help="File to put in its place, which running clients read again. None: print it.")
+        Path | None, typer.Option(help="File to replace with the token; running clients read it again. None: print it.")
     ] = None,
 ) -> None:
-    """Issue a token. Clients take it from EBBTIDE_TOKEN_FILE or EBBTIDE_TOKEN."""
+    """Issue a token. Clients read it from EBBTIDE_TOKEN_FILE or EBBTIDE_TOKEN."""
     from ebbtide.cli.credentials import signing_keys
     from ebbtide.cli.durations import seconds
 
@@ -60,7 +60,7 @@ def issue(
 
 @tokens.command()
 def show(file: Annotated[Path, typer.Argument(help="File that holds a token.")]) -> None:
-    """Tell what a token says: role, run, and when it ends. Whether it is genuine only servers tell."""
+    """Show a token's role, run and end. Only servers can check its signature."""
     from ebbtide.cli.credentials import signing_keys
 
     claims = signing_keys.read_token(file)

@@ -1,4 +1,4 @@
-"""`ebbtide up`: a local cluster that stays until it is interrupted."""
+"""Runs `ebbtide up`: a local cluster that stays until it is interrupted."""
 
 import asyncio
 import sys
@@ -10,14 +10,13 @@ from rich.console import Console
 from ebbtide.cli.interrupts import INTERRUPTED
 from ebbtide.cli.interrupts import run as run_interruptible
 from ebbtide.demo.demo import DemoOptions, demo_spec
-from ebbtide.local_cluster.cluster_base_model import base_model
-from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, local_cluster
+from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, base_model, free_address, local_cluster
 
 _ENVIRONMENT = "env"
 
 
 def run(shape: ClusterShape, directory: Path, cache: Path) -> int:
-    """Exit status: 0 once it was interrupted and all is gone."""
+    """Returns exit status 0 after an interrupt, once all programs are gone."""
     console = Console(highlight=False)
     addresses = {"coordinator": free_address(shape.coordinator), "relay": free_address(shape.relay)}
     addresses |= {"standby": free_address(shape.standby)} if shape.standby else {}

@@ -1,1 +1,1 @@
-"""Keys and certificates of a development cluster."""
+"""Makes keys and certificates of a development cluster."""

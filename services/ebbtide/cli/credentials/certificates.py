@@ -1,8 +1,8 @@
-"""A development authority, and the certificates that it issues: ECDSA on P-256, names and roles as alternative names.
+"""Makes a development authority and issues its certificates: ECDSA on P-256, hosts and roles as alternative names.
 
-Invariant: a folder holds one authority (`ca.pem`, `ca.key`) and a pair `NAME.pem`, `NAME.key` for each that was issued.
-Files are replaced as a whole, keys are the owner's alone to read. Who dies between the two files of a pair leaves
-halves that do not match: readers keep what they had, and renewing again mends it.
+Invariant: a folder holds one authority (`ca.pem`, `ca.key`) and a pair `NAME.pem`, `NAME.key` per certificate. Files
+are replaced as a whole; only the owner can read keys. A process that dies between the two files of a pair leaves halves
+that do not match: readers keep the former pair, and renewing again repairs it.
 """
 
 import datetime as dt
@@ -16,12 +16,7 @@ from typing import Final, NamedTuple
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ebbtide.auth.roles import Role
@@ -30,13 +25,11 @@ from ebbtide.errors import AlreadyExists, InvalidRequest
 from ebbtide.types.ids import check_id
 
 CA: Final = "ca"
-#: Clocks of other machines may be behind.
+#: Certificates begin earlier by this, as clocks of other machines may be slow.
 _EARLIER: Final = dt.timedelta(minutes=5)
 
 
 class IssuedCertificate(NamedTuple):
-    """One certificate of a folder."""
-
     name: str
     roles: tuple[Role, ...]
     hosts: tuple[str, ...]
@@ -48,9 +41,9 @@ class IssuedCertificate(NamedTuple):
 
 
 def init(folder: Path, days: int) -> Path:
-    """Make an authority. Raises `AlreadyExists` where there is one: it cannot be had back."""
+    """Makes an authority. Raises `AlreadyExists` if there is one, as it could not be restored."""
     if (folder / f"{CA}.key").exists() or (folder / f"{CA}.pem").exists():
-        raise AlreadyExists(f"{folder} has an authority already; name another folder, or take its files away first")
+        raise AlreadyExists(f"{folder} has an authority already; name another folder, or remove its files first")
     make_folder(folder)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Ebbtide authority {os.urandom(4).hex()}")])
@@ -64,18 +57,18 @@ def init(folder: Path, days: int) -> Path:
 
 
 def issue(folder: Path, name: str, roles: Sequence[Role], hosts: Sequence[str], days: int) -> Path:
-    """Make a certificate and its key. Raises `AlreadyExists` for a name in use, `InvalidRequest` for what cannot be."""
+    """Makes a certificate and its key. Raises `AlreadyExists` for a name in use, and `InvalidRequest`."""
     if check_id(name, field="--name") == CA:
-        raise InvalidRequest("is the authority's own; take another", field="--name")
+        raise InvalidRequest("names the authority itself; take another name", field="--name")
     if (folder / f"{name}.pem").exists():
         raise AlreadyExists(f"{folder} has a certificate named {name} already; renew it, or take another name")
-    if (folder / f"{name}.key").exists():  # tokens.key, perhaps, which nobody has twice
-        raise AlreadyExists(f"{folder} has a {name}.key already, which is no certificate's; take another name")
+    if (folder / f"{name}.key").exists():  # such as tokens.key, which has no copy
+        raise AlreadyExists(f"{folder} has a {name}.key already, which belongs to no certificate; take another name")
     return _issue(folder, name, roles, [_host(host) for host in hosts], days)
 
 
 def renew(folder: Path, name: str, days: int) -> Path:
-    """Replace a certificate and its key by new ones with the same roles and hosts. Raises `InvalidRequest`."""
+    """Replaces a certificate and its key by new ones with the same roles and hosts. Raises `InvalidRequest`."""
     if name == CA:
         text = "cannot be renewed in place: make another authority, and trust both meanwhile (docs/security.md)"
         raise InvalidRequest(text, field=name)
@@ -84,7 +77,7 @@ def renew(folder: Path, name: str, days: int) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    """Of all certificates of the folder, the authority first. Raises `InvalidRequest` for a folder without one."""
+    """Names of the folder's certificates, the authority first. Raises `InvalidRequest` if there is no authority."""
     if not (folder / f"{CA}.pem").exists():
         raise InvalidRequest(f"{folder} has no authority; ebbtide certs init makes one", field="--dir")
     issued = sorted(path.stem for path in folder.glob("*.pem") if path.with_suffix(".key").exists())
@@ -92,16 +85,20 @@ def names(folder: Path) -> list[str]:
 
 
 def read(folder: Path, name: str) -> IssuedCertificate:
-    """Raises `InvalidRequest` naming what is not there or no certificate."""
+    """Reads a certificate. Raises `InvalidRequest` naming the file."""
     found = _certificate(folder, name)
     lifetime = found.not_valid_after_utc - found.not_valid_before_utc - _EARLIER
-    return IssuedCertificate(
-        name, tuple(sorted(roles_of(_uris(found)))), _hosts(found), found.not_valid_after_utc, lifetime
+    names = _names_of(found)
+    roles = tuple(sorted(roles_of(names.get_values_for_type(x509.UniformResourceIdentifier))))
+    hosts = (
+        *names.get_values_for_type(x509.DNSName),
+        *map(str, names.get_values_for_type(x509.IPAddress)),
     )
+    return IssuedCertificate(name, roles, hosts, found.not_valid_after_utc, lifetime)
 
 
 def read_all(folder: Path) -> tuple[list[IssuedCertificate], list[InvalidRequest]]:
-    """All certificates of the folder, the authority first, and why others cannot be read. Raises `InvalidRequest`."""
+    """Reads the folder's certificates, the authority first. Returns them, and the errors of unreadable ones."""
     found: list[IssuedCertificate] = []
     faults: list[InvalidRequest] = []
     for name in names(folder):
@@ -181,21 +178,10 @@ def _names_of(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
         return x509.SubjectAlternativeName([])
 
 
-def _uris(certificate: x509.Certificate) -> list[str]:
-    return _names_of(certificate).get_values_for_type(x509.UniformResourceIdentifier)
-
-
-def _hosts(certificate: x509.Certificate) -> tuple[str, ...]:
-    found = _names_of(certificate)
-    return (*found.get_values_for_type(x509.DNSName), *map(str, found.get_values_for_type(x509.IPAddress)))
-
-
 def _certificate(folder: Path, name: str) -> x509.Certificate:
     path = folder / f"{name}.pem"
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except OSError as error:
-        raise InvalidRequest(f"cannot be read ({error.strerror})", field=str(path)) from None
+        return x509.load_pem_x509_certificate(read_file(path))
     except ValueError:
         raise InvalidRequest("is no certificate in PEM", field=str(path)) from None
 
@@ -203,9 +189,7 @@ def _certificate(folder: Path, name: str) -> x509.Certificate:
 def _key(folder: Path, name: str) -> ec.EllipticCurvePrivateKey:
     path = folder / f"{name}.key"
     try:
-        key = load_pem_private_key(path.read_bytes(), None)
-    except OSError as error:
-        raise InvalidRequest(f"cannot be read ({error.strerror})", field=str(path)) from None
+        key = load_pem_private_key(read_file(path), None)
     except (ValueError, TypeError):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -220,15 +204,23 @@ def _write_pair(folder: Path, name: str, key: ec.EllipticCurvePrivateKey, certif
 
 
 def make_folder(folder: Path) -> None:
-    """For its owner alone. Raises `InvalidRequest` where it cannot be made."""
+    """Makes a folder that only its owner can read. Raises `InvalidRequest`."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequest(f"{folder} cannot be made ({error.strerror})", field="--dir") from None
 
 
+def read_file(path: Path) -> bytes:
+    """Raises `InvalidRequest` naming the file if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot be read ({error.strerror})", field=str(path)) from None
+
+
 def write_file(path: Path, data: bytes, *, mode: int) -> None:
-    """Replace a file as a whole. Raises `InvalidRequest` where it cannot be written."""
+    """Replaces a file as a whole. Raises `InvalidRequest` if it cannot be written."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
             file.write(data)

@@ -1,7 +1,7 @@
-"""The key that tokens are signed with, in a folder: `tokens.key`, and `tokens.pub` with the public keys to be trusted.
+"""Keeps the key that signs tokens in a folder: `tokens.key`, and `tokens.pub` with the trusted public keys.
 
-Invariant: the first key of `tokens.pub` is that of `tokens.key`; those behind it are former ones. Both are replaced as
-a whole, `tokens.pub` first: who dies between the two leaves a key trusted that nobody has.
+Invariant: the first key of `tokens.pub` is that of `tokens.key`; the others are former ones. Both files are replaced as
+a whole, `tokens.pub` first: a process that dies between the two leaves a trusted key whose private half does not exist.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from ebbtide.auth.role_tokens import Claims, is_signed, mint, public_keys, signing_key, unverified
 from ebbtide.auth.roles import OF_ONE_RUN, Role
-from ebbtide.cli.credentials.certificates import make_folder, write_file
+from ebbtide.cli.credentials.certificates import make_folder, read_file, write_file
 from ebbtide.errors import AlreadyExists, InvalidRequest
 
 _PRIVATE: Final = "tokens.key"
@@ -21,68 +21,61 @@ _LONGEST_S: Final = 10 * 365 * 86400.0
 
 
 def make(folder: Path) -> Path:
-    """The first key of a folder. Raises `AlreadyExists` where there is one, or the public half of one."""
+    """Makes the first key of a folder. Raises `AlreadyExists` if there is one, or a public half."""
     if (folder / _PRIVATE).exists():
         raise AlreadyExists(f"{folder} has a signing key already; --rotate makes another one beside it")
     if (folder / _PUBLIC).exists():
-        text = (
-            f"{folder} has public keys ({_PUBLIC}) and no {_PRIVATE} of theirs; name another folder, or take them away"
-        )
-        raise AlreadyExists(f"{text} first")
+        text = f"{folder} has public keys ({_PUBLIC}) without their {_PRIVATE}"
+        raise AlreadyExists(f"{text}; name another folder, or remove them first")
     make_folder(folder)
     return _write(folder, Ed25519PrivateKey.generate(), [])
 
 
 def rotate(folder: Path) -> Path:
-    """Another signing key; tokens of the former ones stay good. Raises `InvalidRequest` where there is none yet."""
+    """Makes another signing key; tokens of former ones stay valid. Raises `InvalidRequest` if there is none yet."""
     _signing(folder)
     return _write(folder, Ed25519PrivateKey.generate(), list(_trusted(folder)))
 
 
 def retire(folder: Path) -> Path:
-    """Trust the present signing key alone. Raises `InvalidRequest` where there is none."""
+    """Trusts only the present signing key. Raises `InvalidRequest` if there is none."""
     return _write(folder, _signing(folder), [])
 
 
 def issue(folder: Path, role: Role, *, run_id: str, ttl_s: float, name: str) -> str:
-    """A token. Raises `InvalidRequest` for a role that cannot be bound to a run, and for a time that is none."""
+    """Returns a token. Raises `InvalidRequest` for a role that cannot be bound to a run, or too long a time."""
     if run_id and role not in OF_ONE_RUN:
         roles = " and ".join(sorted(OF_ONE_RUN))
-        raise InvalidRequest(f"a {role}'s work is not that of one run; only tokens of {roles} take one", field="--run")
+        raise InvalidRequest(f"a {role} works on all runs; only tokens of {roles} take a run", field="--run")
     if ttl_s > _LONGEST_S:
-        raise InvalidRequest(
-            "is more than ten years; a token that long is a secret that is never changed", field="--ttl"
-        )
+        raise InvalidRequest("is more than ten years; a token must be replaced now and then", field="--ttl")
     return mint(_signing(folder), role, ttl_s=ttl_s, run_id=run_id, name=name)
 
 
 def put_token(file: Path, token: str) -> None:
-    """Put a token into a file, in place of another token or of nothing. Raises `AlreadyExists` for a file of anything
-    else, and `InvalidRequest` where it cannot be written."""
+    """Writes a token into a file. Raises `AlreadyExists` for a file that holds anything but a token."""
     if file.exists():
-        found = _read(file).strip()
+        found = read_file(file).strip()
         if found and not is_signed(found.decode(errors="replace")):
-            raise AlreadyExists(
-                f"{file} holds something else than a signed token; name another file, or remove it first"
-            )
+            raise AlreadyExists(f"{file} holds no signed token; name another file, or remove it first")
     write_file(file, f"{token}\n".encode(), mode=0o600)
 
 
 def read_token(file: Path) -> Claims:
     """Raises `InvalidRequest` for a file that holds no token of a role."""
-    return unverified(_read(file).decode(errors="replace").strip())
+    return unverified(read_file(file).decode(errors="replace").strip())
 
 
 def _signing(folder: Path) -> Ed25519PrivateKey:
     path = folder / _PRIVATE
     if not path.exists():
         raise InvalidRequest(f"{folder} has no signing key; ebbtide tokens key makes one", field="--dir")
-    return signing_key(_read(path), field=str(path))
+    return signing_key(read_file(path), field=str(path))
 
 
 def _trusted(folder: Path) -> list[Ed25519PublicKey]:
     path = folder / _PUBLIC
-    return list(public_keys(_read(path), field=str(path)).values())
+    return list(public_keys(read_file(path), field=str(path)).values())
 
 
 def _write(folder: Path, key: Ed25519PrivateKey, former: list[Ed25519PublicKey]) -> Path:
@@ -91,10 +84,3 @@ def _write(folder: Path, key: Ed25519PrivateKey, former: list[Ed25519PublicKey])
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_file(folder / _PRIVATE, private, mode=0o600)
     return folder / _PUBLIC
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"cannot be read ({error.strerror})", field=str(path)) from None

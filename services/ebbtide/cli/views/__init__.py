@@ -1,1 +1,1 @@
-"""What the commands show: screens, tables, timelines."""
+"""Draws what the commands show: screens, tables, timelines."""

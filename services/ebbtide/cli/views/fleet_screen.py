@@ -1,6 +1,6 @@
-"""The fleet on one screen, live; plain lines where the output is no terminal.
+"""Shows all workers on one live screen, or as plain lines where the output is no terminal.
 
-Invariant: it only reads what the coordinator lists, and leaves nothing behind.
+Invariant: the screen only reads what the coordinator lists, and stores nothing.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbtide.cli.views.run_progress import standing
-from ebbtide.cli.views.tables import GONE, cell, plain
+from ebbtide.cli.views.tables import GONE, cell, data_table, plain
 from ebbtide.cli.views.watch_loop import watch
 from ebbtide.types.fleet import Worker, WorkerState
 
@@ -25,23 +25,20 @@ _STYLES: Final = {
     WorkerState.DRAINING: "yellow",
 }
 _RIGHT: Final = ("load", "plateau", "tok/s", "version", "heard", "tokens")
-_WORDS: Final = {
-    WorkerState.INSTALLING: "installs new weights",
-    WorkerState.DRAINING: "hands over",
-}
+_WORDS: Final = {WorkerState.INSTALLING: "installs new weights", WorkerState.DRAINING: "hands over"}
 
 
 def fleet_table(workers: Sequence[Worker]) -> Table:
-    """All that is known of each worker. `load`: its rollouts / those of them that have no token yet / its slots;
-    `plateau`: rollouts at which its throughput flattens, once that is known; `heard`: its last heartbeat. Where some
-    are borrowed, `lent`: the share of its time that a host lends, and for how long it will (+), or will not (-), now.
+    """Tabulates all that is known of each worker.
+
+    `load`: its rollouts / those without a token yet / its slots. `plateau`: rollouts at which its throughput flattens.
+    `heard`: seconds since its last heartbeat. `lent`, if some are borrowed: the share of time that the host lends, and
+    for how many seconds it goes on lending (+) or not lending (-).
     """
-    table = Table(box=None, pad_edge=False, header_style="dim")
     lent = any(worker.borrowed is not None for worker in workers)
-    right = (*_RIGHT, "lent") if lent else _RIGHT
-    for column in ("worker", "kind", "is doing", *right):
-        wraps = column == "is doing"
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=not wraps, overflow="fold")
+    left = ("worker", "kind", "is doing")
+    columns = (*left, *_RIGHT, "lent") if lent else (*left, *_RIGHT)
+    table = data_table(columns, left=left, wraps={"is doing"}, overflow="fold")
     for worker in workers:
         numbers = _numbers(worker)
         if worker.state in GONE:
@@ -54,7 +51,7 @@ def fleet_table(workers: Sequence[Worker]) -> Table:
 
 
 def state(worker: Worker) -> str:
-    """What it is about, and why if that is no good."""
+    """Says what the worker is doing, with its reason if it gives one."""
     match worker.state:
         case WorkerState.READY | WorkerState.INSTALLING if why := standing(worker):
             words = why
@@ -72,7 +69,7 @@ def state(worker: Worker) -> str:
 
 
 def _went(worker: Worker) -> bool:
-    """Whether it left nothing behind."""
+    """Whether the worker is lost and left no rollouts."""
     return worker.state is WorkerState.LOST and not worker.running
 
 
@@ -95,7 +92,7 @@ def _lent(worker: Worker) -> str:
 
 
 def fleet_line(workers: Sequence[Worker]) -> str:
-    """The whole fleet in a line."""
+    """Sums up the fleet in a line."""
     there = [worker for worker in workers if worker.state not in GONE]
     running, slots = sum(worker.running for worker in there), sum(worker.slots for worker in there)
     speed = sum(worker.tokens_per_s for worker in there)
@@ -105,7 +102,7 @@ def fleet_line(workers: Sequence[Worker]) -> str:
 
 
 def worker_line(worker: Worker) -> str:
-    """One worker in a line, for output that is no terminal."""
+    """Describes one worker in a line, for output that is no terminal."""
     told = plain(f"{worker.worker_id} {state(worker)}")
     if worker.state in GONE:
         return told
@@ -120,5 +117,5 @@ def fleet_picture(workers: Sequence[Worker]) -> Group:
 
 
 async def watch_fleet(client: "Client", every_s: float, console: Console | None = None) -> None:
-    """Show the fleet until cancelled. Raises `Unavailable` when the coordinator stays away."""
+    """Shows the fleet until cancelled. Raises `Unavailable` if the coordinator stays unreachable."""
     await watch(client.workers, fleet_picture, lambda workers: map(worker_line, workers), every_s, console)

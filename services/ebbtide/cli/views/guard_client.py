@@ -1,4 +1,4 @@
-"""Questions to a serving-guard, over the socket that it shares with the workers beside it."""
+"""Asks a serving-guard for its state, over the socket that it shares with the workers beside it."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +14,7 @@ from ebbtide.v1.grants_pb2 import WatchGuardRequest
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
 from ebbtide.wire.record_conversion import from_proto
 
-#: A guard answers at once; one that does not is frozen.
+#: A guard answers at once unless it is frozen.
 _ANSWER_S: Final = 3.0
 
 
@@ -25,7 +25,7 @@ class GuardClient:
         self._stub, self._socket, self._patience_s = GrantsStub(channel), socket, patience_s
 
     async def status(self) -> GuardStatus:
-        """The guard's state now. Raises `Unavailable` once it is away for longer than the patience."""
+        """The guard's present state. Raises `Unavailable` if it stays unreachable for longer than the patience."""
         return await retrying(self._ask, patience_s=self._patience_s)
 
     async def _ask(self) -> GuardStatus:
@@ -37,12 +37,11 @@ class GuardClient:
             pass
         raise Unavailable(
             f"no guard answers at {self._socket}; start one (ebbtide serving-guard --grant-dir {self._socket.parent}), "
-            "or name the folder of the one that runs"
+            "or name the folder of a running guard"
         )
 
 
 @asynccontextmanager
 async def guard_client(socket: Path, patience_s: float = 0.0) -> AsyncIterator[GuardClient]:
-    """A client of the guard at `socket`."""
     async with open_socket(socket) as channel:
         yield GuardClient(channel, socket, patience_s)

@@ -1,6 +1,6 @@
-"""What a serving-guard sees and grants, for a person and for programs.
+"""Shows what a serving-guard sees and grants, to people and as JSON.
 
-Invariant: it only reads what the guard tells, and leaves nothing behind.
+Invariant: the screen only reads what the guard reports, and stores nothing.
 """
 
 import json
@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ebbtide.cli.views.tables import amount, cell, clock, plain, wide_console
+from ebbtide.cli.views.tables import amount, cell, clock, data_table, fact_table, plain
 from ebbtide.cli.views.watch_loop import watch
 from ebbtide.types.grants import UNKNOWN, Borrower, GuardStatus, Latency
 
@@ -30,36 +30,30 @@ _WORDS: Final = {
     "idle": "nothing is inside: rollouts may run",
     "shared": "rollouts run in the slack of what is inside",
     "reclaimed": "the engine is its users' alone",
-    "quiet": "waits for the traffic to stay away",
+    "quiet": "waits until no traffic comes",
     "blind": "nothing is known of the traffic",
     "closed": "the guard lends no more: it ends, or its log says why",
 }
-#: Nobody waits: `slack_s` then.
+#: `slack_s` while no request is inside.
 _NO_SLACK: Final = -1.0
 
 
 def picture(status: GuardStatus) -> Group:
-    """All of it: a line on the whole, what it grants and why, then tables of latencies and of borrowers."""
-    parts: list[RenderableType] = [
-        Text(plain(head(status)), style="bold"),
-        Text(),
-        _facts(status),
-        Text(),
-        _latencies(status),
-    ]
-    if status.borrowers:
-        parts += [Text(), _borrowers(status.borrowers)]
-    return Group(*parts)
+    """Draws a summary line, what the guard grants and why, and tables of latencies and of borrowers."""
+    tables = [fact_table(_facts(status)), _latencies(status)]
+    tables += [_borrowers(status.borrowers)] if status.borrowers else []
+    spaced = [part for table in tables for part in (Text(), table)]
+    return Group(Text(plain(head(status)), style="bold"), *spaced)
 
 
 def small_picture(status: GuardStatus) -> Group:
-    """What fits below something else: latencies, and what is granted now."""
+    """Draws what fits below another screen: latencies, and what is granted now."""
     now = f"slack: {_slack(status)} · next step: {_budget(status)} · harvested: {_harvested(status)}"
     return Group(Text(plain(head(status))), _latencies(status), Text(plain(now), style="dim"))
 
 
 def head(status: GuardStatus) -> str:
-    """The whole in a line."""
+    """Sums up the guard's state in a line."""
     speed = sum(one.tokens_per_s for one in status.borrowers)
     count = len(status.borrowers)
     lent = f"{count} borrower{'s' * (count > 1)} at {speed:,.0f} tokens/s" if count else "no borrower"
@@ -70,7 +64,7 @@ def head(status: GuardStatus) -> str:
 
 
 def lines(status: GuardStatus) -> Iterator[str]:
-    """A line on the whole, one for the latencies and one for each borrower: for output that is no terminal."""
+    """A line that sums up the state, and one for each borrower: for output that is no terminal."""
     latencies = " · ".join(
         f"{name} p99 {_ms(one.p99)} of {_ms(one.target)}, {_attained(one)} attained" for name, one in _named(status)
     )
@@ -80,15 +74,8 @@ def lines(status: GuardStatus) -> Iterator[str]:
         yield plain("; ".join((f"{one.worker_id} {one.state}", *(f"{name} {value}" for name, value in named))))
 
 
-def tell(status: GuardStatus, *, as_json: bool) -> None:
-    if as_json:
-        print(to_json(status))  # noqa: T201 - this is a command
-    else:
-        wide_console().print(picture(status))
-
-
 def to_json(status: GuardStatus) -> str:
-    """The record as it is; the weights' places by their names."""
+    """The record as JSON; the places of weights are names."""
     tree: Any = msgspec.to_builtins(status)
     for one, borrower in zip(tree["borrowers"], status.borrowers, strict=True):
         one["residency"] = borrower.residency.name.lower()
@@ -96,46 +83,35 @@ def to_json(status: GuardStatus) -> str:
 
 
 async def watch_guard(guard: "GuardClient", every_s: float, console: Console | None = None) -> None:
-    """Show it until cancelled. Raises `Unavailable` when the guard stays away."""
+    """Shows the guard's state until cancelled. Raises `Unavailable` if the guard stays unreachable."""
     await watch(guard.status, picture, lines, every_s, console)
 
 
-def _facts(status: GuardStatus) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    requests = f"{status.requests:,} in {clock(status.uptime_s)}, {status.failed:,} failed"
+def _facts(status: GuardStatus) -> Iterator[tuple[str, str]]:
+    yield "mode", status.mode or "-"
+    yield "requests", f"{status.requests:,} in {clock(status.uptime_s)}, {status.failed:,} failed"
+    yield "state", (status.state or "-") + (f": {_WORDS[status.state]}" if status.state in _WORDS else "")
+    yield "slack", _slack(status)
+    yield "next step", _budget(status)
+    yield "harvested", _harvested(status)
     forecast = status.forecast
-    rows = [
-        ("mode", status.mode or "-"),
-        ("requests", requests),
-        ("state", f"{status.state or '-'}: {_WORDS[status.state]}" if status.state in _WORDS else status.state or "-"),
-        ("slack", _slack(status)),
-        ("next step", _budget(status)),
-        ("harvested", _harvested(status)),
-        ("forecast", f"{forecast.share:.0%} of the next minute; this lasts {_seconds(forecast.spell_s)}"),
-        ("disturbance", f"{forecast.disturbance:.0%} of the SLO's error budget, used lately beside rollouts"),
-    ]
+    yield "forecast", f"{forecast.share:.0%} of the next minute; this lasts {_seconds(forecast.spell_s)}"
+    yield "disturbance", f"{forecast.disturbance:.0%} of the SLO's error budget, used lately beside rollouts"
     if status.memory_limit:
-        serving = amount(status.serving_kv_bytes)
-        rows.append(
-            ("memory", f"serving has {serving} of the pair's {amount(status.memory_limit)} for keys and values")
-        )
-    for name, text in rows:
-        table.add_row(name, cell(text))
-    return table
+        serving, limit = amount(status.serving_kv_bytes), amount(status.memory_limit)
+        yield "memory", f"serving has {serving} of the pair's {limit} for keys and values"
 
 
 def _latencies(status: GuardStatus) -> Table:
-    named = _named(status)
-    table = _table(_LATENCIES)
-    for name, one in named:
+    table = data_table(_LATENCIES, left=_LEFT)
+    for name, one in _named(status):
         missed = one.target and one.p99 > one.target
         table.add_row(*map(cell, (name, *_latency_row(one))), style="red" if missed else "")
     return table
 
 
 def _named(status: GuardStatus) -> Iterator[tuple[str, Latency]]:
-    """Of the model that the guard was told of, or of all; then of those with an SLO of their own, by their names."""
+    """Latencies of the configured model (or of all), then of each model with an SLO of its own."""
     yield from (("TTFT", status.ttft), ("TPOT", status.tpot))
     for one in status.models:
         name = one.model or "others"
@@ -152,7 +128,7 @@ def _attained(one: Latency) -> str:
 
 
 def _borrowers(borrowers: Sequence[Borrower]) -> Table:
-    table = _table(_BORROWERS)
+    table = data_table(_BORROWERS, left=_LEFT)
     for one in borrowers:
         table.add_row(*map(cell, _borrower_row(one)), style=_STYLES.get(one.state, ""))
     return table
@@ -199,10 +175,3 @@ def _ms(seconds: float) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:,.1f} s" if value < 60 else clock(value)
-
-
-def _table(columns: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
-    return table

@@ -1,4 +1,4 @@
-"""What became of one run's rollouts and tokens, out of its counters."""
+"""Tells from a run's counters what became of its rollouts and tokens."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -6,21 +6,21 @@ from collections.abc import Iterator, Mapping
 from msgspec import Struct
 from rich.table import Table
 
-from ebbtide.cli.views.tables import cell, clock
+from ebbtide.cli.views.tables import clock, fact_table
 from ebbtide.types.run import Run
 
 
 class Histogram(Struct, frozen=True):
-    """Observations by the upper bound of their bucket, bounds ascending; the last may be infinite."""
+    """Counts observations by bucket."""
 
-    buckets: tuple[tuple[float, int], ...]
+    buckets: tuple[tuple[float, int], ...]  # (upper bound, observations); bounds ascend, the last may be infinite
 
     @property
     def count(self) -> int:
         return sum(count for _, count in self.buckets)
 
     def at_most(self, share: float) -> float | None:
-        """What this share of the observations does not exceed: the bound of its bucket. None without observations."""
+        """The bound of the bucket that this share of the observations does not exceed; None without observations."""
         wanted, seen = share * self.count, 0
         for bound, count in self.buckets:
             seen += count
@@ -30,24 +30,20 @@ class Histogram(Struct, frozen=True):
 
 
 def histogram(counters: Mapping[str, int], name: str) -> Histogram:
-    """Out of the counters `NAME:le:BOUND`, each of which counts what lies between the bound before and its own."""
+    """Reads the counters `NAME:le:BOUND`; each counts what lies between the previous bound and its own."""
     prefix = f"{name}:le:"
     found = {float(key.removeprefix(prefix)): count for key, count in counters.items() if key.startswith(prefix)}
     return Histogram(tuple(sorted(found.items())))
 
 
 def finite(bound: float | None) -> float | None:
-    """The bound, if there is one: for JSON, which knows no infinity."""
+    """The bound unless it is infinite, which JSON cannot express."""
     return bound if bound is not None and math.isfinite(bound) else None
 
 
 def detail_table(run: Run) -> Table:
-    """A row for each thing that is known of the run."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    for name, text in _lines(run):
-        table.add_row(cell(name), cell(text))
-    return table
+    """Tabulates all that is known of the run."""
+    return fact_table(_lines(run))
 
 
 def _lines(run: Run) -> Iterator[tuple[str, str]]:

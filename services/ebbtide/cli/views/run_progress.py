@@ -1,7 +1,7 @@
-"""What is known of a run while it goes on: its record, what its events said so far, and the fleet.
+"""Follows a run: its record, what its events said so far, and the fleet.
 
-Invariant: `follow` alone writes a `RunProgress`, from the run's first event on, in order, so two of one run agree in
-all but samples, whenever they began. It is lost with the process and built again by the next `follow`.
+Invariant: only `follow` writes a `RunProgress`, from the run's first event on, in order; so two of one run agree in all
+but samples. It is lost with the process, and the next `follow` builds it again.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _POLL_S: Final = 0.5
 _RECENT: Final = 20
-#: Events that tell a person something that the rest of the screen does not.
+#: Events whose message the screen shows; the others appear elsewhere on it.
 _NEWS: Final = frozenset({"status", "worker", "warning", "evaluation", "checkpoint", "resumed", "dead_letter"})
 
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """A rollout that went on elsewhere, behind its first `offset` tokens."""
+    """A rollout that went on at another worker, after its first `offset` tokens."""
 
     rollout: str
     source: str
@@ -33,27 +33,25 @@ class ResumedRun:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """`accuracy` is the share of answers right; `at_s` counts from the run's submission."""
-
     step: int
-    accuracy: float
+    accuracy: float  # share of right answers
     problems: int
-    at_s: float
+    at_s: float  # since the run's submission
 
 
 @dataclass(frozen=True)
 class WorkerInstall:
-    """A worker's install of a version: seconds to fetch it beside generation, and in which generation stood still."""
+    """A worker's install of a version."""
 
     worker: str
     version: int
-    pull_s: float
-    pause_s: float
+    pull_s: float  # fetched beside generation
+    pause_s: float  # generation stood still
 
 
 @dataclass(frozen=True)
 class WorkerSample:
-    """What a worker's heartbeat said since its start."""
+    """Sums since a worker's start, from a heartbeat."""
 
     uptime_s: float
     busy_s: float
@@ -62,24 +60,22 @@ class WorkerSample:
 
 @dataclass
 class RunProgress:
-    """`steps`: the values of each optimiser step's event; a step trained again by a resumed trainer counts once, as
-    trained last. `news`: (seconds since the run's submission, text), newest last. `samples`: of each worker, the first
-    and the newest taken while steps were trained; `recent`: those of the last ten seconds."""
-
     run_id: str
     run: Run | None = None
     workers: list[Worker] = field(default_factory=list)
+    #: step -> its event's values; a step that a resumed trainer trained again has the last ones
     steps: dict[int, dict[str, float]] = field(default_factory=dict)
     step_at_s: dict[int, float] = field(default_factory=dict)
     evaluations: list[EvaluationResult] = field(default_factory=list)
     resumed: list[ResumedRun] = field(default_factory=list)
     installs: list[WorkerInstall] = field(default_factory=list)
+    #: worker -> the first and the newest sample taken while steps were trained
     samples: dict[str, list[WorkerSample]] = field(default_factory=dict)
-    recent: dict[str, deque[WorkerSample]] = field(default_factory=dict)
+    recent: dict[str, deque[WorkerSample]] = field(default_factory=dict)  # of the last ten seconds
     checkpoint: str = ""
+    #: (seconds since the run's submission, text), newest last
     news: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=100))
-    told: int = 0
-    """How many news there ever were."""
+    told: int = 0  # all news so far, with those that `news` has lost
 
     @property
     def spec(self) -> RunSpec | None:
@@ -95,7 +91,7 @@ class RunProgress:
         self.told += 1
 
     def sample(self, workers: list[Worker]) -> None:
-        """Take in a listing of the fleet. Evaluation and the wait for the first version are no measure of a worker."""
+        """Takes in a listing of the fleet. `samples` leaves out evaluation and the wait for the first version."""
         self.workers = workers
         training = self.evaluations and not (self.spec and max(self.steps, default=0) >= self.spec.trainer.steps)
         for worker in workers:
@@ -105,14 +101,13 @@ class RunProgress:
                 self.samples[name] = [*self.samples.get(name, [now])[:1], now]
 
     def rate(self, worker: Worker) -> float:
-        """Tokens per second that a worker made of late, pauses included."""
+        """Tokens per second that a worker made lately, pauses included."""
         first, last = self.recent[worker.worker_id][0], self.recent[worker.worker_id][-1]
-        return (
-            (last.tokens - first.tokens) / (last.uptime_s - first.uptime_s) if last.uptime_s > first.uptime_s else 0.0
-        )
+        seconds = last.uptime_s - first.uptime_s
+        return (last.tokens - first.tokens) / seconds if seconds > 0 else 0.0
 
     def apply(self, event: RunEvent) -> None:
-        """Take in one event."""
+        """Takes in one event."""
         step = int(event.values.get("step", 0))
         if event.kind == "step":
             self.steps[step] = dict(event.values)
@@ -134,7 +129,7 @@ class RunProgress:
 
 
 async def follow(client: "Client", progress: RunProgress) -> Run:
-    """Keep `progress` up to date until its run has ended; returns the ended run."""
+    """Keeps `progress` up to date until its run has ended. Returns the ended run."""
     polling = asyncio.create_task(_poll(client, progress))
     try:
         async for event in client.watch(progress.run_id):
@@ -154,7 +149,7 @@ async def _poll(client: "Client", progress: RunProgress) -> None:
 
 
 def standing(worker: Worker) -> str:
-    """Why a borrowed worker does nothing; "" if it may work, or is no such."""
+    """Why a borrowed worker does nothing; "" if it may work, or is not borrowed."""
     if worker.given_up and worker.state in {WorkerState.READY, WorkerState.INSTALLING}:
         return "is given up"
     if worker.borrowed is None or worker.state is not WorkerState.READY:
@@ -165,7 +160,7 @@ def standing(worker: Worker) -> str:
 
 
 def doing(worker: Worker) -> str:
-    """What a worker is about, in a few words."""
+    """Says what a worker is doing, in a few words."""
     version = max((installed.version for installed in worker.installed), default=0)
     with_version = f" with version {version}" if version else ""
     match worker.state:

@@ -1,7 +1,7 @@
-"""A run on one screen, live; plain lines where the output is no terminal.
+"""Shows a run on one live screen, or as plain lines where the output is no terminal.
 
-Invariant: a screen only reads the `RunProgress` that it shows. On a terminal it is drawn anew several times a second;
-else it writes each piece of news once, and dies with the process without a trace.
+Invariant: a screen only reads the `RunProgress` that it shows. A terminal is drawn anew several times a second; other
+outputs get each piece of news once. Nothing is stored.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ebbtide.client import Client
 
 _REFRESH_S: Final = 0.25
-#: Where the output is no terminal, details change in silence for so long.
+#: Seconds between two details where the output is no terminal.
 _DETAIL_S: Final = 5.0
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _WIDTH: Final = 40
@@ -33,8 +33,7 @@ _NEWS: Final = 6
 
 
 class RunScreen:
-    """What is shown: phases and their seconds, a detail of the present one, a run's progress once there is one, and
-    what `beside` draws."""
+    """Shows phases and their seconds, a detail of the present one, a run's progress, and what `beside` draws."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -48,7 +47,7 @@ class RunScreen:
         self._printed = _Printed()
 
     def phase(self, name: str) -> None:
-        """End the present phase and begin another (empty: none)."""
+        """Ends the present phase and begins another (empty: none)."""
         now = time.monotonic()
         if self._present:
             self.phases[self._present] = now - self._phase_began
@@ -57,7 +56,7 @@ class RunScreen:
             self._line(f"{name} ...")
 
     def detail(self, text: str) -> None:
-        """What the present phase is at."""
+        """Sets the detail of the present phase."""
         self._detail = text
 
     def attach(self, progress: RunProgress) -> None:
@@ -65,7 +64,7 @@ class RunScreen:
         self.progress, self._attached_at = progress, time.monotonic()
 
     def note(self, text: str) -> None:
-        """News that no event of the run brings."""
+        """Shows news that no event of the run brings."""
         if self.progress is not None:
             self.progress.tell(text, time.monotonic() - self._attached_at)
         else:
@@ -73,7 +72,7 @@ class RunScreen:
 
     @asynccontextmanager
     async def shown(self) -> AsyncIterator[None]:
-        """Draws inside the block; what was drawn last stays."""
+        """Draws while the block runs; the last picture stays."""
         live = Live(get_renderable=self._render, console=self._console, auto_refresh=False)
         terminal = self._console.is_terminal
         refresh = live.refresh if terminal else self._print_news
@@ -85,8 +84,6 @@ class RunScreen:
                 drawing.cancel()
                 await asyncio.gather(drawing, return_exceptions=True)
                 refresh()
-
-    # -- lines -----------------------------------------------------------------------------------------------------
 
     def _line(self, text: str) -> None:
         print(f"{clock(time.monotonic() - self._began):>6}  {plain(text)}", flush=True)  # noqa: T201 - this is a command
@@ -105,8 +102,6 @@ class RunScreen:
         for step in sorted(set(progress.steps) - printed.steps):
             printed.steps.add(step)
             self._line(_step_line(progress, step))
-
-    # -- the picture -----------------------------------------------------------------------------------------------
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = [self._head()]
@@ -133,7 +128,7 @@ async def _repeat(refresh: Callable[[], None]) -> None:
 
 
 class _Printed:
-    """What was written as lines already."""
+    """Records what was already written as lines."""
 
     def __init__(self) -> None:
         self.detail, self.detail_at = "", 0.0
@@ -142,7 +137,7 @@ class _Printed:
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
-    """`values` as a line of blocks, at most `width` of them, each the mean of its share; the lowest is the lowest."""
+    """Draws `values` as a line of at most `width` blocks, scaled from the lowest to the highest value."""
     if not values:
         return ""
     count = min(width, len(values))
@@ -185,7 +180,7 @@ def _step_line(progress: RunProgress, step: int) -> str:
 
 
 async def watch_run(client: "Client", run_id: str) -> RunStatus:
-    """Show a run until it has ended; returns how. Raises `NotFound`."""
+    """Shows a run until it has ended. Returns its final status. Raises `NotFound`."""
     progress = RunProgress(run_id, run=await client.run(run_id))
     screen = RunScreen(run_id)
     screen.attach(progress)

@@ -1,9 +1,9 @@
-"""Tables of runs and workers, for people."""
+"""Builds the tables that commands print, and formats amounts, durations and foreign text for them."""
 
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Final, Literal
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -11,9 +11,10 @@ from ebbtide.cli.views.run_progress import doing
 from ebbtide.types.fleet import Worker, WorkerState
 from ebbtide.types.run import Run
 
-#: Those that are not attached any more: what they said last is not so any more, and `running` is what they left behind.
+#: Workers that are not attached: what they reported last is out of date, and `running` counts what they left.
 GONE: Final = (WorkerState.LOST, WorkerState.SUSPECTED)
 _WIDE: Final = 1000
+_RIGHT: Final = frozenset({"slots", "tokens/s", "tokens", "weight", "share", "step", "version", "trained", "age"})
 
 
 def run_table(runs: Sequence[Run]) -> Table:
@@ -31,7 +32,7 @@ def run_table(runs: Sequence[Run]) -> Table:
 
 
 def worker_table(workers: Sequence[Worker], rate: Callable[[Worker], float] = lambda one: one.tokens_per_s) -> Table:
-    """`rate` gives the tokens per second to show; without it, what the worker said last."""
+    """Tabulates workers; `rate` gives the tokens per second to show (default: what the worker reported last)."""
     table = _table("worker", "kind", "is doing", "slots", "tokens/s", "tokens")
     for worker in workers:
         lost = worker.state in GONE
@@ -42,34 +43,57 @@ def worker_table(workers: Sequence[Worker], rate: Callable[[Worker], float] = la
     return table
 
 
-def wide_console() -> Console:
-    """One for tables: where another program reads them, a line is a row."""
+def print_wide(shown: RenderableType, style: str = "") -> None:
+    """Prints tables; where another program reads them, a line is a row."""
     console = Console()
     if not console.is_terminal:
         console.width = _WIDE
-    return console
+    console.print(shown, style=style)
 
 
 def print_table(table: Table) -> None:
-    console = wide_console()
     if table.row_count:
-        console.print(table)
+        print_wide(table)
     else:
-        console.print("none", style="dim")
+        print_wide("none", style="dim")
+
+
+def data_table(
+    columns: Sequence[str],
+    *,
+    left: Container[str],
+    wraps: Container[str] = (),
+    overflow: Literal["fold", "ellipsis"] = "ellipsis",
+) -> Table:
+    """An empty table: columns in `left` align left, the others right; those in `wraps` may take several lines."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column in left else "right"
+        table.add_column(column, justify=justify, no_wrap=column not in wraps, overflow=overflow)
+    return table
+
+
+def fact_table(facts: Iterable[tuple[str, str]]) -> Table:
+    """A row for each fact: its dim name, and its text."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    for name, text in facts:
+        table.add_row(cell(name), cell(text))
+    return table
 
 
 def plain(text: str) -> str:
-    """The same without what a terminal might obey: reasons and messages come from anywhere."""
+    """The text without control characters, which a terminal would obey: messages come from anywhere."""
     return "".join(one if one.isprintable() else " " for one in text)
 
 
 def cell(text: str) -> Text:
-    """A table's cell that shows the text as it is: a string would be read for markup, such as `[/path]`."""
+    """A table's cell that shows the text unchanged; rich reads plain strings for markup, such as `[/path]`."""
     return Text(plain(text))
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, or days and hours once they are many."""
+    """Formats a duration as minutes and seconds, with hours, or as days and hours."""
     whole = int(seconds)
     if whole >= 86400:
         return f"{whole // 86400}d {whole % 86400 // 3600}h"
@@ -79,7 +103,7 @@ def clock(seconds: float) -> str:
 
 
 def amount(size: float) -> str:
-    """Bytes, to three digits."""
+    """Formats bytes to three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 999.5:
             return f"{size:.3g} {unit}"
@@ -88,8 +112,4 @@ def amount(size: float) -> str:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        right = column in {"slots", "tokens/s", "tokens", "weight", "share", "step", "version", "trained", "age"}
-        table.add_column(column, justify="right" if right else "left", no_wrap=not right and column != "")
-    return table
+    return data_table(columns, left=set(columns) - _RIGHT, wraps={*_RIGHT, ""})

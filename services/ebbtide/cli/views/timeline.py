@@ -1,4 +1,4 @@
-"""A run's attempts in time, as Chrome trace events: for ui.perfetto.dev and chrome://tracing.
+"""Lays out a run's attempts in time, and writes them as Chrome trace events for ui.perfetto.dev and chrome://tracing.
 
 Times are seconds since the run was submitted; in the trace, microseconds. Format: "Trace Event Format", Google 2016.
 """
@@ -17,26 +17,24 @@ Event = dict[str, Any]
 
 #: The run's own row, above its workers.
 _RUN_PID: Final = 0
-#: States of a worker that mark a moment, in the words of the run's events.
+#: States of a worker that mark a moment, as the run's events name them.
 MARKED: Final = ("draining", "lost", "suspected", "shunned", "left", "attached")
-#: So that a span has a width, and an arrow's ends lie inside their spans.
+#: Least width of a span: an arrow's ends must lie inside their spans.
 _LEAST_US: Final = 2
 
 
 class Lane(Struct, frozen=True):
-    """A span and the row of its worker that it is drawn in, from 0."""
+    """A span and its row."""
 
     span: AttemptSpan
-    row: int
+    row: int  # of its worker, from 0
 
 
 class Timeline(Struct, frozen=True):
-    """`lanes`: worker -> its spans by begin, no two of one row at one time. `marks`: the run's events that tell of
-    workers and versions, in order. Workers are sorted by their first span or event."""
-
     run_id: str
+    #: worker -> its spans by begin; those of one row do not overlap. Workers are sorted by their first span or event.
     lanes: dict[str, list[Lane]]
-    marks: list[RunEvent]
+    marks: list[RunEvent]  # on workers and versions, in order
 
     @property
     def spans(self) -> Iterator[AttemptSpan]:
@@ -49,7 +47,7 @@ class Timeline(Struct, frozen=True):
 
 
 def make_timeline(run_id: str, spans: Iterable[AttemptSpan], events: Iterable[RunEvent]) -> Timeline:
-    """The timeline of a run's spans and all of its events, in any order."""
+    """Makes the timeline from a run's spans and events, in any order."""
     marks = [event for event in events if event.kind == "version" or _marks_worker(event)]
     marks.sort(key=lambda event: event.age_s)
     by_worker: dict[str, list[AttemptSpan]] = defaultdict(list)
@@ -68,7 +66,7 @@ def _marks_worker(event: RunEvent) -> bool:
 
 
 def pack(spans: Iterable[AttemptSpan]) -> list[Lane]:
-    """Each span in the lowest row that is free when it begins: as few rows as spans that ever overlap."""
+    """Puts each span into the lowest row that is free when it begins."""
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # (end, row)
     lanes: list[Lane] = []
@@ -87,8 +85,7 @@ def pack(spans: Iterable[AttemptSpan]) -> list[Lane]:
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The whole trace as JSON values: a process per worker, a thread per row, an arrow from each attempt to the next
-    of its rollout."""
+    """Returns the trace as JSON values: a process per worker, a thread per row, arrows between a rollout's attempts."""
     pids = {worker: number for number, worker in enumerate(timeline.lanes, start=_RUN_PID + 1)}
     events: list[Event] = [*_named(_RUN_PID, f"run {timeline.run_id}")]
     for worker, pid in pids.items():
@@ -141,7 +138,7 @@ def _arrows(timeline: Timeline, pids: Mapping[str, int]) -> Iterator[Event]:
 
 
 def chains(timeline: Timeline) -> dict[str, Sequence[Lane]]:
-    """rollout -> its attempts, first to last; only of those that had several."""
+    """rollout -> its attempts, first to last, for rollouts with several."""
     found: dict[str, list[Lane]] = defaultdict(list)
     for lanes in timeline.lanes.values():
         for lane in lanes:
@@ -163,5 +160,5 @@ def _instant(event: RunEvent, pids: Mapping[str, int]) -> Event:
 
 
 def version_of(event: RunEvent) -> int:
-    """The version that an event of kind "version" announces."""
+    """The version that a `version` event announces."""
     return int(event.values.get("version", 0))

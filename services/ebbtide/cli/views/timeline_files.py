@@ -1,4 +1,4 @@
-"""`ebbtide timeline`: reads a run's attempts and events, and writes them as a trace and as a picture."""
+"""Reads a run's attempts and events, and writes its timeline as a trace and as a picture."""
 
 import asyncio
 from pathlib import Path
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from ebbtide.client import Client
 
 _NAME: Final = "timeline"
-#: The events of a live run do not end: those that are there come at once, so behind so much silence all were read.
+#: A live run's events do not end. Existing ones come at once, so after this much silence all were read.
 _SILENCE_S: Final = 2.0
 
 
 async def fetch(client: "Client", run_id: str) -> Timeline:
-    """The timeline up to now. Raises `NotFound`."""
+    """Fetches the timeline up to now. Raises `NotFound`."""
     spans = [span async for span in client.timeline(run_id)]
     return make_timeline(run_id, spans, await _events(client, run_id))
 
@@ -30,7 +30,7 @@ async def _events(client: "Client", run_id: str) -> list[RunEvent]:
     stream = client.watch(run_id)
     try:
         while True:
-            # The first event is the submission, so silence before it is the coordinator's.
+            # The first event is the submission: before it, only the coordinator can be silent.
             async with asyncio.timeout(_SILENCE_S if events and not run.status.ended else None):
                 events.append(await anext(stream))
             if not run.status.ended and events[-1].age_s > run.age_s:
@@ -43,7 +43,7 @@ async def _events(client: "Client", run_id: str) -> list[RunEvent]:
 
 
 def write(timeline: Timeline, directory: Path) -> list[Path]:
-    """Write `timeline.json` and `timeline.png`; returns their paths. Raises `InvalidRequest` if that cannot be."""
+    """Writes `timeline.json` and `timeline.png`. Returns their paths. Raises `InvalidRequest`."""
     from ebbtide.cli.views.timeline_picture import write_timeline_picture
 
     trace, picture = directory / f"{_NAME}.json", directory / f"{_NAME}.png"

@@ -1,4 +1,4 @@
-"""A run's attempts in time, as a picture: a band per worker, a bar per attempt, coloured by policy version."""
+"""Draws a run's attempts in time: a band per worker, and a bar per attempt, coloured by policy version."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from ebbtide.cli.views.timeline import Timeline, version_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Inches; a row is to be a pixel at least, up to what a page can show.
+#: Inches. A row takes at least a pixel, up to the height of a page.
 _WIDTH: Final = 16.0
 _LOWEST: Final = 3.0
 _HIGHEST: Final = 24.0
@@ -27,7 +27,7 @@ _MARKS: Final[dict[str, tuple[str, str]]] = {  # state -> colour, marker
 
 
 def write_timeline_picture(timeline: Timeline, path: Path) -> None:
-    """A PNG. Bars end in a red edge where the worker did not finish the rollout."""
+    """Writes a PNG. A bar ends in a red edge if the worker did not finish the rollout."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -51,7 +51,7 @@ def write_timeline_picture(timeline: Timeline, path: Path) -> None:
 
 
 def _offsets(timeline: Timeline) -> tuple[dict[str, float], float]:
-    """worker -> its first row in the picture, and the rows of all."""
+    """Returns worker -> its first row in the picture, and the number of rows."""
     offsets: dict[str, float] = {}
     at = 0.0
     for worker in timeline.lanes:

@@ -1,6 +1,6 @@
-"""Looking at something again and again: drawn anew on a terminal, plain lines where the output is none.
+"""Shows a changing state: drawn anew on a terminal, as plain lines where the output is none.
 
-Invariant: it only asks, and leaves nothing behind.
+Invariant: the loop only reads, and stores nothing.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ async def watch(
     every_s: float,
     console: Console | None = None,
 ) -> None:
-    """Show what `ask` answers until cancelled. Raises what `ask` raises."""
+    """Shows what `ask` answers every `every_s` seconds until cancelled. Raises what `ask` raises."""
     console = console or Console()
     began = time.monotonic()
     if not console.is_terminal:
@@ -38,7 +38,7 @@ async def watch(
 
 
 async def _look(ask: Callable[[], Awaitable[T]]) -> T:
-    """The answer. A cancellation that the call took for its own end, as gRPC may, ends the watching all the same."""
+    """Returns the answer. Also ends the loop on a cancellation that the call swallowed, as gRPC may."""
     answer = await ask()
     task = asyncio.current_task()
     if task is not None and task.cancelling():

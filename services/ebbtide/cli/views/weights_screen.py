@@ -1,4 +1,4 @@
-"""What a relay knows of a run's versions, for a person and for programs."""
+"""Shows what a relay knows of a run's versions, to people and as JSON."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ebbtide.cli.views.tables import amount, cell, clock, plain, wide_console
+from ebbtide.cli.views.tables import amount, cell, clock, data_table, plain
 from ebbtide.cli.views.watch_loop import watch
 from ebbtide.types.weights import HolderState, LinkState, PatchState, VersionState, WeightsState
 
@@ -23,7 +23,7 @@ _LEFT: Final = ("", "holder", "site", "to site")
 
 
 def pictures(state: WeightsState) -> Group:
-    """All of it: a line on the whole, then tables of versions, of who has them, and of links."""
+    """Draws a summary line, and tables of versions, of their holders, and of links."""
     tables = [_table(_VERSIONS, [row for one in state.versions for row in _version_rows(one, state)])]
     tables += [_table(_HOLDERS, [_holder_row(one, state) for one in state.holders])] if state.holders else []
     tables += [_table(_LINKS, [_link_row(one) for one in state.links])] if state.links else []
@@ -32,7 +32,7 @@ def pictures(state: WeightsState) -> Group:
 
 
 def head(state: WeightsState) -> str:
-    """The versions in a line: what the newest takes, and who has it."""
+    """Sums up the versions in a line: the newest one's size, and how many hold it."""
     if not state.versions:
         return "no version is here yet"
     newest = state.versions[-1]
@@ -49,7 +49,7 @@ def head(state: WeightsState) -> str:
 
 
 def lines(state: WeightsState) -> Iterator[str]:
-    """A line on the whole, and one for each version, holder and link: for output that is no terminal."""
+    """A summary line, and one for each version, holder and link: for output that is no terminal."""
     yield plain(head(state))
     for version in state.versions:
         (row, *more) = _version_rows(version, state)
@@ -65,26 +65,19 @@ def lines(state: WeightsState) -> Iterator[str]:
         yield plain(f"to site {site or '(unnamed)'}: {sent} sent, lately {lately}, limit {limit}")
 
 
-def tell(state: WeightsState, *, as_json: bool) -> None:
-    if as_json:
-        print(to_json(state))  # noqa: T201 - this is a command
-    else:
-        wide_console().print(pictures(state))
-
-
 def to_json(state: WeightsState) -> str:
-    """The records as they are; digests in hexadecimal."""
+    """The records as JSON; digests are hexadecimal."""
     tree: Any = msgspec.to_builtins(state, builtin_types=(bytes,))
     return json.dumps(tree, default=bytes.hex, indent=2)
 
 
 async def watch_weights(client: "Client", run_id: str, every_s: float, console: Console | None = None) -> None:
-    """Show it until cancelled. Raises `Unavailable` when the relay stays away."""
+    """Shows the versions until cancelled. Raises `Unavailable` if the relay stays unreachable."""
     await watch(lambda: client.describe_weights(run_id), pictures, lines, every_s, console)
 
 
 def _version_rows(one: VersionState, state: WeightsState) -> list[tuple[str, ...]]:
-    """A row for the version, with its first patch; one more for each further patch."""
+    """A row for the version with its first patch, and one for each further patch."""
     info = one.info.version
     head = (
         _name(info.policy, info.version, state),
@@ -120,15 +113,13 @@ def _link_row(one: LinkState) -> tuple[str, ...]:
 
 
 def _name(policy: str, version: int, state: WeightsState) -> str:
-    """The version's number, with its policy where there are several."""
+    """The version's number, with its policy if there are several."""
     several = len({one.info.version.policy for one in state.versions} | {one.policy for one in state.holders}) > 1
     return f"{policy} {version}" if several else str(version)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in columns:
-        table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=column not in _LEFT)
+    table = data_table(columns, left=_LEFT, wraps=_LEFT)
     for row in rows:
         table.add_row(*map(cell, row))
     return table

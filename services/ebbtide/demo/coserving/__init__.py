@@ -1,1 +1,1 @@
-"""The co-serving demo: a served model under replayed traffic, beside a training run."""
+"""Runs the co-serving demo: a served model under replayed traffic, beside a training run."""

@@ -1,11 +1,11 @@
-"""The users: a process of its own that sends a plan's requests when they are due, and notes when their tokens came.
+"""Plays the users: sends a plan's requests when they are due, and records when their tokens came.
 
     python -m ebbtide.demo.coserving.coserving_client --url URL --model NAME --plan PLAN.json --out ANSWERS.json
     [--seed N]
 
-Open loop: nobody waits for anybody's answer. Prompts are random token ids, so that none is found in a prefix cache.
-Times are of the monotonic clock, which all processes of the host share. SIGTERM: nothing more is sent, what is under
-way is waited for, and the answers are written. The file of answers is whole or not there.
+Open loop: no request waits for another's answer. Prompts are random token ids, which no prefix cache holds. Times are
+of the monotonic clock, which all processes of the host share. After SIGTERM the client sends nothing more, waits for
+open requests, and writes the answers. The file of answers appears as a whole.
 """
 
 import argparse
@@ -27,23 +27,21 @@ from ebbtide.demo.coserving.coserving_records import ServedAnswer
 from ebbtide.demo.coserving.coserving_traffic import TrafficRequest
 from ebbtide.runtime import write_atomically
 
-#: Token ids of prompts: letters and such, in any vocabulary; none that ends a text.
+#: Token ids of prompts, in any vocabulary; none ends a text.
 _IDS: Final = [str(number) for number in range(3, 900)]
 #: A request that takes longer has failed.
 _PATIENCE_S: Final = 600.0
-#: To think before the first request of a plan that names no time.
+#: Delay of the first request if the plan names no time.
 _MOMENT_S: Final = 0.2
 
 
 class TrafficPlan(Struct, frozen=True, kw_only=True):
-    """`starts`: when second 0 of the requests is, by the monotonic clock; 0: once the client is ready."""
-
     requests: list[TrafficRequest]
-    starts: float = 0.0
+    starts: float = 0.0  # second 0 of the requests, by the monotonic clock; 0: once the client is ready
 
 
 def body(model: str, request: TrafficRequest, random: Random) -> bytes:
-    """A streamed completion that ends after exactly the tokens wanted."""
+    """Encodes a streamed completion that ends after exactly the tokens wanted."""
     options = {
         "model": model,
         "max_tokens": request.output,
@@ -56,7 +54,7 @@ def body(model: str, request: TrafficRequest, random: Random) -> bytes:
 
 
 async def send(session: aiohttp.ClientSession, url: str, content: bytes) -> tuple[float, float]:
-    """One completion. When its first and last events came. Raises what keeps it from coming whole."""
+    """Sends a completion. Returns when its first and last events came. Raises if it does not come whole."""
     first = last = 0.0
     done = False
     headers = {"content-type": "application/json"}
@@ -76,7 +74,7 @@ async def send(session: aiohttp.ClientSession, url: str, content: bytes) -> tupl
 async def replay(
     url: str, model: str, plan: TrafficPlan, seed: int = 0, stop: asyncio.Event | None = None
 ) -> list[ServedAnswer]:
-    """Send all of `plan`, or until `stop` is set; what failed says so."""
+    """Sends all of `plan`, or until `stop` is set. Failed answers say why."""
     random, stop = Random(seed), stop or asyncio.Event()
     bodies = [body(model, request, random) for request in plan.requests]
     starts = plan.starts or time.monotonic() + _MOMENT_S
@@ -95,7 +93,7 @@ async def replay(
 async def answer(
     session: aiohttp.ClientSession, url: str, request: TrafficRequest, content: bytes, due: float
 ) -> ServedAnswer:
-    """Send one request now."""
+    """Sends one request now."""
     sent, first, last, failed = time.monotonic(), 0.0, 0.0, ""
     try:
         first, last = await send(session, url, content)

@@ -1,4 +1,4 @@
-"""What `ebbtide demo-coserving` may be told, and the traffic that follows from it."""
+"""Defines the options of `ebbtide demo-coserving`, and makes its traffic from them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,31 +17,26 @@ from ebbtide.demo.coserving.coserving_traffic import (
 
 
 class CoservingOptions(Struct, frozen=True, kw_only=True):
-    """`window`: seconds of the trace, or of made-up traffic without one; `speed`, `prompts` and `outputs` are factors
-    on its pace and lengths."""
-
     run_dir: Path = Path("runs/demo-coserving")
     cache: Path = Path(".cache/base-models")
     seed: int | None = None
     steps: int = 16
     eval_problems: int = 160
     trace: Path | None = None
-    window: str = "0:45"
-    speed: Annotated[float, Meta(gt=0)] = 1.0
-    prompts: Annotated[float, Meta(gt=0)] = 0.25
-    outputs: Annotated[float, Meta(gt=0)] = 0.5
+    window: str = "0:45"  # seconds of the trace, or of made-up traffic
+    speed: Annotated[float, Meta(gt=0)] = 1.0  # factor on the trace's pace
+    prompts: Annotated[float, Meta(gt=0)] = 0.25  # factor on the trace's prompt lengths
+    outputs: Annotated[float, Meta(gt=0)] = 0.5  # factor on the trace's answer lengths
 
 
 class CoservingTraffic(Struct, frozen=True, kw_only=True):
-    """Requests that fill so many seconds, and what they are, for people."""
-
     requests: list[TrafficRequest]
-    seconds: float
-    what: str
+    seconds: float  # that the requests fill
+    what: str  # description for people
 
 
 def traffic(options: CoservingOptions) -> CoservingTraffic:
-    """What the users send. Raises `InvalidRequest` naming the option or file."""
+    """Makes the users' requests. Raises `InvalidRequest` naming the option or file."""
     begin, end = parse_window(options.window, field="--window")
     seconds = (end - begin) / options.speed
     if options.trace is None:

@@ -1,4 +1,4 @@
-"""A replay beside rollouts in time, as a picture: load, TTFT and TPOT of each request, budget and speed of rollouts."""
+"""Draws a replay beside rollouts over time: load, TTFT and TPOT of each request, budget and speed of rollouts."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 _SIZE: Final = (14.0, 10.0)  # inches
 _HEIGHTS: Final = (2, 3, 3, 2, 2)
 _SERVING, _OVER, _ROLLOUTS, _TRAINER, _TARGET = "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#7f7f7f"
-#: Seconds over which a speed is taken: long enough for several steps, short enough to show a burst.
+#: Seconds over which a speed is averaged: enough for several steps, few enough to show a burst.
 _BIN_S: Final = 0.5
 
 
 def write_coserving_picture(replay: ReplayRecord, path: Path) -> None:
-    """A PNG. Requests beyond their target are red; the parts of the replay are named above."""
+    """Writes a PNG. Requests that missed their target are red; labels above name the parts of the replay."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -124,7 +124,7 @@ def _draw_speed(axes: "Axes", moments: Sequence[BudgetMoment], zero: float) -> N
 
 
 def _speeds(moments: Sequence[BudgetMoment]) -> list[tuple[float, float]]:
-    """(time, tokens per second from then on). A count that shrinks is that of an engine that was started again."""
+    """Returns (time, tokens per second from then on). A restarted engine counts from 0 again."""
     if not moments:
         return []
     found, first = [], moments[0]

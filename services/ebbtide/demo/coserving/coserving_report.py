@@ -1,4 +1,4 @@
-"""The verdict of the co-serving demo: what users noticed of a run beside them, and what the run got out of it."""
+"""Reports the co-serving demo: the latencies of users beside a run, and the tokens that the run harvested."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -17,21 +17,20 @@ from ebbtide.demo.coserving.coserving_records import (
 )
 from ebbtide.types.grants import GuardStatus
 
-#: From this share of the cores on, other programs are worth a line.
+#: From this share of the cores on, the report mentions other programs.
 _DISTURBING: Final = 0.05
-#: An SLO that names no other: a hundredth of the requests may miss it.
+#: Share of the requests that must attain the SLO.
 ENOUGH: Final = 0.99
 
 
 class LatencyFigures(Struct, frozen=True, kw_only=True):
-    """Of one part of a replay; milliseconds. `load`: share of its time with a request inside; `others`: of the
-    cores, what programs took that have no part in it."""
+    """Latencies in one part of a replay."""
 
     requests: int
     failed: int
     seconds: float
-    load: float
-    others: float
+    load: float  # share of the time with a request inside
+    others: float  # share of the cores that foreign programs took
     ttft_p50_ms: float
     ttft_p95_ms: float
     ttft_p99_ms: float
@@ -42,22 +41,18 @@ class LatencyFigures(Struct, frozen=True, kw_only=True):
 
 
 class CoservingReport(Struct, frozen=True, kw_only=True):
-    """`slo_attained`: as large a share of requests as asked for was within both targets beside rollouts, or as large a
-    share as alone. `idle_used`: share of the time without a request inside in which rollout steps ran; `trainer_cpu_s`:
-    processor time of the trainer meanwhile. `tokens_lost`: generated, and then generated again."""
-
     traffic: str
     ttft_target_ms: float
     tpot_target_ms: float
     alone: LatencyFigures
     beside: LatencyFigures
-    slo_attained: bool
+    slo_attained: bool  # beside rollouts, enough requests, or as many as alone, were within both targets
     tokens_harvested: int
     harvested_per_s: float
-    tokens_lost: int
-    idle_s: float
+    tokens_lost: int  # generated, and then generated again
+    idle_s: float  # without a request inside
     rollout_steps_s: float
-    idle_used: float
+    idle_used: float  # share of the idle time in which rollout steps ran
     trainer_cpu_s: float
     reclaims: int
     reclaim_p50_ms: float
@@ -67,7 +62,7 @@ class CoservingReport(Struct, frozen=True, kw_only=True):
 
 
 class HarvestFigures(Struct, frozen=True, kw_only=True):
-    """What the run made beside the traffic, as its books say."""
+    """Tokens and times of the run beside the traffic."""
 
     generated: int
     lost: int
@@ -76,7 +71,7 @@ class HarvestFigures(Struct, frozen=True, kw_only=True):
 
 
 def make_coserving(traffic: str, replay: ReplayRecord, harvest: HarvestFigures, status: GuardStatus) -> CoservingReport:
-    """The figures of a replay with two stretches: serving alone, and serving beside the run."""
+    """Computes the figures of a replay with two stretches: serving alone, and serving beside the run."""
     alone, beside = replay.stretches
     quiet, busy = (within(replay.answers, part.begin_s, part.end_s) for part in (alone, beside))
     targets = (replay.ttft_s, replay.tpot_s)
@@ -106,7 +101,7 @@ def make_coserving(traffic: str, replay: ReplayRecord, harvest: HarvestFigures, 
 
 
 def latencies(answers: Sequence[ServedAnswer], part: TimeStretch, ttft_s: float, tpot_s: float) -> LatencyFigures:
-    """Of what was sent in this part; the targets in seconds."""
+    """Computes the latencies of requests that were sent in this part."""
     ttft, tpot, seconds = ttfts(answers), tpots(answers), part.end_s - part.begin_s
     whole = [one for one in answers if not one.failed]
     good = sum(one.ttft_s <= ttft_s and one.tpot_s <= tpot_s for one in whole)
@@ -127,7 +122,7 @@ def latencies(answers: Sequence[ServedAnswer], part: TimeStretch, ttft_s: float,
 
 
 def told(found: CoservingReport) -> Iterator[tuple[str, str]]:
-    """Lines of a name and what is to be said of it, the verdict first."""
+    """Describes the report for people, the verdict first."""
     alone, beside = found.alone, found.beside
     verdict = "ATTAINED" if found.slo_attained else "MISSED"
     targets = f"TTFT {found.ttft_target_ms:,.0f} ms and TPOT {found.tpot_target_ms:,.1f} ms"
@@ -149,7 +144,7 @@ def told(found: CoservingReport) -> Iterator[tuple[str, str]]:
     yield "taken back", f"{times} from a request's arrival to the last rollout step's end; {found.stops} by force"
     if max(alone.others, beside.others) > _DISTURBING:
         taken = f"{alone.others:.0%} of the cores alone, {beside.others:.0%} beside"
-        yield "disturbed", f"programs that have no part in this took {taken}: all figures tell of them too"
+        yield "disturbed", f"foreign programs took {taken}, which changes all figures"
 
 
 def _ms(value: float) -> str:

@@ -1,7 +1,7 @@
-"""Arrivals of served requests: out of a recorded trace, made to fit a small engine, or made up.
+"""Makes arrivals of served requests from a recorded trace, scaled for a small engine, or at random.
 
-A trace is a CSV file with the columns `t_s,input_tokens,output_tokens`. What is replayed of it is a window, faster or
-slower, with lengths scaled by stated factors; requests that came together stay together.
+A trace is a CSV file with the columns `t_s,input_tokens,output_tokens`. A window of it is replayed, at a scaled pace
+and with scaled lengths; requests that came together stay together.
 """
 
 import csv
@@ -19,15 +19,13 @@ COLUMNS: Final = ("t_s", "input_tokens", "output_tokens")
 
 
 class TrafficRequest(Struct, frozen=True):
-    """One request: when it arrives (seconds from the start), tokens of its prompt, tokens that it wants."""
-
-    at: float
-    prompt: int
-    output: int
+    at: float  # arrival, in seconds from the start
+    prompt: int  # tokens
+    output: int  # tokens
 
 
 class TraceLengths(Struct, frozen=True, kw_only=True):
-    """Factors on a trace's lengths, and bounds of what comes out."""
+    """Factors on a trace's lengths, and bounds of the scaled ones."""
 
     prompts: float = 0.25
     outputs: float = 0.5
@@ -43,22 +41,18 @@ class TraceLengths(Struct, frozen=True, kw_only=True):
 
 
 class TrafficBursts(Struct, frozen=True, kw_only=True):
-    """Made-up traffic: bursts of `size` requests in the mean (geometric), `apart_s` apart from one another in a burst,
-    and `quiet_s` between bursts (both exponential). Lengths are log-normal about their medians."""
+    """Made-up traffic in bursts."""
 
-    size: Annotated[float, Meta(ge=1)] = 6.0
-    apart_s: float = 0.2
-    quiet_s: float = 3.5
-    prompt: int = 400
-    output: int = 16
-    spread: float = 0.5
+    size: Annotated[float, Meta(ge=1)] = 6.0  # mean requests of a burst (geometric)
+    apart_s: float = 0.2  # mean gap within a burst (exponential)
+    quiet_s: float = 3.5  # mean gap between bursts (exponential)
+    prompt: int = 400  # median length (log-normal)
+    output: int = 16  # median length (log-normal)
+    spread: float = 0.5  # of the lengths
 
 
 def read_trace(path: Path, window: tuple[float, float], lengths: TraceLengths) -> list[TrafficRequest]:
-    """The requests of `window` (seconds of the trace), times counted from its start.
-
-    Raises `InvalidRequest` for a file that is no trace, or an empty window.
-    """
+    """Reads the requests of `window` (seconds of the trace). Raises `InvalidRequest` for no trace, or no request."""
     try:
         with path.open(newline="") as file:
             rows = csv.DictReader(file)
@@ -77,7 +71,7 @@ def read_trace(path: Path, window: tuple[float, float], lengths: TraceLengths) -
 
 
 def made_up(bursts: TrafficBursts, seconds: float, seed: int) -> list[TrafficRequest]:
-    """Arrivals for so many seconds; the same for the same seed."""
+    """Makes arrivals for so many seconds, the same for the same seed."""
     random = Random(f"{seed}/traffic")
 
     def gaps() -> Iterator[float]:
@@ -98,17 +92,17 @@ def made_up(bursts: TrafficBursts, seconds: float, seed: int) -> list[TrafficReq
 
 
 def faster(requests: Sequence[TrafficRequest], speed: float) -> list[TrafficRequest]:
-    """The same requests, `speed` times as fast one behind the other."""
+    """Returns the same requests, `speed` times as fast."""
     return [TrafficRequest(one.at / speed, one.prompt, one.output) for one in requests]
 
 
 def laps(requests: Sequence[TrafficRequest], seconds: float, count: int) -> list[TrafficRequest]:
-    """`requests`, which fill so many seconds, over and over."""
+    """Repeats `requests`, which fill so many seconds, `count` times."""
     return [TrafficRequest(one.at + lap * seconds, one.prompt, one.output) for lap in range(count) for one in requests]
 
 
 def parse_window(text: str, *, field: str) -> tuple[float, float]:
-    """`START:END`, seconds. Raises `InvalidRequest`."""
+    """Reads `START:END` in seconds. Raises `InvalidRequest`."""
     start, _, end = text.partition(":")
     try:
         window = (float(start or 0), float(end))

@@ -1,8 +1,8 @@
 """Stops and continues a program that shares its cores with a serving engine, as the engine's guard grants them.
 
-Invariant: the program runs while nothing is inside the serving engine, as the page of the worker beside it says, and
-is stopped (SIGSTOP to its whole group) otherwise; a budget for steps beside requests is not for it. It is continued at
-the end, however that comes. If this process dies, the kernel kills the program, stopped or not.
+Invariant: the program runs only while nothing is inside the serving engine, by the page of the worker beside it;
+otherwise its whole group is stopped (SIGSTOP). Budgets for steps beside requests do not apply to it. It is continued at
+the end in any case. If this process dies, the kernel kills the program, stopped or not.
 """
 
 import os
@@ -16,28 +16,28 @@ from typing import Final
 from ebbtide.demo.coserving.coserving_records import BudgetMoment
 from ebbtide.grants import Page
 
-#: So often the page is read: an arriving request has the cores back within that.
+#: Interval of reading the page; an arriving request regains the cores within it.
 _LOOK_S: Final = 0.002
-#: And so often what it says is noted.
+#: Interval of recording the page.
 _NOTE_S: Final = 0.05
 
 
 class GuardedPausing:
-    """Made by `pausing`. `moments`: what the page said in time; `generated` is what the next one bears."""
+    """Made by `pausing`."""
 
     def __init__(self, page: Page, pid: Callable[[], int | None]) -> None:
         self._page, self._pid = page, pid
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pausing", daemon=True)
         self._stopped: int | None = None
-        self.moments: list[BudgetMoment] = []
-        self.generated = 0
+        self.moments: list[BudgetMoment] = []  # the page over time
+        self.generated = 0  # goes into the next moment
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns once the program goes on for good."""
+        """Continues the program for good, and returns then."""
         self._done.set()
         self._thread.join()
 
@@ -54,14 +54,14 @@ class GuardedPausing:
             self._signal(self._stopped, signal.SIGCONT)
 
     def _let(self, *, runs: bool) -> bool:
-        """Have the program run or not; whether that is new."""
+        """Runs or stops the program. Returns whether that is a change."""
         pid = None if runs and self._stopped is None else self._pid()
         wanted = None if runs else pid
         if wanted == self._stopped:
             return False
         if not runs:
             self._signal(pid, signal.SIGSTOP)
-        elif pid == self._stopped:  # else that one ended, and its number may be another's by now
+        elif pid == self._stopped:  # else that program ended, and another may have its id
             self._signal(pid, signal.SIGCONT)
         self._stopped = wanted
         return True
@@ -85,8 +85,10 @@ class GuardedPausing:
 
 @contextmanager
 def pausing(page: Page, pid: Callable[[], int | None]) -> Iterator[GuardedPausing]:
-    """Inside the block the program whose group is `pid()` runs with the grants that `page` shows. `pid` is called from
-    a thread, and None while there is no such program."""
+    """Paces the program with the group `pid()` by the grants on `page` while the block runs.
+
+    A thread calls `pid`, which returns None while there is no such program.
+    """
     made = GuardedPausing(page, pid)
     made.start()
     try:

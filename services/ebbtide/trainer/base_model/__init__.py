@@ -1,1 +1,1 @@
-"""A small model that half masters a task, made on machines that can download none."""
+"""Makes a small model that half masters a task, on machines that cannot download one."""

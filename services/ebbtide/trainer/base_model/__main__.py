@@ -1,4 +1,4 @@
-"""`ebbtide base-model`: makes the base model that suits a run's environment, or finds the one made before."""
+"""Runs `ebbtide base-model`: makes the base model for a run's environment, or finds the one made before."""
 
 import json
 import sys
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class BaseModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    spec: Annotated[str, Meta(description="a run's spec (TOML or JSON); its environment and seed are what counts")]
-    directory: Annotated[str, Meta(description="where base models are kept")] = ".cache/base-models"
-    seed: Annotated[int, Meta(ge=-1, description="in place of the spec's; -1: the spec's")] = -1
-    threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0: its own choice")] = 0
-    json: Annotated[bool, Meta(description="progress and path as lines of JSON")] = False
+    spec: Annotated[str, Meta(description="a run's spec (TOML or JSON), of which environment and seed are used")]
+    directory: Annotated[str, Meta(description="folder of base models")] = ".cache/base-models"
+    seed: Annotated[int, Meta(ge=-1, description="seed; -1: the spec's")] = -1
+    threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0: torch's choice")] = 0
+    json: Annotated[bool, Meta(description="print progress and path as lines of JSON")] = False
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make a small model that half masters the environment of a run, and print its path."""
+    """Make a small model that half masters a run's environment, and print its path."""
     settings = load(BaseModelSettings, prog="ebbtide base-model", argv=argv, description=main.__doc__ or "")
     try:
         path = _make(settings)

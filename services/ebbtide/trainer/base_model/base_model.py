@@ -1,9 +1,8 @@
-"""`ebbtide base-model`: a small model that half masters a task, for machines that can download none.
+"""Makes a small model that half masters a task, for machines that cannot download one.
 
-A Qwen3-architecture network with a character tokenizer is supervised on the train split until its sampled accuracy on
-the check split reaches a target; the eval split is never looked at. Its demonstrations are imperfect: a share of their
-characters is mistyped, so that it learns to do the task and to err. What reinforcement has to teach is which of its
-own responses are right.
+Supervision on the train split teaches a Qwen3 network with a character tokenizer until its sampled accuracy on the
+check split reaches a target; the eval split stays unseen. A share of the characters in demonstrations is mistyped, so
+that the model also errs: reinforcement then teaches which of its responses are right.
 """
 
 import json
@@ -26,17 +25,17 @@ from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 from ebbtide.trainer.learning.network import Network, Tokenizer, save_network
 from ebbtide.trainer.learning.training_batches import TrainingSample, collate
 
-#: Number of the first prompt to learn from: far from those of a run, which count from 0, so that these are new to it.
+#: Number of the first prompt to learn from, far from those of a run, which count from 0.
 FIRST_PROMPT: Final = 1 << 40
 
 
 @dataclass(frozen=True)
 class BaseModelProgress:
-    """After a step: the loss in nats a character, and the newest sampled accuracy (0 before the first check)."""
+    """Progress after a step."""
 
     step: int
-    loss: float
-    accuracy: float
+    loss: float  # nats per character
+    accuracy: float  # newest sampled one; 0 before the first check
     seconds: float
 
 
@@ -48,16 +47,15 @@ def make_base_model(
     plan: BaseModelPlan | None = None,
     progress: Callable[[BaseModelProgress], None] = lambda _: None,
 ) -> Path:
-    """The checkpoint for these inputs below `directory`, made now unless it is there; its `base_model.json` says how.
+    """Returns the checkpoint for these inputs below `directory`, made unless it exists.
 
-    Deterministic on one machine and number of threads; `torch.set_num_threads` is the caller's. Raises `InvalidRequest`
-    when `source` has no right answers to learn from, or the target is not reached in `max_steps`.
+    Deterministic for one machine and number of threads, which the caller sets. Raises `InvalidRequest` if `source` has
+    no answers to learn from, or the target is not reached in `max_steps`.
     """
     plan = plan or BaseModelPlan()
     if not isinstance(source, ExampleSource):
-        raise InvalidRequest(
-            "this environment has no examples to learn from; give a checkpoint", field="environment.name"
-        )
+        text = "this environment has no examples to learn from; give a checkpoint"
+        raise InvalidRequest(text, field="environment.name")
     path = base_model_path(directory, source, seed, plan)
     if is_made(path):
         return path
@@ -74,7 +72,7 @@ def make_base_model(
 def sampled_accuracy(
     network: Network, tokenizer: Tokenizer, source: ExampleSource, *, prompts: int, seed: int
 ) -> float:
-    """Share of questions of the check split's first `prompts` prompts answered right, sampled at temperature 1."""
+    """Share of right answers to the check split's first `prompts` prompts, sampled at temperature 1."""
     examples = [source.example("check", index) for index in range(prompts)]
     texts = [_prompt(tokenizer, messages) for messages, _ in examples]
     encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
@@ -95,7 +93,7 @@ def sampled_accuracy(
 
 
 class _Supervision:
-    """The training loop; alive for one call of `make_base_model`."""
+    """Runs the supervised training of one base model."""
 
     def __init__(
         self, network: Network, tokenizer: Tokenizer, source: ExampleSource, plan: BaseModelPlan, seed: int
@@ -165,7 +163,7 @@ def _prompt(tokenizer: Tokenizer, messages: list[Message]) -> str:
 
 
 def new_network(plan: BaseModelPlan, tokenizer: Tokenizer) -> Network:
-    """The plan's network, float32, random."""
+    """Makes the plan's network, in float32 with random weights."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=plan.hidden_size,
@@ -175,7 +173,7 @@ def new_network(plan: BaseModelPlan, tokenizer: Tokenizer) -> Network:
         num_key_value_heads=plan.kv_heads,
         head_dim=plan.head_dim,
         max_position_embeddings=plan.context,
-        # Untied: a task of so few characters wants an output layer of its own.
+        # Untied: with so few characters, a separate output layer learns faster.
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         pad_token_id=tokenizer.pad_token_id,

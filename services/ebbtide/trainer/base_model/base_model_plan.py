@@ -1,4 +1,4 @@
-"""What a base model is made from, and where it is then kept. No torch here: one that is there is found at once."""
+"""Plans a base model and locates it. Without torch, so that an existing one is found at once."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -8,16 +8,15 @@ from typing import Any, Final
 
 from ebbtide.environments import EnvironmentSource
 
-#: Part of the cache key: raise it when `base_model` makes other models from the same inputs.
+#: Part of the cache key. Raise it when `base_model` makes other models from the same inputs.
 RECIPE: Final = 2
-#: Beside the weights: how the model was made. Its presence says that the model is whole.
+#: File beside the weights that records how the model was made. Its presence means that the model is whole.
 RECORD: Final = "base_model.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModelPlan:
-    """Shape, training and end. `error_rate`: share of an answer's letters and digits that demonstrations mistype; it
-    bounds the accuracy from above, so that the model does not leap over its target between two checks."""
+    """Shape, training and target of a base model."""
 
     layers: int = 4
     hidden_size: int = 128
@@ -30,6 +29,7 @@ class BaseModelPlan:
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     max_steps: int = 800
+    #: share of mistyped letters and digits; it bounds the accuracy, so that no check overshoots the target
     error_rate: float = 0.15
     target_accuracy: float = 0.28
     check_every: int = 10
@@ -37,12 +37,12 @@ class BaseModelPlan:
 
 
 def inputs(source: EnvironmentSource, seed: int, plan: BaseModelPlan) -> dict[str, Any]:
-    """All that decides what comes out."""
+    """Returns all inputs that determine the model."""
     return {"recipe": RECIPE, "source": source.identity, "seed": seed, "plan": asdict(plan)}
 
 
 def base_model_path(directory: Path, source: EnvironmentSource, seed: int, plan: BaseModelPlan) -> Path:
-    """Where the model of these inputs lies below `directory`, or will."""
+    """Returns the path below `directory` of the model of these inputs."""
     key = blake2b(json.dumps(inputs(source, seed, plan), sort_keys=True).encode(), digest_size=8).hexdigest()
     return directory / f"base-{key}"
 

@@ -1,4 +1,4 @@
-"""A character tokenizer for networks too small for words: printable ASCII, newline, and what a chat needs."""
+"""Makes a character tokenizer for networks too small for words: printable ASCII, newline, and chat markers."""
 
 import string
 from typing import Any
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 PAD, UNKNOWN, END, USER, ASSISTANT = "<|pad|>", "<|unknown|>", "<|end|>", "<|user|>", "<|assistant|>"
 SPECIAL = (PAD, UNKNOWN, END, USER, ASSISTANT)
 CHARACTERS = "\n" + "".join(sorted(string.ascii_letters + string.digits + string.punctuation + " "))
-#: The marker of a turn, its text; an assistant's turn is closed by the end token, which the policy samples itself.
+#: A turn is its marker and its text; an end token, which the policy samples itself, closes an assistant's turn.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|assistant|>' if message.role == 'assistant' else '<|user|>' }}{{ message.content }}"
@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 
 def character_tokenizer() -> Any:
-    """One token a character, as a fast tokenizer that `AutoTokenizer` loads; other characters become unknown."""
+    """Makes a fast tokenizer with a token per character, which `AutoTokenizer` loads; others become unknown."""
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

@@ -1,1 +1,1 @@
-"""The former place of the episode driver."""
+"""Keeps the former place of the episode driver."""

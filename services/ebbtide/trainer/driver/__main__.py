@@ -1,4 +1,4 @@
-"""The former path of `python -m ebbtide.driver`."""
+"""Keeps the former path of `python -m ebbtide.driver`."""
 
 from ebbtide.driver.__main__ import main
 from ebbtide.former_paths import warn_moved

@@ -1,4 +1,4 @@
-"""The former path of `ebbtide.environments`."""
+"""Keeps the former path of `ebbtide.environments`."""
 
 from ebbtide.environments import (
     Environment,

@@ -1,1 +1,1 @@
-"""Learning from samples: networks, batches, GRPO, the optimiser's step."""
+"""Learns from samples: networks, batches, GRPO, the optimiser's step."""

@@ -1,4 +1,4 @@
-"""A step's trajectories as samples to learn from, and what they say about the policy. Pure functions."""
+"""Turns a step's trajectories into samples to learn from, and sums them up for its event. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,8 +14,11 @@ from ebbtide.types.tokens import unpack_ids, unpack_tokens
 
 
 def samples_of(trajectories: Sequence[Trajectory], spec: TrainerSpec, *, seed: int, step: int) -> list[TrainingSample]:
-    """Samples with their group's advantages. Those that teach nothing are left out: no token of theirs was sampled, or
-    their advantage is 0 and no KL term holds them. `seed` and `step` fix the lots of `permute_rewards`."""
+    """Makes samples with their group's advantages.
+
+    Leaves out those that teach nothing: without sampled tokens, or with advantage 0 and no KL term. `seed` and `step`
+    determine the permutation of `permute_rewards`.
+    """
     advantages = _advantages(trajectories, spec, seed=seed, step=step)
     samples = []
     for trajectory, advantage in zip(trajectories, advantages, strict=True):
@@ -33,7 +36,7 @@ def samples_of(trajectories: Sequence[Trajectory], spec: TrainerSpec, *, seed: i
 
 
 def summary(trajectories: Sequence[Trajectory], steps: Mapping[int, int], *, step: int) -> dict[str, float]:
-    """Means over a step's trajectories, for its event. `accuracy` where the environment counts right answers."""
+    """Averages a step's trajectories for its event; `accuracy` only if the environment counts right answers."""
     if not trajectories:
         return {"trained": 0.0, "tokens": 0.0}
     rewards = np.array([trajectory.reward for trajectory in trajectories])

@@ -1,8 +1,7 @@
-"""The last published bits of tensors on a GPU: compared and compacted there, so that only what changed crosses the bus.
+"""Keeps the last published bits of tensors on a GPU and compares them there, so that only changes cross the bus.
 
-Plain torch operations, the same on any device. What changed is coded on the host, by
-`ebbtide.weights.version_encoding`. A tile of which so much changed that its changes are more bytes than itself comes
-to the host whole.
+It uses plain torch operations, the same on any device. `ebbtide.weights.version_encoding` encodes the changes on the
+host. A tile comes to the host as a whole if its changes would take more bytes.
 """
 
 import contextlib
@@ -17,16 +16,16 @@ from ebbtide.types.weights import TILE_BYTES
 from ebbtide.weights.found_changes import Found
 from ebbtide.weights.patch.alphabet import Array
 
-#: torch's integer of a unit's width. Differences wrap in them as in the unsigned ones, which torch knows half of.
+#: unit's width -> torch's integer. Differences wrap as in unsigned ones, which torch hardly supports.
 _UNITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-#: Bytes compared at once: temporary memory on the device is a few times this, however large the tensor.
+#: Bytes compared at once. Temporary memory on the device is a few times this, for tensors of any size.
 _STRIDE: Final = 64 * TILE_BYTES
-#: Share of a GPU's memory that is left to the trainer, whose longest sequences may be still to come.
+#: Share of a GPU's memory left to the trainer, whose longest sequences may still come.
 _LEFT: Final = 0.1
 
 
 class KeptTensors:
-    """A `Keeper`: tensors to publish, of which those on a device stay there as they were published last."""
+    """A `Keeper` of tensors to publish: those on a device stay there as they were published last."""
 
     def __init__(self, read: Callable[[], Iterable[tuple[str, Tensor]]], device: str = "cuda") -> None:
         self._read, self._device = read, device
@@ -35,7 +34,7 @@ class KeptTensors:
         return iter(self._read())
 
     def keep(self, tensor: Any) -> "KeptTensor | None":
-        """None for what lies elsewhere, or where memory has run out."""
+        """Returns None for a tensor on another device, or if memory runs out."""
         if not isinstance(tensor, Tensor) or tensor.device.type != self._device:
             return None
         try:
@@ -47,8 +46,8 @@ class KeptTensors:
 class KeptTensor:
     """A `Kept`.
 
-    Invariant: `_bits` are those of the tensor that was looked at last, and of no other memory. `_pending` is what
-    `fetch` is to bring over of them: at first, all tiles.
+    Invariant: `_bits` is a copy of the tensor that was compared last. `_pending` are the tiles that `fetch` must bring
+    over: at first, all of them.
     """
 
     def __init__(self, tensor: Tensor, tile_bytes: int = TILE_BYTES) -> None:
@@ -87,11 +86,11 @@ class KeptTensor:
 
 
 class _Looked(NamedTuple):
-    """Some tiles' changes, and how many of them each tile has: None for one that comes whole."""
+    """The changes of some tiles."""
 
     positions: Tensor
     differences: Tensor
-    counts: list[int | None]
+    counts: list[int | None]  # of each tile; None: it comes as a whole
 
     def fetch(self) -> Iterator[tuple[Array, Array] | None]:
         positions, differences, first = _host(self.positions), _host(self.differences), 0
@@ -117,9 +116,9 @@ def _look(base: Tensor, new: Tensor, tile_units: int) -> _Looked:
 
 
 def find_changes(base: Tensor, new: Tensor, tile_units: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Changes of flat integer tensors: position in its tile (int32) and difference of each, and how many each tile has.
+    """Returns each change's position in its tile (int32) and difference, and each tile's count, of flat integers.
 
-    All on the tensors' device; tile by tile, ascending. Waits for the device, as how many there are decides on memory.
+    All are on the tensors' device, tile by tile, ascending. Waits for the device, as the count decides on memory.
     """
     positions, differences = _compare(base, new)
     tiles = -(-new.numel() // tile_units)
@@ -130,8 +129,10 @@ def find_changes(base: Tensor, new: Tensor, tile_units: int) -> tuple[Tensor, Te
 
 
 def has_room(tensors: Iterable[tuple[str, Tensor]], device: str) -> bool:
-    """Whether a GPU's memory, as training leaves it, has room for another copy of the tensors, and for changes that are
-    as many bytes again. Ask after a step: before it, it is not known what training takes."""
+    """Whether a GPU has room for another copy of the tensors, and for changes of as many bytes.
+
+    Call it after a step, when the memory that training takes is known.
+    """
     if not device.startswith("cuda"):
         return False
     free, total = torch.cuda.mem_get_info(device)
@@ -139,10 +140,10 @@ def has_room(tensors: Iterable[tuple[str, Tensor]], device: str) -> bool:
 
 
 def _compare(base: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions (int64, ascending) and differences of all changes.
+    """Returns positions (int64, ascending) and differences of all changes.
 
-    Words of 8 bytes are compared first, as most are equal, and the units of those that are not then: what comparing
-    writes, and compacting reads twice, is a byte for each word and not for each unit.
+    Compares words of 8 bytes first, then the units of unequal words: so comparing writes, and compacting reads twice, a
+    byte for each word instead of each unit.
     """
     width, ends = new.element_size(), (base.storage_offset(), new.storage_offset(), new.numel())
     if any(end * width % 8 for end in ends):
@@ -158,7 +159,7 @@ def _compare(base: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """On a GPU: a stream of its own, so that copies neither wait for the trainer's next step nor hold it up."""
+    """Uses a separate GPU stream, so that copies neither wait for the trainer's next step nor delay it."""
     if device.type != "cuda":
         yield
         return
@@ -175,11 +176,11 @@ def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size, torch.device]:
 
 
 def _units(tensor: Tensor) -> Tensor:
-    """The bits, flat; a tensor that lies in memory with gaps is copied."""
+    """Returns the bits, flat; copies a tensor with gaps in memory."""
     return tensor.detach().contiguous().view(-1).view(_UNITS[min(tensor.element_size(), 4)])
 
 
 def _host(units: Tensor) -> Array:
-    """The units, unsigned as the codec wants them; positions too."""
+    """Returns units or positions on the host, unsigned for the codec."""
     array = units.cpu().numpy()
     return array.view(f"<u{array.itemsize}")

@@ -1,7 +1,7 @@
-"""GRPO in plain functions over tensors: advantages, token logprobs, loss. No state, no model, no I/O.
+"""Implements GRPO in pure functions over tensors: advantages, token logprobs, loss.
 
-Tensors named "(n,)" run over the sampled tokens of a minibatch, flattened: what prompts and environments wrote was left
-out before (`ebbtide.trainer.learning.training_batches`), so no mask is needed here. Logprobs are in nats, float32.
+Tensors of shape (n,) run over the sampled tokens of a minibatch, flattened; tokens of prompts and environments are left
+out before (`ebbtide.trainer.learning.training_batches`), so no mask is needed. Logprobs are in nats, float32.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ebbtide.errors import InvalidRequest
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool = True) -> Tensor:
-    """How much better than its group each sample did; (b,) float32. `rewards` (b,) float; `groups` (b,) int64, from 0.
+    """Returns each sample's advantage over its group, (b,) float32. `rewards` (b,) float; `groups` (b,) int64, from 0.
 
     Reward less the group's mean, over the group's standard deviation (GRPO: DeepSeekMath, arXiv 2402.03300, section
     4.1.2); `normalize_std=False` leaves the division out (Dr. GRPO, arXiv 2503.20783, section 3.2). A group whose
@@ -32,7 +32,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool = T
 
 
 def permute_within_groups(rewards: Tensor, groups: Tensor, generator: torch.Generator) -> Tensor:
-    """The control experiment: each group keeps its rewards, but they fall to its samples by lot."""
+    """Permutes the rewards within each group at random, as a control experiment."""
     permuted = rewards.clone()
     for group in torch.unique(groups):
         members = (groups == group).nonzero()[:, 0]
@@ -41,7 +41,7 @@ def permute_within_groups(rewards: Tensor, groups: Tensor, generator: torch.Gene
 
 
 def truncated_support(logits: Tensor, tokens: Tensor, *, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """Which entries of `logits` (n, v), already divided by the temperature, could be sampled; (n, v) bool.
+    """Returns which entries of `logits` (n, v), already divided by the temperature, could be sampled; (n, v) bool.
 
     vLLM's rule: of the k largest (ties with the k-th stay) the fewest whose renormalised probabilities reach `top_p`,
     at least one. It is applied to the trainer's own logits, which differ from the worker's by rounding (or by an
@@ -63,7 +63,7 @@ def truncated_support(logits: Tensor, tokens: Tensor, *, top_p: float = 1.0, top
 def token_logprobs(
     logits: Tensor, tokens: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each token under the distribution it was sampled from, and that distribution's entropy; both (n,).
+    """Returns each token's logprob under its sampling distribution, and that distribution's entropy; both (n,).
 
     `logits` (n, v) in any float dtype, `tokens` (n,) int64. The gradient flows through the logits inside the
     truncated support, which itself is constant. The entropy carries none. Raises `InvalidRequest` for a temperature
@@ -82,7 +82,7 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class LossParts:
-    """`loss` is to be differentiated; the rest are sums over the (n,) tokens given, so that micro-batches add up."""
+    """`loss` has the gradient; the rest are sums over the (n,) tokens given, so that micro-batches add up."""
 
     loss: Tensor
     tokens: int
@@ -104,8 +104,8 @@ def policy_loss(
     importance_cap: float = 2.0,
     kl_coefficient: float = 0.0,
 ) -> LossParts:
-    """The clipped policy-gradient loss of tokens, all (n,): `logprobs` now (with gradient), `behaviour` as the worker
-    recorded them, and each token's advantage.
+    """Returns the clipped policy-gradient loss of tokens, all (n,): present `logprobs` (with gradient), the worker's
+    recorded `behaviour`, and each token's advantage.
 
     The ratio is taken to `behaviour`. Tokens of an older version than the trainer's have drifted already: for these
     `proximal` holds the trainer's own logprobs from before the step (and `behaviour` for the others), the ratio is

@@ -1,10 +1,10 @@
-"""One step of GRPO: network, optimiser and the order of updates. It knows no run, service or environment.
+"""Trains a network by steps of GRPO, without knowledge of runs, services or environments.
 
-On several ranks each computes its share of every minibatch with its share of the network. All that a step decides by
-(which samples are whose, how many tokens there are) follows from the samples, which all ranks have.
+Of several ranks, each computes its share of every minibatch with its share of the network. All decisions of a step
+(the deal of samples, the count of tokens) follow from the samples, which all ranks have.
 
-Invariant: `version` numbers the policy that the parameters hold between steps; only the caller sets it. Parameters and
-optimiser change in `step` alone. A process that dies here loses the step: what outlives it is the caller's checkpoint.
+Invariant: `version` numbers the policy in the parameters between steps; only the caller sets it. Only `step` changes
+parameters and optimiser. A process that dies loses the step; the caller's checkpoint remains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ from ebbtide.trainer.learning.training_batches import (
 )
 from ebbtide.trainer.ranks.network_sharding import whole
 
-#: What is summed over a step's tokens, or updates, and so over ranks.
+#: Values that are summed over a step's tokens or updates, and over ranks.
 _SUMMED: Final = ("loss", "entropy", "clipped", "kl", "weight", "gap")
 
 
 class LearnerRanks(Protocol):
-    """Who computes a step together: all call everything in the same order."""
+    """The ranks that compute a step together. All call everything in the same order."""
 
     rank: int
     size: int
@@ -50,7 +50,7 @@ class OneRank:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
-    """Loss and optimiser. Clip bounds, cap and coefficient as in `policy_loss`; sampling as the workers were told."""
+    """Settings of loss (see `policy_loss`), optimiser, and the workers' sampling."""
 
     learning_rate: float = 1e-6
     warmup_steps: int = 0
@@ -71,19 +71,18 @@ class LearnerSettings:
 
 @dataclass
 class StepStats:
-    """Of one step; means over its sampled tokens, all epochs. `logprob_gap` is the mean absolute difference to the
-    workers' logprobs on tokens of the trainer's own version, before the first update (None where there is none);
-    `grad_norm` the mean over the updates, before clipping; `tokens` and `stale_tokens` are counted once."""
+    """Means over a step's sampled tokens and epochs."""
 
-    tokens: int
-    stale_tokens: int
+    tokens: int  # counted once
+    stale_tokens: int  # counted once
     learning_rate: float
     loss: float = 0.0
     entropy: float = 0.0
     kl: float = 0.0
     clip_share: float = 0.0
     importance_weight: float = 0.0
-    grad_norm: float = 0.0
+    grad_norm: float = 0.0  # mean over updates, before clipping
+    #: mean absolute difference to the workers' logprobs, on tokens of the trainer's version, before the first update
     logprob_gap: float | None = None
 
 
@@ -101,8 +100,7 @@ class _Sums:
 
 
 class Learner:
-    """Trains `network` in place. `reference`, if given, is the frozen network of the KL term. Both are sharded if there
-    are several ranks."""
+    """Trains `network` in place. `reference` is the frozen network of the KL term. Several ranks shard both."""
 
     def __init__(
         self,
@@ -126,7 +124,7 @@ class Learner:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser and scheduler; the network is saved apart, in its own format."""
+        """Returns the state of optimiser and scheduler; the network is saved in its own format."""
         return {"optimizer": self._optimizer.state_dict(), "scheduler": self._scheduler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,14 +132,14 @@ class Learner:
         self._scheduler.load_state_dict(state["scheduler"])
 
     def step(self, samples: Sequence[TrainingSample], rng: Random) -> StepStats:
-        """Update on all `samples` (at least one), `epochs` times, in minibatches shuffled by `rng`."""
+        """Updates on all `samples` (at least one), `epochs` times, in minibatches shuffled by `rng`."""
         rate = float(self._scheduler.get_last_lr()[0])
         tokens = sum(sample.sampled for sample in samples)
         stale = sum(int((sample.versions[sample.mask] != self.version).sum()) for sample in samples)
         parts = [
             part for _ in range(self.settings.epochs) for part in minibatches(samples, self.settings.minibatches, rng)
         ]
-        # The proximal logprobs of stale tokens are those from before any update, so they are found for all parts first.
+        # The proximal logprobs of stale tokens precede any update, so they are computed for all parts first.
         batches = [self._own(part) for part in parts]
         proximal = [[self._proximal(batch) for batch in part] for part in batches] if stale else None
         sums = _Sums()
@@ -152,7 +150,7 @@ class Learner:
         return _stats(self._added_up(sums), StepStats(tokens, stale, rate))
 
     def logprobs(self, network: Network, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Logprob of each of the batch's sampled tokens under `network`, and the entropy there; both (n,)."""
+        """Returns logprob and entropy at each of the batch's sampled tokens under `network`; both (n,)."""
         settings = self.settings
         return token_logprobs(
             batch.logits(network),
@@ -163,8 +161,7 @@ class Learner:
         )
 
     def _own(self, samples: Sequence[TrainingSample]) -> list[TrainingBatch | None]:
-        """This rank's micro-batches of a minibatch. Every rank has as many, as the network is brought together for each
-        of them: None is for a rank that has run out."""
+        """Returns this rank's micro-batches, padded by None: all ranks gather each layer together."""
         device = next(self.network.parameters()).device
         dealt = shares(samples, self._ranks.size)
         parts = [list(micro_parts(share, self.settings.micro_batch_tokens)) for share in dealt]
@@ -172,7 +169,7 @@ class Learner:
         return own + [None] * (max(map(len, parts)) - len(own))
 
     def _idle(self, network: Network) -> Tensor:
-        """Take part in a pass of the others: 0, with a gradient of 0."""
+        """Takes part in a pass of the other ranks. Returns 0, with a gradient of 0."""
         ids = torch.zeros((1, 2), dtype=torch.int64, device=next(network.parameters()).device)
         nothing: Tensor = network(input_ids=ids, use_cache=False).logits.float().sum() * 0.0
         return nothing
@@ -188,7 +185,7 @@ class Learner:
     def _update(
         self, batches: Sequence[TrainingBatch | None], proximal: Sequence[Tensor | None], normalizer: int, sums: _Sums
     ) -> None:
-        """One optimiser step on the micro-batches of one minibatch, of `normalizer` tokens on all ranks."""
+        """Takes an optimiser step on the micro-batches of one minibatch of `normalizer` tokens on all ranks."""
         self._optimizer.zero_grad()
         for batch, anchor in zip(batches, proximal, strict=True):
             if batch is not None:
@@ -205,7 +202,7 @@ class Learner:
         sums.norm += norm.item()
 
     def _pass(self, batch: TrainingBatch, anchor: Tensor | None, normalizer: int, sums: _Sums) -> None:
-        """Forward and backward of one micro-batch."""
+        """Runs one micro-batch forward and backward."""
         settings = self.settings
         logprobs, entropy = self.logprobs(self.network, batch)
         parts = policy_loss(
@@ -241,7 +238,7 @@ class Learner:
             return self.logprobs(self._reference, batch)[0]
 
     def _added_up(self, sums: _Sums) -> _Sums:
-        """Over all ranks. Updates and gradient norms are those of all already."""
+        """Sums over all ranks, except updates and gradient norms, which all ranks share."""
         values = sums.values.values()
         passes, gap_tokens, *rest = self._ranks.add_up([float(sums.passes), float(sums.gap_tokens), *values])
         named = dict(zip(sums.values, rest, strict=True))

@@ -1,7 +1,7 @@
-"""The computing side of a training, in this process: network, tokenizer and learner on their device.
+"""Computes a training in this process: network, tokenizer and learner on their device.
 
-`ebbtide.trainer.training` does the deeds around it and knows no tensor; this knows no service. On several ranks, each
-has one of these, with its share of the network; rank 0's is a `ebbtide.trainer.ranks.rank_group.RankZeroLearning`.
+It knows no service; `ebbtide.trainer.training` talks to services and knows no tensor. Each of several ranks has one,
+with its share of the network; rank 0's is a `ebbtide.trainer.ranks.rank_group.RankZeroLearning`.
 """
 
 import contextlib
@@ -32,16 +32,18 @@ from ebbtide.types.run import RunSpec
 
 
 class LocalLearning:
-    """Weights and optimiser are float32 with `trainer.dtype` bfloat16 too, as small updates would be lost in it: only
-    what the network computes with, and what is published, is bfloat16 then."""
+    """Keeps weights and optimiser in float32, as bfloat16 would lose small updates.
+
+    With `trainer.dtype` bfloat16, only computation and published weights are bfloat16.
+    """
 
     def __init__(
         self, spec: RunSpec, *, source: Path, device: str, keep_published: bool = True, world: RankWorld | None = None
     ) -> None:
         """Loads the weights in `source`: the run's model, or a checkpoint of it. Raises `InvalidRequest`.
 
-        `keep_published`: on the GPU too, if it has room for it once a step was trained. `world`: the ranks that share
-        the network.
+        `keep_published`: keep the published weights on the GPU, if it has room after a step. `world`: the ranks that
+        share the network.
         """
         _check(spec)
         self._spec = spec
@@ -53,7 +55,7 @@ class LocalLearning:
         if spec.trainer.kl_coefficient:
             reference = self._place(Path(spec.model)).requires_grad_(False)
         self._learner = Learner(self._network, _settings(spec), version=0, reference=reference, ranks=world)
-        self._keeps: bool | None = None if keep_published else False  # None: not known yet
+        self._keeps: bool | None = None if keep_published else False  # None: unknown
 
     def _place(self, source: Path) -> Network:
         if self._world is None:
@@ -61,7 +63,7 @@ class LocalLearning:
         return load_sharded(source, self._world.mesh, dtype=self._spec.trainer.dtype, device=self._device)
 
     def resume(self, path: Path, *, run_id: str) -> TrainingState:
-        """Take up optimiser and scheduler of a checkpoint, whose weights are loaded. Raises `CheckpointError`."""
+        """Loads optimiser and scheduler of a checkpoint, whose weights are loaded. Raises `CheckpointError`."""
         state, learner = training_checkpoint.read_state(
             path, run_id=run_id, parameters=list(self._network.parameters())
         )
@@ -71,9 +73,9 @@ class LocalLearning:
     def step(
         self, trajectories: Sequence[Trajectory], *, step: int, steps: Mapping[int, int], version: int
     ) -> dict[str, float]:
-        """Train on the trajectories of `step`, with the weights of `version`; `steps` tells each version's step.
+        """Trains on the trajectories of `step`, with the weights of `version`; `steps`: version -> its step.
 
-        Returns what to report. Nothing is updated where nothing can be learnt. Raises `RunFailed` once numbers blow up.
+        Returns the values to report. Skips the update if no sample teaches. Raises `RunFailed` unless all are finite.
         """
         values = summary(trajectories, steps, step=step)
         samples = samples_of(trajectories, self._spec.trainer, seed=self._spec.seed, step=step)
@@ -89,7 +91,7 @@ class LocalLearning:
         return values
 
     def train(self, samples: Sequence[TrainingSample], *, step: int, version: int) -> StepStats:
-        """Update on the samples of `step`, with the weights of `version`."""
+        """Updates on the samples of `step`, with the weights of `version`."""
         self._learner.version = version
         with self._precision():
             stats = self._learner.step(samples, Random(f"{self._spec.seed}/{step}"))
@@ -99,11 +101,11 @@ class LocalLearning:
         return stats
 
     def exchange(self) -> RankExchange | None:
-        """How the ranks talk that publish together, who all begin a version with this; None if there is one rank."""
+        """Begins a version on all ranks. Returns the exchange of the ranks that publish together; None for one rank."""
         return None
 
     def tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The weights to publish, named as in checkpoints, tied ones once; to be read before the next step."""
+        """Returns the weights to publish, named as in checkpoints, tied ones once. Read them before the next step."""
         return gpu_changes.KeptTensors(self._tensors, self._network.device.type) if self._keeps else self._tensors()
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,13 +114,13 @@ class LocalLearning:
             yield name, tensor.to(torch.bfloat16) if low else tensor
 
     def checkpoint(self, folder: Path, state: TrainingState, *, keep: int) -> Path:
-        """Write all of it durably into `folder`, where the `keep` newest stay. Returns the checkpoint's directory."""
+        """Writes a durable checkpoint into `folder`, where the `keep` newest stay. Returns its directory."""
         path = training_checkpoint.write(folder, self._network, self._tokenizer, self._learner.state_dict(), state)
         training_checkpoint.keep_newest(folder, keep)
         return path
 
     def write_part(self, unfinished: Path) -> Any:
-        """This rank's part of a checkpoint (`ebbtide.trainer.training_checkpoint.write_part`)."""
+        """Writes this rank's part of a checkpoint (`ebbtide.trainer.training_checkpoint.write_part`)."""
         if self._world is None:
             raise CheckpointError("one rank writes its checkpoints whole")
         return training_checkpoint.write_part(unfinished, self._network, self._learner.state_dict(), self._world)
@@ -130,7 +132,7 @@ class LocalLearning:
 
 
 def choose_device(wish: str) -> str:
-    """Raises `InvalidRequest` if a device is asked for that is not there."""
+    """Returns the device for a setting. Raises `InvalidRequest` if it does not exist."""
     if wish == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("torch sees no CUDA device here; take cpu or auto", field="device")
     return ("cuda" if torch.cuda.is_available() else "cpu") if wish == "auto" else wish
@@ -144,7 +146,7 @@ def _settings(spec: RunSpec) -> LearnerSettings:
 
 
 def _check(spec: RunSpec) -> None:
-    """Refuse sampling whose logprobs the learner could not compute again."""
+    """Refuses sampling whose logprobs the learner cannot compute."""
     if spec.sampling.temperature == 0:
         raise InvalidRequest("must be above 0: greedy responses cannot be trained on", field="sampling.temperature")
     if spec.sampling.repetition_penalty != 1:

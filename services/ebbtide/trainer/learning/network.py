@@ -1,4 +1,4 @@
-"""Networks and their tokenizers as Hugging Face checkpoints on local disk: safetensors, no remote code, no pickle."""
+"""Loads and saves networks and tokenizers as local Hugging Face checkpoints: safetensors, no remote code, no pickle."""
 
 import shutil
 import tempfile
@@ -18,14 +18,13 @@ from ebbtide.runtime import fsync
 Network = Any
 Tokenizer = Any
 
-disable_progress_bar()  # the terminal belongs to whoever shows a run's progress
+disable_progress_bar()  # the terminal shows the run's progress
 
 
 def load_network(directory: Path) -> Network:
-    """The network in `directory`, in evaluation mode (no dropout), all parameters in float32.
+    """Loads the network in `directory` in evaluation mode (no dropout), in float32.
 
-    Raises `InvalidRequest` naming `model` for what is no checkpoint, has weights missing, or does not fit its
-    tokenizer.
+    Raises `InvalidRequest` naming `model` if it is no whole checkpoint, or does not fit its tokenizer.
     """
     check_model_directory(directory)
     try:
@@ -46,7 +45,7 @@ def load_network(directory: Path) -> Network:
 
 
 def check_vocabulary(directory: Path, network: Network) -> None:
-    """Raises `InvalidRequest` naming `model` unless each id that the tokenizer gives has a row in the embedding."""
+    """Raises `InvalidRequest` naming `model` unless each of the tokenizer's ids has a row in the embedding."""
     rows = network.get_input_embeddings().num_embeddings
     highest = max(load_tokenizer(directory).get_vocab().values(), default=-1)
     if highest >= rows:
@@ -54,7 +53,7 @@ def check_vocabulary(directory: Path, network: Network) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer in `directory`. Raises `InvalidRequest` naming `model`."""
+    """Loads the tokenizer in `directory`. Raises `InvalidRequest` naming `model`."""
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -64,10 +63,10 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 def save_network(
     network: Network, tokenizer: Tokenizer, directory: Path, *, notes: Mapping[str, str] | None = None
 ) -> None:
-    """Write both as a checkpoint that `transformers` and vLLM load, and beside them `notes`, texts by file name.
+    """Writes both as a checkpoint for `transformers` and vLLM, with `notes` (file name -> text) beside them.
 
-    `directory` is whole or not there at all: it is written beside, synced and renamed. An older one of that name is
-    replaced.
+    The directory is written under another name, synced and renamed, so that it appears as a whole. It replaces an older
+    one of that name.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))

@@ -1,4 +1,4 @@
-"""Samples as padded tensors, cut into minibatches (one optimiser step each) and micro-batches (one backward each)."""
+"""Cuts samples into minibatches (one optimiser step each) and micro-batches (one backward each) of padded tensors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One trajectory: `ids` (t,) the prompt, then everything after it; the other arrays run over the last m of them.
+    """One trajectory. Only at sampled tokens do logprobs and versions mean anything."""
 
-    `mask` (m,) is true where the policy sampled; elsewhere (what an environment wrote) logprobs and versions mean
-    nothing.
-    """
-
-    ids: npt.NDArray[np.int64]
-    mask: npt.NDArray[np.bool_]
+    ids: npt.NDArray[np.int64]  # (t,): the prompt, then the m ids after it, over which the other arrays run
+    mask: npt.NDArray[np.bool_]  # (m,): true where the policy sampled, false where an environment wrote
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int64]
     advantage: float
@@ -31,12 +27,11 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Padded on the right. `ids` (b, t) int64; `mask` (b, t) bool, true at sampled tokens. `targets`, `behaviour`,
-    `versions` and `advantages` are (n,), the sampled tokens row by row."""
+    """Samples padded on the right; tensors of shape (n,) run over the sampled tokens, row by row."""
 
-    ids: Tensor
-    mask: Tensor
-    targets: Tensor
+    ids: Tensor  # (b, t) int64
+    mask: Tensor  # (b, t) bool, true at sampled tokens
+    targets: Tensor  # (n,), as all below
     behaviour: Tensor
     versions: Tensor
     advantages: Tensor
@@ -45,10 +40,10 @@ class TrainingBatch:
         return TrainingBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
     def logits(self, network: torch.nn.Module) -> Tensor:
-        """The network's logits for each sampled token, (n, v): those one position before it.
+        """Returns the network's logits for each sampled token, (n, v), from the position before it.
 
-        Rows need no attention mask: under a causal network padding on the right is never seen by what counts. Logits
-        are asked for from the first sampled token on, as a large vocabulary's are the largest tensor of all.
+        Rows need no attention mask: a causal network never sees padding on the right. Logits begin at the first sampled
+        token, as those of a large vocabulary are the largest tensor of all.
         """
         first = int(self.mask.any(0).nonzero()[0])
         length = self.ids.shape[1]
@@ -58,7 +53,7 @@ class TrainingBatch:
 
 
 def collate(samples: Sequence[TrainingSample], *, pad_id: int = 0) -> TrainingBatch:
-    """The samples, each with at least one sampled token, as one batch."""
+    """Makes one batch of samples, each with at least one sampled token."""
     length = max(len(sample.ids) for sample in samples)
     ids = np.full((len(samples), length), pad_id, dtype=np.int64)
     mask = np.zeros((len(samples), length), dtype=np.bool_)
@@ -77,15 +72,17 @@ def collate(samples: Sequence[TrainingSample], *, pad_id: int = 0) -> TrainingBa
 
 
 def minibatches(samples: Sequence[TrainingSample], count: int, rng: Random) -> list[list[TrainingSample]]:
-    """The samples in random order, dealt into at most `count` parts of nearly equal size."""
+    """Shuffles the samples, and deals them into at most `count` parts of nearly equal size."""
     order = list(samples)
     rng.shuffle(order)
     return [part for start in range(count) if (part := order[start::count])]
 
 
 def shares(samples: Sequence[TrainingSample], ranks: int) -> list[list[TrainingSample]]:
-    """The samples dealt to ranks, alike in tokens: the longest first, each to whom has the fewest. One rank has all, as
-    they come. The same on all ranks, who need not ask each other."""
+    """Deals the samples to ranks with like token counts: the longest first, each to the rank with the fewest tokens.
+
+    All ranks compute the same deal. One rank gets all samples in their order.
+    """
     if ranks == 1:
         return [list(samples)]
     dealt: list[list[TrainingSample]] = [[] for _ in range(ranks)]
@@ -98,12 +95,12 @@ def shares(samples: Sequence[TrainingSample], ranks: int) -> list[list[TrainingS
 
 
 def micro_batches(samples: Sequence[TrainingSample], max_tokens: int) -> Iterator[TrainingBatch]:
-    """The samples as batches of at most `max_tokens` padded tokens (one sample at least), alike in length."""
+    """Makes batches of at most `max_tokens` padded tokens (at least one sample), of like lengths."""
     return map(collate, micro_parts(samples, max_tokens))
 
 
 def micro_parts(samples: Sequence[TrainingSample], max_tokens: int) -> Iterator[list[TrainingSample]]:
-    """Which samples make up each of the `micro_batches`."""
+    """Returns the samples of each of the `micro_batches`."""
     part: list[TrainingSample] = []
     for sample in sorted(samples, key=lambda sample: len(sample.ids)):
         if part and (len(part) + 1) * len(sample.ids) > max_tokens:

@@ -1,6 +1,6 @@
-"""One trainer on several devices: as many processes, its ranks, that hold a share of network and optimiser each.
+"""Runs one trainer on several devices: a process (rank) for each holds a share of network and optimiser.
 
-Rank 0 is the trainer that the coordinator sees: it holds the lease, reads trajectories, reports and commits. It gives
-the others orders, one after another, and each of them does its part: so all ranks load, train, publish and write
-checkpoints in the same order. Nothing that travels between them is pickled.
+The coordinator sees only rank 0: it holds the lease, reads trajectories, reports and commits. It sends the others one
+order after another, and all do their part: so they load, train, publish and write checkpoints in the same order.
+Nothing between them is pickled.
 """

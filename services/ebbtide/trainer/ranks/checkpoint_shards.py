@@ -1,9 +1,9 @@
-"""A checkpoint's tensors, as several ranks write them and any number reads them.
+"""Writes a checkpoint's tensors from several ranks, and reads them on any number of ranks.
 
-The network's are whole tensors in files that `transformers` knows (`model-00001-of-00002.safetensors`, and an index),
-dealt to the ranks: a tensor is brought together when its file is written, so a rank has one file at a time.
-The optimiser's are each rank's own shards, by torch.distributed.checkpoint in its safetensors form, which says where in
-the whole tensor a shard lies. Its planners, reader and writer are used, but not what it does between ranks: it pickles.
+The network's files hold whole tensors in the form of `transformers` (`model-00001-of-00002.safetensors` and an index).
+The files are dealt to the ranks, and each rank gathers one file at a time. The optimiser's files hold each rank's own
+shards, with their places, in the safetensors form of torch.distributed.checkpoint. Only its planners, reader and writer
+are used: its exchange between ranks pickles.
 """
 
 import json
@@ -25,26 +25,26 @@ from ebbtide.runtime import fsync
 from ebbtide.trainer.ranks.network_sharding import local, own_tensors, whole
 
 _INDEX: Final = "model.safetensors.index.json"
-#: Of a file of weights, about: what a rank has in host memory while it writes one.
+#: Approximate size of a file of weights, which a rank holds in host memory while it writes the file.
 _FILE_BYTES: Final = 2 << 30
-#: Of which parameter a tensor of the optimiser's state is.
+#: Finds the number of the parameter in the name of a tensor of the optimiser's state.
 _STATE: Final = re.compile(r"/optimizer/state/(\d+)/")
 
 
 def weight_files(network: nn.Module, ranks: int, file_bytes: int = _FILE_BYTES) -> list[list[str]]:
-    """The names of the tensors in each file, the same on all ranks; files for each of them, where there is enough."""
+    """Deals tensor names to files, equally on all ranks; each rank has files if there are enough tensors."""
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in own_tensors(network)}
     total, before = sum(sizes.values()), 0
     count = ranks * math.ceil(total / (file_bytes * ranks))
     files: list[list[str]] = [[] for _ in range(count)]
     for name, size in sizes.items():
-        files[(2 * before + size) * count // (2 * total)].append(name)  # where its middle lies
+        files[(2 * before + size) * count // (2 * total)].append(name)  # by the place of its middle
         before += size
     return [names for names in files if names]
 
 
 def write_weights(network: nn.Module, folder: Path, rank: int, ranks: int) -> None:
-    """This rank's files, durable; all ranks call it. Rank 0 writes the index."""
+    """Writes this rank's files durably; all ranks call it. Rank 0 writes the index."""
     files, tensors = weight_files(network, ranks), dict(own_tensors(network))
     for first in range(0, len(files), ranks):
         mine: dict[str, Tensor] = {}
@@ -70,12 +70,12 @@ def _file_name(number: int, count: int) -> str:
 
 
 def shard_name(rank: int) -> str:
-    """As torch.distributed.checkpoint names the file of a rank."""
+    """Names the file of a rank, as torch.distributed.checkpoint does."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def write_shards(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> None:
-    """This rank's shards of `tensors`, durable; what is not sharded, rank 0 writes."""
+    """Writes this rank's shards of `tensors` durably; rank 0 writes those that are not sharded."""
     own = {name: one for name, one in tensors.items() if (isinstance(one, DTensor) or rank == 0) and local(one).numel()}
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(own, is_coordinator=rank == 0)
@@ -88,10 +88,10 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> None
 
 
 def read_shards(folder: Path, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The optimiser's tensors in `folder`, whoever wrote them: of each what this rank has of the parameter.
+    """Reads this rank's shards of the optimiser's tensors, from any number of files.
 
-    Raises all that torch and safetensors raise for files that are damaged, and `ValueError` for shards that are not
-    of one whole: what none of them holds would be whatever lies in memory.
+    Raises the errors of torch and safetensors for damaged files, and `ValueError` for incomplete tensors, whose missing
+    values would be uninitialised memory.
     """
     reader: Any = HuggingFaceStorageReader(str(folder))
     metadata = reader.read_metadata()
@@ -106,7 +106,7 @@ def read_shards(folder: Path, parameters: Sequence[Tensor]) -> dict[str, Tensor]
 
 
 def read_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors` with what the files of a network hold of them under these names. Raises as `read_shards` does."""
+    """Fills `tensors` by name from a network's files. Raises as `read_shards` does."""
     reader: Any = HuggingFaceStorageReader(str(folder))
     _read(reader, reader.read_metadata(), tensors)
 

@@ -1,4 +1,4 @@
-"""A network spread over the ranks by FSDP2: each holds a share of each tensor, and has whole ones a layer at a time."""
+"""Shards a network over the ranks by FSDP2: each holds a share of each tensor, and gathers a layer at a time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +13,9 @@ from ebbtide.trainer.learning.network import Network
 
 
 def shard(network: Network, mesh: DeviceMesh, *, dtype: str) -> Network:
-    """Shard each layer and the rest, in place. Weights and gradients' sums are float32; with bfloat16 the layers are
-    brought together, and compute, in it.
+    """Shards each layer and the rest, in place. Weights and sums of gradients are float32; layers compute in `dtype`.
 
-    Gradients are added up over ranks and not averaged: the loss is divided by the tokens of all of them already.
+    Gradients are summed over ranks, not averaged: the loss is divided by the tokens of all ranks.
     """
     low = torch.bfloat16 if dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -25,18 +24,18 @@ def shard(network: Network, mesh: DeviceMesh, *, dtype: str) -> Network:
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo can nothing else
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports nothing else
     return network
 
 
 def _layers(network: nn.Module) -> list[nn.Module]:
-    """The decoder's: the longest list of modules in it. Without one, there is only the whole."""
+    """Returns the decoder's layers: the network's longest list of modules; none without lists."""
     lists = (list(module.children()) for module in network.modules() if isinstance(module, nn.ModuleList))
     return max(lists, key=len, default=[])
 
 
 def own_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The network's tensors by their names in checkpoints, tied ones once, as DTensors where they are sharded."""
+    """Lists the network's tensors by their names in checkpoints, tied ones once; sharded ones are DTensors."""
     seen: set[int] = set()
     for name, tensor in network.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -45,12 +44,12 @@ def own_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of a tensor. Of a sharded one, all ranks ask for it at the same point."""
+    """Returns the whole tensor. All ranks call this together for a sharded one."""
     found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found
 
 
 def local(tensor: Any) -> Tensor:
-    """What of a tensor lies here."""
+    """Returns this rank's share of a tensor."""
     found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return found

@@ -1,6 +1,6 @@
-"""The side of the other ranks: they do what rank 0 tells them, and talk to the relay alone, about their own shares.
+"""Follows rank 0's orders on the other ranks, which talk only to the relay, about their own shares.
 
-Invariant: torch computes in one thread, which lives as long as the process. When rank 0 is gone, this process ends.
+Invariant: torch computes in one thread, which lives as long as the process. If rank 0 is gone, this process ends.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from ebbtide.claimed_runs.run_failure import RankLost
 from ebbtide.client import Client
 from ebbtide.client.publisher.publisher import Publisher
 from ebbtide.client.publisher.torch_exchange import TorchExchange
-from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.errors import EbbtideError
 from ebbtide.runtime import Aside, Shutdown, race
 from ebbtide.telemetry import bind, get_logger
 from ebbtide.trainer.learning.local_learning import LocalLearning
@@ -26,17 +26,17 @@ from ebbtide.trainer.ranks.rank_orders import (
     SaveOrder,
     TrainOrder,
 )
-from ebbtide.trainer.ranks.rank_world import RankWorld, first_line, is_lost
+from ebbtide.trainer.ranks.rank_world import RankWorld, computing, exchanging
 from ebbtide.trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
 
-#: From being asked to end until it is done anyway: rank 0 is asked too, and tells when all has its end.
+#: Time from a request to end until the rank ends by itself; rank 0 gets the request too, and ends all ranks first.
 _LEAVE_S: Final = 15.0
 
 
 async def follow(world: RankWorld, settings: TrainerSettings, shutdown: Shutdown) -> None:
-    """Obey rank 0 until it ends. Raises `RankLost` if it is gone."""
+    """Follows rank 0 until it ends. Raises `RankLost` if it is gone."""
     bind(rank=world.rank)
     client = Client(settings.coordinator, settings.relay, security=settings.security, patience_s=settings.patience_s)
     async with client:
@@ -80,38 +80,30 @@ class RankFollower:
                 await self._publish()
 
     def _told(self, data: bytes, *, back: bool = False) -> bytes:
-        try:
-            if back:
-                self._orders.gather(data)
-                return b""
-            return self._orders.broadcast(data)
-        except Unavailable as error:
-            raise RankLost(str(error)) from None
+        with exchanging():
+            if not back:
+                return self._orders.broadcast(data)
+            self._orders.gather(data)
+            return b""
 
     def _obey(self, order: Order) -> None:
         self._world.settle()
-        try:
-            self._do(order)
-        except RuntimeError as error:
-            if is_lost(error):
-                raise RankLost(f"another rank is gone ({first_line(error)})") from None
-            raise
-
-    def _do(self, order: Order) -> None:
-        match order:
-            case BeginOrder():
-                self._begin(order)
-            case ResumeOrder():
-                self._own().resume(Path(order.checkpoint), run_id=order.run_id)
-            case TrainOrder():
-                self._own().train(rank_orders.unpack_samples(order.samples), step=order.step, version=order.version)
-            case SaveOrder():
-                self._own().write_part(Path(order.directory))
-            case PublishOrder() | OverOrder():
-                pass  # afterwards: rank 0 is to hear first that it was heard
+        with computing():
+            match order:
+                case BeginOrder():
+                    self._begin(order)
+                case ResumeOrder():
+                    self._own().resume(Path(order.checkpoint), run_id=order.run_id)
+                case TrainOrder():
+                    samples = rank_orders.unpack_samples(order.samples)
+                    self._own().train(samples, step=order.step, version=order.version)
+                case SaveOrder():
+                    self._own().write_part(Path(order.directory))
+                case PublishOrder() | OverOrder():
+                    pass  # done after the answer to rank 0
 
     def _begin(self, order: BeginOrder) -> None:
-        self._learning = None  # its memory is for the next one
+        self._learning = None  # frees its memory for the next one
         self._exchange = renewed(self._exchange)
         self._learning = LocalLearning(
             order.spec,
@@ -127,7 +119,7 @@ class RankFollower:
         return self._learning
 
     async def _publish(self) -> None:
-        """Returns when this rank's share is copied; what becomes of the version, rank 0 hears too."""
+        """Returns when this rank's share is copied. Rank 0 learns whether the version succeeds."""
         try:
             if self._publisher is not None:
                 await self._publisher.publish(self._own().tensors())

@@ -1,8 +1,8 @@
-"""Rank 0's side: every deed of a training as an order to all ranks, and rank 0's own part of it.
+"""Commands all ranks from rank 0: every action of a training is an order to all, with rank 0's own part.
 
-Invariant: one order is given at a time, also by threads whose tasks were cancelled meanwhile; each is answered by all
-ranks before the next. An order that the run is at fault for (`EbbtideError`) fails on all ranks and leaves them in
-step; anything else that goes wrong on a rank ends its process, and with it all of them.
+Invariant: one order runs at a time, also of threads whose tasks were cancelled, and all ranks answer it before the
+next. If the run is at fault (`EbbtideError`), the order fails on all ranks, which stay in step; any other error ends
+the process of a rank, and so all of them.
 """
 
 import threading
@@ -16,28 +16,27 @@ import msgspec
 from ebbtide.claimed_runs.run_failure import RankLost, RunFailed
 from ebbtide.client.publisher.rank_exchange import RankFailure
 from ebbtide.client.publisher.torch_exchange import TorchExchange
-from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.errors import EbbtideError
 from ebbtide.telemetry import get_logger
 from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.learning.learner import StepStats
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.learning.training_batches import TrainingSample
 from ebbtide.trainer.ranks import rank_orders
-from ebbtide.trainer.ranks.rank_world import RankWorld, first_line, is_lost
+from ebbtide.trainer.ranks.rank_world import RankWorld, computing, exchanging
 from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
 from ebbtide.types.run import RunSpec
 
 log = get_logger(__name__)
 
-#: Between orders lies the wait for trajectories, however long: silence is `ebbtide.trainer.ranks.rank_pulse`'s to
-#: notice.
+#: The wait for trajectories between orders has no limit; `ebbtide.trainer.ranks.rank_pulse` notices silent ranks.
 ORDERS_S: Final = 30 * 86400.0
-#: At the end, for an order under way.
+#: Time for a running order at the end.
 _OVER_S: Final = 5.0
 
 
 class RankGroup:
-    """Made once, on rank 0, when the ranks have come together."""
+    """Gives orders to all ranks. Rank 0 makes one when the ranks have joined."""
 
     def __init__(self, world: RankWorld) -> None:
         self.world = world
@@ -47,24 +46,21 @@ class RankGroup:
 
     @contextmanager
     def order(self, order: rank_orders.Order) -> Iterator[None]:
-        """Tell all ranks, do rank 0's part in the block, and hear how the others fared.
+        """Sends an order to all ranks, runs rank 0's part in the block, and awaits the answers.
 
-        Raises what the block or another rank met, and `RankLost`.
+        Raises the error of the block or of another rank, and `RankLost`.
         """
         with self._lock:
             self.world.settle()
             self._tell(order)
             own: EbbtideError | None = None
             try:
-                yield
+                with computing():
+                    yield
             except RankLost:
                 raise
             except EbbtideError as error:
                 own = error
-            except RuntimeError as error:
-                if is_lost(error):
-                    raise RankLost(f"another rank is gone ({first_line(error)})") from None
-                raise
             failures = self._answers()
             if own is not None:
                 raise own
@@ -72,12 +68,12 @@ class RankGroup:
                 raise failures[0]
 
     def renew(self) -> TorchExchange:
-        """What the run that is begun publishes over. Held here: of a run that fails to load, nobody holds it."""
+        """Returns the new run's exchange for publishing. This object keeps it, as the run may fail to load."""
         self._publishing = renewed(self._publishing)
         return self._publishing
 
     def over(self) -> None:
-        """Have the other ranks end, if they can still be told."""
+        """Ends the other ranks, if they are still reachable."""
         if not self._lock.acquire(timeout=_OVER_S):
             return
         try:
@@ -89,23 +85,19 @@ class RankGroup:
             self._lock.release()
 
     def _tell(self, order: rank_orders.Order) -> None:
-        try:
+        with exchanging():
             self._exchange.broadcast(rank_orders.pack(order))
-        except Unavailable as error:
-            raise RankLost(str(error)) from None
 
     def _answers(self) -> list[EbbtideError]:
-        try:
+        with exchanging():
             answers = self._exchange.gather(answer(None))
-        except Unavailable as error:
-            raise RankLost(str(error)) from None
         return [failure for one in answers if (failure := read_answer(one)) is not None]
 
 
 def renewed(former: TorchExchange | None) -> TorchExchange:
-    """What all ranks publish a run over, made as they begin it; the former run's is closed.
+    """Returns a new exchange for publishing a run, which all ranks make as they begin it, and closes the former one.
 
-    Not that one again: a call of a version that was given up may wait in it yet, and would take the new run's messages.
+    An abandoned call may still wait in the former exchange, and would take the new run's messages.
     """
     if former is not None:
         former.close()
@@ -113,7 +105,7 @@ def renewed(former: TorchExchange | None) -> TorchExchange:
 
 
 def answer(failure: EbbtideError | None) -> bytes:
-    """How a rank fared with an order."""
+    """Encodes a rank's answer to an order."""
     data: bytes = msgspec.msgpack.encode(RankFailure.of(failure) if failure else None)
     return data
 
@@ -127,7 +119,7 @@ def read_answer(data: bytes) -> EbbtideError | None:
 
 
 class RankZeroLearning(LocalLearning):
-    """A `LocalLearning` on all ranks, as rank 0 has it."""
+    """Learns on all ranks, by orders from rank 0."""
 
     def __init__(
         self, crew: RankGroup, spec: RunSpec, *, run_id: str, source: Path, keep_published: bool = True

@@ -1,7 +1,7 @@
-"""`ebbtide trainer --ranks N`: N ranks on this host, which live and end together. It imports no torch.
+"""Starts the ranks of `ebbtide trainer --ranks N` on this host and ends them together, without torch.
 
-Invariant: when this returns, no rank is left; when it dies, the kernel kills them. The first rank that fails is named,
-with what it said last.
+Invariant: no rank is left when this returns; if it dies, the kernel kills them. The error names the first rank that
+failed, with its last lines.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from ebbtide.trainer.settings import TrainerSettings
 
 log = get_logger(__name__)
 
-#: When one has failed, for the others to notice, and for rank 0 to give its lease back.
+#: Time after a failure for the other ranks to notice, and for rank 0 to give its lease back.
 _GRACE_S: Final = 6.0
-#: When rank 0 has ended well, for the others to do so.
+#: Time after the end of rank 0 for the others to end.
 _PART_S: Final = 20.0
-#: Lines of a rank that are kept, to be shown if it fails.
+#: Last lines of a rank that are shown if it fails.
 _LINES: Final = 5
 
 
@@ -38,7 +38,7 @@ class _Rank:
         self.ended = asyncio.create_task(self._wait())
 
     async def _read(self) -> None:
-        """Its log becomes ours."""
+        """Copies the rank's log to this process's."""
         stream = self.process.stderr
         while stream is not None and (line := await _line(stream)):
             sys.stderr.buffer.write(line)
@@ -56,7 +56,7 @@ class _Rank:
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:
-    """The next line, or of one that is longer than the stream's limit a piece; nothing at the end."""
+    """Returns the next line, a piece of a line beyond the stream's limit, or nothing at the end."""
     try:
         return await stream.readuntil()
     except asyncio.IncompleteReadError as end:
@@ -66,7 +66,7 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
 
 
 async def launch(settings: TrainerSettings, argv: Sequence[str], shutdown: Shutdown) -> None:
-    """Run the ranks until the trainer is done or asked to end. Raises `RankLost` when one failed."""
+    """Runs the ranks until the trainer ends or is asked to. Raises `RankLost` if one failed."""
     ranks: list[_Rank] = []
     try:
         with socket.create_server(("127.0.0.1", 0), backlog=2048) as meeting:  # rank 0 has it from here on
@@ -100,13 +100,13 @@ async def _until_the_end(ranks: list[_Rank], shutdown: Shutdown) -> None:
 
 
 async def _heard(ranks: list[_Rank]) -> None:
-    """Return when rank 0 has ended, however long its step takes; or another has failed, for rank 0 may be frozen."""
+    """Returns when rank 0 has ended, after its step; or when another failed, as rank 0 may be frozen."""
     while not ranks[0].ended.done() and not any(rank.ended.done() and rank.ended.result() for rank in ranks):
         await asyncio.wait({rank.ended for rank in ranks if not rank.ended.done()}, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _at_fault(ranks: list[_Rank], *, overdue: bool) -> _Rank | None:
-    """Who failed; rather one that was killed than those that ended because of it. Or who is `overdue`."""
+    """Returns the failed rank, preferably a killed one, which made the others end; or one that is `overdue`."""
     failed = [rank for rank in ranks if rank.ended.done() and rank.ended.result()]
     late = [rank for rank in ranks if overdue and not rank.ended.done()]
     return min(failed, key=lambda rank: rank.ended.result() >= 0, default=None) or next(iter(late), None)
@@ -130,16 +130,12 @@ async def _start(number: int, size: int, meeting: socket.socket, argv: Sequence[
     if given:
         environment[LISTENING] = str(given[0])
     return await asyncio.create_subprocess_exec(
-        *command,
-        env=environment,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-        pass_fds=given,
+        *command, env=environment, stderr=asyncio.subprocess.PIPE, start_new_session=True, pass_fds=given
     )
 
 
 def _environment(number: int, size: int, port: int) -> dict[str, str]:
-    """torchrun's variables; and on one host the ranks talk over loopback alone."""
+    """Sets torchrun's variables; on one host the ranks talk only over loopback."""
     threads = str(max(1, (os.cpu_count() or 1) // size))
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "MASTER_PORT": port}
     loopback = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

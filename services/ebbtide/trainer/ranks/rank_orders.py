@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks to do, as bytes: msgpack, with arrays packed in it. Nothing here is pickled."""
+"""Encodes rank 0's orders to the other ranks in msgpack, with packed arrays and without pickle."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -13,20 +13,19 @@ from ebbtide.types.run import RunSpec
 
 
 class PackedSamples(Struct, frozen=True, kw_only=True):
-    """A step's samples, one behind the other: how many ids each has, how many of these follow its prompt; then, of all,
-    ids and versions (int64), mask (bytes 0 and 1), logprobs (float32), advantages (float64), little-endian."""
+    """A step's samples, concatenated; little-endian."""
 
-    lengths: tuple[int, ...]
-    tails: tuple[int, ...]
-    ids: bytes
-    mask: bytes
-    logprobs: bytes
-    versions: bytes
-    advantages: bytes
+    lengths: tuple[int, ...]  # ids of each sample
+    tails: tuple[int, ...]  # ids after each sample's prompt
+    ids: bytes  # int64
+    mask: bytes  # bytes 0 and 1
+    logprobs: bytes  # float32
+    versions: bytes  # int64
+    advantages: bytes  # float64
 
 
 class BeginOrder(Struct, frozen=True, kw_only=True, tag="Begin"):
-    """Load a run's weights from the directory `source`, and forget the run before."""
+    """Load a run's weights from the directory `source`, and drop the former run."""
 
     run_id: str
     spec: RunSpec
@@ -70,7 +69,7 @@ def pack(order: Order) -> bytes:
 
 
 def unpack(data: bytes) -> Order:
-    """Raises `InvalidRequest` for what is no order."""
+    """Raises `InvalidRequest` unless the bytes are an order."""
     try:
         order: Order = msgspec.msgpack.decode(data, type=Order)
     except msgspec.MsgspecError as error:
@@ -99,15 +98,12 @@ def unpack_samples(packed: PackedSamples) -> list[TrainingSample]:
     sizes = (8 * sum(packed.lengths), tails, 4 * tails, 8 * tails, 8 * count)
     arrays = (packed.ids, packed.mask, packed.logprobs, packed.versions, packed.advantages)
     if len(packed.tails) != count or tuple(map(len, arrays)) != sizes:
-        raise InvalidRequest("have arrays that are not as long as they say", field="samples")
+        raise InvalidRequest("have arrays whose lengths do not match", field="samples")
     ids = np.split(np.frombuffer(packed.ids, "<i8"), np.cumsum(packed.lengths)[:-1])
     ends = np.cumsum(packed.tails)[:-1]
     masks = np.split(np.frombuffer(packed.mask, np.uint8) == 1, ends)
     logprobs = np.split(np.frombuffer(packed.logprobs, "<f4"), ends)
     versions = np.split(np.frombuffer(packed.versions, "<i8"), ends)
     advantages = np.frombuffer(packed.advantages, "<f8").tolist()
-    return (
-        [TrainingSample(*parts) for parts in zip(ids, masks, logprobs, versions, advantages, strict=True)]
-        if count
-        else []
-    )
+    parts = zip(ids, masks, logprobs, versions, advantages, strict=True) if count else ()
+    return [TrainingSample(*part) for part in parts]

@@ -1,5 +1,4 @@
-"""Which rank of how many this process is, as torchrun and `ebbtide.trainer.ranks.rank_launcher` say it in the
-environment."""
+"""Reads this process's rank from the environment variables of torchrun and `rank_launcher`."""
 
 from collections.abc import Mapping
 
@@ -8,23 +7,21 @@ from msgspec import Struct
 from ebbtide.errors import InvalidRequest
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: The descriptor of a socket that listens on the loopback, for rank 0's store: torch's own listens everywhere.
+#: Descriptor of a listening loopback socket for rank 0's store; torch's own socket listens on all addresses.
 LISTENING = "EBBTIDE_RANKS_LISTENING"
 
 
 class RankPlace(Struct, frozen=True, kw_only=True):
-    """`local_rank` counts on this host. `listening`: rank 0's, if it was given one."""
-
     rank: int
     size: int
-    local_rank: int
-    listening: int | None = None
+    local_rank: int  # on this host
+    listening: int | None = None  # rank 0's socket, if given
 
 
 def place_of(environ: Mapping[str, str], ranks: int) -> RankPlace | None:
-    """This process's place; None where nobody gave it one. `ranks`: how many the settings ask for (1: they do not).
+    """Returns this process's place, if the environment gives one; `ranks` is the setting (1: none).
 
-    Raises `InvalidRequest` naming the variable, or the setting that contradicts it.
+    Raises `InvalidRequest` naming the variable, or the contradicting setting.
     """
     if "WORLD_SIZE" not in environ or "RANK" not in environ:
         return None
@@ -38,9 +35,9 @@ def place_of(environ: Mapping[str, str], ranks: int) -> RankPlace | None:
         listening=_number(environ, LISTENING, 0) if LISTENING in environ else None,
     )
     if place.rank >= size:
-        raise InvalidRequest(f"is {place.rank}, of {size} ranks", field="RANK")
+        raise InvalidRequest(f"is {place.rank}, but must be below {size}", field="RANK")
     if ranks not in (1, size):
-        raise InvalidRequest(f"is {ranks}, where the environment's WORLD_SIZE says {size}; give one", field="ranks")
+        raise InvalidRequest(f"is {ranks}, but the environment's WORLD_SIZE is {size}; give only one", field="ranks")
     return place if size > 1 else None
 
 

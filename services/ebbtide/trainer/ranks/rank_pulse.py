@@ -1,8 +1,8 @@
-"""Each rank's sign of life to the others, over the store that they met at: a frozen one is noticed, not waited for.
+"""Exchanges signs of life between the ranks over their store, so that frozen ranks are noticed.
 
-Invariant: a thread writes this rank's count each second and reads the others'. One whose count stands still for the
-timeout ends this process with status 1, after a short time in which it may end by itself. Time in which this process
-itself did not run is not held against anybody.
+Invariant: a thread writes this rank's count each second and reads the others'. If one stands still for the timeout,
+this process may end by itself for a short time, and then exits with status 1. Time in which this process did not run
+does not count.
 """
 
 import os
@@ -20,12 +20,12 @@ from ebbtide.telemetry import get_logger
 log = get_logger(__name__)
 
 _BEAT_S: Final = 1.0
-#: From the first word of the end until it is made sure of: for rank 0 to give its lease back.
+#: Time between noticing the loss and exit, for rank 0 to give its lease back.
 _LEAVE_S: Final = 5.0
 
 
 class RankSilences:
-    """For how long each rank's count has stood still. Handed the time, in seconds of any monotonic clock."""
+    """Tracks for how long each rank's count stands still, by a given monotonic clock."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -33,9 +33,9 @@ class RankSilences:
         self._looked: float | None = None
 
     def hear(self, counts: Mapping[int, bytes], now: float) -> dict[int, float]:
-        """Who has been silent for longer than the timeout, and for how long."""
+        """Returns the ranks that are silent for longer than the timeout -> seconds."""
         if self._looked is not None and now - self._looked > self._timeout_s / 2:
-            self._seen.clear()  # it was this process that stood still
+            self._seen.clear()  # this process stood still
         self._looked = now
         for rank, count in counts.items():
             if rank not in self._seen or self._seen[rank][0] != count:
@@ -45,7 +45,7 @@ class RankSilences:
 
 
 class RankPulse:
-    """Starts at once. `lost` is called, in another thread, with what is wrong."""
+    """Starts at once. Another thread calls `lost` with the error."""
 
     def __init__(self, rank: int, size: int, *, timeout_s: float, lost: Callable[[RankLost], None]) -> None:
         self._rank, self._size, self._timeout_s, self._lost = rank, size, timeout_s, lost
@@ -53,7 +53,7 @@ class RankPulse:
         threading.Thread(target=self._watch, name="pulse", daemon=True).start()
 
     def stop(self) -> None:
-        """The ranks part in good order: whoever is silent from now on may be."""
+        """Ends the watch: from now on ranks may be silent."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -62,7 +62,7 @@ class RankPulse:
         except RankLost as error:
             self._end(error)
         except RuntimeError:
-            # The store is rank 0's (or torchrun's). Its end is the end of all, in good order or not.
+            # Rank 0 (or torchrun) owns the store, so all ranks end with it.
             if not self._over.wait(_LEAVE_S / 2):
                 self._end(RankLost("the store where the ranks meet is gone: rank 0's process, or its host, has ended"))
 
@@ -81,7 +81,7 @@ class RankPulse:
             self._over.wait(min(_BEAT_S, self._timeout_s / 5))
 
     def _connect(self) -> Any:
-        """A connection of its own: a call of another's may wait."""
+        """Opens a connection of its own, as calls on another one may wait."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         timeout = timedelta(seconds=max(self._timeout_s, 1.0))
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -1,7 +1,8 @@
-"""The ranks that this process computes with: joining them, and what they add up."""
+"""Joins the ranks that compute together, and sums values over them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -11,23 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from ebbtide.claimed_runs.run_failure import RankLost
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.trainer.ranks.rank_place import RankPlace
 
-#: For all ranks to be there: on several hosts somebody may start them by hand.
+#: Time for all ranks to join: people may start them by hand on several hosts.
 _JOIN: Final = timedelta(minutes=5)
-#: For one collective: ranks wait for each other's micro-batches in it, and for nothing longer. A rank that is gone, or
-#: frozen, is noticed long before (`ebbtide.trainer.ranks.rank_pulse`).
+#: Time for one collective, in which ranks wait at most for each other's micro-batches. `rank_pulse` notices lost or
+#: frozen ranks long before.
 _COLLECTIVE: Final = timedelta(minutes=30)
 
 
 class RankWorld:
-    """Made by every rank at the same point; there is one in a process."""
+    """The joined ranks. All ranks construct it together, once in a process."""
 
     def __init__(self, place: RankPlace, device: str) -> None:
-        """`device`: cpu, or cuda for the one of this rank's number on its host.
+        """`device`: cpu, or cuda for the GPU with this rank's number on its host.
 
-        Raises `InvalidRequest` if there is no such device, `RankLost` if not all ranks come.
+        Raises `InvalidRequest` without such a device, and `RankLost` unless all ranks join.
         """
         self.rank, self.size = place.rank, place.size
         self.device = f"cuda:{place.local_rank}" if device == "cuda" else device
@@ -46,12 +47,12 @@ class RankWorld:
             raise RankLost(f"the {place.size} ranks did not come together at {where} ({first_line(error)})") from None
 
     def settle(self) -> None:
-        """Each thread has a CUDA device of its own: have this one compute on the rank's."""
+        """Selects the rank's CUDA device in the calling thread; each thread has its own selection."""
         if self.device.startswith("cuda"):
             torch.cuda.set_device(self.device)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """The sums over all ranks, which all call this with as many values."""
+        """Returns the sums over all ranks, which all call this with as many values."""
         sums = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(sums)
         found: list[float] = sums.tolist()
@@ -59,7 +60,7 @@ class RankWorld:
 
 
 def _store(place: RankPlace) -> Any:
-    """Where the ranks meet: at rank 0, or at torchrun's."""
+    """Connects to the store where the ranks meet: rank 0's, or torchrun's."""
     if place.listening is None:
         return next(rendezvous("env://", timeout=_JOIN))[0]
     return dist.TCPStore(  # type: ignore[attr-defined]
@@ -79,7 +80,27 @@ def first_line(error: BaseException) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether torch says that a rank did not answer. gloo's errors are plain `RuntimeError`s."""
+    """Whether torch reports that a rank did not answer. gloo's errors are plain `RuntimeError`s."""
     kinds: Any = (dist.DistError,)
     text = str(error)
     return isinstance(error, kinds) or "gloo" in text or "Connection reset" in text or "Connection closed" in text
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Raises `RankLost` for errors of torch that mean that another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_lost(error):
+            raise RankLost(f"another rank is gone ({first_line(error)})") from None
+        raise
+
+
+@contextmanager
+def exchanging() -> Iterator[None]:
+    """Raises `RankLost` if an exchange of orders finds no answer."""
+    try:
+        yield
+    except Unavailable as error:
+        raise RankLost(str(error)) from None

@@ -1,7 +1,7 @@
-"""A sharded network straight from files: each rank reads the slices that are its own, and never has the whole.
+"""Loads a sharded network from files: each rank reads only its own slices.
 
-Tensors are read by the names that the network gives them. Where the files call them otherwise (transformers renames
-those of some architectures as it loads), or weights are tied, all of it is loaded first and sharded then.
+Tensors are read by their names in the network. If the files use other names (transformers renames those of some
+architectures), or weights are tied, the whole network is loaded first and sharded then.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from ebbtide.trainer.ranks.network_sharding import own_tensors, shard
 
 
 def load_sharded(directory: Path, mesh: DeviceMesh, *, dtype: str, device: str) -> Network:
-    """The network in `directory` as `load_network` gives it, but sharded. Raises `InvalidRequest` as that does."""
+    """Loads the network in `directory` like `load_network`, but sharded. Raises `InvalidRequest`."""
     check_model_directory(directory)
     network = _blank(directory)
     if network is None:
@@ -39,7 +39,7 @@ def load_sharded(directory: Path, mesh: DeviceMesh, *, dtype: str, device: str) 
 
 
 def _blank(directory: Path) -> Network | None:
-    """The network without its weights' memory; None if its tensors are not in the files one by one."""
+    """Makes the network without memory for weights; None unless the files have each of its tensors."""
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if getattr(config, "tie_word_embeddings", False):
         return None
@@ -60,7 +60,7 @@ def _names(directory: Path) -> set[str]:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that are made meanwhile have no memory; buffers, which no file holds, are computed as ever."""
+    """Makes new parameters without memory; buffers, which no file holds, are computed as usual."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: Any) -> None:

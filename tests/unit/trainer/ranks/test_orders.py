@@ -71,7 +71,7 @@ def test_what_is_no_order_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize("name", ["ids", "mask", "logprobs", "versions", "advantages"])
 def test_samples_of_the_wrong_length_are_refused(name: str) -> None:
     packed = pack_samples(SAMPLES)
-    with pytest.raises(InvalidRequest, match="not as long as they say"):
+    with pytest.raises(InvalidRequest, match="whose lengths do not match"):
         unpack_samples(msgspec.structs.replace(packed, **{name: getattr(packed, name)[:-1]}))
 
 

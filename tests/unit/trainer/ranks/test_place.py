@@ -39,6 +39,6 @@ def test_an_environment_that_makes_no_sense_is_named(changes: dict[str, str], fi
 
 
 def test_a_setting_that_contradicts_torchrun_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="WORLD_SIZE says 4") as caught:
+    with pytest.raises(InvalidRequest, match="WORLD_SIZE is 4") as caught:
         place_of(WORLD, 2)
     assert caught.value.field == "ranks"
