@@ -1,4 +1,4 @@
-"""Lets a worker keep an attempt that the coordinator cannot confirm, until the store knows it or the time is over."""
+"""Lets a worker keep an attempt that the coordinator cannot confirm, until the store knows it or the time is up."""
 
 import time
 
@@ -15,25 +15,24 @@ from ebbtide.types.fleet import AttemptRef
 
 
 def keep_unconfirmed(state: CoordinatorState, run: RunState, ref: AttemptRef, session: WorkerSession) -> bool:
-    """Whether a worker may keep, for now, an attempt that this coordinator does not know.
-
-    It may keep one that the store forgot, and one that began just before store and coordinator came back together.
+    """Whether a worker may keep, for now, an attempt that this coordinator does not know: the store forgot it, or it
+    began just before store and coordinator restarted together.
     """
-    widow = run.widows.get(ref.rollout_id)
-    if widow is None and state.doubtful and ref.rollout_id not in run.running:
+    unconfirmed = run.unconfirmed.get(ref.rollout_id)
+    if unconfirmed is None and state.doubtful and ref.rollout_id not in run.running:
         nothing = VersionBounds(0, 0)
-        stood = QueuedRollout(rollout_id=ref.rollout_id, episode_id="", bounds=nothing, length=0, place=0)
+        queued = QueuedRollout(rollout_id=ref.rollout_id, episode_id="", bounds=nothing, length=0, place=0)
         attempt = RunningAttempt(
             run_id=ref.run_id,
             attempt_id=ref.attempt_id,
-            waiting=stood,
+            rollout=queued,
             start=0,
             max_tokens=1 << 32,
-            given=time.monotonic(),  # not known; as if now, so that it is not taken for one that waits
+            given=time.monotonic(),  # not known; an earlier time would make the worker seem stalled
         )
-        widow = run.widows[ref.rollout_id] = UnconfirmedAttempt(attempt, state.doubt_until, newer=False)
+        unconfirmed = run.unconfirmed[ref.rollout_id] = UnconfirmedAttempt(attempt, state.doubt_until, newer=False)
         run.stale = True
-    if widow is None or widow.attempt.attempt_id != ref.attempt_id:
+    if unconfirmed is None or unconfirmed.attempt.attempt_id != ref.attempt_id:
         return False
-    widow.attempt.give(session)
+    unconfirmed.attempt.assign(session)
     return True

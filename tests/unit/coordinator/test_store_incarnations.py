@@ -48,9 +48,9 @@ async def test_a_widow_may_expire_while_the_store_is_asked_for_it() -> None:
     lives = StoreIncarnations(state, store, lease_ttl_s=10.0)
 
     def expire() -> None:
-        run.widows["a"].attempt.part()  # its worker left
+        run.unconfirmed["a"].attempt.unassign()  # its worker left
         lives.expire(run)
 
     store.meanwhile = expire
-    await lives.remarry(run)
-    assert (run.widows, session.attempts) == ({}, {})
+    await lives.confirm(run)
+    assert (run.unconfirmed, session.attempts) == ({}, {})
