@@ -110,13 +110,13 @@ async def test_what_was_numbered_in_a_forgotten_life_does_not_hide_what_comes_in
     await worker.has("a", "b")
     rig.mark()
     await rig.forget()
-    await rig.again(worker)  # settled: numbers are ahead of the clock from here on
+    await rig.again(worker)  # reconciled: numbers are ahead of the clock from here on
     rig.mark()
     await rig.forget()
     await rig.again(worker)
     assert (await worker.add("a", 0, 4, STOP)).finished
     (first,) = await run.finished(1)
-    await rig.forget()  # and with it how it was settled the last time
+    await rig.forget()  # and with it how it was reconciled the last time
     await rig.again(worker)
     assert (await worker.add("b", 0, 4, STOP)).finished
     (second,) = await run.finished(1, first.cursor)

@@ -36,21 +36,21 @@ def scene() -> tuple[CoordinatorState, RunState, WorkerSession]:
     return state, run, session
 
 
-def test_a_widow_does_not_count_as_waiting_since_ever() -> None:
+def test_an_unconfirmed_attempt_does_not_seem_to_have_waited_for_ever() -> None:
     before = time.monotonic()
     _, _, session = scene()
     assert session.attempts["attempt"].given >= before
 
 
-async def test_a_widow_may_expire_while_the_store_is_asked_for_it() -> None:
+async def test_an_unconfirmed_attempt_may_expire_while_the_store_is_asked_for_it() -> None:
     state, run, session = scene()
     store: Any = Store()
-    lives = StoreIncarnations(state, store, lease_ttl_s=10.0)
+    incarnations = StoreIncarnations(state, store, lease_ttl_s=10.0)
 
     def expire() -> None:
         run.unconfirmed["a"].attempt.unassign()  # its worker left
-        lives.expire(run)
+        incarnations.expire_unconfirmed(run)
 
     store.meanwhile = expire
-    await lives.confirm(run)
+    await incarnations.confirm(run)
     assert (run.unconfirmed, session.attempts) == ({}, {})
