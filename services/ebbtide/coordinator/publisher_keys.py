@@ -38,9 +38,7 @@ class PublisherKeys:
             self._public.cache_clear()
 
     async def seed(self, run_id: str) -> bytes:
-        """The 32 secret bytes of the run's Ed25519 key, final once a later write to the store is durable. Raises
-        `StoreUnavailable`.
-        """
+        """The run's Ed25519 seed, final once a later write to the store is durable. Raises `StoreUnavailable`."""
         await self.keep()
         return self._derive(run_id)
 

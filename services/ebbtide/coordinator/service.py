@@ -120,9 +120,7 @@ class Coordinator:
         await self._publishers.keep()
 
     def loops(self, serving: Callable[[bool], Awaitable[None]] = _nobody) -> dict[str, Coroutine[Any, Any, None]]:
-        """The background loops, by name. Each raises `TermSuperseded` when another coordinator has the store.
-        `serving`: see `Election.keep`.
-        """
+        """The background loops, which raise `TermSuperseded` if superseded. `serving`: see `Election.keep`."""
         return {
             "decide": self.dispatcher.decide_for_ever(),
             "watch": self.dispatcher.watch_for_ever(),

@@ -177,7 +177,7 @@ async def test_a_host_whose_users_suffer_is_given_up_and_its_rollouts_go_elsewhe
     await run.submit(*(f"x{number}" for number in range(20)))
     await rounds(cluster, 2)
     assert not worker.assigned
-    known = cluster.coordinator.dispatcher._borrowers._borrowing._hosts["lent"]
+    known = cluster.coordinator.dispatcher._borrowed._borrowing._hosts["lent"]
     known.until = 0.0  # its pause is over
     await says(worker, disturbance=0.0)
     await wait_until(lambda: worker.assigned, what="it is borrowed again")

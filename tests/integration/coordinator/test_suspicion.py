@@ -309,6 +309,6 @@ async def test_rollouts_go_back_in_line_once_the_grace_is_over(cluster_with: Any
         await run.submit("a")
         await first.has("a")
         await cluster.restart()
-        await wait_until(lambda: cluster.coordinator.state.runs["r"].line, what="it is back in line")
+        await wait_until(lambda: cluster.coordinator.state.runs["r"].queue, what="it is back in line")
         other = await cluster.worker("w2")
         await other.has("a")

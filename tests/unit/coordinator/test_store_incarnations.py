@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
+from ebbtide.coordinator.state.attempt_transitions import keep_unconfirmed
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
-from ebbtide.coordinator.state.unconfirmed_attempts import keep_unconfirmed
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.store.rollout_rows import AdoptedAttempt, AttemptFate
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, WorkerKind

@@ -69,9 +69,7 @@ def _taker(
     places: Sequence[BorrowedPlace],
     steady: Sequence[HostView],
 ) -> int | None:
-    """The rollout (index of `others`) that takes the place: the least at risk that may, if worth it. `steady`: hosts
-    that the displaced rollout may wait for.
-    """
+    """The rollout (index of `others`) to take the place, if worth it. `steady`: where the present one may wait."""
     for found, (less, number, one) in enumerate(others):
         if less > _LESS * risk or risk - less < _LESS_S:
             return None

@@ -58,9 +58,7 @@ def leaving(lent: LentHost, tokens: Sequence[int], *, room: int, costs: MoveCost
 
 
 def interrupted(rest: float, rate: float, spell_s: float) -> float:
-    """The chance of a reclaim before `rest` more tokens are made at `rate`, if a grant lasts `spell_s` on average (inf
-    for a worker that is not borrowed).
-    """
+    """The chance of a reclaim before `rest` tokens are made at `rate`, if a grant lasts `spell_s` on average."""
     if spell_s == inf:
         return 0.0
     if spell_s <= 0.0:

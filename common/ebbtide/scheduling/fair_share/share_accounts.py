@@ -148,9 +148,7 @@ class WorkerDemand:
 
 
 class ChangeoverTimes:
-    """Learns how long workers take to change runs; unknown workers get a typical time. Engine restarts do not count:
-    workers report their time.
-    """
+    """Learns how long workers take to change runs, without engine restarts; unknown ones get a typical time."""
 
     def __init__(self) -> None:
         self._known: dict[str, float] = {}  # by worker

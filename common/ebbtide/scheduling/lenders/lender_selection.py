@@ -68,9 +68,7 @@ class LenderSelection:
         self._asked: float | None = None
 
     def decide(self, lenders: Sequence[Lender], wanting: int, now: float) -> dict[str, LenderVerdict]:
-        """The verdict on each worker. `wanting`: rollouts, queued or at borrowed workers, that no other worker has a
-        free slot for. Call every few seconds.
-        """
+        """The verdicts, every few seconds. `wanting`: rollouts that only borrowed workers have a slot for."""
         brought = self._brought(lenders, self._lately(wanting, now))
         for lender in lenders:
             host = self._hosts.setdefault(lender.worker_id, _Host(now, now))

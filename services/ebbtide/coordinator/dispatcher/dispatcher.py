@@ -247,31 +247,19 @@ class Dispatcher:
         if not lost:
             return
         async with run.changing():
-            letters = [
-                (
-                    one.rollout_id,
-                    f"no policy version in [{one.bounds.minimum}, {one.bounds.maximum}] can be had any more",
-                )
-                for one in run.queue
-                if one.bounds in lost
-            ]
-            await self._attempts.dead_letter(run, letters)
+            found = [(one.rollout_id, one.bounds) for one in run.queue if one.bounds in lost]
+            why = "no policy version in [{0.minimum}, {0.maximum}] can be had any more"
+            await self._attempts.dead_letter(run, [(name, why.format(bounds)) for name, bounds in found])
 
     async def _dead_letter_outsized(self, run: RunState) -> None:
         sessions = self._open_sessions()
         contexts = [session.hello.engine.max_model_len for session in sessions]
         manned = min((session.attached for session in sessions), default=0.0)
         async with run.changing():
-            now = time.monotonic()
-            letters = [
-                (
-                    one.rollout_id,
-                    f"{one.length} tokens leave no room for more in the longest context attached ({max(contexts)})",
-                )
-                for one in outsized(run.queue, contexts, manned=manned, now=now, grace_s=_LONGER_GRACE_S)
-            ]
-            if letters:
-                await self._attempts.dead_letter(run, letters)
+            found = outsized(run.queue, contexts, manned=manned, now=time.monotonic(), grace_s=_LONGER_GRACE_S)
+            why = "{} tokens leave no room for more in the longest context attached ({})"
+            letters = [(one.rollout_id, why.format(one.length, max(contexts))) for one in found]
+            await self._attempts.dead_letter(run, letters)
 
     async def _fill(self, run: RunState) -> None:
         while run.queue and not run.stale:
@@ -298,9 +286,7 @@ class Dispatcher:
         return [(session, self._host(run, session)) for session in self._trusted_sessions(run) if _ready(run, session)]
 
     def _coming(self, run: RunState, now: float) -> list[HostView]:
-        """Workers that will have a version of the run soon, as hosts without room: a rollout that avoids all others
-        waits for them.
-        """
+        """Workers that get a version of the run soon, as full hosts: for rollouts that avoid all others."""
         newest = max(run.versions, default=0)
         return [
             HostView(

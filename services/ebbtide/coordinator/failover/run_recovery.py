@@ -48,9 +48,7 @@ class RunRecovery:
                     attempt.orphaned = msgspec.structs.replace(attempt.orphaned, due=self._until)
 
     async def take_over(self) -> None:
-        """Become the store's coordinator, migrate its data to the newest schema, load every live run, and note ended
-        ones for deletion.
-        """
+        """Take the store over, migrate its data, load every live run, and note ended ones for deletion."""
         live = await self._store.runs.take_over()
         if steps := await self._store.schema.migrate():
             log.info("store migrated", schema=self._store.schema.newest, steps=steps)

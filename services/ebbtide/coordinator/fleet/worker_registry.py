@@ -99,8 +99,7 @@ class WorkerRegistry:
         return session, adopted, superseded
 
     def _recognise(self, session: WorkerSession, adopted: list[AttemptRef]) -> None:
-        """A worker that continues attempts has a version of their run. Others are told to install one, which costs
-        nothing if they have it."""
+        """Take the version of a worker that continues attempts as installed; others are told to install one."""
         run = self._state.runs[adopted[0].run_id] if adopted else None
         for version in reversed(run.versions.values()) if run else ():
             if run and version in session.hello.installed:

@@ -20,10 +20,10 @@ from ebbtide.coordinator.state.coordinator_state import (
     OrphanedAttempt,
     RunningAttempt,
     RunState,
+    UnconfirmedAttempt,
     WorkerSession,
 )
 from ebbtide.coordinator.state.notifier import Notifier
-from ebbtide.coordinator.state.unconfirmed_attempts import keep_unconfirmed
 from ebbtide.errors import LeaseSuperseded, NotFound, StoreUnavailable
 from ebbtide.rpc.run_endings import EndedRun
 from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
@@ -152,8 +152,7 @@ class AttemptTransitions:
                 for attempt, row in rows
                 if row and (message := dead_letter_message(row.barren, row.evidence, limit=self._no_progress_limit))
             ]
-            if letters:
-                await self.dead_letter(run, letters)
+            await self.dead_letter(run, letters)
         self._state.wake.set()
 
     def _put_back(self, run: RunState, attempt: RunningAttempt, row: RequeuedRollout | None) -> bool:
@@ -179,6 +178,8 @@ class AttemptTransitions:
 
     async def dead_letter(self, run: RunState, letters: Sequence[tuple[str, str]]) -> None:
         """Turn queued rollouts into dead letters. Call with the run's lock held."""
+        if not letters:
+            return
         ended = await self._store.rollouts.dead_letter(run.run_id, letters)
         metrics.dead_letters.inc(ended)
         for rollout_id, message in letters:
@@ -291,6 +292,30 @@ class AttemptTransitions:
             while await self._store.runs.sweep(run_id):
                 pass
             self._state.ended.discard(run_id)
+
+
+def keep_unconfirmed(state: CoordinatorState, run: RunState, ref: AttemptRef, session: WorkerSession) -> bool:
+    """Whether a worker may keep, for now, an attempt that this coordinator does not know: the store forgot it, or it
+    began just before store and coordinator restarted together.
+    """
+    unconfirmed = run.unconfirmed.get(ref.rollout_id)
+    if unconfirmed is None and state.doubtful and ref.rollout_id not in run.running:
+        nothing = VersionBounds(0, 0)
+        queued = QueuedRollout(rollout_id=ref.rollout_id, episode_id="", bounds=nothing, length=0, place=0)
+        attempt = RunningAttempt(
+            run_id=ref.run_id,
+            attempt_id=ref.attempt_id,
+            rollout=queued,
+            start=0,
+            max_tokens=1 << 32,
+            given=time.monotonic(),  # not known; an earlier time would make the worker seem stalled
+        )
+        unconfirmed = run.unconfirmed[ref.rollout_id] = UnconfirmedAttempt(attempt, state.doubt_until, newer=False)
+        run.stale = True
+    if unconfirmed is None or unconfirmed.attempt.attempt_id != ref.attempt_id:
+        return False
+    unconfirmed.attempt.assign(session)
+    return True
 
 
 def _free(attempt: RunningAttempt, session: WorkerSession) -> bool:
