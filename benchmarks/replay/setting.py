@@ -70,7 +70,7 @@ class Policy(Struct, frozen=True, kw_only=True):
 
 
 _NO_SURPLUS: Final = MoveCosts(advantage=inf)
-_FREE_MOVES: Final = MoveCosts(prefill_tokens_per_s=inf, handover_s=0.0, margin=0.0, advantage=1.0, settled_s=0.0)
+_FREE_MOVES: Final = MoveCosts(prefill_tokens_per_s=inf, handover_s=0.0, margin=0.0, advantage=1.0, least_stay_s=0.0)
 #: Also free, but made only where they change something: to and fro between equals is nothing but work for us.
 _USEFUL_MOVES: Final = replace(_FREE_MOVES, advantage=1.001)
 

@@ -17,7 +17,7 @@ from benchmarks.replay.engine import Engine, Rollout
 from benchmarks.replay.result import Result
 from benchmarks.replay.setting import Policy, Setting, costless
 from benchmarks.replay.traces import FleetEvent
-from ebbtide.scheduling.dispatch import rebalancing
+from ebbtide.scheduling.dispatch import rollout_moves
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.placement import pending_limit, place
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
@@ -273,7 +273,7 @@ class World:
         slots = self._setting.slots if self._policy.delays else self._setting.rollouts
         engines = [self._engine(worker, slots) for worker in self._workers.values()]
         costs, unstarted = self._policy.costs, self._policy.unstarted
-        moves = rebalancing.rebalance(engines, self._lengths, now=self._now, costs=costs, unstarted=unstarted)
+        moves = rollout_moves.rebalance(engines, self._lengths, now=self._now, costs=costs, unstarted=unstarted)
         for move in moves:
             self._move(move.attempt_id, self._workers[move.source], self._workers[move.target])
         for name in {move.source for move in moves}:
@@ -281,15 +281,15 @@ class World:
         if moves:
             self._wake()
 
-    def _engine(self, worker: Worker, slots: int) -> rebalancing.EngineLoad:
-        return rebalancing.EngineLoad(
+    def _engine(self, worker: Worker, slots: int) -> rollout_moves.EngineLoad:
+        return rollout_moves.EngineLoad(
             host=self._host(worker, slots, promised=worker.promised),
             speed=worker.speed,
             context=worker.engine.context(),
             rollouts=lambda: self._generating(worker),
         )
 
-    def _generating(self, worker: Worker) -> list[rebalancing.RunningRollout]:
+    def _generating(self, worker: Worker) -> list[rollout_moves.RunningRollout]:
         self._advance(worker)
         self._expect(worker)
         engine = worker.engine
@@ -298,9 +298,9 @@ class World:
             made = int(engine.made(rollout))
             length = self._setting.prompt_tokens + made
             found.append(
-                rebalancing.RunningRollout(
+                rollout_moves.RunningRollout(
                     attempt_id=str(rollout.number),
-                    waiting=QueuedRollout(
+                    rollout=QueuedRollout(
                         rollout_id=str(rollout.number),
                         episode_id=str(rollout.number),
                         bounds=_BOUNDS,

@@ -44,6 +44,7 @@ class ScriptedWorker:
         self.durable = False  # whether the last answer was
         self._reader: asyncio.Task[None] | None = None
         self._append: Any = None
+        self._saying = asyncio.Lock()  # a stream takes one write at a time
         self.engine = fleet_pb2.EngineInfo(model="m", vocab_size=1000, max_model_len=256)
 
     async def attach(self, **more: Any) -> "ScriptedWorker":
@@ -116,7 +117,8 @@ class ScriptedWorker:
         await self.say(released=released)
 
     async def say(self, **kind: Any) -> None:
-        await write(self._control, fleet_pb2.WorkerMessage(**kind))
+        async with self._saying:
+            await write(self._control, fleet_pb2.WorkerMessage(**kind))
 
     async def send(self, *deltas: AppendDelta, session: str | None = None) -> list[AppendAck]:
         """Append, and the acknowledgements."""

@@ -92,7 +92,7 @@ def _ahead_of_the_store(append: Any) -> Any:
 
 def _stays_stale(refresh: Any) -> Any:
     async def wrong(self: RunRecovery, run: Any) -> None:
-        if not run.running and not run.line:
+        if not run.running and not run.queue:
             await refresh(self, run)
         run.stale = False
 

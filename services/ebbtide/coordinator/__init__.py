@@ -1,1 +1,1 @@
-"""The coordinator: runs, the rollout queue, and who generates what; all of it in the store."""
+"""Keeps runs and the rollout queue in the store, and assigns rollouts to workers."""

@@ -1,4 +1,4 @@
-"""Starts the coordinator."""
+"""Starts the coordinator, as leader or standby."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from ebbtide.coordinator.service import Coordinator
     from ebbtide.rpc.server import Server
 
-#: Workers' messages have some kilobytes, the largest of drivers 4 MiB: a quarter of one on its way is enough anywhere.
+#: Workers' messages have some kilobytes, drivers' 4 MiB at most: a quarter of one in flight is enough on any link.
 _WINDOW_BYTES: Final = 1 << 20
-#: How long calls under way at the end may take.
+#: How long open calls may take at the end.
 _GRACE_S: Final = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Keep runs and rollouts, and say which worker generates what, until told to end."""
+    """Keep runs and rollouts, and assign rollouts to workers, until told to end."""
     settings = load(CoordinatorSettings, prog="ebbtide coordinator", argv=argv, description=main.__doc__ or "")
     run(lambda shutdown: serve(settings, shutdown), "coordinator", settings)
 
@@ -34,7 +34,7 @@ async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
     try:
         server = Server(settings.server, coordinator.services, observe=rpc_observer(), window_bytes=_WINDOW_BYTES)
         server.closed = StandingBy("this coordinator does not lead yet; try again")
-        # Before it takes the store over: a start that fails must not end the coordinator that serves.
+        # Before taking the store over: a start that fails must not end the coordinator that serves.
         await server.start()
         if settings.standby:
             shutdown.ready(server.address)
@@ -45,7 +45,7 @@ async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
         opening = asyncio.create_task(coordinator.open(server.address, heard=heard))
         if not await race(opening, shutdown.requested.wait()):
             await _lead(settings, shutdown, coordinator, server)
-        await server.stop(0.0 if server.closed else _GRACE_S)  # who stands by has nothing to end
+        await server.stop(0.0 if server.closed else _GRACE_S)  # a standby has no calls to finish
         await coordinator.leading.release()
     finally:
         await coordinator.close()
@@ -54,7 +54,7 @@ async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
 async def _lead(
     settings: CoordinatorSettings, shutdown: Shutdown, coordinator: "Coordinator", server: "Server"
 ) -> None:
-    """Serve, until asked to end or superseded."""
+    """Serve until asked to end, or superseded."""
     loops = [shutdown.spawn(loop, name) for name, loop in coordinator.loops(server.set_serving).items()]
     server.closed = None
     await server.set_serving(True)

@@ -1,4 +1,4 @@
-"""What the services of a coordinator share."""
+"""Bundles the parts that the coordinator's services share."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class CoordinatorParts(NamedTuple):
     settings: CoordinatorSettings
     state: CoordinatorState
     store: Store
-    bells: Notifier
+    notifier: Notifier
     fleet: WorkerRegistry
     attempts: AttemptTransitions
     recovery: RunRecovery

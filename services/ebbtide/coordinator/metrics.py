@@ -1,4 +1,4 @@
-"""What a coordinator counts. No label without a bound: never a rollout or a worker, and of runs the live ones alone."""
+"""Defines the coordinator's metrics. Every label is bounded: no rollouts or workers, and of runs only live ones."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -12,9 +12,9 @@ from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.store import Store
 from ebbtide.types.fleet import BorrowedState, Worker, WorkerState
 
-#: Of more live runs than these, the youngest have no gauges.
+#: Beyond so many live runs, the youngest have no gauges.
 _RUNS_SHOWN: Final = 200
-#: As often as Prometheus looks, by its own default.
+#: Prometheus scrapes so often by default.
 _MEASURE_EVERY_S: Final = 15.0
 _WAITS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
 
@@ -26,7 +26,7 @@ workers = telemetry.gauge("coordinator_workers", "workers attached, or lost with
 run_share = telemetry.gauge("coordinator_run_share", "a live run's share of the tokens made lately", ("run",))
 run_due = telemetry.gauge("coordinator_run_share_due", "the share of the fleet that a live run is due now", ("run",))
 run_workers = telemetry.gauge("coordinator_run_workers", "workers that are to serve a live run", ("run",))
-_told: set[str] = set()  # the runs that these have a label of
+_labelled: set[str] = set()  # runs with a label in these gauges
 attempts = telemetry.counter("coordinator_attempts_total", "attempts started")
 resumptions = telemetry.counter("coordinator_resumptions_total", "attempts that went on from stored tokens")
 requeued = telemetry.counter("coordinator_requeued_total", "attempts that ended without a finish")
@@ -72,7 +72,7 @@ trajectories = telemetry.gauge("coordinator_trajectories_waiting", "trajectories
 
 
 def count_requeued(why: EndReason, attempts: int, lost: int) -> None:
-    """So many attempts ended in one go, and with them at most so many tokens."""
+    """Count attempts that ended together, and the tokens lost with them at most."""
     requeued.inc(attempts)
     tokens_lost.inc(lost)
     if why.moved:
@@ -86,7 +86,7 @@ def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
     states = list(live)
     _observe_shares(states[:_RUNS_SHOWN])
     runs.set(len(states))
-    queued.set(sum(len(run.line) for run in states))
+    queued.set(sum(len(run.queue) for run in states))
     running.set(sum(len(run.running) for run in states))
     count = dict.fromkeys(WorkerState, 0)
     present = list(fleet)
@@ -103,10 +103,10 @@ def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
 
 
 async def measure_for_ever(state: CoordinatorState, store: Store) -> None:
-    """Ask the store now and then how full it is, and what waits in it."""
+    """Ask the store regularly how full it is, and what waits in it."""
     store_away_seconds.set_function(lambda: store.link.away_s)
     while True:
-        with suppress(StoreUnavailable):  # the last figures stand, and the time that it is away says so
+        with suppress(StoreUnavailable):  # the last figures stay; `store_away_seconds` shows their age
             await measure(state, store)
         await asyncio.sleep(_MEASURE_EVERY_S)
 
@@ -125,11 +125,11 @@ async def measure(state: CoordinatorState, store: Store) -> None:
 
 def _observe_shares(shown: Sequence[RunState]) -> None:
     live = {run.run_id for run in shown}
-    for gone in _told - live:
+    for gone in _labelled - live:
         for gauge in (run_share, run_due, run_workers):
             gauge.remove(gone)
-    _told.clear()
-    _told.update(live)
+    _labelled.clear()
+    _labelled.update(live)
     for run in shown:
         run_share.labels(run.run_id).set(run.share.lately)
         run_due.labels(run.run_id).set(run.share.due)

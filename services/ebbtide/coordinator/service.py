@@ -1,4 +1,4 @@
-"""A coordinator put together: store, state, loops and servicers, in the order in which they come up and go down."""
+"""Assembles a coordinator: opens and closes the store, state, loops and servicers in order."""
 
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -44,27 +44,24 @@ class Coordinator:
     """`open`, serve `services`, run `loops`, `leave`, `close`. A restart is another coordinator."""
 
     def __init__(self, settings: CoordinatorSettings, link: StoreConnection | None = None) -> None:
-        """`link`: the way to the store, unless it is the one of the settings."""
+        """`link`: the connection to the store; None: that of the settings."""
         self._settings = settings
         self.link = link or StoreConnection(
             settings.store_url, patience_s=settings.store_patience_s, replicas=settings.store_replicas
         )
         self.store = Store(self.link, new_fence())
         self.state = CoordinatorState()
-        self._bells = Notifier()
+        self._notifier = Notifier()
+        limit, keep_s = settings.barren_attempts, settings.keep_ended_s
         self._attempts = AttemptTransitions(
-            self.state,
-            self.store,
-            self._bells,
-            barren_limit=settings.barren_attempts,
-            keep_ended_s=settings.keep_ended_s,
+            self.state, self.store, self._notifier, no_progress_limit=limit, keep_ended_s=keep_s
         )
-        self._news = RunEventWriter(self.state, self.store, self._bells)
-        self.fleet = WorkerRegistry(settings, self.state, self._attempts, self._news)
-        lives = StoreIncarnations(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
-        self._lives, self._publishers = lives, PublisherKeys(self.store)
+        self._run_events = RunEventWriter(self.state, self.store, self._notifier)
+        self.fleet = WorkerRegistry(settings, self.state, self._attempts, self._run_events)
+        incarnations = StoreIncarnations(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
+        self._incarnations, self._publishers = incarnations, PublisherKeys(self.store)
         self._recovery = RunRecovery(
-            self.state, self.store, lives, self._attempts.run_over, grace_s=settings.recover_grace_s
+            self.state, self.store, incarnations, self._attempts.run_over, grace_s=settings.recover_grace_s
         )
         self.dispatcher = Dispatcher(
             self.state,
@@ -72,7 +69,7 @@ class Coordinator:
             self._attempts,
             self._recovery,
             self._publishers,
-            self._news,
+            self._run_events,
             slice_s=settings.slice_s,
             balance=settings.rebalance,
         )
@@ -80,20 +77,20 @@ class Coordinator:
         self.services = self._services()
 
     def _services(self) -> list[Service]:
-        """What it offers once it is open."""
+        """The services that it offers once it is open."""
         settings = self._settings
         parts = CoordinatorParts(
             settings,
             self.state,
             self.store,
-            self._bells,
+            self._notifier,
             self.fleet,
             self._attempts,
             self._recovery,
             self._publishers,
         )
         runs, rollouts = RunService(parts), RolloutService(parts)
-        appending = AppendStreams(self.state, self.store, self.fleet, self._bells)
+        appending = AppendStreams(self.state, self.store, self.fleet, self._notifier)
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, heartbeat_s=settings.heartbeat_s)
         return [
@@ -103,8 +100,8 @@ class Coordinator:
         ]
 
     async def open(self, address: str = "", *, heard: Callable[[str], None] = lambda _: None) -> list[Service]:
-        """Take the store over and load the live runs; one that stands by waits first until nobody leads. `address`: its
-        own, for others; `heard`: told that of who leads meanwhile. Returns the services. Raises `StoreUnavailable`.
+        """Take the store over and load the live runs; a standby first waits until nobody leads. `address`: its own;
+        `heard` receives the leader's address meanwhile. Returns the services. Raises `StoreUnavailable`.
         """
         log.info("waiting for the store", at=self.link.where)
         await self.link.open(patience_s=self._settings.store_boot_s)
@@ -113,9 +110,9 @@ class Coordinator:
             await self.leading.stand_by(address, heard)
         else:
             await self.leading.seize(address)
-        # A lease that ends while much is read would be taken by another, who reads as long.
+        # Renewed meanwhile: if reading outlasted the lease, another would take it, and read as long.
         await race(self._take_over(), self.leading.keep(_nobody))
-        self.link.watch(self._lives.came)
+        self.link.watch(self._incarnations.link_opened)
         return self.services
 
     async def _take_over(self) -> None:
@@ -123,9 +120,7 @@ class Coordinator:
         await self._publishers.keep()
 
     def loops(self, serving: Callable[[bool], Awaitable[None]] = _nobody) -> dict[str, Coroutine[Any, Any, None]]:
-        """What runs beside the server, by name. Each raises `TermSuperseded` when another coordinator has the store.
-        `serving`: told when the lease may be over, and when it is renewed again.
-        """
+        """The background loops, which raise `TermSuperseded` if superseded. `serving`: see `Election.keep`."""
         return {
             "decide": self.dispatcher.decide_for_ever(),
             "watch": self.dispatcher.watch_for_ever(),
@@ -140,12 +135,12 @@ class Coordinator:
         self.fleet.leave()
 
     async def close(self) -> None:
-        await self._news.close()
+        await self._run_events.close()
         await self.link.close()
 
 
 def _judge(condition: Condition, link: StoreConnection) -> None:
-    """Say what the store does not promise. Raises `StoreUnavailable` for one that would take its replicas with it."""
+    """Warn of what the store does not guarantee. Raises `StoreUnavailable` if a restart would wipe its replicas."""
     log.info("store", version=condition.version, fsync=condition.fsync, durable_after_s=condition.durable_after_s)
     if condition.wipes:
         raise StoreUnavailable(

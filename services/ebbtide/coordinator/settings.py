@@ -1,4 +1,4 @@
-"""What a coordinator can be told."""
+"""Declares the coordinator's settings."""
 
 from typing import Annotated
 

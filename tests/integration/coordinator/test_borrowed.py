@@ -98,7 +98,7 @@ async def test_a_long_one_moves_everything_once_and_no_token_is_made_twice(clust
     assert (await steady.add("a", 5, 1, STOP)).finished
     counters = (await run.get()).counters
     assert (counters["moved"], counters.get("tokens_lost", 0)) == (2, 0)
-    assert all(one.waiting.barren == 0 for one in cluster.coordinator.state.runs["r"].running.values())
+    assert all(one.rollout.no_progress == 0 for one in cluster.coordinator.state.runs["r"].running.values())
 
 
 async def test_what_is_not_handed_back_is_asked_for_again(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ async def test_a_host_whose_users_suffer_is_given_up_and_its_rollouts_go_elsewhe
     await run.submit(*(f"x{number}" for number in range(20)))
     await rounds(cluster, 2)
     assert not worker.assigned
-    known = cluster.coordinator.dispatcher._borrowers._borrowing._hosts["lent"]
+    known = cluster.coordinator.dispatcher._borrowed._borrowing._hosts["lent"]
     known.until = 0.0  # its pause is over
     await says(worker, disturbance=0.0)
     await wait_until(lambda: worker.assigned, what="it is borrowed again")
@@ -213,11 +213,11 @@ async def test_a_worker_lost_while_its_host_had_itself_back_is_no_fault_of_its_r
     await run.submit("a")
     await worker.has("a")
     await says(worker, granted=False)
-    await wait_until(lambda: session(cluster, worker).standing, what="it is heard")
+    await wait_until(lambda: session(cluster, worker).reclaimed, what="it is heard")
     await worker.break_streams()  # its guard killed it
     steady = await cluster.worker("steady")
     await steady.has("a")
-    assert cluster.coordinator.state.runs["r"].running["a"].waiting.barren == 0
+    assert cluster.coordinator.state.runs["r"].running["a"].rollout.no_progress == 0
 
 
 def test_of_user_traffic_nothing_but_the_forecast_can_be_told() -> None:

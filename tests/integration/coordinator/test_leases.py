@@ -184,17 +184,17 @@ async def test_watchers_of_a_run_that_ends_are_let_go(cluster: Any) -> None:
         await cluster.runs.WatchRun(runs_pb2.WatchRunRequest(run_id="r", cursor="x")).read()
 
 
-@pytest.mark.parametrize("rung", [True, False])
-async def test_whoever_streams_tokens_of_a_run_that_ends_is_told(cluster: Any, monkeypatch: Any, rung: Any) -> None:
-    bells = cluster.coordinator._bells
-    if not rung:  # they look again by themselves
+@pytest.mark.parametrize("notified", [True, False])
+async def test_whoever_streams_tokens_of_a_run_that_ends_is_told(cluster: Any, monkeypatch: Any, notified: Any) -> None:
+    notifier = cluster.coordinator._notifier
+    if not notified:  # they look again by themselves
         monkeypatch.setattr("ebbtide.coordinator.state.notifier._LOOK_AGAIN_S", 0.02)
-        monkeypatch.setattr(bells, "ring", lambda *_: None)
+        monkeypatch.setattr(notifier, "notify", lambda *_: None)
     run = await cluster.run()
     await run.submit("a")
     stream = cluster.rollouts.StreamTokens(rollouts_pb2.StreamTokensRequest(run_id="r", rollout_id="a"))
     reading = asyncio.create_task(stream.read())
-    await wait_until(lambda: ("tokens", "r", "a") in bells._listeners)
+    await wait_until(lambda: ("tokens", "r", "a") in notifier._listeners)
     await cluster.call(cluster.runs.CancelRun, runs_pb2.CancelRunRequest(run_id="r"))
     with pytest.raises(LeaseSuperseded, match="run r has ended"), translated("coordinator"):
         await asyncio.wait_for(reading, 5)

@@ -7,7 +7,7 @@ import pytest
 
 from ebbtide.coordinator.dispatcher import rebalancer
 from ebbtide.scheduling.dispatch.move_costs import MoveCosts
-from ebbtide.scheduling.dispatch.rebalancing import rebalance
+from ebbtide.scheduling.dispatch.rollout_moves import rebalance
 from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -67,7 +67,7 @@ async def test_what_waits_in_one_worker_goes_to_an_idle_one_but_for_the_first(cl
 async def test_a_running_rollout_goes_where_it_ends_sooner_and_keeps_its_tokens(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    costs = MoveCosts(settled_s=0.2, prefill_tokens_per_s=1e6, handover_s=0.01)
+    costs = MoveCosts(least_stay_s=0.2, prefill_tokens_per_s=1e6, handover_s=0.01)
     monkeypatch.setattr(rebalancer, "rebalance", partial(rebalance, costs=costs))
     run, full = await crowded(cluster, running=8)
     fast = await cluster.worker("w2")
@@ -160,7 +160,7 @@ async def test_a_rollout_that_is_moved_and_moved_is_no_poison(cluster: Any, monk
         await wait_until(lambda: "q1" in full.assigned or "q1" in idle.assigned, what="somebody has it")
         holder, other = (full, idle) if "q1" in full.assigned else (idle, full)
     assert "q1" not in other.assigned
-    assert running["q1"].waiting.barren == 0
+    assert running["q1"].rollout.no_progress == 0
     assert await run.count("dead_lettered") == 0
 
 
@@ -171,7 +171,7 @@ async def test_a_failure_in_the_midst_of_a_move_is_held_against_the_rollout(clus
     await full.hand_back("q1", reason="stopped: the engine died")
     running = cluster.coordinator.state.runs["r"].running
     await wait_until(lambda: "q1" in running and running["q1"].number == 2, what="somebody has it")
-    assert running["q1"].waiting.barren == 1
+    assert running["q1"].rollout.no_progress == 1
     assert await run.count("moved") == 0
 
 

@@ -277,4 +277,4 @@ async def test_what_ended_is_remembered_only_while_the_mirror_is_read(cluster: A
     await wait_until(lambda: held and mirror.ended_lately is None)
     assert held == [{"b"}]
     assert not mirror.running
-    assert not mirror.line
+    assert not mirror.queue

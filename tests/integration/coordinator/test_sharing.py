@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from benchmarks.sharing import OVERTAKEN, SCENES, WORKERS, Stage, overtaken, play
-from ebbtide.coordinator.dispatcher import fleet_sharing
+from ebbtide.coordinator.dispatcher import worker_allocator
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
 from ebbtide.store.store_keys import run_key
 from ebbtide.testing import wait_until
@@ -155,7 +155,7 @@ async def test_a_worker_that_goes_over_hands_its_rollouts_on_with_their_tokens(
 
 
 async def test_rollouts_that_are_about_to_end_end_where_they_are(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_sharing, "finishes_first", lambda **_: True)
+    monkeypatch.setattr(worker_allocator, "finishes_first", lambda **_: True)
     low = await cluster.run("low")
     worker = await cluster.worker("w1", slots=2)
     await low.submit("l1", "l2")

@@ -129,7 +129,7 @@ async def test_a_long_prefill_is_no_stall(cluster: Any) -> None:
     session = next(iter(cluster.coordinator.state.sessions.values()))
     doing = cluster.coordinator.fleet._health._doing(session, time.monotonic())
     assert (doing.started, doing.pending) == (0, 2)
-    assert doing.unread == sum(one.waiting.length for one in session.attempts.values()) > 0
+    assert doing.unread == sum(one.rollout.length for one in session.attempts.values()) > 0
 
 
 async def test_silence_is_for_the_heartbeat_timeout_to_judge_and_lateness_is_no_stall(cluster: Any) -> None:
@@ -309,6 +309,6 @@ async def test_rollouts_go_back_in_line_once_the_grace_is_over(cluster_with: Any
         await run.submit("a")
         await first.has("a")
         await cluster.restart()
-        await wait_until(lambda: cluster.coordinator.state.runs["r"].line, what="it is back in line")
+        await wait_until(lambda: cluster.coordinator.state.runs["r"].queue, what="it is back in line")
         other = await cluster.worker("w2")
         await other.has("a")

@@ -115,7 +115,7 @@ async def test_a_silent_worker_is_lost_and_its_rollouts_go_elsewhere(cluster_wit
         await wait_until(lambda: isinstance(first.ended, NotFound))
 
 
-async def test_released_attempts_go_on_elsewhere_and_count_no_barren_attempt(cluster_with: Any) -> None:
+async def test_released_attempts_go_on_elsewhere_and_do_not_count_against_their_rollout(cluster_with: Any) -> None:
     async with cluster_with(barren_attempts=1) as cluster:
         run = await cluster.run()
         first = await cluster.worker("w1")

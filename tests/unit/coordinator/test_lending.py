@@ -8,7 +8,7 @@ from ebbtide.coordinator.state.coordinator_state import (
     WorkerSession,
 )
 from ebbtide.coordinator.state.worker_reports import AttachReport
-from ebbtide.scheduling.dispatch.rebalancing import RolloutMove
+from ebbtide.scheduling.dispatch.rollout_moves import RolloutMove
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
@@ -25,8 +25,8 @@ def session(state: CoordinatorState, name: str, kind: WorkerKind) -> WorkerSessi
 
 def begin(run: RunState, there: WorkerSession, name: str) -> None:
     waiting = QueuedRollout(rollout_id=name, episode_id=name, bounds=VersionBounds(0, 0), length=100, place=0)
-    attempt = RunningAttempt(run_id="r", attempt_id=name, waiting=waiting, start=0, max_tokens=1000, started=True)
-    attempt.give(there)
+    attempt = RunningAttempt(run_id="r", attempt_id=name, rollout=waiting, start=0, max_tokens=1000, started=True)
+    attempt.assign(there)
     run.running[name] = attempt
 
 

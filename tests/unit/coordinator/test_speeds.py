@@ -30,7 +30,7 @@ class Scene:
     def __init__(self) -> None:
         self.state = CoordinatorState()
         self.run = RunState("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
-        self.run.settled.set()
+        self.run.reconciled.set()
         self.state.runs["r"] = self.run
         self.moves = Rebalancer(self.state, on=True)
         self.now = 100.0
@@ -51,13 +51,13 @@ class Scene:
     def begin(self, name: str, *, started: bool = True, given: float | None = None) -> None:
         waiting = QueuedRollout(rollout_id=name, episode_id=name, bounds=VersionBounds(0, 0), length=100, place=0)
         attempt = RunningAttempt(
-            run_id="r", attempt_id=name, waiting=waiting, start=0, max_tokens=10_000, started=started,
+            run_id="r", attempt_id=name, rollout=waiting, start=0, max_tokens=10_000, started=started,
             given=self.now if given is None else given,
         )  # fmt: skip
-        attempt.give(self.session)
+        attempt.assign(self.session)
 
     def end(self, name: str) -> None:
-        self.session.attempts[name].part()
+        self.session.attempts[name].unassign()
 
     def beat(self, tokens: int = RUNNING * RATE, seconds: float = 1.0, **more: Any) -> None:
         """What a heartbeat says after so long."""
@@ -111,9 +111,9 @@ def test_nothing_is_learnt_while_a_worker_is_held_installs_or_its_engine_rests(s
 @pytest.mark.parametrize("when", [0, 2])
 def test_nothing_is_learnt_while_the_store_is_waited_for(scene: Scene, when: int) -> None:
     scene.look(when)
-    scene.run.settled.clear()
+    scene.run.reconciled.clear()
     scene.look(1)
-    scene.run.settled.set()
+    scene.run.reconciled.set()
     scene.beat(3)
     scene.look()
     assert scene.rate() == 0.0

@@ -47,7 +47,7 @@ class House:
         for name in ("run", "other"):
             spec = RunSpec(name=name, model="m", environment=EnvironmentSpec(name="none"))
             self.state.runs[name] = RunState(name, spec)
-            self.state.runs[name].settled.set()
+            self.state.runs[name].reconciled.set()
         engine = EngineInfo(model="m", vocab_size=9, max_model_len=99)
         hello = AttachReport(
             worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine
@@ -135,13 +135,13 @@ async def test_an_error_of_the_store_reaches_all_who_wait_and_none_who_come_late
     assert await house.keep("c") == {}
 
 
-async def test_a_run_that_is_not_settled_holds_back_its_own_messages_alone(house: House) -> None:
-    settled = house.state.runs["other"].settled
-    settled.clear()
+async def test_a_run_that_is_not_reconciled_holds_back_its_own_messages_alone(house: House) -> None:
+    reconciled = house.state.runs["other"].reconciled
+    reconciled.clear()
     held = house.keep("x", run="other")
     assert await house.keep("a") == {}
     assert not held.done()
-    settled.set()
+    reconciled.set()
     assert await held == {}
 
 

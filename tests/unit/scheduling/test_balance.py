@@ -9,8 +9,8 @@ import pytest
 
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
-from ebbtide.scheduling.dispatch.rebalancing import EngineLoad, RolloutMove, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
+from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, RolloutMove, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
@@ -46,7 +46,7 @@ def generating(
     )  # fmt: skip
     return RunningRollout(
         attempt_id=name,
-        waiting=waiting,
+        rollout=waiting,
         length=500 + made,
         made=made,
         budget=32_768 - made,
@@ -107,9 +107,9 @@ def test_moves_keep_their_laws(seed: Any) -> None:
         assert one in list(by_name[move.source].rollouts())
         assert move.source != move.target
         assert move.gain_s > 0.0
-        assert one.waiting.bounds in {(0, 0), (target.installed, target.installed)}
-        assert move.target not in one.waiting.avoid
-        assert not one.started or NOW - one.since >= COSTS.settled_s
+        assert one.rollout.bounds in {(0, 0), (target.installed, target.installed)}
+        assert move.target not in one.rollout.avoid
+        assert not one.started or NOW - one.since >= COSTS.least_stay_s
     assert all(load[name] <= max(one.host.slots, one.host.running) for name, one in by_name.items())
     assert moves(fleet) == made  # a decision can be repeated
 

@@ -9,24 +9,24 @@ def test_one_loss_is_forgiven_and_the_pauses_double_from_the_second_on() -> None
     flapping, pauses = Flapping(), []
     for number in range(10):
         flapping.lost("w", float(number))
-        pauses.append(flapping.shunned_s("w", float(number)))
+        pauses.append(flapping.quarantined_s("w", float(number)))
     assert pauses == [0.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, 300.0]
-    assert flapping.shunned_s("w", 109.0) == 200.0
-    assert flapping.shunned_s("w", 309.0) == 0.0
+    assert flapping.quarantined_s("w", 109.0) == 200.0
+    assert flapping.quarantined_s("w", 309.0) == 0.0
 
 
 def test_who_has_stayed_long_enough_starts_anew() -> None:
     flapping = Flapping()
     flapping.lost("w", 0.0)
     flapping.lost("w", 700.0)
-    assert flapping.shunned_s("w", 700.0) == 0.0
+    assert flapping.quarantined_s("w", 700.0) == 0.0
 
 
 def test_workers_are_judged_by_their_own_losses() -> None:
     flapping = Flapping()
     for _ in range(3):
         flapping.lost("w", 0.0)
-    assert flapping.shunned_s("v", 0.0) == 0.0
+    assert flapping.quarantined_s("v", 0.0) == 0.0
 
 
 def test_one_that_stayed_for_a_minute_has_no_strike_however_often_its_stream_ends() -> None:
@@ -36,7 +36,7 @@ def test_one_that_stayed_for_a_minute_has_no_strike_however_often_its_stream_end
         flapping.attached("w", now)
         now += 300.0
         flapping.lost("w", now)
-        assert flapping.shunned_s("w", now) == 0.0
+        assert flapping.quarantined_s("w", now) == 0.0
 
 
 def test_short_lives_count_with_long_ones_between_them() -> None:
@@ -44,7 +44,7 @@ def test_short_lives_count_with_long_ones_between_them() -> None:
     for begin, end in ((0.0, 10.0), (10.0, 100.0), (100.0, 110.0)):
         flapping.attached("w", begin)
         flapping.lost("w", end)
-    assert flapping.shunned_s("w", 110.0) == 5.0
+    assert flapping.quarantined_s("w", 110.0) == 5.0
 
 
 def test_a_life_goes_on_until_its_end_is_reported() -> None:
@@ -54,12 +54,12 @@ def test_a_life_goes_on_until_its_end_is_reported() -> None:
     flapping.lost("w", 70.0)
     flapping.attached("w", 71.0)
     flapping.lost("w", 72.0)
-    assert flapping.shunned_s("w", 72.0) == 0.0
+    assert flapping.quarantined_s("w", 72.0) == 0.0
     flapping.attached("w", 73.0)
     flapping.left("w")
     flapping.attached("w", 200.0)
     flapping.lost("w", 210.0)
-    assert flapping.shunned_s("w", 210.0) == 5.0
+    assert flapping.quarantined_s("w", 210.0) == 5.0
 
 
 def lose_part(flapping: Flapping, part: int, of: int, now: float) -> list[float]:
@@ -69,7 +69,7 @@ def lose_part(flapping: Flapping, part: int, of: int, now: float) -> list[float]
         flapping.attached(name, now - 10.0)
     for number, name in enumerate(names[:part]):
         flapping.lost(name, now + 1.5 * number / part)
-    return [flapping.shunned_s(name, now + 1.5) for name in names]
+    return [flapping.quarantined_s(name, now + 1.5) for name in names]
 
 
 @pytest.mark.parametrize(("part", "of"), [(3, 3), (3, 6), (50, 100), (100, 100)])
@@ -93,7 +93,7 @@ def test_what_takes_all_takes_back_no_strike_of_before() -> None:
     for _ in range(3):
         flapping.lost("w0", 0.0)
     lose_part(flapping, 4, 4, 8.0)
-    assert flapping.shunned_s("w0", 8.0) == 2.0
+    assert flapping.quarantined_s("w0", 8.0) == 2.0
 
 
 def test_those_forgiven_are_forgotten() -> None:

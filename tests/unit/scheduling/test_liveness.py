@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.dispatch.attempt_endings import blames, dead_letter
+from ebbtide.scheduling.dispatch.attempt_endings import blames, dead_letter_message
 from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness
 from ebbtide.types.end_cause import EndCause
 
@@ -85,6 +85,6 @@ def test_only_failures_and_losses_may_be_the_rollouts(cause: EndCause) -> None:
 
 
 def test_a_dead_letter_says_how_often_and_why() -> None:
-    assert dead_letter(4, "x; ", limit=5) is None
-    message = dead_letter(5, "attempt on w1 at token 0: engine error; ", limit=5)
+    assert dead_letter_message(4, "x; ", limit=5) is None
+    message = dead_letter_message(5, "attempt on w1 at token 0: engine error; ", limit=5)
     assert message == "5 attempts in a row ended without a new token: attempt on w1 at token 0: engine error"

@@ -184,7 +184,7 @@ def test_a_rollout_that_must_avoid_all_that_could_take_it_avoids_none() -> None:
 
 
 def test_suspects_of_poison_start_one_at_a_time_on_each_worker() -> None:
-    line = [better(waiting(n), barren=1) for n in range(5)] + [waiting(9)]
+    line = [better(waiting(n), no_progress=1) for n in range(5)] + [waiting(9)]
     placed = given(line, [host("a"), host("b"), better(host("c"), pending=1, running=1, probation=1)])
     assert set(placed) == {"r0", "r1", "r9"}
     assert {placed["r0"], placed["r1"]} == {"a", "b"}

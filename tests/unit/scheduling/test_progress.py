@@ -269,7 +269,7 @@ def until(watch: TokenProgress, what: WorkerActivity, start: float, end: float) 
 def test_a_worker_whose_host_has_itself_back_is_no_case_however_long(what: WorkerActivity) -> None:
     watch = TokenProgress()
     judge(watch, what, 0.0)
-    assert not until(watch, replace(what, standing=True), 0.25, 3_600.0)
+    assert not until(watch, replace(what, reclaimed=True), 0.25, 3_600.0)
 
 
 def test_a_worker_that_makes_nothing_whenever_it_may_is_found_across_its_grants() -> None:
@@ -279,7 +279,7 @@ def test_a_worker_that_makes_nothing_whenever_it_may_is_found_across_its_grants(
     watch.arrived("a", 0.5)
     now = 0.5
     while not until(watch, doing(8), now, now + 1.0):
-        assert not until(watch, doing(8, standing=True), now + 1.0, now + 4.0)
+        assert not until(watch, doing(8, reclaimed=True), now + 1.0, now + 4.0)
         now += 4.0
         assert now < 40.0
     assert now >= 4.0
@@ -292,4 +292,4 @@ def test_a_worker_that_makes_tokens_in_each_of_its_short_grants_is_trusted() -> 
         now = 10.0 * number
         watch.arrived("a", now + 0.2)
         assert not until(watch, doing(8), now + 0.25, now + 1.5)
-        assert not until(watch, doing(8, standing=True), now + 1.5, now + 10.0)
+        assert not until(watch, doing(8, reclaimed=True), now + 1.5, now + 10.0)

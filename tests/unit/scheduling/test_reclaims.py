@@ -15,7 +15,7 @@ from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
 def standing(lasted_s: float, spell_s: float = 0.0) -> LentHost:
-    return LentHost(standing=True, lasted_s=lasted_s, spell_s=spell_s)
+    return LentHost(reclaimed=True, lasted_s=lasted_s, spell_s=spell_s)
 
 
 @pytest.mark.parametrize("forecast_s", [0.0, 0.3, 10.0, 3_600.0])
@@ -51,7 +51,7 @@ def test_what_is_dear_to_move_waits_longer() -> None:
 
 
 def test_a_worker_that_works_keeps_what_it_has() -> None:
-    assert leaving(LentHost(standing=False, lasted_s=99.0, spell_s=0.0), [100], room=8) == []
+    assert leaving(LentHost(reclaimed=False, lasted_s=99.0, spell_s=0.0), [100], room=8) == []
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -171,7 +171,8 @@ def test_a_turn_stays_with_its_episodes_worker_be_it_borrowed() -> None:
 def test_in_any_fleet_places_are_only_exchanged_never_lost_nor_given_to_who_may_not_have_them(seed: int) -> None:
     draw = random.Random(seed)
     line = [
-        waiting(number, draw.choice((0, 10, 500, 9_000)), priority=draw.randrange(2), barren=draw.choice((0, 0, 1)),
+        waiting(number, draw.choice((0, 10, 500, 9_000)), priority=draw.randrange(2),
+                no_progress=draw.choice((0, 0, 1)),
                 avoid=frozenset(draw.sample(("h0", "h1", "h2"), draw.choice((0, 0, 1)))))
         for number in range(draw.randrange(1, 40))
     ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Texts that are too long."""
 
-from ebbtide.scheduling.dispatch.attempt_endings import dead_letter
+from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
 from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 
 
@@ -15,6 +15,6 @@ def test_a_text_that_is_too_long_is_cut_between_characters() -> None:
 
 
 def test_the_evidence_of_a_dead_letter_fits_into_an_event() -> None:
-    message = dead_letter(99, "attempt on w1 at token 0: \u20ac; " * 9999, limit=5)
+    message = dead_letter_message(99, "attempt on w1 at token 0: \u20ac; " * 9999, limit=5)
     assert message is not None
     assert len(message.encode()) < MAX_EVENT_BYTES

@@ -1,1 +1,1 @@
-"""Which queued rollout goes to which worker, in which order, and which move."""
+"""Decides the order of queued rollouts, their workers and versions, and their moves."""

@@ -1,11 +1,11 @@
-"""How attempts end, and when a rollout has had too many that came to nothing."""
+"""Judges ended attempts: which count against their rollout, and when a rollout has had too many without progress."""
 
 from typing import Final
 
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 
-#: Ends that may be the rollout's own doing. All others say nothing about it.
+#: Causes that may lie with the rollout itself.
 _BLAMING: Final = frozenset({EndCause.FAILED, EndCause.WORKER_LOST, EndCause.WORKER_SUSPECTED})
 
 
@@ -14,9 +14,9 @@ def blames(cause: EndCause) -> bool:
     return cause in _BLAMING
 
 
-def dead_letter(barren: int, evidence: str, *, limit: int) -> str | None:
+def dead_letter_message(no_progress: int, evidence: str, *, limit: int) -> str | None:
     """The message of the dead letter that a rollout becomes after `limit` attempts in a row without a new token."""
-    if barren < limit:
+    if no_progress < limit:
         return None
-    message = f"{barren} attempts in a row ended without a new token: {evidence.rstrip('; ')}"
-    return shortened(message, MAX_EVENT_BYTES // 2)  # an event tells it
+    message = f"{no_progress} attempts in a row ended without a new token: {evidence.rstrip('; ')}"
+    return shortened(message, MAX_EVENT_BYTES // 2)  # it travels in an event

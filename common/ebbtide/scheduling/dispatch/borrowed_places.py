@@ -1,5 +1,5 @@
-"""Who gets the places of borrowed hosts: of those that are given places in a round, and some that wait behind them, the
-ones that risk least by a reclaim. Long work goes to steady hosts, or waits for one: it would be the dearest to move.
+"""Gives the places of borrowed hosts to the rollouts that risk least by a reclaim, among those placed in a round and
+the next in the queue. Long rollouts go to steady hosts, or wait for one: they cost most to move.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,21 +10,19 @@ from ebbtide.scheduling.dispatch.host_view import HostView, may_take
 from ebbtide.scheduling.dispatch.reclaim_risk import risk_s
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 
-#: So many of those that wait behind the last one placed are looked at for a borrowed worker's places.
+#: Queued rollouts after the last placed one that are considered.
 _BEHIND: Final = 32
-#: Who gives way waits for a steady worker's next place, but no longer than this: the longest decide when a step ends.
+#: A displaced rollout waits no longer than this for a steady worker: the longest rollouts decide when a step ends.
 _PATIENCE_S: Final = 10.0
-#: Who risks less than this share of what another does, by at least so many seconds, takes its place.
+#: A rollout takes another's place if its risk is below this share of the other's, by at least so many seconds.
 _LESS: Final = 0.8
 _LESS_S: Final = 0.05
 
 
 class BorrowedPlace(NamedTuple):
-    """`bound`: it goes to this very host for the sake of what it has there."""
-
     one: QueuedRollout
     host: HostView
-    bound: bool
+    bound: bool  # it needs this very host, for its prefix cache or a move
 
 
 def exchanged(
@@ -34,7 +32,7 @@ def exchanged(
     rest: Callable[[QueuedRollout], float],
     now: float,
 ) -> list[BorrowedPlace]:
-    """The places, with those on borrowed hosts given to who risks least there. Each host gets as many as before."""
+    """The places, with those on borrowed hosts given to the least at risk. Each host gets as many as before."""
     made = list(places)
     lent = [at for at, place in enumerate(places) if place.host.borrowed and _free(place)]
     if not lent:
@@ -49,7 +47,7 @@ def exchanged(
     ]
     if steady:
         first = len(places)
-        waiting = (one for one in islice(behind, _BEHIND) if not one.barren and not one.prefer)
+        waiting = (one for one in islice(behind, _BEHIND) if not one.no_progress and not one.prefer)
         others += [(_risk_s(one, common, rest), first + number, one) for number, one in enumerate(waiting)]
     others.sort(key=lambda item: item[:2])
     for at in sorted(lent, key=lambda at: (-risks[at], at)):
@@ -71,9 +69,7 @@ def _taker(
     places: Sequence[BorrowedPlace],
     steady: Sequence[HostView],
 ) -> int | None:
-    """Who is to have the place instead: the least at risk of `others` that may, if that is worth it. `steady`: hosts
-    for which who has it now may wait.
-    """
+    """The rollout (index of `others`) to take the place, if worth it. `steady`: where the present one may wait."""
     for found, (less, number, one) in enumerate(others):
         if less > _LESS * risk or risk - less < _LESS_S:
             return None
@@ -88,7 +84,7 @@ def _taker(
 
 
 def _free(place: BorrowedPlace) -> bool:
-    return not place.bound and not place.one.barren
+    return not place.bound and not place.one.no_progress
 
 
 def _risk_s(one: QueuedRollout, host: HostView, rest: Callable[[QueuedRollout], float]) -> float:

@@ -1,4 +1,4 @@
-"""Workers as decisions see them, and which rollouts each may take."""
+"""Describes workers as decisions see them, and checks which rollouts each may take."""
 
 from math import inf
 
@@ -9,44 +9,36 @@ from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
 class HostView(Struct, frozen=True, kw_only=True):
-    """A worker that serves the run. It has `installed` and is on its way to `target`, which may be the same version.
+    """A worker that serves the run."""
 
-    `worker_id` is the key that a placement names; `name` is the worker's own. `running`: all that it was given,
-    `pending`: of those, the ones that have not started; `probation`: of those, the ones whose last attempt was barren.
-    `rate`: tokens/s that each of its rollouts would make with one more, `plateau`: up to how many rollouts that holds
-    (0: not known, taken for typical). `held`: it makes no tokens now, and takes only what nobody else can; `shut`: it
-    takes nothing at all. `borrowed`: its host, which serves users, lends itself for a `share` of the time, and now for
-    another `spell_s` on average; `rate` is that while it does.
-    """
-
-    worker_id: str
+    worker_id: str  # the key that a placement names
     slots: int
-    running: int
-    installed: int
-    target: int
+    running: int  # rollouts assigned to it
+    installed: int  # version
+    target: int  # version that it is changing to, or `installed`
     max_model_len: int
-    name: str = ""
-    pending: int = 0
-    probation: int = 0
-    rate: float = 0.0
-    plateau: int = 0
-    held: bool = False
-    shut: bool = False
-    borrowed: bool = False
-    share: float = 1.0
-    spell_s: float = inf
+    name: str = ""  # the worker's own id
+    pending: int = 0  # of `running`, those that have not started
+    probation: int = 0  # of `pending`, those whose last attempt made no progress
+    rate: float = 0.0  # tokens/s of each of its rollouts with one more, while its host lends itself
+    plateau: int = 0  # number of rollouts up to which `rate` holds; 0: not known, taken for typical
+    held: bool = False  # makes no tokens now: takes only what no other worker can
+    shut: bool = False  # takes nothing
+    borrowed: bool = False  # its host also serves users
+    share: float = 1.0  # of the time, in which the host lends itself
+    spell_s: float = inf  # for how long it will lend itself now, on average
 
 
 def admits(bounds: VersionBounds, version: int) -> bool:
-    """Whether a token made by `version` is within `bounds`. Version 0 is none, and within nothing."""
+    """Whether a token made by `version` is within `bounds`. Version 0 means none, and never is."""
     return version >= max(1, bounds.minimum) and (not bounds.maximum or version <= bounds.maximum)
 
 
 def serves(bounds: VersionBounds, host: HostView) -> bool:
-    """Whether all versions that the worker has on its way are within `bounds`."""
+    """Whether the worker's version and its target are within `bounds`."""
     return admits(bounds, host.installed) and admits(bounds, host.target)
 
 
 def may_take(one: QueuedRollout, host: HostView) -> bool:
-    """Whether the worker could take the rollout if it had room, and is none that it avoids."""
+    """Whether the worker could take the rollout if it had room, and the rollout does not avoid it."""
     return serves(one.bounds, host) and one.length < host.max_model_len and host.name not in one.avoid

@@ -1,4 +1,4 @@
-"""What it costs to take a rollout from one worker and give it to another."""
+"""Estimates the cost of moving a rollout to another worker."""
 
 from typing import Final
 
@@ -6,33 +6,29 @@ from msgspec import Struct
 
 
 class MoveCosts(Struct, frozen=True, kw_only=True):
-    """What a move costs, and how sure its gain must be: `margin` times the cost, at a rate higher by `advantage`, for
-    a rollout that has been with its worker for `settled_s`; at most `at_once` moves in a round.
-    """
+    """The cost of a move, and the gain that justifies one."""
 
     prefill_tokens_per_s: float = 5_000.0
     handover_s: float = 0.5
-    margin: float = 1.5
-    advantage: float = 1.15
-    settled_s: float = 10.0
-    at_once: int = 32
+    margin: float = 1.5  # least gain, in times the cost
+    advantage: float = 1.15  # least ratio of the rates
+    least_stay_s: float = 10.0  # a rollout stays at its worker for so long
+    at_once: int = 32  # most moves in a round
 
     def move_s(self, tokens: int) -> float:
-        """Seconds that a rollout of so many tokens, prompt and response, makes none while it moves."""
+        """Seconds without a token for a rollout of so many tokens, prompt and response, while it moves."""
         return self.handover_s + tokens / self.prefill_tokens_per_s
 
 
 COSTS: Final = MoveCosts()
-
-
-#: A worker that goes over to another run ends what it will have ended by then, or what costs as much to move.
+#: A worker that changes to another run finishes rollouts that end within this, or that would cost as much to move,
 _FINISH_S: Final = 1.0
-#: But no longer than this after it was told to go over.
+#: but for no longer than this after it was told to change.
 _LEAVE_S: Final = 3.0
 
 
 def finishes_first(*, rest_s: float, length: int, started: bool, waited_s: float) -> bool:
-    """Whether a rollout of `length` tokens ends where it is, in `rest_s`, though its worker has been asked for by
-    another run `waited_s` ago; else it is handed over. What has not started loses nothing by that.
+    """Whether a rollout of `length` tokens, with `rest_s` to go, finishes at a worker that another run was given
+    `waited_s` ago; else it is handed over. A rollout that has not started loses nothing by that.
     """
     return started and waited_s < _LEAVE_S and rest_s <= max(_FINISH_S, COSTS.move_s(length))

@@ -1,10 +1,9 @@
-"""Which queued rollout goes to which worker: in line order, to the worker that a move chose, else to that of the
-episode's last turn, else to where it will run fastest. Where some go to borrowed workers and some do not, short work
-and cheap moves go to the borrowed ones, long work to the steady ones.
+"""Places queued rollouts in queue order: at the worker that a move chose, else at the worker of the episode's last
+turn, else where they will run fastest. Short rollouts prefer borrowed workers, long ones steady workers.
 
-Delayed dispatch and the choice of the shortest queue follow RLBoost (arXiv 2510.19225, Algorithm 2). What differs: it
-decides per rollout and not per group, on every event and not by polling, and compares workers by the speed learnt of
-each instead of by the length of their queues alone.
+Delayed dispatch and the choice of the shortest queue follow RLBoost (arXiv 2510.19225, Algorithm 2). Unlike there,
+rollouts are placed one by one and not by groups, on every event and not by polling, and workers are compared by their
+learnt speeds instead of their queue lengths alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,14 +25,14 @@ class Placement(NamedTuple):
 
 
 def pending_limit(host: HostView) -> int:
-    """How many rollouts that have not started a worker may hold: enough to keep it busy until the next decision, and
-    not so many that others lack them. One on which nothing has started takes half its slots at once.
+    """How many unstarted rollouts a worker may hold: enough to keep it busy until the next decision, without starving
+    others. A worker on which nothing has started takes half its slots at once.
     """
     return max(8, host.slots // 4 if host.running > host.pending else host.slots // 2)
 
 
 def place(
-    line: Iterable[QueuedRollout],
+    queue: Iterable[QueuedRollout],
     hosts: Sequence[HostView],
     homes: Mapping[str, str],
     *,
@@ -43,28 +42,28 @@ def place(
     borrowable: float = inf,
     now: float = -inf,
 ) -> list[Placement]:
-    """Fill the hosts' free slots from the line, with `at_most` placements. `homes`: episode -> worker of its last turn;
-    `rest`: tokens that a rollout will probably still make; `borrowable`: so many more at most on borrowed hosts.
+    """Fill the hosts' free slots from the queue, with `at_most` placements. `homes`: episode -> worker of its last
+    turn; `rest`: tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts.
 
-    A worker may take a rollout if every version that it has on its way is within the rollout's bounds, and one more
-    token fits into its context. A rollout that fits nowhere is passed over, so that it holds up nobody. A worker that
-    holds as many pending rollouts as `pending_limit` allows gets no more: the rest waits in line, for whoever is next.
+    A worker may take a rollout if its version and target are within the rollout's bounds, and one more token fits into
+    its context. A rollout that fits nowhere is skipped, so that it blocks no other. A worker with as many pending
+    rollouts as `pending_limit` allows gets no more; the rest stays queued for the next free worker.
 
-    A rollout never goes to a worker that it is to avoid, unless it must avoid all of `hosts` that could take it, the
-    full ones among them. One whose last attempt was barren goes only to where no other such is pending, so that a
-    rollout that kills workers is told from its neighbours. One that is held gets what no other has room for.
+    A rollout goes to a worker that it avoids only if it avoids all `hosts` that could take it, full ones included. A
+    rollout without progress in its last attempt goes only where no other such is pending, so that one that kills
+    workers is told from its neighbours. A held worker gets only what no other has room for.
 
-    With `rest`, the places of borrowed hosts go to those who risk least by a reclaim, of all that are placed and some
-    behind them; who gives way takes the other's place, or waits a while if a steady host could take it.
+    With `rest`, the places of borrowed hosts go to the rollouts that risk least by a reclaim, among those placed and
+    the next in the queue; a displaced rollout takes the other's place, or waits a while if a steady host could take it.
     """
     rooms = _Rooms(hosts, pending_limit, borrowable)
-    kinds = line.bounds() if isinstance(line, RolloutQueue) else None
+    kinds = queue.bounds() if isinstance(queue, RolloutQueue) else None
     shut: set[VersionBounds] = set()
     places: list[BorrowedPlace] = []
-    queue = iter(line)
-    for one in queue:
+    behind = iter(queue)
+    for one in behind:
         if not rooms.open or len(places) == at_most or (kinds is not None and len(shut) == len(kinds)):
-            queue = chain((one,), queue)
+            behind = chain((one,), behind)
             break
         if one.bounds in shut:
             continue
@@ -78,25 +77,24 @@ def place(
             places.append(BorrowedPlace(one, room.host, bound))
             rooms.take(room, one)
     if rest is not None and any(place.host.borrowed for place in places):
-        places = exchanged(places, queue, hosts, rest, now)
+        places = exchanged(places, behind, hosts, rest, now)
     return [Placement(one.rollout_id, host.worker_id) for one, host, _ in places]
 
 
 def outsized(
-    line: Iterable[QueuedRollout], contexts: Sequence[int], *, manned: float, now: float, grace_s: float
+    queue: Iterable[QueuedRollout], contexts: Sequence[int], *, manned: float, now: float, grace_s: float
 ) -> list[QueuedRollout]:
-    """Rollouts that no context attached leaves room for, though a worker with a longer one had `grace_s` to come.
-
-    `contexts`: tokens, of each worker; `manned`: since when there is one. Without a worker nothing is known.
+    """Rollouts too long for every attached worker, though one with a longer context had `grace_s` to attach. None
+    without a worker. `contexts`: tokens, by worker; `manned`: since when there is a worker.
     """
     longest = max(contexts, default=0)
     if not longest or now - manned < grace_s:
         return []
-    return [one for one in line if one.length >= longest and now - one.since >= grace_s]
+    return [one for one in queue if one.length >= longest and now - one.since >= grace_s]
 
 
 class _Room:
-    """What is left of a host while places are given away."""
+    """The places left at a host during a round."""
 
     def __init__(self, host: HostView, limit: int, rate: float, plateau: float) -> None:
         self.host = host
@@ -109,12 +107,12 @@ class _Room:
     def take(self, one: QueuedRollout) -> None:
         self.given += 1
         self.left -= 1
-        self.probation += one.barren > 0
+        self.probation += one.no_progress > 0
         self.score = self._score()
 
     def _score(self) -> tuple[float, float, str]:
-        """Predicted rate, in steps of a tenth so that noise decides nothing; then the share of its slots that is free;
-        ties by name, so that a decision can be repeated. Beyond the plateau all that run share what it makes.
+        """Predicted rate, in steps of a tenth so that noise decides nothing; then the share of free slots; then the
+        name, so that a decision can be repeated. Beyond the plateau all rollouts share its throughput.
         """
         host, load = self.host, self.host.running + self.given + 1
         rate = self.rate * max(host.running + 1, self.plateau) / max(load, self.plateau)
@@ -127,7 +125,7 @@ def _tenths(rate: float) -> float:
 
 
 class _Rooms:
-    """The hosts with room, by the bounds that they serve."""
+    """The hosts with room, by the version bounds that they serve."""
 
     def __init__(self, hosts: Sequence[HostView], limit: Callable[[HostView], int], borrowable: float) -> None:
         self._hosts = hosts
@@ -148,13 +146,13 @@ class _Rooms:
         return found
 
     def fit(self, one: QueuedRollout, within: list[_Room]) -> list[_Room]:
-        """Those of `within` that may take `one`: nearly always all."""
-        if one.length < self._context and not one.avoid and not one.barren:
+        """Those of `within` that may take `one`: usually all."""
+        if one.length < self._context and not one.avoid and not one.no_progress:
             return within
         fit = [room for room in within if one.length < room.host.max_model_len]
         if one.avoid and any(may_take(one, host) and not host.shut for host in self._hosts):
             fit = [room for room in fit if room.host.name not in one.avoid]
-        return [room for room in fit if not room.probation] if one.barren else fit
+        return [room for room in fit if not room.probation] if one.no_progress else fit
 
     def at_work(self, fit: list[_Room]) -> list[_Room]:
         """Those that are not held; all of them if all are."""
@@ -181,7 +179,7 @@ class _Rooms:
 
 
 def _chosen(one: QueuedRollout, fit: list[_Room], homes: Mapping[str, str]) -> tuple[_Room, bool]:
-    """The room, and whether it is for the sake of what the rollout has, or was promised, there."""
+    """The room, and whether the rollout needs this very one, for its prefix cache or a move."""
     if one.prefer:
         for room in fit:
             if one.prefer in (room.host.worker_id, room.host.name):

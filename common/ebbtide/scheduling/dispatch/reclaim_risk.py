@@ -1,9 +1,9 @@
-"""What a reclaim means for the rollouts of a borrowed worker: its host may take itself back at any moment, and nobody
-but its guard knows for how long.
+"""Weighs a reclaim of a borrowed worker's host against moving its rollouts. The host may be reclaimed at any moment,
+and only its guard can forecast for how long.
 
-Most reclaims are over within a second, and to sit through them costs less than to move. So a worker that stands still
-keeps its rollouts until waiting for its host will probably cost more than moving them does. What is forecast is not
-trusted alone: no reclaim is acted upon at its very beginning, and one that outlasts its forecast refutes it.
+Most reclaims end within a second, and waiting costs less than moving. So a paused worker keeps its rollouts until the
+wait will probably cost more than the moves. The forecast alone is not trusted: no reclaim is acted upon at its very
+beginning, and one that outlasts its forecast refutes it.
 """
 
 from collections.abc import Sequence
@@ -14,46 +14,42 @@ from msgspec import Struct
 
 from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
 
-#: A reclaim that is over by then moves nothing, whatever was forecast: a forecast that is wrong costs prefills.
+#: A shorter reclaim moves nothing, whatever was forecast: a wrong forecast costs prefills.
 SHORT_S: Final = 2.0
-#: What is forecast is believed to be at least this share of what the reclaim has lasted already.
+#: A reclaim is believed to last at least this share of its time so far.
 _REFUTED: Final = 0.25
-#: In so long a time other workers end some of what they have: who waits for room is better off in line by then than
-#: tied to one worker.
+#: Other workers finish rollouts in so long a time: a rollout does better in the queue than tied to a paused worker.
 _LONG_S: Final = 10.0
-#: Tokens/s taken for a rollout's while nothing was learnt: it only ranks rollouts among each other.
+#: Tokens/s assumed of a rollout while nothing was learnt: it only ranks rollouts.
 _UNLEARNT: Final = 30.0
 
 
 class LentHost(Struct, frozen=True, kw_only=True):
-    """A borrowed worker's grant as it stands. `standing`: its host has itself back, and the worker makes no tokens;
-    `lasted_s`: for how long it has stood still, or not; `spell_s`: for how long that will probably go on, as its guard
-    forecasts; `asleep`: its weights are not on the device.
-    """
+    """The state of a borrowed worker's grant."""
 
-    standing: bool
-    lasted_s: float = 0.0
-    spell_s: float = 0.0
-    asleep: bool = False
+    reclaimed: bool  # its host serves users now, and the worker makes no tokens
+    lasted_s: float = 0.0  # since it was last reclaimed or granted
+    spell_s: float = 0.0  # for how long that will probably last, as its guard forecasts
+    asleep: bool = False  # its weights are not on the device
 
     @property
     def shut(self) -> bool:
-        """Whether it gets nothing new: what waits in line goes to whoever is ready first."""
-        return self.standing or self.asleep
+        """Whether it gets no rollouts."""
+        return self.reclaimed or self.asleep
 
     @property
     def remains_s(self) -> float:
-        """For how long it will probably go on standing still, or working."""
-        return max(self.spell_s, _REFUTED * self.lasted_s) if self.standing else self.spell_s
+        """For how long it will probably stay reclaimed, or granted."""
+        return max(self.spell_s, _REFUTED * self.lasted_s) if self.reclaimed else self.spell_s
 
 
 def leaving(lent: LentHost, tokens: Sequence[int], *, room: int, costs: MoveCosts = COSTS) -> list[int]:
-    """Which rollouts of a worker are to go elsewhere because its host has itself back, as indices of `tokens`: lengths
-    of prompt and response of those that another worker could take. `room`: free places that others have for them.
+    """The rollouts to take from a worker whose host was reclaimed, as indices of `tokens`: the lengths of prompt and
+    response of those that another worker could take. `room`: free places of others.
 
-    Cheapest first while there is room; the others only once the host has been away, or will be, for long.
+    The cheapest leave first while there is room; the others only if the reclaim lasts, or will last, for long.
     """
-    if not lent.standing or lent.lasted_s < SHORT_S:
+    if not lent.reclaimed or lent.lasted_s < SHORT_S:
         return []
     order = sorted(range(len(tokens)), key=lambda index: (tokens[index], index))
     long = lent.remains_s >= _LONG_S
@@ -62,9 +58,7 @@ def leaving(lent: LentHost, tokens: Sequence[int], *, room: int, costs: MoveCost
 
 
 def interrupted(rest: float, rate: float, spell_s: float) -> float:
-    """The chance that a host takes itself back before `rest` more tokens were made at `rate`, if it leaves itself for
-    `spell_s` on average. None with a worker that is not borrowed (inf).
-    """
+    """The chance of a reclaim before `rest` tokens are made at `rate`, if a grant lasts `spell_s` on average."""
     if spell_s == inf:
         return 0.0
     if spell_s <= 0.0:
@@ -73,7 +67,5 @@ def interrupted(rest: float, rate: float, spell_s: float) -> float:
 
 
 def risk_s(tokens: int, rest: float, *, rate: float, spell_s: float, costs: MoveCosts = COSTS) -> float:
-    """Seconds that a rollout of `tokens` with `rest` to come will probably lose to a move, if its host takes itself
-    back for long. Rises with both: short work and cheap moves risk least.
-    """
+    """Expected seconds that a rollout of `tokens` with `rest` to come loses to a move after a long reclaim."""
     return interrupted(rest, rate, spell_s) * costs.move_s(tokens)

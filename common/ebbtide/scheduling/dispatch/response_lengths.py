@@ -1,6 +1,6 @@
-"""How many tokens a rollout will probably still make, given how many it has: learnt from the run's finished ones.
+"""Predicts how many tokens a rollout will still make, from the lengths of the run's finished ones.
 
-Responses have a heavy tail: the longer one has grown, the longer it will yet grow (its mean residual life rises).
+Responses have a heavy tail: the longer one is, the more tokens are to be expected (its mean residual life rises).
 Invariant: `_count` and `_sum` hold the finished lengths, older ones fading, in bins that grow by a tenth. Lost with
 the process; a few dozen finished rollouts teach it again.
 """
@@ -10,10 +10,9 @@ from typing import Final
 
 _GROWTH: Final = 1.1
 _BINS: Final = 160  # up to some four million tokens
-#: So many finished lengths are remembered in full; beyond, older ones count half.
+#: After so many finished lengths, all weights are halved.
 _MEMORY: Final = 16_384
-#: What is assumed before anything is known: that a response is as far from its end as from its start, but so much at
-#: least; it weighs as much as so many finished ones.
+#: Prior: a response has as many tokens to come as it has, at least so many; it weighs as much as so many finished ones.
 _LEAST_TOKENS: Final = 256.0
 _PRIOR: Final = 4.0
 
@@ -26,7 +25,7 @@ class ResponseLengths:
         self._above: list[tuple[float, float]] | None = None
 
     def finished(self, tokens: int) -> None:
-        """A rollout ended by itself or by its budget, with a response of so many tokens."""
+        """Note that a rollout ended by itself or by its budget, with a response of so many tokens."""
         number = _bin(tokens)
         self._count[number] += 1.0
         self._sum[number] += tokens

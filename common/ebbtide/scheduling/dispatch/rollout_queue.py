@@ -1,12 +1,12 @@
-"""The line of queued rollouts of one run: by priority, then by the place of the group, then by their own, so that a
-re-queued rollout is where it was, and what a started group still lacks (later turns, tries again) goes before the
-groups that came later: no group is left half done for others, and none starves behind them.
+"""Orders the queued rollouts of one run: by priority, then by the place of the group, then by their own place. So a
+re-queued rollout returns to its place, and what a started group still lacks (later turns, retries) comes before later
+groups: groups are completed in order, and none starves.
 
-Evaluation stands in a queue of its own. Where both wait, the two take turns by start-time fair queueing (Goyal, Vin and
+Evaluation has a queue of its own. While both wait, the two take turns by start-time fair queueing (Goyal, Vin and
 Cheng, SIGCOMM 1996) with the parts of `EVALUATION_PART`: neither blocks the other.
 
-Invariant: each `_Queue` holds the keys of the members of `_waiting` of its kind, sorted, and `_bounds` counts their
-bounds. A mirror of what the store holds: lost with the process, and read back at its start.
+Invariant: each `_Queue` holds the sorted keys of its kind's members of `_waiting`, and `_bounds` counts their bounds.
+Mirrors the store: lost with the process, and read back at its start.
 """
 
 from bisect import bisect_left, insort
@@ -19,42 +19,34 @@ from msgspec import Struct
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 _Key: TypeAlias = tuple[int, int, int, str]
-#: Evaluation's part of the places that are given away while training waits too, by `EvaluationSpec.priority`.
+#: Evaluation's part of the placements while training waits too, by `EvaluationSpec.priority`.
 EVALUATION_PART: Final = {"before": 0.75, "beside": 0.5, "behind": 0.125}
 
 
 class QueuedRollout(Struct, frozen=True, kw_only=True):
-    """A queued rollout. `length`: tokens of prompt and partial; `place`: in line; `since`: when it came into it.
-
-    `avoid`: workers, by their own names, that fell silent with it; `barren`: attempts in a row that ended in vain;
-    `prefer`: the worker that a move chose for it ("": none); `made`: of `length`, tokens of the response; `budget`:
-    tokens that it may still make (0: not known); `group`: the place of the first of its group; `evaluation`: what it
-    makes is not trained on.
-    """
-
     rollout_id: str
     episode_id: str
     bounds: VersionBounds
-    length: int
+    length: int  # tokens of prompt and partial response
     place: int
     priority: int = 0
-    since: float = 0.0
-    avoid: frozenset[str] = frozenset()
-    barren: int = 0
-    prefer: str = ""
-    made: int = 0
-    budget: int = 0
-    group: int = 0
-    evaluation: bool = False
+    since: float = 0.0  # when it was queued
+    avoid: frozenset[str] = frozenset()  # names of workers that fell silent with it
+    no_progress: int = 0  # attempts in a row that ended without a new token
+    prefer: str = ""  # the worker that a move chose for it
+    made: int = 0  # of `length`, tokens of the response
+    budget: int = 0  # tokens that it may still make; 0: not known
+    group: int = 0  # the place of the first of its group
+    evaluation: bool = False  # not trained on
 
 
 class _Queue:
-    """One kind of rollouts. `passed`: its virtual time; the queue with the lower one is next."""
+    """One kind of rollouts."""
 
     def __init__(self, part: float) -> None:
         self.order: list[_Key] = []
         self.stride = 1.0 / part
-        self.passed = 0.0
+        self.passed = 0.0  # virtual time; the queue with the lower one is next
 
 
 class RolloutQueue:
@@ -77,17 +69,17 @@ class RolloutQueue:
         return self._in_turns()
 
     def add(self, one: QueuedRollout) -> None:
-        """Put `one` in line; a member of the same id gives way."""
+        """Queue `one`, replacing a member with the same id."""
         self.remove(one.rollout_id)
         queue, other = self._queues(one)
-        if not queue.order:  # it was idle, which gives it no claim
+        if not queue.order:  # idle time earns no turns
             queue.passed = max(queue.passed, other.passed if other.order else 0.0)
         self._waiting[one.rollout_id] = one
         self._bounds[one.bounds] += 1
         insort(queue.order, _key(one))
 
     def take(self, rollout_id: str) -> QueuedRollout | None:
-        """Remove a rollout because it was given a place: its kind has had a turn."""
+        """Remove a rollout that was placed: its kind has had a turn."""
         one = self.remove(rollout_id)
         if one is not None:
             queue, other = self._queues(one)
@@ -96,7 +88,7 @@ class RolloutQueue:
         return one
 
     def remove(self, rollout_id: str) -> QueuedRollout | None:
-        """Take a rollout out of line; None if it is not there."""
+        """Remove a rollout; None if it is not queued."""
         one = self._waiting.pop(rollout_id, None)
         if one is not None:
             order = self._queues(one)[0].order
@@ -105,11 +97,11 @@ class RolloutQueue:
         return one
 
     def bounds(self) -> set[VersionBounds]:
-        """The distinct version bounds in line."""
+        """The distinct version bounds in the queue."""
         return set(self._bounds)
 
     def _queues(self, one: QueuedRollout) -> tuple[_Queue, _Queue]:
-        """That of its kind, and the other."""
+        """The queue of its kind, and the other."""
         queues = (self._training, self._evaluation)
         return queues[one.evaluation], queues[not one.evaluation]
 
@@ -117,7 +109,7 @@ class RolloutQueue:
         training, evaluation = self._training, self._evaluation
         at = {id(training): 0, id(evaluation): 0}
         passed = {id(training): training.passed, id(evaluation): evaluation.passed}
-        first = sorted((evaluation, training), key=lambda one: one.stride)  # where both are level, who has more
+        first = sorted((evaluation, training), key=lambda one: one.stride)  # ties: the larger part first
         while open_ := [queue for queue in first if at[id(queue)] < len(queue.order)]:
             queue = min(open_, key=lambda one: passed[id(one)])
             yield self._waiting[queue.order[at[id(queue)]][-1]]

@@ -1,7 +1,7 @@
-"""Which policy version each worker of a run should have.
+"""Chooses each worker's policy version: the newest, with two exceptions.
 
-The newest, except: a worker that holds rollouts with a ceiling below it stays until they end; and where rollouts with
-such a ceiling wait, one worker per ceiling stays at, or goes back to, a version that may serve them.
+A worker that holds rollouts with a ceiling below the newest stays until they end. While rollouts with such a ceiling
+wait, one worker per ceiling stays at, or returns to, a version that may serve them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,24 +12,23 @@ from msgspec import Struct
 from ebbtide.scheduling.dispatch.host_view import admits
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
-#: So often, per worker, weights of another architecture are refused before their run is given up: time for a worker
-#: that fits them to attach.
+#: Refusals per worker of another architecture's weights before the run fails: time for a fitting worker to attach.
 _REFUSALS: Final = 3
 
 
 class ServedVersion(Struct, frozen=True, kw_only=True):
-    """A worker of the run: its version (0: none of this run's), and the bounds of the rollouts that it holds."""
+    """A worker of the run."""
 
     worker_id: str
-    installed: int
+    installed: int  # version of this run; 0: none
     running: int
-    held: frozenset[VersionBounds] = frozenset()
+    held: frozenset[VersionBounds] = frozenset()  # bounds of its rollouts
 
 
 def target_versions(
     workers: Sequence[ServedVersion], waiting: Iterable[VersionBounds], announced: Iterable[int]
 ) -> dict[str, int]:
-    """The version that each worker should have; `announced` are those that can be had. Empty before the first."""
+    """Each worker's version, of the available ones (`announced`). Empty before the first."""
     versions = sorted(announced)
     if not versions:
         return {}
@@ -52,7 +51,7 @@ def target_versions(
 
 
 def _keeper(workers: Sequence[ServedVersion], bounds: VersionBounds) -> ServedVersion | None:
-    """Who should serve `bounds`: one that has such a version, else the idlest that nothing holds to another."""
+    """The worker that should serve `bounds`: one with such a version, else the idlest whose rollouts allow a change."""
     having = [one for one in workers if admits(bounds, one.installed)]
     if having:
         return min(having, key=lambda one: (one.running, one.worker_id))
@@ -61,15 +60,14 @@ def _keeper(workers: Sequence[ServedVersion], bounds: VersionBounds) -> ServedVe
 
 
 def unservable(bounds: VersionBounds, announced: Iterable[int]) -> bool:
-    """Whether no version within `bounds` can be had any more: all later ones are above its ceiling."""
+    """Whether no version within `bounds` is available any more, since all later ones are above the ceiling."""
     versions = list(announced)
     newest = max(versions, default=0)
     return bool(bounds.maximum) and bounds.maximum < newest and not any(admits(bounds, v) for v in versions)
 
 
 def fits_nowhere(architecture: str, attached: Sequence[str], refusals: int) -> bool:
-    """Whether weights of `architecture` can be installed by none of the workers; `attached`: what each one's model has.
-
-    `refusals` is how often such weights were refused, by whomever.
+    """Whether no attached worker can install weights of `architecture`. `attached`: their models' architectures;
+    `refusals`: how often such weights were refused.
     """
     return bool(attached) and architecture not in attached and refusals >= _REFUSALS * len(attached)

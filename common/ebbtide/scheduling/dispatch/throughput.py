@@ -1,11 +1,11 @@
-"""How fast each worker generates, learnt online: tokens/s against concurrency, corrected for the length of contexts.
+"""Learns how fast a worker generates: tokens/s against concurrency, corrected for the length of contexts.
 
-After RLBoost (arXiv 2510.19225, section on load balancing), whose table of throughput against batch size is recorded
-in one step, rescaled by the mean context and used in the next, the same for all engines. This one is per worker, so
-that engines may differ; it is learnt while it is used; and how contexts slow an engine down is learnt too.
+RLBoost (arXiv 2510.19225, section on load balancing) records a table of throughput against batch size in one step,
+rescales it by the mean context and uses it in the next, for all engines alike. This table is per worker, so that
+engines may differ; it is learnt while it is used, and so is the slowdown by contexts.
 
 Invariant: `_bins` holds, per range of concurrency seen (`_keys`, rising), the mean seconds per token and the mean
-context that went with them, older ones fading. Lost with the process; a second of each concurrency teaches it again.
+context, older observations fading. Lost with the process; a second at each concurrency teaches it again.
 """
 
 from bisect import bisect_left
@@ -16,17 +16,16 @@ from msgspec import Struct
 
 #: Ranges of concurrency: four to a doubling, single counts below.
 _PER_DOUBLING: Final = 4.0
-#: What was seen counts for at most so many seconds against what is seen now.
+#: Past observations weigh at most so many seconds.
 _MEMORY_S: Final = 60.0
-#: Throughput within this of the highest is on the plateau; and it must have been seen so far beyond the knee.
+#: The plateau begins at this share of the highest throughput, and must have been seen so far beyond its knee.
 _FLAT: Final = 0.93
 _BEYOND: Final = 1.25
-#: Contexts must differ by so many tokens to teach anything about what they cost, and explain at most and at least this
-#: much a token.
+#: Contexts must differ by so many tokens to teach their cost; bounds of the slowdown per token.
 _CONTEXT_TOKENS: Final = 256.0
 _STEEPEST: Final = 1.0 / 1024
 _GENTLEST: Final = 1e-6
-#: What is beyond these says nothing of an engine: so no sum, product or quotient of what is kept leaves the numbers.
+#: Observations are clamped to these, so that no calculation overflows.
 _SHORTEST_S: Final = 1e-3
 _LONGEST_S: Final = 1e6
 _LEAST_SPENT_S: Final = 1e-9
@@ -41,7 +40,7 @@ class _Bin(Struct):
 
 
 class WorkerThroughput:
-    """One worker's. `weigh_context` off leaves contexts out of it (for comparisons)."""
+    """One worker's speed. Without `weigh_context`, contexts do not count (for comparisons)."""
 
     def __init__(self, *, weigh_context: bool = True) -> None:
         self._weigh = weigh_context
@@ -49,13 +48,13 @@ class WorkerThroughput:
         self._keys: list[int] = []
         self._covariance = self._variance = 0.0  # of relative slowdown and context
         self._slope = 0.0
-        self._known: dict[float, float] = {}  # rates asked for since the last observation, while contexts cost nothing
+        self._known: dict[float, float] = {}  # rates since the last observation, cached while contexts cost nothing
 
     def observe(self, running: float, context: float, tokens: int, seconds: float) -> None:
-        """In `seconds` the worker made `tokens` with `running` rollouts whose contexts were `context` long on average.
+        """Learn that the worker made `tokens` in `seconds` with `running` rollouts of a mean `context`.
 
         Leave out spans in which it was held, installed weights, or began or ended many rollouts. Spans of less than a
-        millisecond teach nothing; what no engine does is taken for the nearest that one might.
+        millisecond are ignored, and impossible values clamped.
         """
         if not 1 <= running <= _MOST or tokens <= 0 or seconds < _SHORTEST_S:
             return
@@ -77,10 +76,10 @@ class WorkerThroughput:
         known.context += share * (context - known.context)
 
     def rate(self, running: float, context: float) -> float:
-        """Tokens/s that each of `running` rollouts makes; 0.0 while nothing is known.
+        """Tokens/s of each of `running` rollouts; 0.0 while nothing is known.
 
-        Between what was seen it is interpolated; with fewer rollouts than were ever seen each is as fast as with
-        those, and with more they share what the most made: so that it promises nothing that was not seen.
+        Interpolated between observations. Below the fewest rollouts seen, each is as fast as with those; above the most
+        seen, they share that throughput. So nothing is promised that was not seen.
         """
         if not self._bins or running <= 0:
             return 0.0
@@ -91,7 +90,7 @@ class WorkerThroughput:
         return self._known[running]
 
     def plateau(self, context: float) -> int:
-        """The fewest rollouts with nearly the highest throughput, if it was seen not to grow beyond; else 0."""
+        """The fewest rollouts with nearly the highest throughput, if it was seen not to grow further; else 0."""
         context = _believable(context)
         made = [(one.running, one.running / self._spent(one, context)) for one in self._bins]
         best = max((total for _, total in made), default=0.0)
@@ -99,7 +98,7 @@ class WorkerThroughput:
             if total < _FLAT * best:
                 continue
             knee = running
-            if before is not None:  # between the two, where the line through them reaches the plateau
+            if before is not None:  # interpolated to where the plateau begins
                 knee = before[0] + (running - before[0]) * (_FLAT * best - before[1]) / (total - before[1])
             return max(1, round(knee)) if made[-1][0] >= _BEYOND * knee else 0
         return 0

@@ -1,1 +1,1 @@
-"""What share of the fleet each run is due, what it got, and which run each worker serves."""
+"""Shares the fleet: what each run is due, what it got, and which run each worker serves."""

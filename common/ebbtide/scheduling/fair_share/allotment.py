@@ -1,14 +1,13 @@
-"""Which run each worker serves. A worker holds the weights of one run at a time, so runs share workers, not slots.
+"""Assigns a run to each worker. A worker holds the weights of one run at a time, so runs share workers, not slots.
 
-Each run is due a number of workers, seldom a whole one: its share of the fleet, and more or less as it is owed tokens
-or has had too many (`accounts`). Whole numbers nearest to that are kept by changing workers over: from the run that is
-furthest above what it is due to that which is furthest below, where both come nearer to it by more than a margin; the
-rest is corrected over time. That is weighted fair queueing in the manner of start-time fair queueing (Goyal, Vin and
-Cheng, SIGCOMM 1996) with tokens for bytes, as in the virtual token counter of Sheng et al. (OSDI 2024), but with few,
-slow servers that cost something to change over. So what is owed counts the less the longer a change takes: turns last
-about `slice_s`, or ten times the change.
+Each run is due a number of workers, usually a fraction: its share of the fleet, corrected by the tokens that it is owed
+or owes (`share_accounts`). Workers change from the run furthest above its due to the run furthest below, if that brings
+both nearer by more than a margin; the remainder is corrected over time. This is weighted fair queueing in the manner of
+start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with tokens for bytes, as in the virtual token counter of
+Sheng et al. (OSDI 2024), but with few, slow servers that are costly to change. So the longer a change takes, the less a
+debt counts: turns last about `slice_s`, or ten times the change.
 
-The run "" is rest: what ceilings keep everybody from. Its workers are given nothing.
+The run "" stands for rest: workers that ceilings keep from every run. They get nothing.
 """
 
 from collections.abc import Sequence
@@ -19,48 +18,44 @@ from msgspec import Struct
 
 from ebbtide.scheduling.fair_share.shares import EPSILON, Demand, entitled
 
-#: By how much more than one worker two runs must be apart for a worker to change over: it keeps shares that no whole
-#: number fits from being rounded up and down all the time.
+#: A worker changes only between runs that are apart by so much more than one worker: fractional shares would otherwise
+#: be rounded up and down all the time.
 _MARGIN: Final = 0.25
-#: A turn lasts so many times what the change to it costs, so that changes take a tenth of the time at most.
+#: A turn lasts so many times its change, so that changes take a tenth of the time at most.
 _TURNS: Final = 10.0
-#: A worker that has just changed over stays for so large a part of `slice_s`; and for the time of a turn, or, if a run
-#: lacks a whole worker for good, for so many times what the change costs.
-_SETTLED: Final = 0.25
+#: A worker stays for at least this part of `slice_s` after a change; also for a turn or, if a run permanently lacks a
+#: whole worker, for so many times the cost of the change.
+_LEAST_STAY: Final = 0.25
 _WORTH: Final = 2.0
 
 
 class WorkerPost(Struct, frozen=True, kw_only=True):
-    """A worker: the run it serves ("" for none) since when, the run whose weights it `has`, and runs whose weights it
-    could not install. `change_s`: until it serves another run of its architecture, `restart_s`: of another one.
-    """
-
     worker_id: str
-    run_id: str
+    run_id: str  # the run it serves; "": none
     since: float
     running: int
-    has: str = ""
-    unfit: frozenset[str] = frozenset()
+    has: str = ""  # the run whose weights are installed
+    unfit: frozenset[str] = frozenset()  # runs that it cannot serve
     architecture: str = ""
-    change_s: float = 0.0
-    restart_s: float = 0.0
+    change_s: float = 0.0  # to another run of its architecture
+    restart_s: float = 0.0  # to a run of another architecture
 
     def cost_s(self, to: Demand | None) -> float:
-        """Seconds in which it serves nobody if it changes over."""
+        """Seconds without service if it changes."""
         if to is None or to.run_id == self.has:
             return 0.0
         return self.restart_s if to.architecture and to.architecture != self.architecture else self.change_s
 
 
 def turn_s(slice_s: float, cost_s: float) -> float:
-    """How long a worker serves a run at least, in the mean, if a change takes so long and others wait."""
+    """How long a worker serves a run at least, on average, if a change takes `cost_s` and others wait."""
     return max(slice_s, _TURNS * cost_s)
 
 
 def allot(
     posts: Sequence[WorkerPost], demands: Sequence[Demand], *, now: float, slice_s: float, rest_owed_s: float = 0.0
 ) -> dict[str, str]:
-    """Run of each worker; one that no run wants stays where it is. `rest_owed_s`: of the run "", as `Demand.owed_s`."""
+    """The run of each worker; one that no run wants stays. `rest_owed_s`: `Demand.owed_s` of the run ""."""
     if not posts or not demands:
         return {post.worker_id: post.run_id for post in posts}
     return _Allotment(posts, demands, now, slice_s, rest_owed_s).decided()
@@ -102,11 +97,11 @@ class _Allotment:
         self._short[run_id] -= 1.0
 
     def _distance(self, run_id: str, turn: float) -> float:
-        """Workers that the run lacks, with what it is owed to be paid back within two turns."""
+        """Workers that the run lacks if its debt is to be paid within two turns."""
         return self._short[run_id] + self._owed_s[run_id] / (2.0 * turn)
 
     def _place(self, post: WorkerPost) -> None:
-        """A worker without a run that wants it: to whom it is worth most, if that is worth the change."""
+        """Give a free worker to the run that lacks most, if that is worth the change."""
         fit = [run_id for run_id in self._short if run_id not in post.unfit]
         if not fit:
             return
@@ -117,7 +112,7 @@ class _Allotment:
             self._give(post, run_id)
 
     def _worth(self, post: WorkerPost, run_id: str) -> bool:
-        """Whether the run's work, or what it is owed, or its wait, is more than the change costs."""
+        """Whether the run's work, debt or wait exceeds the cost of the change."""
         demand = self._wanted.get(run_id)
         cost_s = post.cost_s(demand)
         if demand is None or cost_s <= 0.0:
@@ -125,7 +120,7 @@ class _Allotment:
         return demand.work_s > cost_s or demand.starved_s > cost_s or demand.owed_s > cost_s
 
     def _change(self) -> bool:
-        """Change one worker over; False if none is to."""
+        """Change one worker; False if none should."""
         ranked = sorted(self._short, key=lambda run_id: (-self._distance(run_id, self._slice_s), run_id))
         for to in ranked:
             for source in reversed(ranked):
@@ -140,7 +135,7 @@ class _Allotment:
         return False
 
     def _leaver(self, source: str, to: str) -> WorkerPost | None:
-        """Whose change is cheapest, of the source's workers that may go; of those, one with little to hand over."""
+        """The source's worker with the cheapest change; of equals, one with little to hand over."""
         best: WorkerPost | None = None
         best_s = 0.0
         for post in self._held[source]:
@@ -156,5 +151,5 @@ class _Allotment:
             return False
         turn, enough = turn_s(self._slice_s, cost_s), 1.0 + _MARGIN
         lacking = self._short[to] - self._short[source] > enough
-        stays_s = max(_SETTLED * self._slice_s, (_WORTH if lacking else _TURNS) * cost_s)
+        stays_s = max(_LEAST_STAY * self._slice_s, (_WORTH if lacking else _TURNS) * cost_s)
         return self._now - post.since >= stays_s and self._distance(to, turn) - self._distance(source, turn) > enough

@@ -1,10 +1,10 @@
-"""Who is owed what: the tokens that each run was due and those that it got, as runs with work queue for one fleet.
+"""Accounts the tokens that each run was due against those that it got.
 
-Invariant: between two `tick`s the tokens made for runs with work are shared out among them by what each was due; what
-a run got less, it is owed. So all that is owed adds up to nothing, but for what bounds cut off. A run for which nothing
-waits could not have used more: it is owed next to nothing, and what it left goes to the others. What a run without
-work is owed or owes is forgotten in seconds. So nobody saves up by being idle, and nobody pays for having taken what
-nobody wanted. Lost with the process: then nobody is owed anything.
+Invariant: each `tick` divides the tokens made for runs with work by what each was due; a run that got less is owed the
+difference. So debts add up to zero, except where bounds cut them off. A run without queued rollouts could not have used
+more: it is owed almost nothing, and the others get what it left. Runs without work lose credit and debt within seconds:
+idle runs accrue no credit, and using spare capacity incurs no debt. Lost with the process: no run is owed anything
+then.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,29 +15,27 @@ from msgspec import Struct
 
 from ebbtide.scheduling.fair_share.shares import EPSILON
 
-#: The run that stands for what ceilings keep everybody from.
+#: Stands for the capacity that ceilings keep from every run.
 REST: Final = ""
-#: Over which tokens per worker are averaged, what is owed to a run that does not wait is forgotten, and shares told.
+#: Time constants: of tokens per worker, of the debts of runs without work, and of the reported shares.
 _RATE_S: Final = 10.0
 _FORGOTTEN_S: Final = 5.0
 _LATELY_S: Final = 30.0
-#: What a run is owed or owes, in turns of as many workers as it is due: beyond that it is forgiven.
+#: Largest credit or debt, in turns of the workers that the run is due.
 _TURNS: Final = 8.0
-#: What a run for which nothing waits may be owed, in turns of one worker.
+#: Largest credit of a run without queued rollouts, in turns of one worker.
 _SPARED: Final = 0.5
-#: How long another run's weights take to be installed, until it is known of the worker, or of others.
+#: Assumed time to install another run's weights, until one is measured.
 CHANGE_S: Final = 1.0
-#: A run that wants less than it did is believed after so many times what a change costs (the rent-or-buy rule: by then
-#: waiting has cost as much as changing over and back); within these bounds.
+#: A run's lower demand is believed after so many times the cost of a change (the rent-or-buy rule: by then waiting has
+#: cost as much as changing and back), within these bounds.
 _PATIENCE: Final = 2.0
 _PATIENCE_S: Final = (0.25, 30.0)
 
 
 class RunDue(Struct, frozen=True):
-    """Of a run with work: its share of the fleet, and whether rollouts of it wait in line."""
-
-    share: float
-    waits: bool
+    share: float  # of the fleet
+    waits: bool  # it has queued rollouts
 
 
 class ShareAccounts:
@@ -49,11 +47,11 @@ class ShareAccounts:
 
     @property
     def rate(self) -> float:
-        """Tokens/s of a worker that works; 0.0 while nothing is known."""
+        """Tokens/s of a working worker; 0.0 while nothing is known."""
         return self._tokens / self._worked_s if self._worked_s > EPSILON else 0.0
 
     def owed_s(self, run_id: str) -> float:
-        """Seconds of a worker that the run is owed; below 0: that it owes."""
+        """Worker-seconds that the run is owed; below 0: that it owes."""
         return self._owed.get(run_id, 0.0) / self.rate if self.rate else 0.0
 
     def lately(self, run_id: str) -> float:
@@ -71,8 +69,8 @@ class ShareAccounts:
         turn_s: float,
         now: float,
     ) -> None:
-        """Settle the time since the last call. `made`: tokens of each run; `due`: of the runs with work, as they stood;
-        of `workers` that worked for somebody or rested, so many were `resting`.
+        """Account for the time since the last call. `made`: tokens by run; `due`: of the runs with work; of `workers`
+        that worked or rested, so many were `resting`.
         """
         span_s, self._at = max(0.0, now - self._at), now
         self._learn(made, span_s, workers - resting)
@@ -90,7 +88,7 @@ class ShareAccounts:
     def _paid(
         self, shares: Mapping[str, float], got: Mapping[str, float], spared: Collection[str], least: float
     ) -> dict[str, float]:
-        """What each was due of all that was got. Of `spared` runs those that are owed `least` are due what they got."""
+        """The tokens due to each run. A `spared` run that is owed `least` is due what it got."""
         even: set[str] = set()
         while True:
             rest = {run_id: share for run_id, share in shares.items() if run_id not in even}
@@ -123,14 +121,14 @@ class ShareAccounts:
 
 
 class WorkerDemand:
-    """How many workers runs want, with patience: a run between two steps is no run without work."""
+    """Smooths how many workers runs want: a run between two steps still wants some."""
 
     def __init__(self) -> None:
         self._believed: dict[str, float] = {}
-        self._fell: dict[str, tuple[float, float]] = {}  # run -> when it began to want less, and the most since then
+        self._fell: dict[str, tuple[float, float]] = {}  # run -> since when it wants less, and the most since then
 
     def believed(self, wanted: Mapping[str, float], *, change_s: float, now: float) -> dict[str, float]:
-        """What is to be believed that runs want, of what they say now; none of what want nothing for long."""
+        """The believed demands, from the present ones; without runs that have wanted nothing for long."""
         least, most = _PATIENCE_S
         patience_s = min(most, max(least, _PATIENCE * change_s))
         for run_id in self._believed.keys() - wanted.keys():
@@ -150,16 +148,14 @@ class WorkerDemand:
 
 
 class ChangeoverTimes:
-    """How long workers take to change over, learnt of each; of one that is not known, what is typical of others.
-    Starts of the engine for another architecture do not count: workers tell themselves what they take.
-    """
+    """Learns how long workers take to change runs, without engine restarts; unknown ones get a typical time."""
 
     def __init__(self) -> None:
         self._known: dict[str, float] = {}  # by worker
         self._typical = CHANGE_S
 
     def learn(self, worker_id: str, seconds: float) -> None:
-        """A worker made nothing for so long because it changed over."""
+        """Note the time that a worker's change took."""
         self._typical = 0.5 * ((self._typical if self._known else seconds) + seconds)
         self._known[worker_id] = 0.5 * (self._known.get(worker_id, seconds) + seconds)
 

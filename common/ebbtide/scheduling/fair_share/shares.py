@@ -1,8 +1,8 @@
-"""What share of the fleet each run is due now, from weights, floors, ceilings, priorities, and what each can use.
+"""Computes each run's present share of the fleet from weights, floors, ceilings, priorities, and what each can use.
 
-Weighted max-min fairness by filling (Bertsekas and Gallager, Data Networks, 1992, section 6.5.2), with bounds from
-below and above, in one class of priority after the other. What the floors of lower classes need is left to them; what
-nobody can use goes once more around, for it costs nobody anything; only ceilings hold there, too.
+Weighted max-min fairness by filling (Bertsekas and Gallager, Data Networks, 1992, section 6.5.2), with lower and upper
+bounds, one priority class after the other. The floors of lower classes are reserved for them. Capacity that no run can
+use is divided once more among all, limited only by ceilings: that costs no run anything.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,27 +14,23 @@ from msgspec import Struct
 
 from ebbtide.errors import NotReady
 
-#: Shares that differ by less are the same: they come of floats.
+#: Shares that differ by less are equal: they are floats.
 EPSILON: Final = 1e-9
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """A run with work. `weight`, `floor`, `ceiling`, `priority`: see `ShareSpec`. `wants`: the workers that its
-    rollouts would fill; `owed_s`: worker-seconds that it is owed (below 0: that it owes); `work_s`: those that its
-    rollouts would take; `starved_s`: for how long it has had work and no worker. `architecture`: of its weights, ""
-    while nobody has seen them.
-    """
+    """A run with work. `weight`, `floor`, `ceiling`, `priority`: see `ShareSpec`."""
 
     run_id: str
     weight: float = 1.0
     floor: float = 0.0
     ceiling: float | None = None
     priority: int = 0
-    wants: float = inf
-    owed_s: float = 0.0
-    work_s: float = inf
-    starved_s: float = 0.0
-    architecture: str = ""
+    wants: float = inf  # workers that its rollouts would fill
+    owed_s: float = 0.0  # worker-seconds; below 0: that it owes
+    work_s: float = inf  # worker-seconds that its rollouts would take
+    starved_s: float = 0.0  # for how long it has had work and no worker
+    architecture: str = ""  # of its weights, once known
 
 
 class _Part(NamedTuple):
@@ -45,7 +41,7 @@ class _Part(NamedTuple):
 
 
 def entitled(demands: Iterable[Demand], workers: int) -> dict[str, float]:
-    """The share of each run in a fleet of so many workers. They add up to 1, or less where ceilings keep all below."""
+    """Each run's share of a fleet of so many workers. The sum is 1, or less if ceilings limit all runs."""
     if not workers:
         return {}
     runs = sorted(demands, key=lambda one: -one.priority)
@@ -71,7 +67,7 @@ def check_floor(run_id: str, floor: float, floors: Mapping[str, float]) -> None:
 
 
 def _by_class(runs: Sequence[Demand], low: Mapping[str, float], high: Mapping[str, float]) -> dict[str, float]:
-    """`runs`: highest priority first. Each class has what those before it, and the `low` of those behind, leave."""
+    """`runs`: highest priority first. Each class gets what higher classes, and the `low` of lower ones, leave."""
     shares: dict[str, float] = {}
     left, reserved = 1.0, sum(low.values())
     for _, members in groupby(runs, key=lambda one: one.priority):
@@ -84,7 +80,7 @@ def _by_class(runs: Sequence[Demand], low: Mapping[str, float], high: Mapping[st
 
 
 def _filled(room: float, parts: Sequence[_Part]) -> dict[str, float]:
-    """`room` among `parts`: as much of it per weight to each as its bounds allow; exact, by the bounds in order."""
+    """Divide `room` among `parts` in proportion to their weights within their bounds; exact, bound by bound."""
     lows = sum(part.low for part in parts)
     if lows >= room - EPSILON:  # nothing is left to share
         return {part.run_id: part.low for part in parts}

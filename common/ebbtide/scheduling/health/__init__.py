@@ -1,1 +1,1 @@
-"""Which workers and coordinators can be trusted: silence, stalled tokens, flapping, leadership."""
+"""Judges whether workers and coordinators can be trusted: silence, stalled tokens, flapping, leadership."""

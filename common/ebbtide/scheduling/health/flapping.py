@@ -1,22 +1,22 @@
-"""Which workers come and go too often to be given work.
+"""Quarantines workers that are lost too often.
 
-Invariant: a worker has one strike for each short life that it ended without a word, unless a large part of the fleet
-went with it: that was the network, or the coordinator. All of its strikes are forgiven `_FORGIVEN_S` after the last.
-Lost with the process: everybody starts anew with none.
+Invariant: a worker has one strike for each short attachment that it lost without notice, unless a large part of the
+fleet was lost with it: then the network or the coordinator failed. All strikes are forgiven `_FORGIVEN_S` after the
+last. Lost with the process: all workers start without strikes.
 """
 
 from collections import deque
 from typing import Final, NamedTuple
 
-#: One loss may be the network's; from the second one on, the pause doubles.
+#: One loss may be the network's; from the second on the quarantine doubles.
 _FREE: Final = 1
 _SHORTEST_S: Final = 5.0
 _LONGEST_S: Final = 300.0
 _FORGIVEN_S: Final = 600.0
-#: Who stayed for so long brought more than it cost: connections end now and then.
+#: A longer attachment earns no strike: connections end now and then.
 _LASTED_S: Final = 60.0
-#: Losses within so long, of so many workers and so large a part of the fleet, have one cause that is none of them.
-#: Those that one cause silences are found a heartbeat and a look apart.
+#: Losses within so long, of so many workers and so large a part of the fleet, have one common cause. They are detected
+#: up to a heartbeat and a judgement apart.
 _TOGETHER_S: Final = 2.0
 _MANY: Final = 3
 _LARGE_PART: Final = 0.5
@@ -28,11 +28,9 @@ class _Record(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """`before`: what was held against the worker before it."""
-
     worker_id: str
     when: float
-    before: _Record | None
+    before: _Record | None  # the worker's record before the loss
 
 
 class Flapping:
@@ -42,15 +40,15 @@ class Flapping:
         self._lately: deque[_Loss] = deque()
 
     def attached(self, worker_id: str, now: float) -> None:
-        """The worker is there. One that was there already, and was not reported since, goes on with its life."""
+        """Note that the worker attached; it may have been attached already."""
         self._attached.setdefault(worker_id, now)
 
     def left(self, worker_id: str) -> None:
-        """The worker went as it had announced."""
+        """Note that the worker left as announced."""
         self._attached.pop(worker_id, None)
 
     def lost(self, worker_id: str, now: float) -> None:
-        """The worker went without a word."""
+        """Note that the worker was lost without notice."""
         before = self._record(worker_id, now)
         if now - self._attached.pop(worker_id, now) < _LASTED_S:
             self._records = {name: one for name, one in self._records.items() if now - one.lost < _FORGIVEN_S}
@@ -69,8 +67,8 @@ class Flapping:
             else:
                 self._records[loss.worker_id] = loss.before
 
-    def shunned_s(self, worker_id: str, now: float) -> float:
-        """For how much longer the worker is to get no work; 0.0 if it may have some."""
+    def quarantined_s(self, worker_id: str, now: float) -> float:
+        """For how much longer the worker gets no work; 0.0 if it is trusted."""
         record = self._record(worker_id, now)
         if record is None or record.strikes <= _FREE:
             return 0.0

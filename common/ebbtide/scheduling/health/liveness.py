@@ -1,13 +1,12 @@
-"""Which workers have been silent for too long, judged by one that may itself have been asleep.
+"""Finds workers that have been silent for too long, even if the judge itself was asleep.
 
-Invariant: a worker is silent only for time that the judge was awake in. Lost with the process: whoever starts anew
-hears every worker attach.
+Invariant: only time in which the judge was awake counts as silence. Lost with the process: a new coordinator hears
+every worker attach.
 """
 
 from typing import Final
 
-#: Two heartbeats of 1 s, and the time by which one of them may be late. Together with a judge that comes every
-#: JUDGE_EVERY_S a silent worker is found within 3 s.
+#: Two heartbeats of 1 s, and some delay. With a judgement every JUDGE_EVERY_S a silent worker is found within 3 s.
 TIMEOUT_S: Final = 2.5
 JUDGE_EVERY_S: Final = 0.25
 
@@ -29,7 +28,7 @@ class Liveness:
         return now - self._heard.get(session, now)
 
     def silent(self, now: float) -> list[str]:
-        """Sessions not heard for the timeout. Call it often: a gap of half the timeout is taken for our own sleep."""
+        """Sessions not heard for the timeout. Call often: a gap of half the timeout counts as the judge's sleep."""
         if self._judged is not None and (asleep := now - self._judged) > self._timeout_s / 2:
             for session in self._heard:
                 self._heard[session] = min(now, self._heard[session] + asleep)

@@ -1,1 +1,1 @@
-"""Which served hosts are worth borrowing."""
+"""Selects the serving hosts worth borrowing."""

@@ -1,15 +1,13 @@
-"""Which serving hosts to borrow, and when to give one up: what one brings against how it disturbs.
+"""Selects the serving hosts to borrow, by comparing each one's gain with its cost.
 
-Both are shares, so that no number has to be set. What a host brings is its marginal tokens/s, as a share of what it
-would make with all its slots full and all of its time: the rollouts that nobody else has a free slot for, dealt to the
-hosts that are disturbed least, at the speed learnt, in the share of the time that its guard forecasts. What it costs is
-the share of its SLO's error budget that requests beside rollouts used. A host is given up while it costs more than it
-brings, after PEARL's lesson (arXiv 2609.35158) that more machines are not always more speed; and at once when the error
-budget is used up.
+Both are shares, so that nothing has to be configured. The gain is the host's marginal tokens/s, as a share of what it
+makes with full slots and all of its time: rollouts that no other worker has a slot for go to the least disturbed hosts
+first, at the learnt speed, in the share of the time that the guard forecasts. The cost is the share of the SLO's error
+budget used by requests beside rollouts. A host is given up while it costs more than it gains, after PEARL's lesson
+(arXiv 2609.35158) that more machines are not always more speed; and at once when its error budget is used up.
 
-Invariant: a worker is in `_hosts` while it was asked about lately. A host that was given up is quiet, so what it would
-cost is not seen any more: it is tried again after a pause, which doubles as long as that goes wrong soon again. Lost
-with the process: then all hosts are borrowed, and each is judged anew.
+Invariant: `_hosts` has the workers judged lately. A host that was given up shows no cost any more: it is tried again
+after a pause, which doubles each time that fails soon. Lost with the process: all hosts are borrowed and judged again.
 """
 
 from collections.abc import Sequence
@@ -19,55 +17,48 @@ from msgspec import Struct
 
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 
-#: A host is borrowed for at least so long before it is given up for what it costs: that is a mean of lately.
+#: A host is borrowed for at least so long before its cost, a recent mean, counts.
 _DWELL_S: Final = 30.0
-#: And given up for at least so long; the pause doubles up to the second, unless it was good for so many pauses before.
+#: A host is given up for at least so long; the pause doubles up to the second value, unless the host was good for so
+#: many pauses before.
 _PAUSE_S: Final = 30.0
 _LONGEST_PAUSE_S: Final = 1_800.0
 _FORGIVEN: Final = 4.0
-#: What costs this much more than it brings is given up; what would bring this much more than it costs is borrowed.
+#: A host is given up if its cost exceeds its gain by this factor, and borrowed again in the reverse case.
 _SURE: Final = 1.25
-#: Less of an error budget is chance: no host is given up for it, even if it brings nothing.
+#: A smaller part of the error budget is chance, and no reason to give a host up.
 _CHANCE: Final = 0.02
-#: The rollouts that only borrowed hosts have room for count for half so much later: at the end of a training step few
-#: are left, and the next one needs the hosts again.
+#: Half-life of the demand for borrowed hosts: it falls at the end of a training step, and the next step needs them
+#: again.
 _HALF_LIFE_S: Final = 60.0
-#: A worker that has not been asked about for so long is forgotten.
+#: A worker that was not judged for so long is forgotten.
 _REMEMBERED_S: Final = 3_600.0
 
 
 class Lender(Struct, frozen=True, kw_only=True):
-    """A worker beside a serving engine: rollouts that it holds at most, what was learnt of its speed (at mean contexts
-    of `context` tokens), and the forecast of its guard: `share` of the next minute in which it may generate,
-    `disturbance`: share of the error budget used. `known`: there is such a forecast; without it nothing is judged.
-    """
+    """A worker beside a serving engine."""
 
     worker_id: str
     slots: int
-    share: float
-    disturbance: float
-    known: bool = True
+    share: float  # of the next minute in which it may generate, as its guard forecasts
+    disturbance: float  # share of the error budget used
+    known: bool = True  # there is a forecast; without one the host is not judged
     speed: WorkerThroughput | None = None
-    context: float = 0.0
+    context: float = 0.0  # mean tokens of its rollouts
 
 
 class LenderVerdict(NamedTuple):
-    """Whether to borrow the host; why not, if not."""
-
     wanted: bool
-    reason: str = ""
+    reason: str = ""  # if not wanted
 
 
 class _Host(Struct):
-    """`since`: when it was borrowed or given up, or its forecast was not known; `until`: it is not borrowed again
-    before; `pause_s`: the last one."""
-
-    since: float
+    since: float  # when it was borrowed or given up, or last had no forecast
     seen: float
     wanted: bool = True
     reason: str = ""
-    until: float = 0.0
-    pause_s: float = 0.5 * _PAUSE_S
+    until: float = 0.0  # not borrowed again before
+    pause_s: float = 0.5 * _PAUSE_S  # the last one
 
 
 class LenderSelection:
@@ -77,9 +68,7 @@ class LenderSelection:
         self._asked: float | None = None
 
     def decide(self, lenders: Sequence[Lender], wanting: int, now: float) -> dict[str, LenderVerdict]:
-        """The verdict on each worker. `wanting`: rollouts, waiting or with borrowed workers, that no other worker has
-        a free slot for. Call it every few seconds.
-        """
+        """The verdicts, every few seconds. `wanting`: rollouts that only borrowed workers have a slot for."""
         brought = self._brought(lenders, self._lately(wanting, now))
         for lender in lenders:
             host = self._hosts.setdefault(lender.worker_id, _Host(now, now))
@@ -96,7 +85,7 @@ class LenderSelection:
         return {one.worker_id: self.verdict(one.worker_id) for one in lenders}
 
     def verdict(self, worker_id: str) -> LenderVerdict:
-        """As it was decided last; a worker that is not known is borrowed."""
+        """The last verdict; an unknown worker is borrowed."""
         host = self._hosts.get(worker_id)
         return LenderVerdict(host.wanted, host.reason) if host else LenderVerdict(wanted=True)
 
@@ -107,9 +96,7 @@ class LenderSelection:
         return self._wanting
 
     def _brought(self, lenders: Sequence[Lender], wanting: float) -> dict[str, float]:
-        """Of each host the share of all it could make that is marginal, if the least disturbed are filled first; those
-        that are borrowed before those that are not.
-        """
+        """Each host's gain, if borrowed hosts are filled before others, and the least disturbed first."""
 
         def order(lender: Lender) -> tuple[bool, float, str]:
             host = self._hosts.get(lender.worker_id)
@@ -142,7 +129,7 @@ class LenderSelection:
 
 
 def _filled(lender: Lender, rollouts: float) -> float:
-    """What the host makes with so many rollouts, as a share of what it makes with all its slots full."""
+    """The host's throughput with so many rollouts, as a share of that with full slots."""
     if rollouts <= 0.0:
         return 0.0
     if lender.speed is not None and (full := lender.slots * lender.speed.rate(lender.slots, lender.context)):

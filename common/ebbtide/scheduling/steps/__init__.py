@@ -1,1 +1,1 @@
-"""How a run goes step by step: open steps, groups, and which run a trainer claims."""
+"""Decides on a run's steps: which are open, what becomes of groups, and which run a trainer claims."""

@@ -1,7 +1,7 @@
-"""What becomes of a group whose episodes end one by one, some of them without a reward.
+"""Decides what becomes of a group whose episodes end one by one, some without a reward.
 
-A group's episodes are completed all at once, when all of it is decided: so that every trajectory states the true size
-of its group, and a driver that starts again finds a group either wholly undecided or decided.
+A group's episodes are completed all at once, when all are decided: so every trajectory states its group's true size,
+and a restarted driver finds a group either undecided or decided.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from typing import Final, Literal, NamedTuple
 
 Setting = Literal["replace", "shrink", "drop"]
 
-#: Tries at one sample before its group gives it up: what failed three times will not be cured by a fourth try.
+#: Tries at one sample: after three failures a fourth will not help.
 MAX_TRIES: Final = 3
-#: The least that group-normalised advantages can be computed of.
+#: Group-normalised advantages need at least so many.
 MIN_GROUP: Final = 2
 
 
@@ -23,9 +23,7 @@ class SampleState(Enum):
 
 
 class SampleOutcome(NamedTuple):
-    """One of a group's samples: the state of its newest episode, and how many episodes were tried for it."""
-
-    state: SampleState = SampleState.RUNNING
+    state: SampleState = SampleState.RUNNING  # of the sample's newest episode
     tries: int = 1
 
 
@@ -37,14 +35,12 @@ class GroupVerdict(Enum):
 
 
 class GroupDecision(NamedTuple):
-    """`samples` (indices): to try again for REPLACE, the group's trajectories for COMPLETE."""
-
     verdict: GroupVerdict
-    samples: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()  # indices: to retry for REPLACE, the group's trajectories for COMPLETE
 
 
 def decide(samples: Sequence[SampleOutcome], *, setting: Setting) -> GroupDecision:
-    """What to do with a group now. Called again whenever a sample's state changes, until it says COMPLETE or DROP."""
+    """The verdict on a group now. Call again whenever a sample's state changes, until COMPLETE or DROP."""
     failed = _having(samples, SampleState.FAILED)
     again = tuple(index for index in failed if samples[index].tries < MAX_TRIES)
     if setting == "replace" and again:

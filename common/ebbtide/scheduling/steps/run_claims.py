@@ -1,7 +1,7 @@
-"""Which run a trainer or a driver is given that asks for any.
+"""Chooses the run for a trainer or a driver that asks for any.
 
-A run goes on only while both its roles are held. So whoever starts again under another name must find back to the run
-whose other half still waits for it, and not begin a younger one while the lease of its former life runs out.
+A run continues only while both its roles are held. So a process that restarts under another name must return to the run
+whose other role still waits for it, and not begin a younger one while its former lease runs out.
 """
 
 from collections.abc import Iterable
@@ -12,20 +12,18 @@ from ebbtide.errors import NotReady
 
 
 class ClaimableRun(Struct, frozen=True, kw_only=True):
-    """A live run as one role sees it: `holder` ("": free) renewed its lease `renewed_s` ago; `paired`: somebody holds
-    the other role.
-    """
+    """A live run as one role sees it."""
 
     run_id: str
-    holder: str = ""
-    renewed_s: float = 0.0
-    paired: bool = False
+    holder: str = ""  # of the role; "": it is free
+    renewed_s: float = 0.0  # since the holder renewed its lease
+    paired: bool = False  # the other role is held
 
 
 def choose(runs: Iterable[ClaimableRun], *, role: str, holder: str, waited_s: float) -> str:
-    """The id of the run that `holder` is given, of `runs`, oldest first: its own; else one that lacks only this role;
-    else any that lacks it, if all older ones have a holder who has renewed within the `waited_s` that the caller has
-    asked. Raises `NotReady`.
+    """The id of `holder`'s run, of `runs`, oldest first: its own; else one that lacks only this role; else any that
+    lacks it, if the holders of all older ones renewed within the `waited_s` for which the caller has asked. Raises
+    `NotReady`.
     """
     known = list(runs)
     for run in known:

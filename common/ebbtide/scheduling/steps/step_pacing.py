@@ -1,9 +1,9 @@
-"""How far generation may run ahead of training, and which policy versions may make a step's tokens.
+"""Limits how far generation runs ahead of training, and which policy versions may make a step's tokens.
 
-Step s is trained on weights that have s optimiser steps behind them and yields those with s + 1. So generation for
-step s may start once the weights of step s - max_staleness are announced. `versions` maps a step to the version whose
-announcement came first for it: a resumed trainer that announces the step again changes nothing, so that a driver which
-starts again asks for the same rollouts with the same bounds.
+Step s trains the weights after s optimiser steps and yields those after s + 1. So generation for step s may start once
+the weights of step s - max_staleness are announced. `versions` maps a step to the version announced first for it: a
+resumed trainer that announces the step again changes nothing, so that a restarted driver asks for the same rollouts
+with the same bounds.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ebbtide.errors import VersionUnavailable
 
 
 class VersionBounds(NamedTuple):
-    """The versions that may make a rollout's tokens; 0 is no bound."""
+    """The versions that may make a rollout's tokens; 0: no bound."""
 
     minimum: int
     maximum: int
@@ -35,7 +35,7 @@ def open_steps(versions: Mapping[int, int], *, steps: int, max_staleness: int) -
 def training_bounds(versions: Mapping[int, int], *, step: int, max_staleness: int) -> VersionBounds:
     """Bounds of the rollouts of `step`, one of the open steps.
 
-    With max_staleness 0 exactly the step's version makes them. Above 0 only a floor is set, so that generation goes on
+    With max_staleness 0 only the step's version makes them. Above 0 there is only a floor, so that generation continues
     across updates: no token is older than max_staleness versions when its step is trained.
     Raises `VersionUnavailable` if the step is not open.
     """
@@ -57,7 +57,7 @@ def evaluation_steps(*, steps: int, every: int) -> tuple[int, ...]:
 
 
 def _version_of(versions: Mapping[int, int], step: int) -> int:
-    """The version announced for `step`, or for the next step that a trainer announced after skipping it."""
+    """The version announced for `step`, or for the next announced step if the trainer skipped it."""
     known = [candidate for candidate in versions if candidate >= step]
     if not known:
         raise VersionUnavailable(f"no policy version of step {step} was announced yet; the trainer publishes it")

@@ -24,8 +24,8 @@ class RunTopic(Topic):
         await self._link.durable()
         return live
 
-    async def settled_incarnation(self) -> str:
-        """The store's incarnation in which all runs were last settled; see `StoreConnection.incarnation`."""
+    async def reconciled_incarnation(self) -> str:
+        """The store's incarnation in which all runs were last reconciled; see `StoreConnection.incarnation`."""
         return (await self._link.call("GET", LIFE) or b"").decode()
 
     async def keep_incarnation(self, incarnation: str) -> None:

@@ -1,1 +1,1 @@
-"""What clients ask of the coordinator: runs, rollouts, leases, and the checks of their requests."""
+"""Answers clients' calls on runs, rollouts and leases, and checks their requests."""

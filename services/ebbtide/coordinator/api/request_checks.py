@@ -1,4 +1,4 @@
-"""What is refused at submit, where it can be known then: each by the name of its field."""
+"""Refuses invalid requests as early as possible, each by the name of its field."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,7 +12,7 @@ from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import ROLES, LeaseRef, RunSpec, check_sampling
 from ebbtide.types.tokens import TOKEN_BYTES, unpack_ids
 
-#: Rollouts in one call: one store script takes them all, and others wait for it.
+#: Rollouts in one call: one store script takes them all, and blocks others meanwhile.
 MAX_BATCH: Final = 4096
 #: A rollout's prompt and tokens travel in one message when it is resumed or finished; messages are at most 4 MiB.
 _MAX_BYTES: Final = (4 << 20) - (128 << 10)
@@ -24,7 +24,7 @@ def check_batch(items: Sequence[object], *, field: str) -> None:
 
 
 def check_lease(lease: LeaseRef, *, field: str = "lease", role: str = "") -> LeaseRef:
-    """A well-formed lease, of `role` if one is named."""
+    """Check that the lease is well formed, and of `role` if given."""
     check_id(lease.run_id, field=f"{field}.run_id")
     if lease.role not in ROLES:
         raise InvalidRequest(f"must be one of {', '.join(ROLES)}", field=f"{field}.role")
@@ -36,12 +36,12 @@ def check_lease(lease: LeaseRef, *, field: str = "lease", role: str = "") -> Lea
 
 
 def check_reason(reason: str, *, field: str) -> str:
-    """A reason becomes a counter's name."""
+    """Check a reason as an id: it becomes a counter's name."""
     return check_id(reason, field=field) if reason else reason
 
 
 def check_rollouts(requests: Sequence[RolloutRequest], engines: Sequence[EngineInfo], spec: RunSpec) -> None:
-    """Refuse what no attached engine could generate, or no message could carry."""
+    """Refuse rollouts that no attached engine could generate, or no message could carry."""
     check_batch(requests, field="rollouts")
     context = max((engine.max_model_len for engine in engines), default=0)
     vocabulary = max((engine.vocab_size for engine in engines), default=0)
@@ -82,7 +82,7 @@ def _check_prompt(request: RolloutRequest, field: str, context: int, vocabulary:
 
 
 def check_cursor(cursor: str, *, field: str = "cursor") -> str:
-    """A cursor as the coordinator gave it, or empty."""
+    """Check that the cursor is empty, or has the form of those given out here."""
     first, _, second = cursor.partition("-")
     given = first.isdecimal() and second.isdecimal() and len(cursor) <= 41 and max(int(first), int(second)) < 1 << 64
     if cursor and not given:

@@ -1,20 +1,14 @@
-"""Rollouts, episodes and trajectories: what the `Rollouts` service does."""
+"""Implements the `Rollouts` service: rollouts, episodes and trajectories."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ebbtide.coordinator.api.request_checks import (
-    check_batch,
-    check_cursor,
-    check_lease,
-    check_reason,
-    check_rollouts,
-)
+from ebbtide.coordinator.api.request_checks import check_batch, check_cursor, check_lease, check_reason, check_rollouts
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.state.attempt_transitions import waiting
+from ebbtide.coordinator.state.attempt_transitions import new_entry
 from ebbtide.coordinator.state.coordinator_state import RunState
-from ebbtide.coordinator.state.notifier import follow, rung_or_late
+from ebbtide.coordinator.state.notifier import follow, notified_or_late
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, StoreUnavailable
 from ebbtide.store.rollout_rows import RolloutState
 from ebbtide.types.ids import check_id
@@ -33,10 +27,15 @@ from ebbtide.types.tokens import token_count
 
 
 class RolloutService:
-    """Holds nothing of its own. All methods raise `StoreUnavailable`, `NotFound` and `LeaseSuperseded`."""
+    """Has no state of its own. All methods raise `StoreUnavailable`, `NotFound` and `LeaseSuperseded`."""
 
     def __init__(self, parts: CoordinatorParts) -> None:
-        self._settings, self._state, self._store, self._bells = parts.settings, parts.state, parts.store, parts.bells
+        self._settings, self._state, self._store, self._notifier = (
+            parts.settings,
+            parts.state,
+            parts.store,
+            parts.notifier,
+        )
         self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
 
     async def submit(self, lease: LeaseRef, requests: Sequence[RolloutRequest]) -> list[SubmitOutcome]:
@@ -48,13 +47,13 @@ class RolloutService:
                 lease, requests, quota_bytes=run.spec.quota_bytes, max_open=self._settings.max_open
             )
             for request, row in zip(requests, accepted, strict=True):
-                if request.rollout_id in run.widows:
-                    run.stale = True  # its worker goes on with it
+                if request.rollout_id in run.unconfirmed:
+                    run.stale = True  # its worker continues it
                 elif row.outcome is SubmitOutcome.ACCEPTED:
                     group = run.group_place(request.group_id, row.place)
                     length = len(request.prompt_ids) // 4
-                    run.line.add(waiting(request, place=row.place, group=group, length=length))
-                elif row.state is RolloutState.QUEUED and request.rollout_id not in run.line:
+                    run.queue.add(new_entry(request, place=row.place, group=group, length=length))
+                elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
                     run.stale = True  # taken by a call whose answer was lost
         self._state.wake.set()
         return [row.outcome for row in accepted]
@@ -64,7 +63,11 @@ class RolloutService:
         await self._recovery.live(check_id(run_id, field="run_id"))
         topic = ("finished", run_id)
         async for one in follow(
-            self._bells, topic, lambda last: self._store.trajectories.finished(run_id, last), cursor, self._over(run_id)
+            self._notifier,
+            topic,
+            lambda last: self._store.trajectories.finished(run_id, last),
+            cursor,
+            self._over(run_id),
         ):
             yield one
 
@@ -72,9 +75,9 @@ class RolloutService:
         """The rollout's tokens from `offset`; the last chunk has the reason. `LeaseSuperseded` when the run ends."""
         check_id(run_id, field="run_id")
         check_id(rollout_id, field="rollout_id")
-        with self._bells.listening("tokens", run_id, rollout_id) as rung:
+        with self._notifier.listening("tokens", run_id, rollout_id) as notified:
             while True:
-                rung.clear()
+                notified.clear()
                 await self._recovery.live(run_id)
                 with self._in_doubt(NotFound, InvalidRequest):
                     chunk = await self._store.trajectories.tokens(run_id, rollout_id, offset)
@@ -84,7 +87,7 @@ class RolloutService:
                     return
                 offset += token_count(chunk.tokens)
                 if not chunk.tokens:
-                    await rung_or_late(rung)
+                    await notified_or_late(notified)
 
     async def acknowledge(self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str) -> None:
         """End finished rollouts as trained, or dropped with a reason, and delete them."""
@@ -95,7 +98,7 @@ class RolloutService:
             await self._store.rollouts.acknowledge(lease, rollout_ids, drop_reason, vouched=self._state.doubtful)
 
     async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> None:
-        """Drop rollouts in whatever state; workers stop generating them."""
+        """Drop rollouts in any state; workers stop generating them."""
         run = await self._recovery.live(check_lease(lease).run_id)
         self._check_ids(rollout_ids)
         reason = check_reason(reason, field="reason") or DropReason.CANCELLED
@@ -105,7 +108,7 @@ class RolloutService:
             self._forget(run, rollout_ids)
 
     async def complete(self, lease: LeaseRef, episodes: Sequence[Episode]) -> None:
-        """End episodes, each once. An error names the first that is refused; the others are done."""
+        """End episodes, each once. An error names the first refused one; the others are done."""
         run = await self._recovery.live(check_lease(lease).run_id)
         check_batch(episodes, field="episodes")
         for index, episode in enumerate(episodes):
@@ -116,7 +119,7 @@ class RolloutService:
             for error in found:
                 if error is not None:
                     raise error
-        self._bells.ring("trajectories", run.run_id)
+        self._notifier.notify("trajectories", run.run_id)
 
     async def _complete(self, run: RunState, lease: LeaseRef, index: int, episode: Episode) -> None:
         try:
@@ -134,7 +137,7 @@ class RolloutService:
         await self._recovery.live(check_id(run_id, field="run_id"))
         topic = ("trajectories", run_id)
         async for one in follow(
-            self._bells, topic, lambda last: self._store.trajectories.page(run_id, last), cursor, self._over(run_id)
+            self._notifier, topic, lambda last: self._store.trajectories.page(run_id, last), cursor, self._over(run_id)
         ):
             yield one
 
@@ -149,8 +152,8 @@ class RolloutService:
 
     @contextmanager
     def _in_doubt(self, *refusals: type[EbbtideError]) -> Iterator[None]:
-        """For calls on what the caller saw stored: a store that came back may have to be told of it first, by the
-        workers and leases that send again what it forgot. So the call is to be made again, too.
+        """Turn a refusal into `StoreUnavailable` while the store may have forgotten what the caller saw stored: workers
+        and leases send it again, and then the repeated call succeeds.
         """
         try:
             yield
@@ -170,10 +173,10 @@ class RolloutService:
             check_id(rollout_id, field=f"rollout_ids[{index}]")
 
     def _forget(self, run: RunState, rollout_ids: Sequence[str]) -> None:
-        """The store deleted these; whoever streams their tokens is told."""
+        """Forget rollouts that the store deleted, and notify the readers of their tokens."""
         for rollout_id in rollout_ids:
             run.end(rollout_id)
-            self._bells.ring("tokens", run.run_id, rollout_id)
+            self._notifier.notify("tokens", run.run_id, rollout_id)
 
 
 def _check_episode(episode: Episode, field: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs and their leases: what the `Runs` service does."""
+"""Implements the `Runs` service: runs and their leases."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -24,25 +24,30 @@ log = telemetry.get_logger(__name__)
 
 
 class RunService:
-    """Holds nothing but a lock. All methods raise `StoreUnavailable`, and `NotFound` for a run that is not there."""
+    """All methods raise `StoreUnavailable`, and `NotFound` for a run that does not exist."""
 
     def __init__(self, parts: CoordinatorParts) -> None:
-        self._settings, self._state, self._store, self._bells = parts.settings, parts.state, parts.store, parts.bells
+        self._settings, self._state, self._store, self._notifier = (
+            parts.settings,
+            parts.state,
+            parts.store,
+            parts.notifier,
+        )
         self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
         self._publishers = parts.publishers
         self._promising = asyncio.Lock()
 
     @property
-    def store_life(self) -> StoreIncarnation:
-        return self._state.life
+    def incarnation(self) -> StoreIncarnation:
+        return self._state.incarnation
 
     async def submit(self, run_id: str, spec: RunSpec) -> Run:
-        """Make a run, once per id. Raises `NotReady` if its floor cannot be promised."""
+        """Create a run, once per id. Raises `NotReady` if its floor cannot be promised."""
         check_id(run_id, field="run_id")
         check_spec(spec)
         await self._publishers.keep()
         if spec.share.floor:
-            async with self._promising:  # the store says what is promised, and nobody promises meanwhile
+            async with self._promising:  # no other floor is promised between the check and the submit
                 await self._check_floor(run_id, spec)
                 made = await self._store.runs.submit(run_id, spec)
         else:
@@ -62,15 +67,15 @@ class RunService:
             check_floor(run_id, spec.share.floor, floors)
 
     async def _hint(self, run: Run) -> None:
-        """Warn of a fleet that seems to serve another model; its workers say for sure when they install a version."""
+        """Warn of a fleet that seems to serve another model; only an install shows it for certain."""
         models = {worker.engine.model for worker in self._fleet.workers() if worker.engine}
         if models and models.isdisjoint({run.spec.model, PurePath(run.spec.model).name}):  # workers name no paths
             text = f"no attached worker names the model {run.spec.model}; attached: {', '.join(sorted(models))}"
             await self._store.events.note(run.run_id, RunEvent(kind="warning", key="model", message=text))
-            self._bells.ring("events", run.run_id)
+            self._notifier.notify("events", run.run_id)
 
     async def get(self, run_id: str) -> Run:
-        """The run as it stands. One that ended by a call whose answer was lost leaves the mirror here."""
+        """The run as stored. A run that ended by a call whose answer was lost leaves the mirror here."""
         run = await self._store.runs.read(check_id(run_id, field="run_id"))
         if run.status.ended:
             await self._attempts.run_over(run_id, run.status)
@@ -81,7 +86,7 @@ class RunService:
         return live.share if live else None
 
     def _waits_for(self, run: Run) -> str:
-        """What a live run cannot go on without."""
+        """What a live run waits for, "" for nothing."""
         if run.status.ended:
             return ""
         if run.newest is None:
@@ -89,8 +94,8 @@ class RunService:
         return self._fleet.lacking()
 
     async def list(self) -> list[Run]:
-        """All runs with a record, oldest first; those whose record has expired leave the list. Ended ones that another
-        release wrote, and this one cannot read, are passed over.
+        """All runs with a record, oldest first; those with an expired record leave the list. Ended runs that another
+        release wrote, and this one cannot read, are skipped.
         """
         runs = []
         for run_id in await self._store.runs.ids():
@@ -125,7 +130,7 @@ class RunService:
         """Events after `cursor` until the run has ended."""
         await self.get(run_id)
         async for event in follow(
-            self._bells,
+            self._notifier,
             ("events", run_id),
             lambda last: self._store.events.page(run_id, last),
             cursor,
@@ -134,18 +139,18 @@ class RunService:
             yield event
 
     async def watch_ended(self, held: Sequence[str]) -> AsyncIterator[RunsEnded]:
-        """What is known of the runs that somebody holds data of, then each run that ends, for ever."""
+        """The ended ones of the runs that the caller holds data of, then each run that ends, for ever."""
         check_held(tuple(held))
         with self._state.endings.listening() as endings:
-            # Those first: of one that ends while the others are looked for, the listener tells how.
-            live, life = tuple(self._state.runs), self._state.life.name
+            # The live runs are read first: the listener reports those that end meanwhile.
+            live, life = tuple(self._state.runs), self._state.incarnation.name
             ended = [run for run_id in held if (run := await self._ended(run_id)) is not None]
             yield RunsEnded(ended=tuple(ended), live=live, store_life=life)
             while True:
                 yield RunsEnded(ended=(await endings.get(),))
 
     async def _ended(self, run_id: str) -> EndedRun | None:
-        """The run, if it is known to have ended."""
+        """The run's end, if it is known to have ended."""
         if run_id in self._state.runs:
             return None
         try:
@@ -163,9 +168,8 @@ class RunService:
             cursor = spans[-1].cursor
 
     async def claim(self, run_id: str, role: str, holder: str, waited_s: float) -> tuple[LeaseRef, Run]:
-        """The role's lease on the run; without an id, on the one of `scheduling.claims` that is not external.
-
-        Raises `NotReady` if it is held, or there is none.
+        """Claim the role's lease on the run; without an id, on a run that `run_claims.choose` finds among those that
+        are not external. Raises `NotReady` if it is held, or there is none.
         """
         if role not in ROLES:
             raise InvalidRequest(f"must be one of {', '.join(ROLES)}", field="role")
@@ -177,7 +181,7 @@ class RunService:
             lease = await self._claim_any(role, holder, waited_s)
             run_id = lease.run_id
         log.info("claimed", run_id=run_id, role=role, holder=holder)
-        self._bells.ring("events", run_id)
+        self._notifier.notify("events", run_id)
         return lease, await self.get(run_id)
 
     async def _claim_any(self, role: str, holder: str, waited_s: float) -> LeaseRef:
@@ -187,7 +191,7 @@ class RunService:
             run_id = choose(claimable, role=role, holder=holder, waited_s=waited_s)
             try:
                 return await self._store.leases.claim(run_id, role, holder, self._settings.lease_ttl_s)
-            except (LeaseSuperseded, NotFound):  # over in the store, and here not yet
+            except (LeaseSuperseded, NotFound):  # over in the store, but not in the mirror yet
                 await self._attempts.run_over(run_id)
 
     async def _claimable(self, run_id: str, role: str) -> ClaimableRun:
@@ -209,12 +213,12 @@ class RunService:
             return
 
     async def reserve_version(self, lease: LeaseRef) -> tuple[int, bytes]:
-        """A number for the next version, and the seed of the key to sign it with."""
+        """The next version's number, and the seed of the key to sign it with."""
         seed = await self._publishers.seed(check_lease(lease, role="trainer").run_id)
         return await self._store.runs.reserve_version(lease), seed
 
     async def announce(self, lease: LeaseRef, version: PolicyVersion) -> None:
-        """Make a version the newest: workers are told to install it."""
+        """Make a version the newest, so that workers install it."""
         check_lease(lease, role="trainer")
         run = await self._recovery.live(lease.run_id)
         if version.version < 1:
@@ -223,11 +227,11 @@ class RunService:
             raise InvalidRequest(f"the run trains {run.spec.policy}, not {version.policy}", field="version.policy")
         if len(version.root) not in {0, DIGEST_BYTES}:
             raise InvalidRequest(f"must be {DIGEST_BYTES} bytes", field="version.root")
-        await self._recovery.refresh(run)  # else its event is numbered as one that a store that came back forgot
+        await self._recovery.refresh(run)  # else its event may get a number that a store that came back gave before
         async with run.changing():
             await self._store.runs.announce(lease, version)
             run.versions[version.version] = version
-        self._bells.ring("events", run.run_id)
+        self._notifier.notify("events", run.run_id)
         self._state.wake.set()
         log.info("version", run_id=run.run_id, version=version.version, step=version.step)
 
@@ -239,4 +243,4 @@ class RunService:
         if run := self._state.runs.get(lease.run_id):
             await self._recovery.refresh(run)  # as `announce`
         await self._store.events.report(lease, events)
-        self._bells.ring("events", lease.run_id)
+        self._notifier.notify("events", lease.run_id)

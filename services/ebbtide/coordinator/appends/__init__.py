@@ -1,1 +1,1 @@
-"""The append path: from a worker's message to stored and acknowledged tokens."""
+"""Takes workers' tokens in: from a message to stored and acknowledged tokens."""

@@ -1,9 +1,8 @@
-"""Storing what messages bring: those of one run that come close behind one another go to the store together.
+"""Stores appends: messages of one run that arrive close together go to the store in one call.
 
-Invariant: of a run there is one call at a time, with what came since the last one, in the order in which it came; so a
-stream's messages, which it hands over one by one, keep theirs. A call is made at once if the last one was made a while
-ago. A store that is away holds a run's messages back until it is there again and knows what lives on. What was not
-answered when this process dies was stored or was not: workers send it again.
+Invariant: a run has one call at a time, with the messages since the last one in order of arrival, so each stream's
+messages stay in order. While the store is away, or the run is not reconciled, its messages wait. Messages that are
+unanswered when this process dies may or may not be stored: workers send them again.
 """
 
 import asyncio
@@ -31,40 +30,36 @@ from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.wire.append_columns import MAX_DELTAS
 
-#: From one call of a run to the next, at least: a call costs the store a turn and an fsync, whatever is in it.
+#: Least time between two calls of a run: each costs the store a turn and an fsync, whatever its size.
 _GATHER_S: Final = 0.005
-#: Bytes of one call, unless one message alone has more.
+#: Bytes per call, unless a single message has more.
 _CALL_BYTES: Final = 4 << 20
 
 
 class _Message:
-    """Deltas, what the mirror has of each one's attempt, and the answer: what was not stored as it was sent.
-
-    `left`: the stream that brought it is over, and nobody waits for the answer.
-    """
-
     def __init__(self, deltas: AppendColumns, attempts: Sequence[RunningAttempt | None]) -> None:
-        self.deltas, self.attempts = deltas, attempts
+        self.deltas, self.attempts = deltas, attempts  # attempts: as the mirror has them
+        #: The deltas that were not stored as they were sent, by place.
         self.answer: asyncio.Future[dict[int, AppendAck]] = asyncio.get_running_loop().create_future()
-        self.left = False
+        self.left = False  # its stream is over: the answer is not needed
 
 
 class AppendBatcher:
-    def __init__(self, state: CoordinatorState, store: Store, bells: Notifier) -> None:
-        self._state, self._store, self._bells = state, store, bells
-        self._lines: dict[str, list[_Message]] = {}  # by run; a run is here while it has a task
+    def __init__(self, state: CoordinatorState, store: Store, notifier: Notifier) -> None:
+        self._state, self._store, self._notifier = state, store, notifier
+        self._queues: dict[str, list[_Message]] = {}  # by run; a run is here while it has a task
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def keep(
         self, session: WorkerSession, deltas: AppendColumns, attempts: Sequence[RunningAttempt | None]
     ) -> dict[int, AppendAck]:
-        """Store deltas of one run. Returns, by their place, those that were not stored as they were sent."""
+        """Store deltas of one run. Returns, by place, those that were not stored as they were sent."""
         message = _Message(deltas, attempts)
         run_id = deltas.attempts[0].run_id
-        if (line := self._lines.get(run_id)) is not None:
-            line.append(message)
+        if (queue := self._queues.get(run_id)) is not None:
+            queue.append(message)
         else:
-            self._lines[run_id] = [message]
+            self._queues[run_id] = [message]
             task = asyncio.create_task(self._empty(run_id), name=f"append {run_id}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -72,36 +67,36 @@ class AppendBatcher:
             return await asyncio.shield(message.answer)
         except asyncio.CancelledError:
             message.left = True
-            if not message.answer.done():  # the worker's attempts are not re-queued before it is seen to
+            if not message.answer.done():  # until then the worker's attempts are not re-queued
                 hold = ExitStack()
                 hold.enter_context(session.appending())
                 message.answer.add_done_callback(lambda _: hold.close())
             raise
 
     async def _empty(self, run_id: str) -> None:
-        line = self._lines[run_id]
+        queue = self._queues[run_id]
         waits = pauses(0.05, 1.0)
         try:
-            while line:
+            while queue:
                 again = time.monotonic() + _GATHER_S
                 run = self._state.runs.get(run_id)
                 if run is not None:
-                    await run.settled.wait()
-                if await self._call(run, messages := _taken(line)):
+                    await run.reconciled.wait()
+                if await self._call(run, messages := _next_batch(queue)):
                     waits = pauses(0.05, 1.0)
                 else:
-                    line[:0] = messages
+                    queue[:0] = messages
                     await asyncio.sleep(next(waits))
-                    _forget_left(line)
+                    _drop_left(queue)
                 if (pause := again - time.monotonic()) > 0:
                     await asyncio.sleep(pause)
         finally:
-            del self._lines[run_id]
-            for message in line:
+            del self._queues[run_id]
+            for message in queue:
                 message.answer.cancel()
 
     async def _call(self, run: RunState | None, messages: list[_Message]) -> bool:
-        """Store messages at once, and answer each; False if the store is away."""
+        """Store messages in one call, and answer each; False if the store is away."""
         try:
             others = await self._stored(run, messages)
         except StoreUnavailable:
@@ -135,10 +130,10 @@ class AppendBatcher:
         }
 
     async def _known(self, run: RunState, deltas: AppendColumns) -> dict[int, AppendAck]:
-        """Store all but what is of rollouts that the store forgot: of these it has nothing, for now."""
-        if not run.widows:
+        """Store all deltas except those of unconfirmed attempts, which are answered as stored with 0 tokens."""
+        if not run.unconfirmed:
             return await self._store.appends.append(run.run_id, deltas)
-        held = {i: ref for i, ref in enumerate(deltas.attempts) if run.is_widow(ref)}
+        held = {i: ref for i, ref in enumerate(deltas.attempts) if run.is_unconfirmed(ref)}
         rest = [i for i in range(len(deltas.attempts)) if i not in held]
         found = await self._store.appends.append(run.run_id, deltas.pick(rest)) if rest else {}
         kept = {i: AppendAck(ref.attempt_id, AppendStatus.STORED, 0, False) for i, ref in held.items()}
@@ -164,20 +159,20 @@ class AppendBatcher:
             elif ack.status is AppendStatus.SUPERSEDED:
                 self._disowned(run, deltas.attempts[i])
         over = (deltas.attempts[i] for i in ended)
-        lasts_s = self._state.life.durable_after_s
+        lasts_s = self._state.incarnation.durable_after_s
         finished = [
             attempt for ref in over if (attempt := run.finish(ref.rollout_id, ref.attempt_id, durable_after_s=lasts_s))
         ]
-        self._bells.ring_all("tokens", run.run_id, (ref.rollout_id for ref in deltas.attempts))
+        self._notifier.notify_all("tokens", run.run_id, (ref.rollout_id for ref in deltas.attempts))
         if finished:
             metrics.finished.inc(len(finished))
             for attempt in finished:
                 metrics.rollout_attempts.observe(attempt.number)
-            self._bells.ring("finished", run.run_id)
+            self._notifier.notify("finished", run.run_id)
             self._state.wake.set()
 
     def _disowned(self, run: RunState, ref: AttemptRef) -> None:
-        """The worker will drop this attempt: if the mirror still has it, the mirror is behind the store."""
+        """Orphan an attempt that its worker will drop, if the mirror still has it: the store is ahead of the mirror."""
         attempt = run.running.get(ref.rollout_id)
         if attempt is not None and attempt.attempt_id == ref.attempt_id and attempt.orphaned is None:
             unknown = EndReason(EndCause.NOT_HELD, "the store did not know the attempt any more")
@@ -185,22 +180,22 @@ class AppendBatcher:
             self._state.reap.set()
 
 
-def _taken(line: list[_Message]) -> list[_Message]:
-    """Take from a run's messages what one call may hold, one message at least."""
+def _next_batch(queue: list[_Message]) -> list[_Message]:
+    """Take as many messages as one call may hold, at least one."""
     deltas = size = count = 0
-    for message in line:
+    for message in queue:
         deltas, size = deltas + len(message.attempts), size + len(message.deltas.tokens)
         if count and (deltas > MAX_DELTAS or size > _CALL_BYTES):
             break
         count += 1
-    taken = line[:count]
-    del line[:count]
-    return taken
+    batch = queue[:count]
+    del queue[:count]
+    return batch
 
 
-def _forget_left(line: list[_Message]) -> None:
-    """A store that was away need not take what nobody waits for: its worker sends it again."""
-    for message in line:
+def _drop_left(queue: list[_Message]) -> None:
+    """Drop messages whose answer is not needed: their workers send them again."""
+    for message in queue:
         if message.left:
             message.answer.cancel()
-    line[:] = [message for message in line if not message.left]
+    queue[:] = [message for message in queue if not message.left]

@@ -1,8 +1,8 @@
-"""The append path: from a worker's message to stored and acknowledged tokens.
+"""Serves workers' append streams: checks each message, stores it and acknowledges it.
 
-A message is checked whole before any of it is stored; the bytes of the tokens are not looked at. A store that is away
-holds the message back until it is there again and knows what lives on, and with it that worker's stream alone. When the
-store came back the stream ends, so that the worker sends again what was not durable.
+A message is checked whole before any of it is stored; the tokens' bytes are not inspected. While the store is away a
+message waits, and with it only its own stream. A stream ends when the store came back, so that the worker sends again
+what was not durable.
 """
 
 import asyncio
@@ -39,15 +39,15 @@ _OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for stat
 
 
 class AppendStreams:
-    def __init__(self, state: CoordinatorState, store: Store, fleet: WorkerRegistry, bells: Notifier) -> None:
+    def __init__(self, state: CoordinatorState, store: Store, fleet: WorkerRegistry, notifier: Notifier) -> None:
         self._state, self._fleet, self._link = state, fleet, store.link
-        self._storing = AppendBatcher(state, store, bells)
+        self._storing = AppendBatcher(state, store, notifier)
 
     def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         """Answer a worker's messages in their order."""
         answers = self._answers(requests)
-        life = self._state.life
-        return _twice(answers, life, self._link) if life.durable_after_s else answers
+        incarnation = self._state.incarnation
+        return _twice(answers, incarnation, self._link) if incarnation.durable_after_s else answers
 
     async def _answers(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         receiver, name = AppendReceiver(), ""
@@ -73,7 +73,7 @@ class AppendStreams:
         start = time.monotonic()
         refs, ends = receiver.attempts(request), finishes(request)
         others: dict[int, AppendAck] = {}
-        life = self._state.life
+        incarnation = self._state.incarnation
         if refs:
             if request.tokens:
                 session.progressed = start
@@ -86,10 +86,10 @@ class AppendStreams:
                 others.update({places[i]: ack for i, ack in some.items()})
         _count(len(refs), len(request.tokens), others, time.monotonic() - start)
         answers = [_answer(place, ack) for place, ack in others.items()] if others else None
-        return fleet_pb2.AppendResponse(sequence=request.sequence, others=answers, durable=life.durable())
+        return fleet_pb2.AppendResponse(sequence=request.sequence, others=answers, durable=incarnation.durable())
 
     def _checked(self, deltas: AppendColumns, places: Sequence[int]) -> list[RunningAttempt | None]:
-        """What the mirror has of each delta's attempt. Raises `InvalidRequest` for more than a rollout's tokens."""
+        """The mirror's attempt of each delta. Raises `InvalidRequest` for more than `max_tokens`."""
         run = self._state.runs.get(deltas.attempts[0].run_id)
         running = run.running if run else {}
         found: list[RunningAttempt | None] = []
@@ -106,16 +106,16 @@ class AppendStreams:
             else:
                 attempt = None
             found.append(attempt)
-        if started and run and run.line:
-            self._state.wake.set()  # its worker may take one that waits
+        if started and run and run.queue:
+            self._state.wake.set()  # its worker may take another rollout
         return found
 
 
 class Cut:
-    """Ends a worker's append stream from outside, so that the worker opens another one and sends again. Entered for the
+    """Ends a worker's append stream from outside, so that the worker opens another and sends again. Entered for the
     length of one stream.
 
-    Invariant: a stream is cut only between two messages: what it has taken in is stored and answered first.
+    Invariant: a stream is cut only between two messages: those taken in are stored and answered first.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Cut:
         self._made = False
 
     def by(self, session: WorkerSession) -> None:
-        """The stream turned out to be this session's: it ends when the session is to `resend`."""
+        """End the stream once this session, which it turned out to serve, is to `resend`."""
         session.resend.clear()
         self._stop()
         self._session, self._watch = session, asyncio.create_task(self._wait(session))
@@ -167,31 +167,31 @@ def _again() -> StoreUnavailable:
     return StoreUnavailable("the store came back: open the stream anew, and send again what is not durable")
 
 
-async def _twice(answers: Responses, life: StoreIncarnation, link: StoreConnection) -> Responses:
-    """Each answer at once, and again, without its particulars, when it has become durable."""
+async def _twice(answers: Responses, incarnation: StoreIncarnation, link: StoreConnection) -> Responses:
+    """Each answer at once, and again, by its number only, when it has become durable."""
     out: asyncio.Queue[fleet_pb2.AppendResponse | None] = asyncio.Queue()
-    unsure: deque[tuple[float, int]] = deque()  # messages, by when they are durable if the store lives on
+    unsure: deque[tuple[float, int]] = deque()  # when a message becomes durable if the store stays up, and its number
     came = asyncio.Event()
 
     async def read() -> None:
         try:
             async for answer in answers:
                 out.put_nowait(answer)
-                unsure.append((time.monotonic() + life.durable_after_s, answer.sequence))
+                unsure.append((time.monotonic() + incarnation.durable_after_s, answer.sequence))
                 came.set()
         finally:
             out.put_nowait(None)
 
     async def confirm() -> None:
-        """Not before the store says that it lives: one that died in time, and is not back yet, has forgotten it."""
-        while not life.over.is_set():  # else the stream ends, and the worker sends again
+        """Confirm only after the store answered: one that died before the write was durable has forgotten it."""
+        while not incarnation.over.is_set():  # else the stream ends, and the worker sends again
             came.clear()
             if not unsure:
                 await came.wait()
             await asyncio.sleep(max(0.0, unsure[0][0] - time.monotonic()))
             asked = time.monotonic()
             with suppress(StoreUnavailable):
-                await link.call("PING", incarnation=life.name)
+                await link.call("PING", incarnation=incarnation.name)
                 while unsure and unsure[0][0] <= asked:
                     out.put_nowait(fleet_pb2.AppendResponse(sequence=unsure.popleft()[1], durable=True))
 
@@ -208,7 +208,7 @@ async def _twice(answers: Responses, life: StoreIncarnation, link: StoreConnecti
 def _by_run(
     request: fleet_pb2.AppendRequest, refs: list[AttemptRef], ends: dict[int, FinishReason]
 ) -> list[tuple[Sequence[int], AppendColumns]]:
-    """The message's deltas run by run, each with the places that they have in the message."""
+    """The message's deltas by run, each run's with their places in the message."""
     whole = AppendColumns(refs, list(request.offsets), list(request.counts), request.tokens, ends)
     if len({ref.run_id for ref in refs}) == 1:
         return [(range(len(refs)), whole)]

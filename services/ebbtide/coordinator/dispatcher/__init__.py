@@ -1,1 +1,1 @@
-"""Decisions put into practice: placement, moves, shares and borrowed hosts."""
+"""Carries out the decisions of `scheduling`: placement, moves, shares and borrowed hosts."""

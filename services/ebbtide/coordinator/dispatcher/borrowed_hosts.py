@@ -1,8 +1,8 @@
-"""Borrowed workers, put into practice: what leaves one whose host has itself back, and which hosts are borrowed.
+"""Decides which serving hosts to borrow, and takes rollouts from workers whose host was reclaimed.
 
-Invariant: each borrowed worker has been told whether its host is wanted, and again at each change. Of what goes on at a
-serving host only the forecast in its worker's heartbeats comes here. Lost with the process: all hosts are borrowed
-again, and workers are told so.
+Invariant: each borrowed worker was told whether its host is wanted, and is told each change. All that is known of a
+serving host is the forecast in its worker's heartbeats. Lost with the process: all hosts are borrowed again, and
+workers are told so.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ from ebbtide.types.fleet import WorkerState
 from ebbtide.v1 import fleet_pb2
 
 log = telemetry.get_logger(__name__)
-#: Which hosts to borrow is decided so often: what it hangs on are means over minutes.
+#: Hosts are judged so often: the verdict depends on means over minutes.
 _JUDGE_EVERY_S: Final = 2.0
 _RECLAIMED: Final = "its host took itself back"
 _GIVEN_UP: Final = "its host is given up"
 
 
 class BorrowedHosts:
-    def __init__(self, state: CoordinatorState, moves: Rebalancer, news: RunEventWriter) -> None:
-        self._state, self._moves, self._news = state, moves, news
+    def __init__(self, state: CoordinatorState, moves: Rebalancer, run_events: RunEventWriter) -> None:
+        self._state, self._moves, self._run_events = state, moves, run_events
         self._borrowing = LenderSelection()
         self._next = float("-inf")
 
     def judge(self, now: float) -> None:
-        """Decide every few seconds which hosts to borrow, tell the workers, and take all from those given up."""
+        """Decide every few seconds which hosts to borrow, tell the workers, and free those given up."""
         borrowed = [session for session in self._state.sessions.values() if session.borrowed and not session.draining]
         if not borrowed:
             return
@@ -46,20 +46,20 @@ class BorrowedHosts:
                 free(session, session.attempts.values(), _GIVEN_UP, now)
 
     def release(self, run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], now: float) -> None:
-        """Take from workers whose host has itself back for long what others could go on with. `hosts`: the run's."""
-        standing = [one for one, _ in hosts if one.standing and one.attempts and now - one.turned >= SHORT_S]
-        if not standing:
+        """Take from workers whose host was reclaimed for long what others could continue. `hosts`: the run's."""
+        reclaimed = [one for one, _ in hosts if one.reclaimed and one.attempts and now - one.turned >= SHORT_S]
+        if not reclaimed:
             return
         takers = [host for session, host in hosts if not host.shut and not session.gone]
-        room = sum(max(0, host.slots - host.running) for host in takers if not host.held) - len(run.line)
-        for session in standing:
+        room = sum(max(0, host.slots - host.running) for host in takers if not host.held) - len(run.queue)
+        for session in reclaimed:
             lent = session.lent(now)
             mine = [
                 attempt
                 for attempt in session.attempts.values()
                 if attempt.run_id == run.run_id
                 and attempt.attempt_id not in session.freed
-                and any(may_take(attempt.waiting, host) for host in takers)
+                and any(may_take(attempt.rollout, host) for host in takers)
             ]
             if lent is None or not mine:
                 continue
@@ -80,7 +80,7 @@ class BorrowedHosts:
         words = "borrowed again" if verdict.wanted else f"given up: {verdict.reason}"
         text = f"worker {session.worker_id} is {words}"
         log.info("borrowing", worker_id=session.worker_id, wanted=verdict.wanted, reason=verdict.reason)
-        self._news.of_worker(session, text, "borrowed" if verdict.wanted else "given_up")
+        self._run_events.of_worker(session, text, "borrowed" if verdict.wanted else "given_up")
         self._state.wake.set()
 
     def _lender(self, session: WorkerSession) -> Lender:
@@ -97,11 +97,11 @@ class BorrowedHosts:
         )
 
     def _wanting(self) -> int:
-        """Rollouts that wait, or that borrowed workers have, and that no other worker has a free slot for."""
+        """Rollouts, queued or at borrowed workers, that no other worker has a free slot for."""
         steady = [one for one in self._state.sessions.values() if not one.borrowed and not one.draining]
         free = sum(
             max(0, one.hello.slots - len(one.attempts)) for one in steady if one.state is not WorkerState.SHUNNED
         )
-        waiting = sum(len(run.line) for run in self._state.runs.values())
+        waiting = sum(len(run.queue) for run in self._state.runs.values())
         lent = sum(len(one.attempts) for one in self._state.sessions.values() if one.borrowed)
         return max(0, waiting + lent - free)

@@ -1,8 +1,8 @@
-"""The coordinator's decisions, put into practice: which run and version each worker has, and who generates what.
+"""Gives each worker its run, version and rollouts: shows the state to the rules in `scheduling`, and carries out their
+answers.
 
-Three loops. One decides whenever something changed, and one reaps: it puts orphans back in line and deletes what ended;
-a store that is away stops these two, and they try again. The third watches over workers, and waits for nothing but the
-clock. The rules are in `scheduling`; here the state is laid before them and their answers are carried out.
+Three loops run. `decide` acts on changes; `reap` re-queues orphans and deletes ended runs; both retry while the store
+is away. `watch` judges the workers, and waits only for the clock.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.dispatcher.borrowed_hosts import BorrowedHosts
-from ebbtide.coordinator.dispatcher.fleet_sharing import FleetSharing
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer, borrowable
+from ebbtide.coordinator.dispatcher.worker_allocator import WorkerAllocator
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
@@ -27,39 +27,33 @@ from ebbtide.coordinator.state.run_event_writer import RunEventWriter
 from ebbtide.errors import StoreUnavailable
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.placement import outsized, place
-from ebbtide.scheduling.dispatch.target_versions import (
-    ServedVersion,
-    fits_nowhere,
-    target_versions,
-    unservable,
-)
+from ebbtide.scheduling.dispatch.target_versions import ServedVersion, fits_nowhere, target_versions, unservable
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import RunEvent, RunStatus
 from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
 
 log = telemetry.get_logger(__name__)
-#: A decision is made this long after the first of several changes, so that a burst is decided at once.
+#: Pause after the first change, so that a burst is decided in one round.
 _GATHER_S: Final = 0.005
-#: And at least this often, for what changes with time alone.
+#: Longest pause between rounds, because some decisions depend on time alone.
 _TICK_S: Final = 0.25
-#: Which run and version a worker has is looked at so often at most: it matters less than filling slots at once.
+#: Least time between two looks at workers' runs and versions: filling slots is more urgent.
 _ARRANGE_S: Final = 0.05
 _STORE_PAUSE_S: Final = 0.2
 #: Rollouts placed by one store call: their prompts and partials come back in its reply.
 _PLACE_AT_ONCE: Final = 128
-#: How long a worker with a longer context has to come for rollouts that need one; and how often all of the line is
-#: looked through for such.
+#: How long a worker with a longer context has to attach for rollouts that need one; how often the queue is searched.
 _LONGER_GRACE_S: Final = 30.0
 _MEASURE_EVERY_S: Final = 1.0
-#: How often the gauges are set; nobody looks at them more often.
+#: How often the gauges are set; scrapes are no more frequent.
 _OBSERVE_EVERY_S: Final = 1.0
-#: A run without workers says so after so long: one that is replaced is not missed.
+#: A run without workers warns after so long: replacing a worker takes less.
 _LACKING_S: Final = 1.0
 
 
 class Dispatcher:
-    """`slice_s`, `balance`: see `Settings.slice_s` and `.rebalance`."""
+    """`slice_s`, `balance`: `slice_s` and `rebalance` of the settings."""
 
     def __init__(
         self,
@@ -68,20 +62,20 @@ class Dispatcher:
         attempts: AttemptTransitions,
         recovery: RunRecovery,
         publishers: PublisherKeys,
-        news: RunEventWriter,
+        run_events: RunEventWriter,
         *,
         slice_s: float,
         balance: bool = True,
     ) -> None:
         self._state, self._fleet, self._attempts, self._recovery = state, fleet, attempts, recovery
-        self._publishers, self._news = publishers, news
+        self._publishers, self._run_events = publishers, run_events
         self._moves = Rebalancer(state, on=balance)
-        self._borrowers = BorrowedHosts(state, self._moves, news)
+        self._borrowed = BorrowedHosts(state, self._moves, run_events)
         self._changes = EngineChanges(state)
-        self._sharing = FleetSharing(state, fleet, self._moves, self._changes, slice_s=slice_s)
+        self._allocator = WorkerAllocator(state, fleet, self._moves, self._changes, slice_s=slice_s)
         self._arranged = self._measured = float("-inf")
         self._unarranged = False
-        self._lacking: dict[str, float] = {}  # run -> since when it has work and no worker; inf once it was told
+        self._lacking: dict[str, float] = {}  # run -> since when it has work and no worker; inf after its warning
 
     async def decide_for_ever(self) -> None:
         while True:
@@ -98,7 +92,7 @@ class Dispatcher:
                 await asyncio.sleep(_STORE_PAUSE_S)
 
     async def watch_for_ever(self) -> None:
-        """Judge the workers, always on time: who is judged late is found late, or was our own sleep."""
+        """Judge the workers on time: a late judge finds lost workers late, or takes its own sleep for their silence."""
         observed = float("-inf")
         while True:
             await asyncio.sleep(self._fleet.judge_every_s)
@@ -128,11 +122,11 @@ class Dispatcher:
                 next_due = now + _STORE_PAUSE_S
 
     def _pause(self) -> float:
-        """Until the next round that nobody asks for."""
+        """Seconds until the next round if nothing changes."""
         return _ARRANGE_S if self._unarranged else _TICK_S
 
     async def decide(self) -> None:
-        """One round: refresh stale mirrors, share out workers, send versions, fill free slots, move what is to move."""
+        """One round: refresh stale mirrors, allot workers, send versions, fill free slots, move rollouts."""
         for run in list(self._state.runs.values()):
             async with self._attempts.while_it_lives(run):
                 await self._recovery.refresh(run)
@@ -144,49 +138,49 @@ class Dispatcher:
             await self._arrange(now)
         balance = self._moves.due(now)
         if balance:
-            self._borrowers.judge(now)
-            self._sharing.hand_over(now)
+            self._borrowed.judge(now)
+            self._allocator.hand_over(now)
         for run in list(self._state.runs.values()):
             async with self._attempts.while_it_lives(run):
                 await self._fill(run)
-                if balance and not run.stale:  # who is in line still fits nowhere, or waits until others have started
+                if balance and not run.stale:  # what is still queued fits nowhere, or waits until others have started
                     hosts = self._hosts(run)
-                    self._borrowers.release(run, hosts, now)
+                    self._borrowed.release(run, hosts, now)
                     self._moves.decide(run, hosts, now)
 
     async def _arrange(self, now: float) -> None:
-        """Which run and version each worker has, and which rollouts and runs none can serve."""
-        self._sharing.decide(now)
+        """Allot workers and send versions; end rollouts and runs that no worker can serve."""
+        self._allocator.decide(now)
         measure = now - self._measured >= _MEASURE_EVERY_S
         self._measured = now if measure else self._measured
         for run in list(self._state.runs.values()):
             self._send_versions(run, [s for s in self._state.sessions.values() if s.run_id == run.run_id])
             async with self._attempts.while_it_lives(run):
                 await self._fail_misfit(run)
-                await self._bury_unservable(run)
+                await self._dead_letter_unservable(run)
                 if measure:
-                    await self._bury_outsized(run)
+                    await self._dead_letter_outsized(run)
             self._say_if_lacking(run, now)
         self._lacking = {run_id: since for run_id, since in self._lacking.items() if run_id in self._state.runs}
 
     def _say_if_lacking(self, run: RunState, now: float) -> None:
-        """A run with work that no worker may have says so, once each time."""
-        text = (self._fleet.lacking() or _barred(run, self._open_sessions())) if run.line or run.running else ""
+        """Warn once each time a run has work and no worker may serve it."""
+        text = (self._fleet.lacking() or _barred(run, self._open_sessions())) if run.queue or run.running else ""
         if not text:
             self._lacking.pop(run.run_id, None)
         elif now - self._lacking.setdefault(run.run_id, now) >= _LACKING_S:
             self._lacking[run.run_id] = math.inf
-            waiting = len(run.line) + len(run.running)
+            waiting = len(run.queue) + len(run.running)
             log.warning("no workers", run_id=run.run_id, rollouts=waiting)
             message = f"{text}; {waiting} rollouts go on when one comes"
-            self._news.tell(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
+            self._run_events.write(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
 
     def _open_sessions(self) -> list[WorkerSession]:
-        """Those that stay. One that is shunned does so too, and pulls weights meanwhile; it is given no rollouts."""
+        """Workers that stay. Quarantined ones are among them: they pull weights, but get no rollouts."""
         return [session for session in self._state.sessions.values() if not session.draining]
 
     def _trusted_sessions(self, run: RunState) -> list[WorkerSession]:
-        """Those of the run that may be given rollouts."""
+        """Workers of the run that may get rollouts."""
         barred = run.spec.borrow.max_rollouts == 0
         return [
             one
@@ -195,7 +189,7 @@ class Dispatcher:
         ]
 
     def _send_versions(self, run: RunState, sessions: Iterable[WorkerSession]) -> None:
-        """Tell workers to install what they should have; one that still holds another run's rollouts comes later."""
+        """Tell workers which version to install; those that still hold another run's rollouts are told later."""
         now = time.monotonic()
         serving = [
             ServedVersion(
@@ -211,13 +205,13 @@ class Dispatcher:
             and not self._changes.forbids(run, session, now)
             and all(run_id == run.run_id for run_id, _ in session.held)
         ]
-        for session_id, version in target_versions(serving, run.line.bounds(), run.versions).items():
+        for session_id, version in target_versions(serving, run.queue.bounds(), run.versions).items():
             session = self._state.sessions[session_id]
             if version not in run.versions or session.target == (run.run_id, version):
                 continue
             session.target = (run.run_id, version)
             self._begin_change(session, run, now)
-            # Also to who attached with this version: the coordinator before may have told it of another run's since.
+            # Sent even if it attached with this version: the former coordinator may have sent another run's since.
             message = fleet_pb2.Install(
                 change=session.changing is not None and session.changing.restarted,
                 version=to_proto(run.versions[version], types_pb2.PolicyVersion),
@@ -228,7 +222,7 @@ class Dispatcher:
             session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(install=message))
 
     def _begin_change(self, session: WorkerSession, run: RunState, now: float) -> None:
-        """It is told to install a version of the run: from now on it serves nobody, if it served another run."""
+        """Note that the worker changes to the run, if it serves another: until it has installed, it serves none."""
         if session.installed is not None and session.installed[0] == run.run_id:
             session.changing = None
         elif session.changing is None or session.changing.run_id != run.run_id:
@@ -248,46 +242,34 @@ class Dispatcher:
             )
             await self._attempts.end_run(run.run_id, RunStatus.FAILED, message, drop=DropReason.RUN_ENDED)
 
-    async def _bury_unservable(self, run: RunState) -> None:
-        lost = {bounds for bounds in run.line.bounds() if unservable(bounds, run.versions)}
+    async def _dead_letter_unservable(self, run: RunState) -> None:
+        lost = {bounds for bounds in run.queue.bounds() if unservable(bounds, run.versions)}
         if not lost:
             return
         async with run.changing():
-            letters = [
-                (
-                    one.rollout_id,
-                    f"no policy version in [{one.bounds.minimum}, {one.bounds.maximum}] can be had any more",
-                )
-                for one in run.line
-                if one.bounds in lost
-            ]
-            await self._attempts.bury(run, letters)
+            found = [(one.rollout_id, one.bounds) for one in run.queue if one.bounds in lost]
+            why = "no policy version in [{0.minimum}, {0.maximum}] can be had any more"
+            await self._attempts.dead_letter(run, [(name, why.format(bounds)) for name, bounds in found])
 
-    async def _bury_outsized(self, run: RunState) -> None:
+    async def _dead_letter_outsized(self, run: RunState) -> None:
         sessions = self._open_sessions()
         contexts = [session.hello.engine.max_model_len for session in sessions]
         manned = min((session.attached for session in sessions), default=0.0)
         async with run.changing():
-            now = time.monotonic()
-            letters = [
-                (
-                    one.rollout_id,
-                    f"{one.length} tokens leave no room for more in the longest context attached ({max(contexts)})",
-                )
-                for one in outsized(run.line, contexts, manned=manned, now=now, grace_s=_LONGER_GRACE_S)
-            ]
-            if letters:
-                await self._attempts.bury(run, letters)
+            found = outsized(run.queue, contexts, manned=manned, now=time.monotonic(), grace_s=_LONGER_GRACE_S)
+            why = "{} tokens leave no room for more in the longest context attached ({})"
+            letters = [(one.rollout_id, why.format(one.length, max(contexts))) for one in found]
+            await self._attempts.dead_letter(run, letters)
 
     async def _fill(self, run: RunState) -> None:
-        while run.line and not run.stale:
-            async with run.changing():  # workers may leave while it is waited for: look at them behind it
+        while run.queue and not run.stale:
+            async with run.changing():  # look at workers only inside: they may leave while the lock is awaited
                 hosts = [host for _, host in self._hosts(run)]
                 if all(host.running >= host.slots for host in hosts):
                     return
                 hosts += self._coming(run, time.monotonic())
                 placements = place(
-                    run.line,
+                    run.queue,
                     hosts,
                     run.homes,
                     at_most=_PLACE_AT_ONCE,
@@ -300,13 +282,11 @@ class Dispatcher:
                 await self._attempts.start(run, placements, self._state.sessions)
 
     def _hosts(self, run: RunState) -> list[tuple[WorkerSession, HostView]]:
-        """The workers that have a version of the run and are to keep serving it, full ones too."""
+        """The workers that have a version of the run and may get its rollouts, full ones too."""
         return [(session, self._host(run, session)) for session in self._trusted_sessions(run) if _ready(run, session)]
 
     def _coming(self, run: RunState, now: float) -> list[HostView]:
-        """Workers that are yet to have a version of the run, as hosts without room: whoever must avoid all others waits
-        for them.
-        """
+        """Workers that get a version of the run soon, as full hosts: for rollouts that avoid all others."""
         newest = max(run.versions, default=0)
         return [
             HostView(
@@ -331,14 +311,14 @@ class Dispatcher:
             slots=slots,
             running=running,
             pending=pending,
-            probation=sum(one.waiting.barren > 0 for one in session.pending.values()) if pending else 0,
+            probation=sum(one.rollout.no_progress > 0 for one in session.pending.values()) if pending else 0,
             rate=self._moves.rate(session) if running < slots else 0.0,
             plateau=session.plateau,
             held=session.beat.held,
             installed=session.version_of(run.run_id),
             target=session.target[1] if session.target else 0,
             max_model_len=session.hello.engine.max_model_len,
-            shut=session.standing or (said is not None and said.asleep),
+            shut=session.reclaimed or (said is not None and said.asleep),
             borrowed=session.borrowed,
             share=said.share if said else 1.0,
             spell_s=said.spell_s if said else math.inf,
@@ -346,8 +326,7 @@ class Dispatcher:
 
 
 def _ready(run: RunState, session: WorkerSession) -> bool:
-    told = session.target is not None and session.target[0] == run.run_id
-    return told and session.version_of(run.run_id) > 0
+    return session.target is not None and session.target[0] == run.run_id and session.version_of(run.run_id) > 0
 
 
 def _barred(run: RunState, sessions: Sequence[WorkerSession]) -> str:

@@ -1,8 +1,8 @@
-"""Balancing, put into practice: how fast each worker is, and which rollouts are to go from one to another.
+"""Learns how fast each worker is, and moves rollouts from one worker to another.
 
-Invariant: an attempt has a `target` from when its worker was asked to release it until it ends or the worker's time is
-up, and a rollout is asked for once in a while only. Lost with the process: what was asked for is handed back all the
-same and goes to any worker, and speeds are learnt anew.
+Invariant: an attempt has a `target` from the request to its worker until it ends or the worker's time is up, and a
+rollout is moved only once in a while. Lost with the process: attempts that were asked back go to any worker, and speeds
+are learnt again.
 """
 
 from collections import Counter
@@ -15,35 +15,30 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide import telemetry
-from ebbtide.coordinator.state.coordinator_state import (
-    CoordinatorState,
-    RunningAttempt,
-    RunState,
-    WorkerSession,
-)
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunningAttempt, RunState, WorkerSession
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.scheduling.dispatch.host_view import HostView
-from ebbtide.scheduling.dispatch.rebalancing import EngineLoad, RolloutMove, RunningRollout, rebalance
+from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, RolloutMove, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.types.fleet import AttemptRef, WorkerState
 
 log = telemetry.get_logger(__name__)
-#: A few times a second: moves are for seconds to come.
+#: A few times a second is enough: a move pays off over seconds.
 _EVERY_S: Final = 0.25
-#: How long a worker may take to hand back what it was asked for; and until the same rollout is asked for again, be it
-#: of another worker: each move costs a prefill.
+#: How long a worker may take to hand an attempt back; and how long its rollout then stays, since a move costs a
+#: prefill.
 _HANDOVER_S: Final = 10.0
 _AGAIN_S: Final = 30.0
-#: A span of which so large a share of the rollouts began or ended says little about its speed.
+#: A span teaches no speed if so large a share of the rollouts began or ended in it,
 _CHURN: Final = 0.25
-#: Nor does one of several heartbeats: who knows what began and ended in it.
+#: if it is longer than this, so that rollouts may have begun and ended unseen,
 _LONGEST_S: Final = 10.0
-#: Nor does one that we looked into less often than this, or one in which a message waited so long for the store.
+#: if it was observed less often than this, or a message waited so long for the store,
 _BLIND_S: Final = 0.5
 _STORING_S: Final = 0.25
-#: Nor does one that ended with so large a share of it without a token.
+#: or if so large a share at its end passed without a token.
 _QUIET: Final = 0.5
-#: What is known of a worker that has gone is kept for so long: it may come back under its name.
+#: The speed of a worker that left is kept for so long: it may come back under its name.
 _REMEMBERED_S: Final = 600.0
 
 
@@ -55,19 +50,17 @@ class _Asked(Struct, frozen=True):
 
     @property
     def here(self) -> bool:
-        """Whether the attempt is still with whom it was asked of."""
+        """Whether the attempt is still at the worker that was asked."""
         session = self.attempt.session
         return session is not None and session.session_id == self.source
 
 
 class _Beat(Struct):
-    """A heartbeat, and which attempts ran then. `disturbed`: since then, something else than its speed told how many
-    tokens it made.
-    """
+    """A heartbeat, and the attempts that ran then."""
 
     beat: HeartbeatReport
     running: frozenset[str]
-    disturbed: bool = False
+    disturbed: bool = False  # the worker was held up since then: its tokens do not show its speed
 
 
 class Rebalancer:
@@ -82,8 +75,8 @@ class Rebalancer:
         self._next = float("-inf")
 
     def rate(self, session: WorkerSession) -> float:
-        """Tokens/s that each of its rollouts would make with one more; of a worker that is not known yet, those of a
-        typical one, so that it is not passed over. 0.0 while no worker is known.
+        """Tokens/s of each of its rollouts with one more; a typical worker's if its own are not known yet, so that it
+        is not passed over. 0.0 while no worker is known.
         """
         running = len(session.attempts) + 1
         found = self._rates.get((session.session_id, running))
@@ -94,7 +87,7 @@ class Rebalancer:
         return found
 
     def speed(self, session: WorkerSession) -> tuple[WorkerThroughput | None, float]:
-        """What was learnt of the worker's speed, if anything, and the mean context of what it has."""
+        """The worker's learnt speed, if any, and the mean context of its rollouts."""
         return self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
 
     def _typical(self, running: int) -> float:
@@ -108,7 +101,7 @@ class Rebalancer:
         return found
 
     def due(self, now: float) -> bool:
-        """Whether it is time for the next round; if so, what heartbeats told is taken in."""
+        """Whether it is time for the next round; if so, learn from the heartbeats."""
         if now < self._next:
             return False
         blind = now - self._next > _BLIND_S
@@ -126,7 +119,7 @@ class Rebalancer:
         return True
 
     def _forget(self, now: float) -> None:
-        """Drop the speeds of workers that have not been there for long: new machines have new names."""
+        """Drop the speeds of workers that left long ago: new machines have new names."""
         self._seen.update((session.worker_id, now) for session in self._state.sessions.values())
         for worker_id, seen in list(self._seen.items()):
             if now - seen > _REMEMBERED_S:
@@ -134,14 +127,14 @@ class Rebalancer:
                 self._speeds.pop(worker_id, None)
 
     def _disturbed(self, session: WorkerSession, now: float) -> bool:
-        """Whether the worker is held up now: it is held, installs, or waits for the store to take what it sent."""
+        """Whether the worker is held up now: it is held, installs, or waits for the store."""
         run = self._state.runs.get(session.run_id)
-        unsettled = run is not None and not run.settled.is_set()
+        waits = run is not None and not run.reconciled.is_set()
         stored_late = session.storing > 0 and now - session.progressed > _STORING_S
-        return session.beat.held or session.state is WorkerState.INSTALLING or unsettled or stored_late
+        return session.beat.held or session.state is WorkerState.INSTALLING or waits or stored_late
 
     def _observe(self, session: WorkerSession, *, disturbed: bool) -> None:
-        """Learn a worker's speed from two heartbeats, if between them it did nothing but generate."""
+        """Learn a worker's speed from two heartbeats, if it only generated between them."""
         last, beat = self._beats.get(session.session_id), session.beat
         if last is not None:
             last.disturbed |= disturbed
@@ -164,24 +157,23 @@ class Rebalancer:
 
     def _expire(self, key: tuple[str, str], asked: _Asked, now: float) -> None:
         attempt = asked.attempt
-        forgotten = attempt.session is not None and not asked.here  # its worker attached again, and knows nothing of it
+        forgotten = attempt.session is not None and not asked.here  # its worker attached again: the request is lost
         if forgotten or now - asked.when > _AGAIN_S:
             del self._asked[key]
             if attempt.session is not None:
                 attempt.target = ""
         elif asked.here and attempt.target and now - asked.when > _HANDOVER_S:
-            log.info("move given up", run_id=attempt.run_id, rollout_id=attempt.waiting.rollout_id)
+            log.info("move given up", run_id=attempt.run_id, rollout_id=attempt.rollout.rollout_id)
             attempt.target = ""
 
     def decide(self, run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], now: float) -> None:
-        """Ask for what is better off elsewhere. Call when nobody in the run's line could take the hosts' free slots.
-
-        A worker whose host has itself back is left out: what leaves it does so for that.
+        """Ask for rollouts that end sooner elsewhere. Call when nothing queued could take the hosts' free slots.
+        Workers of reclaimed hosts are left out: `BorrowedHosts` takes from them.
         """
-        hosts = [(session, host) for session, host in hosts if not session.standing]
+        hosts = [(session, host) for session, host in hosts if not session.reclaimed]
         if not self._on or len(hosts) < 2 or all(host.running >= host.slots for _, host in hosts):
             return
-        running, pending = Counter[str](), Counter[str]()  # more, or fewer, once those asked for have moved
+        running, pending = Counter[str](), Counter[str]()  # changes once the requested moves are done
         for asked in self._asked.values():
             if asked.here and asked.attempt.target:
                 running[asked.source] -= 1
@@ -214,13 +206,13 @@ class Rebalancer:
             if not attempt.target and not attempt.leaving and attempt.attempt_id not in session.freed:
                 yield RunningRollout(
                     attempt_id=attempt.attempt_id,
-                    waiting=attempt.waiting,
+                    rollout=attempt.rollout,
                     length=attempt.length,
                     made=attempt.stored,
                     budget=attempt.max_tokens - attempt.stored,
                     since=attempt.given if attempt.started else max(attempt.given, session.turned),
                     started=attempt.started,
-                    stays=(attempt.run_id, attempt.waiting.rollout_id) in self._asked,
+                    stays=(attempt.run_id, attempt.rollout.rollout_id) in self._asked,
                 )
 
     def _ask(
@@ -232,27 +224,27 @@ class Rebalancer:
             source, target = sessions.get(move.source), sessions.get(move.target)
             attempt = source.attempts.get(move.attempt_id) if source else None
             if source is None or target is None or attempt is None:
-                continue  # it left since its host was looked at
+                continue  # it has left meanwhile
             if target.borrowed and not source.borrowed:
                 if room <= 0:
                     continue
                 room -= 1
             attempt.target = target.worker_id
-            self._asked[attempt.run_id, attempt.waiting.rollout_id] = _Asked(attempt, move.source, move.target, now)
+            self._asked[attempt.run_id, attempt.rollout.rollout_id] = _Asked(attempt, move.source, move.target, now)
             batches.setdefault(move.source, []).append(attempt.ref)
             log.info(
                 "moves",
                 run_id=run.run_id,
-                rollout_id=attempt.waiting.rollout_id,
+                rollout_id=attempt.rollout.rollout_id,
                 source=source.worker_id,
                 target=target.worker_id,
                 gain_s=round(move.gain_s, 1),
             )
         for source_id, refs in batches.items():
-            sessions[source_id].take(refs)
+            sessions[source_id].ask_back(refs)
 
     def _lending(self, run: RunState) -> int:
-        """Rollouts of the run that are on their way from other workers to borrowed ones."""
+        """Rollouts of the run on their way from other workers to borrowed ones."""
         borrowed = {name: session.borrowed for name, session in self._state.sessions.items()}
         return sum(
             key[0] == run.run_id
@@ -274,5 +266,5 @@ def borrowable(run: RunState) -> float:
 
 
 def _context(session: WorkerSession) -> float:
-    """Mean tokens of prompt and response of what the worker has."""
+    """Mean tokens of prompt and response of the worker's rollouts."""
     return sum(attempt.length for attempt in session.attempts.values()) / max(1, len(session.attempts))

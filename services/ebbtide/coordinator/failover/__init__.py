@@ -1,1 +1,1 @@
-"""Taking over: the lease of the fleet, runs read back, and stores that forgot."""
+"""Takes the fleet over: elects the leader, reads runs back, and reconciles a store that forgot."""

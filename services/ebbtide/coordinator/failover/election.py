@@ -1,8 +1,8 @@
-"""Leading, and standing by: the lease of the fleet, taken, renewed and given up.
+"""Takes, renews and releases the fleet's lease, or waits for it as a standby.
 
-Invariant: whether this coordinator leads is the store's to say, which checks each of its writes. The lease tells others
-when to take over, and clients whom to ask: one whose lease may be over says that it does not serve, until the store has
-renewed it. When the process dies, the lease ends by itself.
+Invariant: the store decides who leads, and checks each write. The lease tells standbys when to take over and clients
+where to call: a coordinator whose lease may be over reports that it does not serve, until the store has renewed it.
+When the process dies, the lease expires.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from ebbtide.store.link.store_faults import TermSuperseded
 from ebbtide.store.store import Store
 
 log = telemetry.get_logger(__name__)
-#: Giving the lease up saves the next one a wait, and is not worth a longer one here.
+#: Releasing the lease saves the next leader a wait; it is not worth a longer one here.
 _RELEASE_S: Final = 1.0
 
 
 class Election:
-    """`stand_by` or `seize`, then `keep`, then `release`. A store that this program cannot read is left to who can."""
+    """Call `stand_by` or `seize`, then `keep`, then `release`. Takes no store whose schema it cannot read."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._lease = store, store.leadership
@@ -34,7 +34,7 @@ class Election:
         self._tenure = LeaderTenure(-math.inf)
 
     async def stand_by(self, address: str, heard: Callable[[str], None]) -> None:
-        """Wait until nobody holds the lease, and take it. `heard` is told who does, by its address, when it changes."""
+        """Wait until the lease is free, and take it. `heard` receives the leader's address whenever it changes."""
         log.info("standing by")
         await race(self._wait(address, heard), self._store.link.lost())
 
@@ -62,7 +62,7 @@ class Election:
         self._begin(address, asked)
 
     async def seize(self, address: str) -> None:
-        """Take the lease, whoever holds it. Raises `StoreUnavailable`."""
+        """Take the lease from any holder. Raises `StoreUnavailable`."""
         await self._store.check()
         asked = time.monotonic()
         await self._lease.seize(address, TTL_S)
@@ -74,8 +74,8 @@ class Election:
         log.info("leads", at=address)
 
     async def keep(self, serving: Callable[[bool], Awaitable[None]]) -> None:
-        """Renew the lease for ever. `serving` is told whenever it is over without anybody having said so, and renewed
-        again. Raises `TermSuperseded` once another has taken over.
+        """Renew the lease for ever. Calls `serving` when it may have expired, and when it is renewed again. Raises
+        `TermSuperseded` once another coordinator has taken over.
         """
         tenure, certain = self._tenure, True
         superseded = self._store.link.superseded
@@ -90,13 +90,13 @@ class Election:
                 log.warning("the lease is renewed again" if certain else "the lease could not be renewed in time")
                 await serving(certain)
             rest_s = tenure.rest_s(time.monotonic())
-            with suppress(TimeoutError):  # of a lease that is nearly over the end is said in time
+            with suppress(TimeoutError):  # wake early enough to report a lease that is about to expire
                 async with asyncio.timeout(rest_s if 0.0 < rest_s < RENEW_S else RENEW_S):
                     await superseded.wait()
         raise TermSuperseded
 
     async def release(self) -> None:
-        """Let another take over at once; all loops that write have ended. An attempt."""
+        """Try to let another take over at once. Call when all loops that write have ended."""
         if self._leads and not self._store.link.superseded.is_set():
             with suppress(StoreUnavailable, TermSuperseded):
                 await self._lease.release(patience_s=_RELEASE_S)

@@ -1,8 +1,7 @@
-"""Reading runs back from the store: at the start, and whenever the mirror may have missed something.
+"""Reads runs back from the store, at the start and whenever the mirror may have missed something.
 
-A store that came back may have missed something itself: then it is told first what lives on (`lives`). Attempts that
-the store has as running, and that no attached worker holds, wait for their worker until `grace`; then they are
-re-queued like any orphan.
+A store that came back is first told which attempts are live (`StoreIncarnations`). Attempts that run in the store, but
+at no attached worker, wait `grace_s` for their worker and are then re-queued like any orphan.
 """
 
 import math
@@ -13,13 +12,8 @@ import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
-from ebbtide.coordinator.state.attempt_transitions import standing
-from ebbtide.coordinator.state.coordinator_state import (
-    CoordinatorState,
-    OrphanedAttempt,
-    RunningAttempt,
-    RunState,
-)
+from ebbtide.coordinator.state.attempt_transitions import stored_entry
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState, OrphanedAttempt, RunningAttempt, RunState
 from ebbtide.errors import LeaseSuperseded
 from ebbtide.store.rollout_rows import EndReason, OpenRollout, RolloutState
 from ebbtide.store.store import Store
@@ -30,23 +24,23 @@ log = telemetry.get_logger(__name__)
 
 
 class RunRecovery:
-    """`over`: called when the store says that a live run of the mirror has ended."""
+    """`over`: called for a live run of the mirror that has ended in the store."""
 
     def __init__(
         self,
         state: CoordinatorState,
         store: Store,
-        lives: StoreIncarnations,
+        incarnations: StoreIncarnations,
         over: Callable[[str], Awaitable[None]],
         *,
         grace_s: float,
     ) -> None:
-        self._state, self._store, self._lives, self._over = state, store, lives, over
+        self._state, self._store, self._incarnations, self._over = state, store, incarnations, over
         self._grace_s = grace_s
         self._until = math.inf
 
     def serving(self) -> None:
-        """Workers can come back from now on: the grace begins."""
+        """Begin the grace: from now on workers can attach."""
         before, self._until = self._until, time.monotonic() + self._grace_s
         for run in self._state.runs.values():
             for attempt in run.running.values():
@@ -54,19 +48,17 @@ class RunRecovery:
                     attempt.orphaned = msgspec.structs.replace(attempt.orphaned, due=self._until)
 
     async def take_over(self) -> None:
-        """Become the store's coordinator, bring its data to the newest schema, and load every live run; ended ones are
-        noted for deletion.
-        """
+        """Take the store over, migrate its data, load every live run, and note ended ones for deletion."""
         live = await self._store.runs.take_over()
         if steps := await self._store.schema.migrate():
             log.info("store migrated", schema=self._store.schema.newest, steps=steps)
-        await self._lives.begin()
+        await self._incarnations.begin()
         for run_id in live:
             await self.add(await self._store.runs.read(run_id))
         for run_id in set(await self._store.runs.ids()) - set(live):
             self._state.ended.add(run_id)
         log.info(
-            "took over", runs=len(live), rollouts=sum(len(r.line) + len(r.running) for r in self._state.runs.values())
+            "took over", runs=len(live), rollouts=sum(len(r.queue) + len(r.running) for r in self._state.runs.values())
         )
 
     async def add(self, run: Run) -> RunState:
@@ -86,8 +78,8 @@ class RunRecovery:
         return await self.add(record)
 
     async def refresh(self, run: RunState) -> None:
-        """Make a stale mirror true again, and first the store that came back."""
-        self._lives.expire(run)
+        """Read a stale mirror again, after reconciling a store that came back."""
+        self._incarnations.expire_unconfirmed(run)
         if not run.stale or run.ended:
             return
         async with run.lock:
@@ -96,44 +88,44 @@ class RunRecovery:
             log.warning("run over or gone in the store", run_id=run.run_id)
             await self._over(run.run_id)
             return
-        await self._lives.settled()
+        await self._incarnations.note_reconciled()
         self._state.wake.set()
         self._state.reap.set()
 
     async def _refresh(self, run: RunState) -> bool:
-        life, ended = self._state.life, set[str]()
+        incarnation, ended = self._state.incarnation, set[str]()
         run.stale = False
         run.ended_lately = ended
         try:
-            settled = run.settled.is_set()
-            if not await (self._store.runs.lives(run.run_id) if settled else self._lives.settle(run)):
+            known = run.reconciled.is_set()
+            if not await (self._store.runs.lives(run.run_id) if known else self._incarnations.reconcile(run)):
                 return False
-            await self._lives.remarry(run)
+            await self._incarnations.confirm(run)
             await self._read(run, ended)
         except BaseException:
             run.stale = True
             raise
         finally:
             run.ended_lately = None
-        self._lives.rejoin(run)
-        if life is self._state.life:
-            run.settled.set()
+        self._incarnations.resume_confirmed(run)
+        if incarnation is self._state.incarnation:
+            run.reconciled.set()
         return True
 
     async def _read(self, run: RunState, ended: set[str]) -> None:
         known = await self._store.runs.versions(run.run_id)
         rows = [row async for row in self._store.rollouts.open_rollouts(run.run_id)]
-        # From here on nothing is awaited: what ended while rows were read is in `ended`.
+        # Nothing is awaited from here on: `ended` has what ended while rows were read.
         run.versions = {v: record for v, record in known.items() if v in run.versions or v not in run.failed_installs}
         rows = [row for row in rows if row.request.rollout_id not in ended]
         before, run.running = run.running, {}
-        for stood in list(run.line):
-            run.line.remove(stood.rollout_id)
+        for queued in list(run.queue):
+            run.queue.remove(queued.rollout_id)
         for row in rows:
             rollout_id = row.request.rollout_id
             group = run.group_place(row.request.group_id, row.place)
             if row.state is RolloutState.QUEUED:
-                run.line.add(standing(row, group=group))
+                run.queue.add(stored_entry(row, group=group))
             else:
                 run.running[rollout_id] = self._attempt(row, run, group, before.get(rollout_id))
         self._drop_lost(run, before)
@@ -142,21 +134,21 @@ class RunRecovery:
         if before is not None and before.attempt_id == row.attempt_id:
             return before
         due, reason = self._until, "its worker did not come back to the restarted coordinator"
-        if not run.settled.is_set() and due < (later := time.monotonic() + self._grace_s):
-            due, reason = later, "the store forgot how it went on, and its worker does not say"
+        if not run.reconciled.is_set() and due < (later := time.monotonic() + self._grace_s):
+            due, reason = later, "the store forgot how it continued, and its worker does not report it"
         return RunningAttempt(
             run_id=run.run_id,
             attempt_id=row.attempt_id,
-            waiting=standing(row, group=group),
+            rollout=stored_entry(row, group=group),
             start=row.stored,
             max_tokens=row.request.sampling.max_tokens,
-            given=time.monotonic(),  # not known; as if now, so that it is not taken for one that waits
+            given=time.monotonic(),  # not known; an earlier time would make its worker seem stalled
             orphaned=OrphanedAttempt(due, EndReason(EndCause.NOT_HELD, reason)),
         )
 
     def _drop_lost(self, run: RunState, before: dict[str, RunningAttempt]) -> None:
-        """Attempts that workers hold and the store does not: they are over."""
+        """Cancel attempts that workers hold and the store does not have."""
         for rollout_id, attempt in before.items():
             if run.running.get(rollout_id) is not attempt and attempt.session is not None:
                 attempt.session.cancel([attempt.ref])
-                attempt.part()
+                attempt.unassign()

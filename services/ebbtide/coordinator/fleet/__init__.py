@@ -1,1 +1,1 @@
-"""The attached workers: what they report, how healthy they are, and what they are asked."""
+"""Keeps the attached workers: their reports, their health, and the requests to them."""

@@ -1,7 +1,7 @@
-"""Asking workers for rollouts back.
+"""Asks workers for rollouts back.
 
-Invariant: an attempt is asked for on account of its worker once (`WorkerSession.freed`), and again only if it is not
-handed back for long; who does not obey then is no longer trusted (`health`).
+Invariant: an attempt is asked back on account of its worker once (`WorkerSession.freed`), and again only if it is not
+handed back for long. A worker that still keeps it is given up (`WorkerHealth`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,12 @@ from ebbtide.coordinator.state.coordinator_state import ReleaseRequest, RunningA
 from ebbtide.types.fleet import AttemptRef
 
 log = telemetry.get_logger(__name__)
-#: What was asked for and has not come back is asked for again.
+#: After so long without the attempt it is asked for again.
 _AGAIN_S: Final = 15.0
 
 
 def free(session: WorkerSession, attempts: Iterable[RunningAttempt], reason: str, now: float) -> None:
-    """Have the worker hand these back, unless it was asked to already."""
+    """Ask the worker for these attempts, unless it was asked already."""
     refs = [
         one
         for one in attempts
@@ -30,7 +30,7 @@ def free(session: WorkerSession, attempts: Iterable[RunningAttempt], reason: str
 
 
 def remind(session: WorkerSession, now: float) -> None:
-    """Ask again for what the worker still has long after it was asked for it."""
+    """Ask again for what the worker still has long after the request."""
     if not session.freed:
         return
     session.freed = {name: freed for name, freed in session.freed.items() if name in session.attempts}
@@ -44,5 +44,5 @@ def remind(session: WorkerSession, now: float) -> None:
 
 
 def _ask(session: WorkerSession, refs: Sequence[AttemptRef], reason: str) -> None:
-    session.take(refs, reason)
+    session.ask_back(refs, reason)
     log.info("freed", worker_id=session.worker_id, rollouts=len(refs), reason=reason)

@@ -1,7 +1,6 @@
-"""Which workers can be trusted with work: those heard lately, that make tokens.
+"""Finds workers to give up: silent ones, those that stopped generating, and those that keep what was asked back.
 
-Invariant: every attached session is watched, and no other. Lost with the process: workers attach anew, and all are
-trusted again.
+Invariant: exactly the attached sessions are watched. Lost with the process: workers attach again, and all are trusted.
 """
 
 from collections.abc import Iterable
@@ -13,33 +12,31 @@ from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness
 from ebbtide.scheduling.health.token_progress import FLOOR_S, PAUSE_S, TokenProgress, WorkerActivity
 
-#: What a worker was asked to hand back, it hands back within this, or it is stuck; it was asked several times then.
+#: A worker that hands back nothing for so long, though asked several times, is stuck.
 _OBEYS_S: Final = 45.0
-#: Of its time a borrowed worker is taken to have at least this share.
+#: Least share of its time that a borrowed worker is assumed to have.
 _LEAST_SHARE: Final = 0.05
 
 
 class SuspectWorker(NamedTuple):
-    """A worker to be given up, why, and for how long it has shown no sign of life, or of work."""
-
     session_id: str
     reason: str
-    quiet_s: float
+    quiet_s: float  # since its last sign of life, or of work
 
 
 class WorkerHealth:
     def __init__(self, heartbeat_timeout_s: float, heartbeat_s: float = 1.0) -> None:
-        #: Often enough to tell a worker's silence from our own sleep, and to be late by a tenth at most.
+        #: Often enough to tell a worker's silence from our own sleep, and at most a tenth late.
         self.judge_every_s = min(JUDGE_EVERY_S, heartbeat_timeout_s / 10)
         self._timeout_s = heartbeat_timeout_s
         self._liveness = Liveness(heartbeat_timeout_s)
-        # A worker heard every few seconds is judged by what several heartbeats say.
+        # A worker heard only every few seconds is judged by several heartbeats.
         self._progress = TokenProgress(floor_s=max(FLOOR_S, 2 * heartbeat_s), pause_s=PAUSE_S * max(1.0, heartbeat_s))
         self._progressed: dict[str, float] = {}
-        self._beats: dict[str, tuple[HeartbeatReport, float]] = {}  # the last one, and when its engine had made a token
+        self._beats: dict[str, tuple[HeartbeatReport, float]] = {}  # the last one, and when its engine made a token
 
     def heard(self, session: WorkerSession, now: float) -> None:
-        """Any message came."""
+        """Note that a message came."""
         self._liveness.heard(session.session_id, now)
 
     def quiet_s(self, session: WorkerSession, now: float) -> float:
@@ -47,7 +44,7 @@ class WorkerHealth:
         return self._liveness.since(session.session_id, now)
 
     def gone(self, session: WorkerSession) -> None:
-        """The session is over."""
+        """Forget a session that is over."""
         self._liveness.forget(session.session_id)
         self._progress.forget(session.session_id)
         self._progressed.pop(session.session_id, None)
@@ -86,13 +83,13 @@ class WorkerHealth:
             unread=_unread(session),
             heard=heard,
             made=self._made(session, heard),
-            held=session.beat.held and not session.standing,
+            held=session.beat.held and not session.reclaimed,
             excused=session.storing > 0,
-            standing=session.standing,
+            reclaimed=session.reclaimed,
         )
 
     def _made(self, session: WorkerSession, heard: float) -> float:
-        """When the worker's engine made its last token, as its last heartbeat says; one without work says nothing."""
+        """When the engine made its last token, by the last heartbeat; -inf for a worker without work."""
         beat, made = self._beats.get(session.session_id, (None, -inf))
         if beat is not session.beat:
             made = heard - session.beat.quiet_s if session.beat.quiet_s > 0 else -inf
@@ -101,13 +98,13 @@ class WorkerHealth:
 
 
 def _unread(session: WorkerSession) -> int:
-    """Tokens that the worker has to read before it makes any; a borrowed one has a share of the time for it."""
-    tokens = sum(attempt.waiting.length for attempt in session.pending.values())
+    """Tokens that the worker reads before it makes any; more for a borrowed one, which has only a share of the time."""
+    tokens = sum(attempt.rollout.length for attempt in session.pending.values())
     said = session.beat.borrowed
     return int(tokens / max(_LEAST_SHARE, said.share)) if session.borrowed and said else tokens
 
 
 def _late_s(session: WorkerSession, now: float) -> float:
-    """For how long the worker has kept what it was asked for; 0.0 while it waits for the store to take its tokens."""
+    """For how long the worker has kept what was asked back; 0.0 while it waits for the store to take its tokens."""
     kept = [freed.first for name, freed in session.freed.items() if name in session.attempts]
     return now - min(kept) if kept and not session.storing else 0.0

@@ -1,7 +1,7 @@
-"""Workers: attaching, what they report, and losing them.
+"""Attaches workers, takes in their reports, and detaches lost ones.
 
-Invariant: a worker has at most one session; `state.sessions` holds those whose control stream is open. A session that
-is gone has no attempts. When this process dies, workers keep their attempts and attach again with them.
+Invariant: a worker has at most one session; `state.sessions` holds those with an open control stream. A session that is
+gone has no attempts. When this process dies, workers keep their attempts and attach again with them.
 """
 
 import asyncio
@@ -18,12 +18,7 @@ from ebbtide.coordinator.fleet.engine_changes import may_change, refused
 from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerHealth
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
-from ebbtide.coordinator.state.coordinator_state import (
-    CoordinatorState,
-    OrphanedAttempt,
-    RunningAttempt,
-    WorkerSession,
-)
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState, OrphanedAttempt, RunningAttempt, WorkerSession
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
 from ebbtide.coordinator.state.worker_reports import (
     AttachReport,
@@ -46,31 +41,35 @@ from ebbtide.types.text_bounds import shortened
 from ebbtide.v1 import fleet_pb2
 
 log = telemetry.get_logger(__name__)
-#: A lost worker stays in the listing for so long, if so many were not lost since; so much of its model's name is kept.
+#: A lost worker stays in the listing for so long, unless so many were lost since; its model's name is shortened.
 _LOST_KEPT_S: Final = 60.0
 _LOST_KEPT: Final = 256
 _NAME_BYTES: Final = 256
-#: How long what a lost worker had sent may take to be stored, before its attempts end.
+#: How long a lost worker's last tokens may take to be stored before its attempts end.
 _DRAIN_S: Final = 0.1
-#: After a failed install, before the next try; and how many failures make an old version one that cannot be had.
+#: Pause after a failed install; and how many failures make an old version unavailable.
 _INSTALL_PAUSE_S: Final = 2.0
 _INSTALL_FAILURES: Final = 3
 
 
 class WorkerRegistry:
     def __init__(
-        self, settings: CoordinatorSettings, state: CoordinatorState, attempts: AttemptTransitions, news: RunEventWriter
+        self,
+        settings: CoordinatorSettings,
+        state: CoordinatorState,
+        attempts: AttemptTransitions,
+        run_events: RunEventWriter,
     ) -> None:
-        self._settings, self._state, self._attempts, self._news = settings, state, attempts, news
+        self._settings, self._state, self._attempts, self._run_events = settings, state, attempts, run_events
         self._health = WorkerHealth(settings.heartbeat_timeout_s, settings.heartbeat_s)
         self._flapping = Flapping()
         self.judge_every_s = self._health.judge_every_s
-        self._closing: dict[str, WorkerSession] = {}  # gone, but what they sent is still to be stored
+        self._closing: dict[str, WorkerSession] = {}  # gone, with tokens still to be stored
         self._lost: dict[str, tuple[float, Worker]] = {}
         self._leaving = False
 
     def attach(self, hello: AttachReport) -> tuple[WorkerSession, list[AttemptRef], list[AttemptRef]]:
-        """Open a session. Returns it, the held attempts that go on, and those that are over."""
+        """Open a session. Returns it, the held attempts that continue, and those that are over."""
         check_id(hello.worker_id, field="attach.worker_id")
         for index, held in enumerate(hello.held):
             check_attempt(held.attempt, field=f"attach.held[{index}].attempt")
@@ -89,19 +88,18 @@ class WorkerRegistry:
         self._recognise(session, adopted)
         self._state.sessions[session.session_id] = session
         if hello.run_id and hello.run_id not in self._state.runs:
-            session.say_over(hello.run_id)
+            session.tell_run_ended(hello.run_id)
         self._health.heard(session, now)
         self._state.wake.set()
-        shunned_s = self.shunned_s(session)
+        quarantined_s = self.quarantined_s(session)
         text = f"worker {hello.worker_id} attached"
-        text += f"; it was lost too often, and gets no work for {shunned_s:.0f} s" if shunned_s else ""
-        self._news.of_worker(session, text, "shunned" if shunned_s else "attached")
+        text += f"; it was lost too often, and gets no work for {quarantined_s:.0f} s" if quarantined_s else ""
+        self._run_events.of_worker(session, text, "shunned" if quarantined_s else "attached")
         log.info("attached", worker_id=hello.worker_id, adopted=len(adopted), superseded=len(superseded))
         return session, adopted, superseded
 
     def _recognise(self, session: WorkerSession, adopted: list[AttemptRef]) -> None:
-        """A worker that goes on with attempts has a version of their run. Any other is told to install anew: that costs
-        one that has the version nothing."""
+        """Take the version of a worker that continues attempts as installed; others are told to install one."""
         run = self._state.runs[adopted[0].run_id] if adopted else None
         for version in reversed(run.versions.values()) if run else ():
             if run and version in session.hello.installed:
@@ -111,8 +109,8 @@ class WorkerRegistry:
     def detach(
         self, session: WorkerSession, reason: str, suspect: SuspectWorker | None = None, *, went_on: bool = False
     ) -> None:
-        """The session is over; its attempts wait for the grace and go back in line. Nothing happens the second time.
-        `went_on`: the worker has another session already, and all that it had in this one.
+        """End the session; its attempts are re-queued after the grace. A repeat does nothing. `went_on`: the worker
+        already has another session, with all that it had in this one.
         """
         if session.gone:
             return
@@ -137,10 +135,10 @@ class WorkerRegistry:
         event = "left" if left else state.name.lower()
         log.warning(event, worker_id=session.worker_id, reason=reason, rollouts=lost)
         text = f"worker {session.worker_id} {event}" + ("" if left else f": {reason}; {lost} rollouts go elsewhere")
-        self._news.of_worker(session, text, event, rollouts=lost)
+        self._run_events.of_worker(session, text, event, rollouts=lost)
 
     def _keep_lost(self, worker: Worker, now: float) -> None:
-        """List it as lost for a while. However many come and go, the listing stays a message that arrives."""
+        """List it as lost for a while, within bounds: the listing must fit into one message."""
         if (engine := worker.engine) is not None:
             engine = msgspec.structs.replace(engine, model=shortened(engine.model, _NAME_BYTES), eos_token_ids=())
         self._lost.pop(worker.worker_id, None)  # the newest stand last
@@ -149,40 +147,39 @@ class WorkerRegistry:
             del self._lost[next(iter(self._lost))]
 
     def _orphan_all(self, session: WorkerSession, reason: str, now: float, quiet_s: float, *, suspected: bool) -> int:
-        """Orphan the attempts of a session that is over; returns how many. One that may still have sent tokens gets
-        a moment for them to be stored; one that was silent anyway does not, nor may it have the same rollouts again.
+        """Orphan the attempts of a session that is over; returns how many. Tokens that a lost worker may have sent get
+        a moment to be stored; a suspected worker gets none, and does not get the same rollouts again.
         """
         lost = list(session.attempts.values())
         drains = not suspected and not session.drained.is_set()
         grace = 0.0 if suspected else self._settings.reattach_grace_s
         due = now + max(grace, _DRAIN_S if drains else 0.0)
         cause = EndCause.WORKER_SUSPECTED if suspected else EndCause.WORKER_LOST
-        blame = blames(cause) and not session.standing  # while its host has itself back, no rollout can make a token
+        blame = blames(cause) and not session.reclaimed  # on a reclaimed host no rollout can make a token
         orphaned = OrphanedAttempt(due, EndReason(cause, f"worker lost: {reason}", blame, noticed_s=quiet_s))
         for attempt, tokens in zip(lost, [_lost_at_most(one, session, now) for one in lost], strict=True):
             attempt.lost = tokens
             attempt.orphan(orphaned)
         if lost and drains:
             self._closing[session.session_id] = session
-            self._news.background(self._drain(session, lost, orphaned, now + grace))
+            self._run_events.background(self._drain(session, lost, orphaned, now + grace))
         return len(lost)
 
     async def _drain(
         self, session: WorkerSession, lost: list[RunningAttempt], orphaned: OrphanedAttempt, due: float
     ) -> None:
-        """Let the append stream of a lost worker come to its end before its attempts do."""
+        """Let the append stream of a lost worker end before its attempts do."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
                 await session.drained.wait()
         self._closing.pop(session.session_id, None)
-        at_last = msgspec.structs.replace(orphaned, due=due)
         for attempt in lost:
             if attempt.orphaned is orphaned:
-                attempt.orphaned = at_last
+                attempt.orphaned = OrphanedAttempt(due, orphaned.why)
         self._state.reap.set()
 
     def judge(self, now: float) -> None:
-        """Lose the workers that have been silent, or have made nothing, for too long."""
+        """Detach the workers that have been silent, or have made nothing, for too long."""
         for suspect in self._health.judge(self._state.sessions.values(), now):
             if session := self._state.sessions.get(suspect.session_id):
                 self.detach(session, suspect.reason, suspect)
@@ -191,7 +188,7 @@ class WorkerRegistry:
                 del self._lost[worker_id]
 
     def lacking(self) -> str:
-        """Why no attached worker may be given work; "" if one may."""
+        """Why no attached worker may get work; "" if one may."""
         sessions = self._state.sessions.values()
         if any(self.trusts(session) for session in sessions):
             return ""
@@ -202,12 +199,12 @@ class WorkerRegistry:
         return f"waits for workers: of {len(sessions)} attached, all drain or were lost too often{but}"
 
     def trusts(self, session: WorkerSession) -> bool:
-        """Whether the worker may be given rollouts at all."""
-        return not session.draining and not session.given_up and not self.shunned_s(session)
+        """Whether the worker may get rollouts at all."""
+        return not session.draining and not session.given_up and not self.quarantined_s(session)
 
-    def shunned_s(self, session: WorkerSession) -> float:
-        """For how much longer a worker that was lost too often gets no work."""
-        return self._flapping.shunned_s(session.worker_id, time.monotonic())
+    def quarantined_s(self, session: WorkerSession) -> float:
+        """For how much longer a worker that was lost too often gets no work; 0.0 for any other."""
+        return self._flapping.quarantined_s(session.worker_id, time.monotonic())
 
     def hear(self, session: WorkerSession, message: msgspec.Struct) -> None:
         """Take in one control message."""
@@ -230,18 +227,18 @@ class WorkerRegistry:
                 session.draining, session.state = True, WorkerState.DRAINING
                 session.reason = message.reason or session.reason
                 text = f"worker {session.worker_id} drains" + (f": {message.reason}" if message.reason else "")
-                self._news.of_worker(session, text, "draining", deadline=message.deadline_s)
+                self._run_events.of_worker(session, text, "draining", deadline=message.deadline_s)
 
     def _turned(self, session: WorkerSession) -> None:
-        """The host of a borrowed worker took itself back, or gave itself again: there may be something to place."""
-        if session.standing:
+        """Count a reclaim of a borrowed worker's host; after a grant there may be something to place."""
+        if session.reclaimed:
             metrics.reclaims.inc()
-        log.debug("reclaimed" if session.standing else "granted", worker_id=session.worker_id)
+        log.debug("reclaimed" if session.reclaimed else "granted", worker_id=session.worker_id)
         self._state.wake.set()
 
     def drain(self, worker_id: str, within_s: float) -> int:
-        """Ask a worker to hand over and leave within so many seconds; it is given nothing more. Returns the number of
-        rollouts that it has. A repeat tells it again, so that a nearer deadline counts. Raises `NotFound`.
+        """Ask a worker to hand over and leave within so many seconds; it gets no more work. Returns the number of its
+        rollouts. A repeat sends the deadline again. Raises `NotFound`.
         """
         session = next((one for one in self._state.sessions.values() if one.worker_id == worker_id), None)
         if session is None:
@@ -253,7 +250,7 @@ class WorkerRegistry:
 
     def _installed(self, session: WorkerSession, message: InstalledReport) -> None:
         if message.run_id not in self._state.runs:
-            session.say_over(message.run_id)  # it pulled while it was not attached, perhaps, and was never told
+            session.tell_run_ended(message.run_id)  # it may have pulled while it was not attached
             return
         session.installed = (message.run_id, message.version)
         session.unfit.pop(message.run_id, None)
@@ -268,9 +265,9 @@ class WorkerRegistry:
             run.architecture = session.hello.engine.architecture
         self._state.wake.set()
         if not message.pull_s and not message.pause_s:
-            return  # it had the version already: nothing was installed
+            return  # it had the version already
         if run:
-            self._news.installed(run, session, message)
+            self._run_events.installed(run, session, message)
         metrics.install_seconds.labels("pull").observe(message.pull_s)
         metrics.install_seconds.labels("pause").observe(message.pause_s)
         log.info(
@@ -283,12 +280,12 @@ class WorkerRegistry:
         )
 
     def _engine_changed(self, session: WorkerSession, message: EngineChangedReport) -> None:
-        """The worker's engine was started anew: for what it was asked for, or, where that failed, for its own model."""
+        """Note that the worker's engine restarted: for another architecture or, if that failed, for its own model."""
         session.hello = msgspec.structs.replace(session.hello, engine=message.engine)
         session.installed = None
         metrics.engine_starts.inc()
-        text = f"the engine of worker {session.worker_id} was started anew, for {message.engine.model}"
-        self._news.of_worker(session, text, "changed", seconds=message.seconds)
+        text = f"the engine of worker {session.worker_id} was restarted, for {message.engine.model}"
+        self._run_events.of_worker(session, text, "changed", seconds=message.seconds)
         log.info("engine changed", worker_id=session.worker_id, run_id=message.run_id, seconds=message.seconds)
         self._state.wake.set()
 
@@ -298,24 +295,26 @@ class WorkerRegistry:
         version = message.version.version
         log.warning("install failed", worker_id=session.worker_id, run_id=message.run_id, reason=message.message)
         if (run := self._state.runs.get(message.run_id)) is None:
-            session.say_over(message.run_id)  # what it has pulled so far is kept for the next try
+            session.tell_run_ended(message.run_id)
             return
         now = time.monotonic()
         if message.architecture:
             run.architecture = message.architecture
             if asked:
                 refused(session, message.architecture, now)
-            elif may_change(run, session, now):  # it is asked to, when that pays
+            elif may_change(run, session, now):  # the allocator asks it to, when that pays
                 self._state.wake.set()
                 return
         session.unfit[message.run_id] = now + _INSTALL_PAUSE_S
         text = f"worker {session.worker_id} could not install version {version}: {message.message}"
         key = f"install.{session.worker_id}.{version}"
-        self._news.tell(run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id}))
+        self._run_events.write(
+            run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id})
+        )
         if message.architecture and not run.fitted:
             run.misfits[message.architecture] += 1
             run.architecture = message.architecture
-        if not message.unreachable:  # else it can be had again once the relay is back
+        if not message.unreachable:  # else it is available again once the relay is back
             failures = run.failed_installs[version] = run.failed_installs.get(version, 0) + 1
             if failures >= _INSTALL_FAILURES and version < max(run.versions, default=0):
                 run.versions.pop(version, None)
@@ -323,7 +322,7 @@ class WorkerRegistry:
 
     def _released(self, session: WorkerSession, message: ReleasedReport) -> None:
         cause = EndCause(message.cause)
-        if cause is EndCause.WRONG_VERSION:  # it has another version than we thought: ask again
+        if cause is EndCause.WRONG_VERSION:  # it has another version than the mirror says: tell it again
             session.installed = session.target = None
         why = EndReason(cause, message.reason or "handed back", blames(cause))
         orphaned = OrphanedAttempt(time.monotonic(), why)
@@ -331,7 +330,7 @@ class WorkerRegistry:
             attempt = session.attempts.get(ref.attempt_id)
             if attempt is None or attempt.ref != ref:
                 continue
-            if cause is EndCause.MOVED and attempt.target:  # a move that was given up meanwhile has no target
+            if cause is EndCause.MOVED and attempt.target:  # a move that was given up has no target
                 attempt.orphan(OrphanedAttempt(orphaned.due, EndReason(cause, f"moved to {attempt.target}")))
             else:
                 attempt.orphan(orphaned)
@@ -339,7 +338,7 @@ class WorkerRegistry:
         self._state.wake.set()
 
     def session(self, session_id: str) -> WorkerSession:
-        """The session that a message names. Raises `NotFound` for one that is over or of another coordinator's life."""
+        """The session that a message names. Raises `NotFound` if it is over or another coordinator's."""
         if (session := self._state.sessions.get(session_id)) is not None:
             self._health.heard(session, time.monotonic())
             return session
@@ -353,13 +352,13 @@ class WorkerRegistry:
         return sorted([*listed, *(worker for _, worker in self._lost.values())], key=lambda one: one.worker_id)
 
     def engines(self) -> list[EngineInfo]:
-        """What attached workers generate with, and those lost lately, whose like may come again."""
+        """Engines of attached workers, and of workers lost lately, which may come again."""
         lost = [worker.engine for _, worker in self._lost.values() if worker.engine]
         return [session.hello.engine for session in self._state.sessions.values()] + lost
 
     def _listed(self, session: WorkerSession, state: WorkerState) -> Worker:
-        beat, shunned_s = session.beat, self.shunned_s(session)
-        if shunned_s and state not in {WorkerState.DRAINING, WorkerState.LOST, WorkerState.SUSPECTED}:
+        beat, quarantined_s = session.beat, self.quarantined_s(session)
+        if quarantined_s and state not in {WorkerState.DRAINING, WorkerState.LOST, WorkerState.SUSPECTED}:
             state = WorkerState.SHUNNED
         return Worker(
             worker_id=session.worker_id,
@@ -377,20 +376,20 @@ class WorkerRegistry:
             engine=session.hello.engine,
             waiting=len(session.pending),
             plateau=session.plateau,
-            shunned_s=shunned_s,
+            shunned_s=quarantined_s,
             reason="it was lost too often" if state is WorkerState.SHUNNED else session.reason or session.given_up,
             borrowed=beat.borrowed if session.borrowed else None,
             given_up=bool(session.given_up),
         )
 
     def leave(self) -> None:
-        """This coordinator ends: from here on broken streams are its own doing, and workers keep their attempts."""
+        """Prepare for this coordinator's end: streams that break from now on cost workers no attempts."""
         self._leaving = True
 
 
 def _lost_at_most(attempt: RunningAttempt, session: WorkerSession, now: float) -> int:
-    """Tokens that may have gone with a worker: its flush window, or what it can have made since it sent some last, at
-    twice its usual rate; whichever is less.
+    """Tokens that may be lost with a worker: its flush window, or what it can have made since its last message at twice
+    its usual rate, whichever is less.
     """
     most = attempt.max_tokens - attempt.stored
     if session.hello.flush_tokens:

@@ -1,1 +1,1 @@
-"""Messages in, one call, messages out: the three services on the wire."""
+"""Translates the three services' messages to and from calls."""

@@ -1,4 +1,4 @@
-"""The `WorkerRegistry` service on the wire: the two streams of each worker."""
+"""Serves `ebbtide.v1.Fleet`: each worker's control and append streams."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
 import asyncio
@@ -30,7 +30,7 @@ from ebbtide.wire.record_conversion import from_proto, to_proto
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "ebbtide.v1.Fleet"
-#: A worker that opens a stream says who it is within this time.
+#: A worker that opens a stream must identify itself within this time.
 _HELLO_S: Final = 10.0
 _RECORDS: Final[dict[str, type[msgspec.Struct]]] = {
     "heartbeat": HeartbeatReport,
@@ -104,7 +104,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     async def DrainWorker(
         self, request: fleet_pb2.DrainWorkerRequest, context: Context
     ) -> fleet_pb2.DrainWorkerResponse:
-        if not 0 < request.within_s < math.inf:  # on the control stream 0 is the worker's own drain_timeout_s
+        if not 0 < request.within_s < math.inf:  # on the control stream 0 means the worker's drain_timeout_s
             raise InvalidRequest("must be seconds from now, more than 0", field="within_s")
         worker_id = check_id(request.worker_id, field="worker_id")
         return fleet_pb2.DrainWorkerResponse(running=self._fleet.drain(worker_id, request.within_s))

@@ -1,4 +1,4 @@
-"""The `Rollouts` service on the wire."""
+"""Serves `ebbtide.v1.Rollouts`."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
 from collections.abc import AsyncIterator

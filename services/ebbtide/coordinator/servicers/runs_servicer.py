@@ -1,4 +1,4 @@
-"""The `Runs` service on the wire."""
+"""Serves `ebbtide.v1.Runs`."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
 import math
@@ -58,13 +58,13 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         return self._lease(request, run)
 
     def _lease(self, ref: runs_pb2.LeaseRef, run: Run) -> runs_pb2.Lease:
-        life = self._runs.store_life
+        incarnation = self._runs.incarnation
         return runs_pb2.Lease(
             ref=ref,
             ttl_s=self._ttl_s,
             run=to_proto(run, runs_pb2.Run),
-            store_life=life.name,
-            durable_after_s=life.durable_after_s,
+            store_life=incarnation.name,
+            durable_after_s=incarnation.durable_after_s,
         )
 
     async def ReleaseLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Empty:

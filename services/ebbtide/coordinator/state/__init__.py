@@ -1,1 +1,1 @@
-"""What a coordinator remembers, and who is told when it changes."""
+"""Holds a coordinator's runs, attempts and workers, and notifies watchers of changes."""

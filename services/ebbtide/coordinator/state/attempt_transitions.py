@@ -1,7 +1,7 @@
-"""The moves of attempts: given to a worker, adopted, orphaned, re-queued, ended.
+"""Starts, adopts, orphans, re-queues and ends attempts.
 
-Invariant: the store moves first, the mirror follows under the run's lock; so whatever this process dies in the midst
-of, the next one reads from the store what had been done.
+Invariant: the store changes first, and the mirror follows under the run's lock. So a process that dies halfway leaves
+in the store what had been done, and the next one reads it.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from ebbtide.coordinator.state.coordinator_state import (
     OrphanedAttempt,
     RunningAttempt,
     RunState,
+    UnconfirmedAttempt,
     WorkerSession,
 )
 from ebbtide.coordinator.state.notifier import Notifier
-from ebbtide.coordinator.state.unconfirmed_attempts import keep_unconfirmed
 from ebbtide.errors import LeaseSuperseded, NotFound, StoreUnavailable
 from ebbtide.rpc.run_endings import EndedRun
-from ebbtide.scheduling.dispatch.attempt_endings import dead_letter
+from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
@@ -42,12 +42,12 @@ from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
 
 log = telemetry.get_logger(__name__)
-#: Bytes of assignments per message, well under a message's limit together with one rollout of the largest size.
+#: Bytes of assignments per message: with one more rollout of the largest size it is well under the message limit.
 _BATCH_BYTES: Final = 256 << 10
 
 
-def waiting(request: RolloutRequest, *, place: int, group: int, length: int) -> QueuedRollout:
-    """A new rollout as it stands in line from now on. `group`: the place of the first of its group."""
+def new_entry(request: RolloutRequest, *, place: int, group: int, length: int) -> QueuedRollout:
+    """The queue entry of a new rollout. `group`: the place of its group's first rollout."""
     return QueuedRollout(
         rollout_id=request.rollout_id,
         episode_id=request.episode_id,
@@ -62,59 +62,59 @@ def waiting(request: RolloutRequest, *, place: int, group: int, length: int) -> 
     )
 
 
-def standing(row: OpenRollout, *, group: int) -> QueuedRollout:
-    """A rollout that the store has already, as it stands in line from now on. `group`: see `waiting`."""
-    fresh = waiting(row.request, place=row.place, group=group, length=row.prompt_len + row.stored)
+def stored_entry(row: OpenRollout, *, group: int) -> QueuedRollout:
+    """The queue entry of a rollout that the store already has."""
+    fresh = new_entry(row.request, place=row.place, group=group, length=row.prompt_len + row.stored)
     budget = max(1, row.request.sampling.max_tokens - row.stored)
-    return msgspec.structs.replace(fresh, avoid=row.avoid, barren=row.barren, made=row.stored, budget=budget)
+    return msgspec.structs.replace(fresh, avoid=row.avoid, no_progress=row.barren, made=row.stored, budget=budget)
 
 
 class AttemptTransitions:
-    """`barren_limit`, `keep_ended_s`: see `Settings`."""
+    """`no_progress_limit`: `barren_attempts` of the settings; `keep_ended_s`: see there."""
 
     def __init__(
-        self, state: CoordinatorState, store: Store, bells: Notifier, *, barren_limit: int, keep_ended_s: float
+        self, state: CoordinatorState, store: Store, notifier: Notifier, *, no_progress_limit: int, keep_ended_s: float
     ) -> None:
-        self._state, self._store, self._bells = state, store, bells
-        self._barren_limit, self._keep_ended_s = barren_limit, keep_ended_s
-        self._ending: set[asyncio.Future[None]] = set()  # runs that are being ended
+        self._state, self._store, self._notifier = state, store, notifier
+        self._no_progress_limit, self._keep_ended_s = no_progress_limit, keep_ended_s
+        self._ending: set[asyncio.Future[None]] = set()  # calls that end runs
 
     async def start(self, run: RunState, placements: Sequence[Placement], by_worker: dict[str, WorkerSession]) -> None:
-        """Give queued rollouts to workers. Call with the run's lock held."""
+        """Assign queued rollouts to workers. Call with the run's lock held."""
         chosen = [(one.rollout_id, new_fence(), by_worker[one.worker_id]) for one in placements]
         rows = [(rollout_id, attempt_id, session.worker_id) for rollout_id, attempt_id, session in chosen]
         placed = await self._store.rollouts.place(run.run_id, rows)
         batches: dict[WorkerSession, list[fleet_pb2.Assignment]] = defaultdict(list)
         for (rollout_id, attempt_id, session), given in zip(chosen, placed, strict=True):
-            stood = run.line.take(rollout_id)
-            if given is None or stood is None:
-                run.stale |= stood is not None  # it does not wait any more in the store: read what it does
+            queued = run.queue.take(rollout_id)
+            if given is None or queued is None:
+                run.stale |= queued is not None  # the store no longer has it as queued: read it again
                 continue
             attempt = RunningAttempt(
                 run_id=run.run_id,
                 attempt_id=attempt_id,
-                waiting=stood,
+                rollout=queued,
                 start=token_count(given.partial),
                 max_tokens=given.request.sampling.max_tokens,
                 number=given.attempts,
                 given=time.monotonic(),
             )
             run.running[rollout_id] = attempt
-            run.settle_at(stood.episode_id, session.session_id)
+            run.remember_home(queued.episode_id, session.session_id)
             _record(attempt, given, session)
             if session.gone:
                 left = EndReason(EndCause.NOT_HELD, "its worker left as the rollout was given to it")
                 attempt.orphan(OrphanedAttempt(time.monotonic(), left))
                 self._state.reap.set()
                 continue
-            attempt.give(session)
+            attempt.assign(session)
             batches[session].append(_assignment(attempt, given, run.spec.policy))
         for session, assignments in batches.items():
             _send(session, assignments)
-        self._bells.ring("events", run.run_id)
+        self._notifier.notify("events", run.run_id)
 
     async def requeue_due(self, now: float) -> float | None:
-        """Put orphans that are due back in line. Returns when the next one is due, if any waits."""
+        """Put orphans that are due back into the queue. Returns when the next one is due, if any."""
         next_due: float | None = None
         for run in list(self._state.runs.values()):
             due: dict[OrphanedAttempt, list[RunningAttempt]] = defaultdict(list)
@@ -133,14 +133,14 @@ class AttemptTransitions:
 
     async def _requeue(self, run: RunState, attempts: Sequence[RunningAttempt], why: EndReason) -> None:
         async with run.changing():
-            lost = [EndedAttempt(one.waiting.rollout_id, one.attempt_id, one.lost) for one in attempts]
+            lost = [EndedAttempt(one.rollout.rollout_id, one.attempt_id, one.lost) for one in attempts]
             found = await self._store.rollouts.requeue(run.run_id, lost, why)
-            rows = [(one, row) for one, row in zip(attempts, found, strict=True) if self._back_in_line(run, one, row)]
+            rows = [(one, row) for one, row in zip(attempts, found, strict=True) if self._put_back(run, one, row)]
             for attempt, row in rows:
                 log.info(
                     "requeued",
                     run_id=run.run_id,
-                    rollout_id=attempt.waiting.rollout_id,
+                    rollout_id=attempt.rollout.rollout_id,
                     offset=row.stored if row else 0,
                     cause=why.cause.name,
                     reason=why.text,
@@ -148,48 +148,49 @@ class AttemptTransitions:
             if rows:
                 metrics.count_requeued(why, len(rows), sum(attempt.lost for attempt, _ in rows))
             letters = [
-                (attempt.waiting.rollout_id, message)
+                (attempt.rollout.rollout_id, message)
                 for attempt, row in rows
-                if row and (message := dead_letter(row.barren, row.evidence, limit=self._barren_limit))
+                if row and (message := dead_letter_message(row.barren, row.evidence, limit=self._no_progress_limit))
             ]
-            if letters:
-                await self.bury(run, letters)
+            await self.dead_letter(run, letters)
         self._state.wake.set()
 
-    def _back_in_line(self, run: RunState, attempt: RunningAttempt, row: RequeuedRollout | None) -> bool:
-        """The store answered `row` for an attempt that was to end; False if the store knows better."""
-        rollout_id = attempt.waiting.rollout_id
+    def _put_back(self, run: RunState, attempt: RunningAttempt, row: RequeuedRollout | None) -> bool:
+        """Queue the rollout of an attempt for which the store answered `row`; False if the attempt had finished."""
+        rollout_id = attempt.rollout.rollout_id
         if run.running.get(rollout_id) is attempt:
             del run.running[rollout_id]
         if row is None:  # it finished while the store was asked
             run.stale = True
             return False
-        stood = msgspec.structs.replace(
-            attempt.waiting,
-            length=attempt.waiting.length + row.stored - attempt.start,
+        queued = msgspec.structs.replace(
+            attempt.rollout,
+            length=attempt.rollout.length + row.stored - attempt.start,
             since=time.monotonic(),
             avoid=row.avoid,
-            barren=row.barren,
+            no_progress=row.barren,
             prefer=attempt.target,
             made=row.stored,
             budget=max(1, attempt.max_tokens - row.stored),
         )
-        run.line.add(stood)
+        run.queue.add(queued)
         return True
 
-    async def bury(self, run: RunState, letters: Sequence[tuple[str, str]]) -> None:
-        """Make dead letters of queued rollouts. Call with the run's lock held."""
+    async def dead_letter(self, run: RunState, letters: Sequence[tuple[str, str]]) -> None:
+        """Turn queued rollouts into dead letters. Call with the run's lock held."""
+        if not letters:
+            return
         ended = await self._store.rollouts.dead_letter(run.run_id, letters)
         metrics.dead_letters.inc(ended)
         for rollout_id, message in letters:
             log.warning("dead letter", run_id=run.run_id, rollout_id=rollout_id, evidence=message)
             run.end(rollout_id)
-            self._bells.ring("tokens", run.run_id, rollout_id)
-        self._bells.ring("finished", run.run_id)
-        self._bells.ring("events", run.run_id)
+            self._notifier.notify("tokens", run.run_id, rollout_id)
+        self._notifier.notify("finished", run.run_id)
+        self._notifier.notify("events", run.run_id)
 
     def adopt(self, session: WorkerSession, held: Iterable[AttemptRef]) -> tuple[list[AttemptRef], list[AttemptRef]]:
-        """Sort what a worker still has into attempts that go on and attempts that are over."""
+        """Sort a worker's attempts into those that continue and those that are over."""
         adopted, superseded = [], []
         for ref in held:
             run = self._state.runs.get(ref.run_id)
@@ -199,12 +200,12 @@ class AttemptTransitions:
             elif attempt is None or attempt.attempt_id != ref.attempt_id or not _free(attempt, session):
                 superseded.append(ref)
             else:
-                attempt.give(session)
+                attempt.assign(session)
                 adopted.append(ref)
         return adopted, superseded
 
     def over(self, run: RunState, ended: Iterable[tuple[str, str]]) -> None:
-        """The store ended these running rollouts (rollout, attempt): their workers may stop."""
+        """Stop the workers of running rollouts (rollout, attempt) that the store ended."""
         for rollout_id, attempt_id in ended:
             attempt = run.running.get(rollout_id)
             session = attempt.session if attempt and attempt.attempt_id == attempt_id else None
@@ -216,8 +217,8 @@ class AttemptTransitions:
     async def end_run(
         self, run_id: str, status: RunStatus, message: str, *, drop: str, lease: LeaseRef | None = None
     ) -> None:
-        """End a run and all attempts in it, also if who asks goes away meanwhile: the store may have ended it by then,
-        and all that it took is to be given back. Raises `NotReady`: see `Runs.end`.
+        """End a run and all its attempts, even if the caller is cancelled meanwhile: the store may have ended it by
+        then, and everything that the run uses must be freed. Raises `NotReady`: see `Runs.end`.
         """
         ending = asyncio.ensure_future(self._end_run(run_id, status, message, drop, lease))
         self._ending.add(ending)
@@ -233,7 +234,7 @@ class AttemptTransitions:
         try:
             await self._store.runs.end(run_id, status, message, drop=drop, lease=lease, keep_s=self._keep_ended_s)
         except StoreUnavailable:
-            if (run := self._state.runs.get(run_id)) is not None:  # it may have ended all the same: look
+            if (run := self._state.runs.get(run_id)) is not None:  # it may have ended all the same: read it again
                 run.stale = True
                 self._state.wake.set()
             raise
@@ -242,9 +243,7 @@ class AttemptTransitions:
 
     @asynccontextmanager
     async def while_it_lives(self, run: RunState) -> AsyncIterator[None]:
-        """What is done to one run holds up no other: one that the store has ended (the answer was lost, or waits to be
-        durable) or lost leaves the mirror then.
-        """
+        """Drop the run from the mirror if the store has ended or lost it, so that other runs are handled as usual."""
         try:
             yield
         except (LeaseSuperseded, NotFound) as error:
@@ -252,31 +251,31 @@ class AttemptTransitions:
             await self.run_over(run.run_id)
 
     async def run_over(self, run_id: str, status: RunStatus | None = None) -> None:
-        """The store ended the whole run; without a `status`, or lost it. Nothing happens the second time."""
+        """Drop a run that the store ended (or, without a `status`, may have lost). A repeat does nothing."""
         if (run := self._state.runs.get(run_id)) is not None:
             async with run.lock:
                 self._drop_run(run)
             with suppress(NotFound, StoreUnavailable):
                 status = status or (await self._store.runs.read(run_id)).status
-            if status is not None and status.ended:  # who keeps its data elsewhere is never told of one that is lost
+            if status is not None and status.ended:  # of a lost run, others keep their data
                 self._state.endings.tell(EndedRun(run_id, status))
 
     def _drop_run(self, run: RunState) -> None:
         run.ended = True
-        run.settled.set()  # appends that wait are told that it is over
+        run.reconciled.set()  # waiting appends learn that it is over
         self._state.runs.pop(run.run_id, None)
         for session in self._state.sessions.values():
             session.forget(run.run_id)
         for topic in ("events", "finished", "trajectories"):
-            self._bells.ring(topic, run.run_id)
-        for rollout_id in (*run.running, *(one.rollout_id for one in run.line)):
-            self._bells.ring("tokens", run.run_id, rollout_id)
+            self._notifier.notify(topic, run.run_id)
+        for rollout_id in (*run.running, *(one.rollout_id for one in run.queue)):
+            self._notifier.notify("tokens", run.run_id, rollout_id)
         self._state.ended.add(run.run_id)
         self._state.wake.set()
         self._state.reap.set()
 
     async def tally(self) -> None:
-        """Count how long rollouts took to go on, as seen since the last time. What cannot be counted now is not."""
+        """Count the resume times seen since the last call; those that cannot be counted now are dropped."""
         seen, self._state.resumes[:] = list(self._state.resumes), []
         by_run: dict[str, list[tuple[str, float]]] = defaultdict(list)
         for run_id, seconds in seen:
@@ -288,15 +287,39 @@ class AttemptTransitions:
                     await self._store.rollouts.tally(run_id, observations)
 
     async def sweep_ended(self) -> None:
-        """Delete what ended runs have left."""
+        """Delete the data of ended runs."""
         for run_id in list(self._state.ended):
             while await self._store.runs.sweep(run_id):
                 pass
             self._state.ended.discard(run_id)
 
 
+def keep_unconfirmed(state: CoordinatorState, run: RunState, ref: AttemptRef, session: WorkerSession) -> bool:
+    """Whether a worker may keep, for now, an attempt that this coordinator does not know: the store forgot it, or it
+    began just before store and coordinator restarted together.
+    """
+    unconfirmed = run.unconfirmed.get(ref.rollout_id)
+    if unconfirmed is None and state.doubtful and ref.rollout_id not in run.running:
+        nothing = VersionBounds(0, 0)
+        queued = QueuedRollout(rollout_id=ref.rollout_id, episode_id="", bounds=nothing, length=0, place=0)
+        attempt = RunningAttempt(
+            run_id=ref.run_id,
+            attempt_id=ref.attempt_id,
+            rollout=queued,
+            start=0,
+            max_tokens=1 << 32,
+            given=time.monotonic(),  # not known; an earlier time would make the worker seem stalled
+        )
+        unconfirmed = run.unconfirmed[ref.rollout_id] = UnconfirmedAttempt(attempt, state.doubt_until, newer=False)
+        run.stale = True
+    if unconfirmed is None or unconfirmed.attempt.attempt_id != ref.attempt_id:
+        return False
+    unconfirmed.attempt.assign(session)
+    return True
+
+
 def _free(attempt: RunningAttempt, session: WorkerSession) -> bool:
-    """Whether the worker that shows up with the attempt may go on with it: nobody else has it, nor is it leaving."""
+    """Whether the worker that attached with the attempt may continue it: no other worker has it, nor is it leaving."""
     other = attempt.session is not None and attempt.session.worker_id != session.worker_id
     taken = attempt.orphaned is not None and attempt.orphaned.why.avoid
     return not other and not taken and not attempt.leaving
@@ -304,7 +327,7 @@ def _free(attempt: RunningAttempt, session: WorkerSession) -> bool:
 
 def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSession) -> None:
     metrics.attempts.inc()
-    metrics.placement_seconds.observe(time.monotonic() - attempt.waiting.since)
+    metrics.placement_seconds.observe(time.monotonic() - attempt.rollout.since)
     if given.attempts > 1:
         if given.partial:
             metrics.resumptions.inc()
@@ -312,7 +335,7 @@ def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSessio
         log.info(
             "resumed",
             run_id=attempt.run_id,
-            rollout_id=attempt.waiting.rollout_id,
+            rollout_id=attempt.rollout.rollout_id,
             worker_id=session.worker_id,
             offset=token_count(given.partial),
             attempt=given.attempts,

@@ -1,7 +1,6 @@
-"""Waking those who wait for news in the store: watchers read it by cursor, and sleep until their topic is rung.
+"""Wakes watchers, who read the store by cursor and sleep until their topic is notified.
 
-Invariant: a topic is here only while somebody listens to it. Nothing is lost if a ring is: watchers look again by
-themselves from time to time.
+Invariant: a topic exists only while it has listeners. A lost notification loses no data: watchers also poll.
 """
 
 import asyncio
@@ -11,31 +10,31 @@ from contextlib import contextmanager, suppress
 from typing import Final, Protocol, TypeVar
 
 Topic = tuple[str, ...]
-#: How long a watcher sleeps at most: when there was nothing, and when what there was need not have been all.
+#: A watcher's longest sleep after an empty page, and after a page that may not have been the last.
 _LOOK_AGAIN_S: Final = 2.0
 _SOON_S: Final = 0.01
-#: So many records in a page, and there are more behind it.
+#: After a page of so many records the next one is read at once.
 _MANY: Final = 16
 
 
 class Notifier:
     def __init__(self) -> None:
         self._listeners: dict[Topic, set[asyncio.Event]] = {}
-        self._kinds: Counter[str] = Counter()  # how many listen to topics of each kind, which is what they begin with
+        self._kinds: Counter[str] = Counter()  # listeners by kind, the topic's first part
 
-    def ring(self, *topic: str) -> None:
+    def notify(self, *topic: str) -> None:
         for event in self._listeners.get(topic, ()):
             event.set()
 
-    def ring_all(self, kind: str, run_id: str, members: Iterable[str]) -> None:
-        """Ring `(kind, run_id, member)` for each; cheap while nobody listens to any of the kind."""
+    def notify_all(self, kind: str, run_id: str, members: Iterable[str]) -> None:
+        """Notify `(kind, run_id, member)` for each member; cheap while the kind has no listener."""
         if self._kinds[kind]:
             for member in members:
-                self.ring(kind, run_id, member)
+                self.notify(kind, run_id, member)
 
     @contextmanager
     def listening(self, *topic: str) -> Iterator[asyncio.Event]:
-        """An event set by each ring, from now on."""
+        """An event that each notification sets from now on."""
         event = asyncio.Event()
         self._listeners.setdefault(topic, set()).add(event)
         self._kinds[topic[0]] += 1
@@ -48,11 +47,11 @@ class Notifier:
                 del self._listeners[topic]
 
 
-async def rung_or_late(rung: asyncio.Event, *, soon: bool = False) -> None:
-    """Sleep until the next ring, or until it is time to look again without one."""
+async def notified_or_late(notified: asyncio.Event, *, soon: bool = False) -> None:
+    """Sleep until the next notification, or the next poll."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_SOON_S if soon else _LOOK_AGAIN_S):
-            await rung.wait()
+            await notified.wait()
 
 
 class CursorReader(Protocol):
@@ -64,15 +63,15 @@ C = TypeVar("C", bound=CursorReader)
 
 
 async def follow(
-    bells: Notifier, topic: Topic, read: Callable[[str], Awaitable[list[C]]], cursor: str, ended: Callable[[], bool]
+    notifier: Notifier, topic: Topic, read: Callable[[str], Awaitable[list[C]]], cursor: str, ended: Callable[[], bool]
 ) -> AsyncIterator[C]:
     """All records after `cursor`, page by page, then new ones, until `ended` and nothing is left.
 
-    One page is in memory at a time, and the next is read when the last was taken: a slow reader holds up itself alone.
+    Only one page is in memory at a time: a slow reader delays nobody else.
     """
-    with bells.listening(*topic) as rung:
+    with notifier.listening(*topic) as notified:
         while True:
-            rung.clear()
+            notified.clear()
             over = ended()
             page = await read(cursor)
             for record in page:
@@ -81,4 +80,4 @@ async def follow(
             if over and not page:
                 return
             if len(page) < _MANY:
-                await rung_or_late(rung, soon=bool(page))
+                await notified_or_late(notified, soon=bool(page))

@@ -1,4 +1,4 @@
-"""The coordinator's own events for runs' watchers, written in the background: worth a try, and holding up nobody."""
+"""Writes the coordinator's own events for runs' watchers, in the background and without a guarantee."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -16,31 +16,31 @@ log = telemetry.get_logger(__name__)
 
 
 class RunEventWriter:
-    def __init__(self, state: CoordinatorState, store: Store, bells: Notifier) -> None:
-        self._state, self._store, self._bells = state, store, bells
+    def __init__(self, state: CoordinatorState, store: Store, notifier: Notifier) -> None:
+        self._state, self._store, self._notifier = state, store, notifier
         self._tasks: set[asyncio.Task[None]] = set()
 
     def of_worker(self, session: WorkerSession, text: str, state: str, **values: float) -> None:
-        """Tell the run that the worker serves, or every run if it serves none yet."""
+        """Write it to the run that the worker serves, or to every run if it serves none yet."""
         event = RunEvent(
             kind="worker", message=text, values=values, labels={"worker": session.worker_id, "state": state}
         )
         mine = self._state.runs.get(session.run_id)
         for run in [mine] if mine else list(self._state.runs.values()):
-            self.tell(run, event)
+            self.write(run, event)
 
     def installed(self, run: RunState, session: WorkerSession, message: InstalledReport) -> None:
-        """Tell the run how long a worker took to have a version, and stood still for it."""
+        """Write how long a worker took to install a version, and how long it paused for that."""
         version = message.version.version
         values = {"version": float(version), "pull_s": message.pull_s, "pause_s": message.pause_s}
         text = f"worker {session.worker_id} installed version {version}"
-        self.tell(run, RunEvent(kind="installed", message=text, values=values, labels={"worker": session.worker_id}))
+        self.write(run, RunEvent(kind="installed", message=text, values=values, labels={"worker": session.worker_id}))
 
-    def tell(self, run: RunState, event: RunEvent) -> None:
+    def write(self, run: RunState, event: RunEvent) -> None:
         self.background(self._write(run, event))
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`, which raises nothing, beside everything else; `close` ends it."""
+        """Run `work`, which raises nothing, in the background until `close`."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -50,7 +50,7 @@ class RunEventWriter:
             await self._store.events.note(run.run_id, event)
         except EbbtideError as error:
             log.warning("event lost", run_id=run.run_id, event_kind=event.kind, reason=str(error))
-        self._bells.ring("events", run.run_id)
+        self._notifier.notify("events", run.run_id)
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -1,6 +1,5 @@
-"""What workers say on the control stream, as checked records: a number that cannot be is refused here, by its name, so
-that nobody who reckons with one has to doubt it. A text that is too long is cut instead: nobody is kept from leaving by
-what they have to say.
+"""Checks what workers report on the control stream. Impossible numbers are refused by field name, so that decisions can
+trust them. Texts that are too long are cut instead: no worker is kept from leaving by a text.
 """
 
 from typing import Annotated, Final, TypeAlias
@@ -13,13 +12,13 @@ from ebbtide.types.fleet import AttemptRef, BorrowedState, EngineInfo, WorkerKin
 from ebbtide.types.text_bounds import shortened
 from ebbtide.types.weights import PolicyVersion
 
-#: Thirty years of seconds; counts that a float holds exactly; more tokens/s than any machine makes.
+#: Thirty years; counts that a float holds exactly; more tokens/s than any machine generates.
 _Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 _Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
 _Rate: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
-#: Two clocks are not read at once.
+#: The worker reads its two clocks one after the other.
 _SLACK_S: Final = 1.0
-#: What a worker says of itself; the rest is said of it.
+#: States that a worker reports itself; the coordinator finds the others.
 _SAID: Final = frozenset({WorkerState.READY, WorkerState.INSTALLING, WorkerState.DRAINING})
 
 
@@ -69,15 +68,11 @@ class InstalledReport(Struct, frozen=True, kw_only=True):
 
 
 class InstallFailedReport(Struct, frozen=True, kw_only=True):
-    """`architecture`: of the version, where it is not the engine's. `unreachable`: the relay was away, and nothing is
-    known against the version.
-    """
-
     version: PolicyVersion
     run_id: str
     message: str = ""
-    architecture: Annotated[str, Meta(max_length=128)] = ""
-    unreachable: bool = False
+    architecture: Annotated[str, Meta(max_length=128)] = ""  # of the version, if it is not the engine's
+    unreachable: bool = False  # the relay was away: the version itself may be good
 
     def __post_init__(self) -> None:
         force_setattr(self, "message", shortened(self.message))
@@ -90,13 +85,11 @@ class EngineChangedReport(Struct, frozen=True, kw_only=True):
 
 
 class ReleasedReport(Struct, frozen=True, kw_only=True):
-    """Attempts handed back. What no worker can say of one, or only one of a later release, counts as FAILED, unless the
-    text says better.
-    """
+    """Attempts handed back. An unknown cause counts as FAILED, unless the text implies another."""
 
     attempts: tuple[AttemptRef, ...] = ()
     reason: str = ""  # for people
-    cause: int = 0  # an `EndCause`; a worker of the former release leaves it out
+    cause: int = 0  # an `EndCause`; a worker of the former release omits it
 
     def __post_init__(self) -> None:
         said = next((one for one in (self.cause, cause_of(self.reason)) if one in HAND_BACKS), EndCause.FAILED)
@@ -105,7 +98,7 @@ class ReleasedReport(Struct, frozen=True, kw_only=True):
 
 
 class DrainNotice(Struct, frozen=True, kw_only=True):
-    deadline_s: Annotated[float, Meta(ge=0)] = 0.0  # a cloud may give any notice, and nobody reckons with it
+    deadline_s: Annotated[float, Meta(ge=0)] = 0.0  # a cloud may give any notice; no decision uses it
     reason: str = ""
 
     def __post_init__(self) -> None:

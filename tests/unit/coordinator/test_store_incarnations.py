@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
+from ebbtide.coordinator.state.attempt_transitions import keep_unconfirmed
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
-from ebbtide.coordinator.state.unconfirmed_attempts import keep_unconfirmed
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.store.rollout_rows import AdoptedAttempt, AttemptFate
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, WorkerKind
@@ -36,21 +36,21 @@ def scene() -> tuple[CoordinatorState, RunState, WorkerSession]:
     return state, run, session
 
 
-def test_a_widow_does_not_count_as_waiting_since_ever() -> None:
+def test_an_unconfirmed_attempt_does_not_seem_to_have_waited_for_ever() -> None:
     before = time.monotonic()
     _, _, session = scene()
     assert session.attempts["attempt"].given >= before
 
 
-async def test_a_widow_may_expire_while_the_store_is_asked_for_it() -> None:
+async def test_an_unconfirmed_attempt_may_expire_while_the_store_is_asked_for_it() -> None:
     state, run, session = scene()
     store: Any = Store()
-    lives = StoreIncarnations(state, store, lease_ttl_s=10.0)
+    incarnations = StoreIncarnations(state, store, lease_ttl_s=10.0)
 
     def expire() -> None:
-        run.widows["a"].attempt.part()  # its worker left
-        lives.expire(run)
+        run.unconfirmed["a"].attempt.unassign()  # its worker left
+        incarnations.expire_unconfirmed(run)
 
     store.meanwhile = expire
-    await lives.remarry(run)
-    assert (run.widows, session.attempts) == ({}, {})
+    await incarnations.confirm(run)
+    assert (run.unconfirmed, session.attempts) == ({}, {})

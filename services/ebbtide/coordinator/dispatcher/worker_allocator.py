@@ -1,10 +1,9 @@
-"""Several runs on one fleet, put into practice: which run each worker is to serve, and what becomes of the rollouts of
-the run that it leaves.
+"""Assigns workers to runs by fair shares, and hands over the rollouts of the run that a worker leaves.
 
-Invariant: `WorkerSession.run_id` is written here alone while the session lives (but for a run's end, and for a worker
-that attaches with rollouts); a worker is given rollouts of that run only, and installs its weights once it holds none
-of another. What it holds of the run that it leaves is finished there if that is soon, else handed over with its tokens.
-Lost with the process: nobody is owed anything then, and what changes cost is learnt anew.
+Invariant: only this class writes `WorkerSession.run_id` while the session is attached (except for a run's end, and a
+worker that attaches with rollouts). A worker gets rollouts of that run only, and installs its weights once it holds
+none of another run. Rollouts of the run that it leaves finish there if that is soon; others are handed over with their
+tokens. Lost with the process: no run is owed anything then, and the cost of changes is learnt again.
 """
 
 import time
@@ -28,13 +27,13 @@ from ebbtide.scheduling.fair_share.shares import Demand, entitled
 from ebbtide.types.run import RunShare
 
 log = telemetry.get_logger(__name__)
-#: Deciding takes at most so much of the time: a large fleet is looked at less often.
+#: Largest share of the time spent on deciding: a large fleet is decided less often.
 _LOAD: Final = 0.05
 _LEAVES: Final = "its worker goes over to another run"
 
 
-class FleetSharing:
-    """`slice_s`: see `Settings.slice_s`."""
+class WorkerAllocator:
+    """`slice_s`: see the settings."""
 
     def __init__(
         self,
@@ -51,24 +50,24 @@ class FleetSharing:
         self._due: dict[str, RunDue] = {}
         self._starved: dict[str, float] = {}  # run -> since when it has work and no worker
         self._next = 0.0
-        self._settled = time.monotonic()
+        self._accounted = time.monotonic()
 
     def decide(self, now: float) -> None:
-        """Settle who is owed what, and say which run each worker is to serve."""
+        """Update what runs are owed, and assign a run to each worker."""
         if now < self._next:
             return
         sessions = [one for one in self._state.sessions.values() if not one.draining]
         trusted = [one for one in sessions if self._fleet.trusts(one)]
-        self._settle(trusted, now)
+        self._update_accounts(trusted, now)
         demands = self._demands(trusted, now)
         held = self._allot(trusted, demands, now)
-        # Apart: they pull, and a run that has none but them is not served.
+        # Apart from the trusted ones: these only pull weights, so a run with no others is not served.
         self._allot([one for one in sessions if one not in trusted], demands, now)
         self._tell(entitled(demands, len(trusted)), held)
         self._next = now + (time.monotonic() - now) / _LOAD
 
     def hand_over(self, now: float) -> None:
-        """Have workers hand back what they would not soon finish of runs that they are to leave."""
+        """Ask workers for rollouts of runs that they leave, unless these finish soon."""
         for session in self._state.sessions.values():
             remind(session, now)
             if session.gone or all(run_id == session.run_id for run_id, _ in session.held):
@@ -88,24 +87,24 @@ class FleetSharing:
             ]
             free(session, left, _LEAVES, now)
 
-    def _settle(self, sessions: Sequence[WorkerSession], now: float) -> None:
+    def _update_accounts(self, sessions: Sequence[WorkerSession], now: float) -> None:
         made: dict[str, int] = {}
         for run in self._state.runs.values():
             if run.made:
                 made[run.run_id], run.made = run.made, 0
         resting = sum(one.run_id == REST for one in sessions)
-        # Rollouts may be shorter than the time between two looks.
-        worked = (one for one in sessions if one.attempts or one.progressed >= self._settled)
-        working, self._settled = sum(one.run_id != REST for one in worked), now
+        # A rollout may begin and end between two calls.
+        worked = (one for one in sessions if one.attempts or one.progressed >= self._accounted)
+        working, self._accounted = sum(one.run_id != REST for one in worked), now
         turn = turn_s(self._slice_s, self._state.changes.typical())
         self._accounts.tick(made, self._due, workers=working + resting, resting=resting, turn_s=turn, now=now)
         self._state.changes.keep({one.worker_id for one in self._state.sessions.values()})
 
     def _demands(self, sessions: Sequence[WorkerSession], now: float) -> list[Demand]:
-        """Of the runs with work and a version to do it with."""
+        """The demands of the runs that have work and a version."""
         slots = sum(one.hello.slots for one in sessions) / len(sessions) if sessions else 1.0
         runs = [run for run in self._state.runs.values() if run.versions]
-        wanted = {run.run_id: float(ceil((len(run.line) + len(run.running)) / slots)) for run in runs}
+        wanted = {run.run_id: float(ceil((len(run.queue) + len(run.running)) / slots)) for run in runs}
         believed = self._wants.believed(wanted, change_s=self._state.changes.typical(), now=now)
         served = {one.run_id for one in sessions}
         starved = {run_id: self._starved.get(run_id, now) for run_id in believed if run_id not in served}
@@ -124,8 +123,8 @@ class FleetSharing:
         ]
 
     def _allot(self, sessions: Sequence[WorkerSession], demands: Sequence[Demand], now: float) -> Counter[str]:
-        """Share these workers out; returns how many each run has. Who may borrow none gets none that is borrowed. While
-        nobody has work, those that serve nobody get weights for when somebody has.
+        """Assign these workers; returns how many each run has. Runs that may borrow none get no borrowed workers. While
+        no run has work, idle workers get weights in advance.
         """
         live = self._state.runs
         barred = {run.run_id for run in live.values() if run.spec.borrow.max_rollouts == 0}
@@ -165,7 +164,7 @@ class FleetSharing:
         for run in self._state.runs.values():
             share = shares.get(run.run_id, 0.0)
             if run.run_id in shares:
-                self._due[run.run_id] = RunDue(share, waits=bool(run.line))
+                self._due[run.run_id] = RunDue(share, waits=bool(run.queue))
             run.share = RunShare(lately=self._accounts.lately(run.run_id), due=share, workers=held.get(run.run_id, 0))
 
 
@@ -182,5 +181,5 @@ def _demand(run: RunState) -> Demand:
 
 
 def _tokens(run: RunState) -> float:
-    """Those that the run's rollouts will probably still make."""
-    return run.lengths.rest(0) * (len(run.line) + len(run.running))
+    """Tokens that the run's rollouts will probably still make."""
+    return run.lengths.rest(0) * (len(run.queue) + len(run.running))

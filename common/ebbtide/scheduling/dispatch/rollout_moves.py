@@ -1,12 +1,11 @@
-"""Which running rollouts move to another worker, because they would end sooner there.
+"""Moves running rollouts to workers where they would end sooner.
 
-After RLBoost (arXiv 2510.19225, Algorithm 2, section on load balancing): work that waits in one engine goes to one
-that has nothing waiting; and what an engine runs beyond the batch size at which its throughput flattens goes to one
-with room. Three things differ. It decides per rollout. It does not wait for an engine to fall idle, but compares what
-a rollout would gain, by the speed learnt of each worker, with what the move costs: a prefill, which also holds up
-those that run there, and the hand-over. And among an engine's rollouts it takes those that gain most, which are those
-with most tokens still to come. A borrowed worker counts for the share of its time that it has, and what a rollout may
-lose to a reclaim is part of the cost: so long work leaves it, and little but short work goes there.
+As in RLBoost (arXiv 2510.19225, Algorithm 2, section on load balancing), rollouts that wait in one engine go to an
+engine where none wait, and those beyond the batch size at which throughput flattens go to one with room. Three things
+differ. Rollouts move one by one. No engine has to be idle: a rollout's gain, by the learnt speeds, is compared with the
+cost, which is the hand-over and a prefill that also delays the target's rollouts. And the rollout with the largest gain
+moves, which is one with many tokens to come. A borrowed worker counts for its share of the time, and the loss to a
+likely reclaim is part of the cost: so long rollouts leave it, and mostly short ones go there.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,44 +23,34 @@ from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 
-#: A rollout waits for others in its worker if it has not started so long after all before it, and it, could have.
+#: A rollout is stuck if it starts so much later than its prefill, and those before it, would take.
 _STUCK_S: Final = 1.0
-#: A worker that seems to be this much slower than the fastest was held up while it was observed: it is not believed.
+#: A rate below this share of the fastest is not believed: the worker was held up while it was observed.
 _INCREDIBLE: Final = 0.01
 
 
 class RunningRollout(Struct, frozen=True, kw_only=True):
-    """An attempt at `waiting` that a worker was given at `since`. `length`: tokens of prompt and response so far,
-    `made`: of the response; `budget`: tokens that it may still make. `stays`: it is not to be moved now.
-    """
-
     attempt_id: str
-    waiting: QueuedRollout
-    length: int
-    made: int
-    budget: int
-    since: float
+    rollout: QueuedRollout
+    length: int  # tokens of prompt and response so far
+    made: int  # of the response
+    budget: int  # tokens that it may still make
+    since: float  # when its worker got it
     started: bool
-    stays: bool = False
+    stays: bool = False  # it must not move now
 
 
 class EngineLoad(Struct, frozen=True, kw_only=True):
-    """A worker: `host.running` counts also what is on its way to it, and no more what was told to leave it. `context`:
-    mean tokens of prompt and response of what it runs; `rollouts`: all that it has, in the order in which it got them,
-    but for those that were told to leave it; asked for only if some will move.
-    """
-
-    host: HostView
+    host: HostView  # `running` counts requested moves as done
     speed: WorkerThroughput
-    context: float
+    context: float  # mean tokens of prompt and response
+    #: Its rollouts in the order of arrival, without those asked back; called only if some may move.
     rollouts: Callable[[], Iterable[RunningRollout]]
 
 
 class RolloutMove(NamedTuple):
-    """The attempt goes from worker `source` to `target` (keys of their hosts), and is to end `gain_s` sooner there."""
-
     attempt_id: str
-    source: str
+    source: str  # key of the host
     target: str
     gain_s: float
 
@@ -74,8 +63,8 @@ def rebalance(
     costs: MoveCosts = COSTS,
     unstarted: bool = True,
 ) -> list[RolloutMove]:
-    """The moves to make now. Ask only when nobody in line could take the free slots. `unstarted` off leaves out those
-    that wait in an engine (for comparisons).
+    """The moves to make now. Call only when no queued rollout could take the free slots. Without `unstarted`, rollouts
+    that wait in an engine stay (for comparisons).
     """
     if len(engines) < 2:
         return []
@@ -90,14 +79,14 @@ def rebalance(
 
 
 class _Side:
-    """A worker as the moves decided so far leave it."""
+    """A worker after the moves decided so far."""
 
     def __init__(self, engine: EngineLoad, typical: Callable[[int], float]) -> None:
         self.engine = engine
         self.key = engine.host.worker_id
         self.running = engine.host.running
         self.pending = engine.host.pending
-        self.arriving = 0  # of those that wait elsewhere, in this round
+        self.arriving = 0  # unstarted rollouts that move here in this round
         self.prefill_s = 0.0
         self.spent = False
         self._typical = typical
@@ -112,14 +101,14 @@ class _Side:
         self.next_rate = self.rate(started + 1) if room else 0.0
 
     def rate(self, running: int) -> float:
-        """Tokens/s of one of `running`; of a worker of which nothing credible is known, those of a typical one. Of a
-        borrowed one they are made in its share of the time.
+        """Tokens/s of one of `running` rollouts; a typical worker's if none is known, or not credible. A borrowed
+        worker's is scaled by its share of the time.
         """
         known, typical = self.engine.speed.rate(running, self.engine.context), self._typical(running)
         return self.engine.host.share * (known if known >= _INCREDIBLE * typical else typical)
 
     def risk_s(self, one: RunningRollout, rest: float, rate: float, costs: MoveCosts) -> float:
-        """What the rollout may yet lose here to a reclaim; `rate`: its tokens/s."""
+        """Seconds that the rollout may lose here to a reclaim; `rate`: its tokens/s."""
         host = self.engine.host
         return risk_s(one.length, rest, rate=rate / (host.share or 1.0), spell_s=host.spell_s, costs=costs)
 
@@ -149,9 +138,9 @@ def _sides(engines: Sequence[EngineLoad]) -> list[_Side]:
 
 
 def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts) -> list[RolloutMove]:
-    """From the engine in which most wait to one in which none do and there is room, until none such is left.
+    """Moves from the engine with the most waiting rollouts to one with room and none waiting, until there is no pair.
 
-    Only behind another one does a rollout wait: the first in an engine is being prefilled, and would be so anywhere.
+    An engine's first unstarted rollout does not count: it is being prefilled, as it would be anywhere.
     """
     moves: list[RolloutMove] = []
     queues = [side for side in sides if side.pending > 1]
@@ -173,7 +162,7 @@ def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts) -> list[Rol
 
 
 def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> tuple[RunningRollout, _Side] | None:
-    """The last in the engine's queue that somebody has room for, and who is fastest of them."""
+    """The last stuck rollout that another engine has room for, and the fastest such engine."""
     if not rooms:
         return None
     queue = sorted((one for one in source.rollouts() if not one.started), key=lambda one: one.since)
@@ -181,14 +170,14 @@ def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> t
     for one, prefill_s in list(zip(queue, prefilled_s, strict=True))[:0:-1]:
         if one.stays or now - one.since < _STUCK_S + prefill_s:
             continue
-        fit = [side for side in rooms if may_take(one.waiting, side.engine.host)]
+        fit = [side for side in rooms if may_take(one.rollout, side.engine.host)]
         if fit:
             return one, max(fit, key=lambda side: (side.next_rate, side.key))
     return None
 
 
 def _best(sides: list[_Side], lengths: ResponseLengths, now: float, costs: MoveCosts) -> RolloutMove | None:
-    """From the slowest worker to the fastest, the rollout that gains most; None if no move is worth its cost."""
+    """The move with the largest gain from the slowest worker to the fastest; None if none is worth its cost."""
     while True:
         busy = [side for side in sides if side.now_rate > 0.0 and not side.spent]
         room = [side for side in sides if side.next_rate > 0.0]
@@ -209,11 +198,11 @@ def _best(sides: list[_Side], lengths: ResponseLengths, now: float, costs: MoveC
 def _gainer(
     source: _Side, target: _Side, lengths: ResponseLengths, now: float, costs: MoveCosts
 ) -> tuple[RunningRollout, float, float] | None:
-    """Of the source's rollouts the one that gains most seconds by the move, with its gain and its prefill's seconds."""
+    """The source's rollout that gains most by the move, its gain, and its prefill, in seconds."""
     best: tuple[RunningRollout, float, float] | None = None
     saved_s = 1.0 / source.now_rate - 1.0 / target.next_rate
     for one in source.rollouts():
-        if one.stays or not one.started or now - one.since < costs.settled_s:
+        if one.stays or not one.started or now - one.since < costs.least_stay_s:
             continue
         prefill_s = one.length / costs.prefill_tokens_per_s
         cost_s = costs.handover_s + target.prefill_s + prefill_s * (1 + target.running)
@@ -224,6 +213,6 @@ def _gainer(
                 one, rest, target.next_rate, costs
             )
         worth = gain_s > (costs.margin - 1.0) * cost_s
-        if worth and (best is None or gain_s > best[1]) and may_take(one.waiting, target.engine.host):
+        if worth and (best is None or gain_s > best[1]) and may_take(one.rollout, target.engine.host):
             best = (one, gain_s, prefill_s)
     return best

@@ -30,12 +30,12 @@ class Rig:
 
     def mark(self) -> None:
         self._mark = self.redis.journal.stat().st_size
-        self.cluster.coordinator.state.life.durable_after_s = 30.0  # however long the test takes
+        self.cluster.coordinator.state.incarnation.durable_after_s = 30.0  # however long the test takes
 
     async def forget(self) -> None:
         """Come back with what was there at the mark; the coordinator has noticed."""
         state = self.cluster.coordinator.state
-        life = state.life
+        life = state.incarnation
         self.redis.come_back(knowing=self._mark)
         await wait_until(life.over.is_set, what="the coordinator noticing")
 
@@ -110,13 +110,13 @@ async def test_what_was_numbered_in_a_forgotten_life_does_not_hide_what_comes_in
     await worker.has("a", "b")
     rig.mark()
     await rig.forget()
-    await rig.again(worker)  # settled: numbers are ahead of the clock from here on
+    await rig.again(worker)  # reconciled: numbers are ahead of the clock from here on
     rig.mark()
     await rig.forget()
     await rig.again(worker)
     assert (await worker.add("a", 0, 4, STOP)).finished
     (first,) = await run.finished(1)
-    await rig.forget()  # and with it how it was settled the last time
+    await rig.forget()  # and with it how it was reconciled the last time
     await rig.again(worker)
     assert (await worker.add("b", 0, 4, STOP)).finished
     (second,) = await run.finished(1, first.cursor)
@@ -260,12 +260,12 @@ async def test_finishes_become_durable_at_a_store_that_came_back_with_weaker_pro
     run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
     await run.submit("a")
     await worker.has("a")
-    rig.cluster.coordinator.state.life.durable_after_s = 0.0
+    rig.cluster.coordinator.state.incarnation.durable_after_s = 0.0
     await worker.open_append()
     await worker.add("a", 0, 4)
     assert worker.durable
     rig.mark()
-    rig.cluster.coordinator.state.life.durable_after_s = 0.0
+    rig.cluster.coordinator.state.incarnation.durable_after_s = 0.0
     rig.cluster.coordinator.store.link.durable_after_s = 0.0
     monkeypatch.setitem(_FSYNC_S, "always", 0.3)
     await rig.forget()
@@ -300,7 +300,7 @@ async def test_a_lease_that_could_not_be_renewed_while_the_store_was_away_is_not
     await rig.cluster.coordinator.store.leases.renew(lease_of(run), 0.05)
     rig.mark()
     await rig.forget()
-    await wait_until(rig.cluster.coordinator.state.runs["r"].settled.is_set)
+    await wait_until(rig.cluster.coordinator.state.runs["r"].reconciled.is_set)
     held = await rig.cluster.coordinator.store.leases.held("r")
     assert held["trainer"].rest_s > 0.5
 
