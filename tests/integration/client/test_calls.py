@@ -149,7 +149,7 @@ def test_the_sdk_imports_nothing_heavy() -> None:
 import sys, ebbtide.client
 heavy = {"numpy", "torch", "vllm", "redis", "uvloop", "structlog", "prometheus_client", "transformers", "typer"}
 print(*(heavy & set(sys.modules)))
-import ebbtide.client.weights
+import ebbtide.client.relay_client
 print(*(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

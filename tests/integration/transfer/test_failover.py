@@ -243,7 +243,7 @@ READER = """
 import asyncio, sys
 from pathlib import Path
 from ebbtide.rpc.channel import open_channel
-from ebbtide.rpc.security import ClientSecurity
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.transfer import Mirror, Puller, opener
 from ebbtide.types.weights import Holder
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
