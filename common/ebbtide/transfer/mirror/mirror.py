@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,12 +31,14 @@ from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity
 from ebbtide.rpc.backoff import pauses
 from ebbtide.transfer.mirror.element_changes import ElementChanges, leads
 from ebbtide.transfer.mirror.mirror_memory import Buffer, MirrorMemory, PrivateMemory, SharedMemory
-from ebbtide.transfer.mirror.patch_scratch import Own
 from ebbtide.types.weights import DIGEST_BYTES, Manifest, TensorEntry
 from ebbtide.weights import FileLayout, NamedTensor, Place, TileTask, places, same_geometry, tile_digest
 from ebbtide.weights.geometry.file_layout import Bytes
 from ebbtide.weights.patch.tile_format import unit_width
 from ebbtide.weights.tiles import tile_size
+
+if TYPE_CHECKING:
+    from ebbtide.weights.patch.tile_codec import TileCodec
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _CONTEXT: Final = "ebbtide 2026-11 geometry"
@@ -52,6 +54,22 @@ _FEW: Final = 64
 
 #: As it stands in a file: run and policy, versions.
 _Remembered: TypeAlias = tuple[tuple[str, str], list[Annotated[int, Meta(ge=1, le=(1 << 32) - 1)]]]
+
+
+class _Scratch(threading.local):
+    """What each thread applies patches with. It holds nothing between two tiles."""
+
+    def __init__(self, tile_bytes: int) -> None:
+        self.bytes: Bytes = np.empty(tile_bytes, np.uint8)
+        self._codecs: dict[int, TileCodec] = {}
+
+    def codec(self, width: int) -> "TileCodec":
+        """For units of `width` bytes. Its modules are imported late, with the first patch."""
+        if width not in self._codecs:
+            from ebbtide.weights.patch.tile_codec import TileCodec
+
+            self._codecs[width] = TileCodec(width)
+        return self._codecs[width]
 
 
 class Mirror:
@@ -79,7 +97,7 @@ class Mirror:
         self._digests = table[: tiles * DIGEST_BYTES].reshape(tiles, DIGEST_BYTES)
         self._states = table[tiles * DIGEST_BYTES :]
         self._beats = np.frombuffer(self._memory.table, np.uint64, 1, DIGEST_BYTES)
-        self._own = Own(self.layout.tile_bytes)
+        self._scratch = _Scratch(self.layout.tile_bytes)
         self._rows = threading.Lock()
         self._changes: int | None = None  # the file last given out
         self._closed = False
@@ -247,12 +265,12 @@ class Mirror:
         if dense is not None and not task.patches:
             return dense
         width = unit_width(entry.dtype)
-        new = self._own.bytes[: task.length]
+        new = self._scratch.bytes[: task.length]
         new[:] = self.layout.read(self._file, *task.place) if dense is None else dense
         try:
             units = new.view(f"<u{width}")
             for patch in task.patches:
-                self._own.codec(width).apply(blobs[patch], units)
+                self._scratch.codec(width).apply(blobs[patch], units)
         except (InvalidRequest, ValueError) as error:
             raise ChunkCorrupt(f"a patch of {entry.name} cannot be applied ({error}): fetch the tile whole") from None
         return new

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.scheduling.distribution.version_paths import PatchStep, passages, whole_versions
 from ebbtide.types.weights import Manifest, Patch
 from ebbtide.weight_relay.library.relay_disk import (
@@ -19,7 +20,7 @@ from ebbtide.weight_relay.library.relay_disk import (
     StagedFile,
     blob_files,
 )
-from ebbtide.weight_relay.library.version_records import Ends, Stream, VersionStage, make_stage, stream_of
+from ebbtide.weight_relay.library.version_records import Ends, VersionStage, make_stage, stream_of
 from ebbtide.weights import (
     ManifestLimits,
     blob_sizes,

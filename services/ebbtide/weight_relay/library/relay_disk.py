@@ -31,8 +31,9 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
 from ebbtide.runtime import fsync, write_atomically
+from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.types.weights import Manifest, Patch
-from ebbtide.weight_relay.library.version_records import Ends, Stream, encode, stream_of
+from ebbtide.weight_relay.library.version_records import Ends, encode, stream_of
 
 ANCHOR: Final = ".manifest"
 PATCHED: Final = ".patched"

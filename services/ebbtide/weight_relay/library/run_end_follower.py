@@ -80,7 +80,7 @@ class RunEndFollower:
 
     def __init__(
         self,
-        retiring: VersionRetirement,
+        retirement: VersionRetirement,
         ended: EndedRuns,
         fanout: FanOut,
         source: RunEndSource | None,
@@ -88,7 +88,7 @@ class RunEndFollower:
         keep_ended_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._retiring, self._ended, self._fanout, self._source = retiring, ended, fanout, source
+        self._retirement, self._ended, self._fanout, self._source = retirement, ended, fanout, source
         self._keep_s, self._clock = keep_ended_s, clock
         self._seen: dict[str, str] = {}  # live runs, by the store's life that they were last seen in
         self._asked: set[str] = set()  # since the last connection
@@ -131,7 +131,7 @@ class RunEndFollower:
 
     async def _ask(self, source: RunEndSource) -> None:
         """Ask about all that is held, and listen until there is more to be asked about."""
-        held = sorted(self._retiring.held() | self._others - self._due.keys())[:MAX_HELD]
+        held = sorted(self._retirement.held() | self._others - self._due.keys())[:MAX_HELD]
         self._asked = set(held)
         listening = asyncio.create_task(self._hear(source.ask(tuple(held)), frozenset(held)))
         looking = asyncio.create_task(self._look())
@@ -164,7 +164,7 @@ class RunEndFollower:
             self._seen |= dict.fromkeys(message.live, life)
         for run in ended:
             finished = run.status is RunStatus.FINISHED  # nothing of a cancelled run is wanted
-            if self._ended.add(run) or run.run_id in self._retiring.held():
+            if self._ended.add(run) or run.run_id in self._retirement.held():
                 self._due.setdefault(run.run_id, self._clock() + (self._keep_s if finished else 0.0))
             self._others.discard(run.run_id)
         self._more.set()
@@ -173,7 +173,7 @@ class RunEndFollower:
         """Return when something is held that was not asked about."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if (self._retiring.held() | self._others) - self._asked - self._seen.keys() - self._due.keys():
+            if (self._retirement.held() | self._others) - self._asked - self._seen.keys() - self._due.keys():
                 return
 
     async def _let_go(self) -> None:
@@ -185,7 +185,7 @@ class RunEndFollower:
             if due:
                 await asyncio.sleep(_TRAILING_S)
                 with suppress(EbbtideError, OSError):
-                    await self._retiring.drop_garbage()
+                    await self._retirement.drop_garbage()
                 continue
             self._more.clear()
             with suppress(TimeoutError):
@@ -195,7 +195,7 @@ class RunEndFollower:
     async def _forget(self, run_id: str) -> None:
         try:
             await self._fanout.forget(run_id)
-            await self._retiring.forget_run(run_id)
+            await self._retirement.forget_run(run_id)
         except (EbbtideError, OSError) as error:
             log.warning("an ended run is still here", run_id=run_id, error=str(error))
             self._due[run_id] = self._clock() + _AGAIN_S

@@ -1,7 +1,7 @@
 """What the relay holds, in memory.
 
 Invariant: `on_disk` names every blob file; the tiles of anchors and the blobs of patches are all in it; every patch has
-both its versions here. Only the relay's use-cases write here, under the shelf's lock but for `stored` and `made`.
+both its versions here. Only the relay's use-cases write here, under the library's lock but for `stored` and `made`.
 Stages live in memory and those of publishers alone there: they die with the process, and the next start deletes their
 blobs.
 """
@@ -10,24 +10,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, VersionUnavailable
+from ebbtide.scheduling.distribution.retained_bytes import Node, Stream
 from ebbtide.scheduling.distribution.version_paths import PatchStep, whole_versions
 from ebbtide.types.weights import FoundWay, Manifest, Patch, PolicyVersion
 from ebbtide.weight_relay.library.version_records import (
     Claim,
     Ends,
     HeldManifest,
-    Node,
     PatchEdge,
     StageProgress,
-    Stream,
     VersionStage,
     dense_bytes,
     on_disk,
     step_of,
 )
 from ebbtide.weights import tile_sizes
-
-__all__ = ["Stream", "VersionIndex"]
 
 
 class VersionIndex:

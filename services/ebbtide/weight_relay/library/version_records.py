@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.distribution.retained_bytes import Node, Stream
+from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.scheduling.distribution.version_paths import PatchStep
 from ebbtide.types.weights import Manifest, Patch, VersionInfo
 from ebbtide.weights import (
@@ -18,25 +18,6 @@ from ebbtide.weights import (
     tile_size,
 )
 from ebbtide.weights.patch.tile_format import unit_width
-
-__all__ = [
-    "BLOCK",
-    "Claim",
-    "Ends",
-    "HeldManifest",
-    "Node",
-    "PatchEdge",
-    "StageProgress",
-    "Stream",
-    "Units",
-    "VersionStage",
-    "dense_bytes",
-    "encode",
-    "make_stage",
-    "on_disk",
-    "step_of",
-    "stream_of",
-]
 
 #: What a file takes on disk at least, and what the budget counts for it.
 BLOCK: Final = 4096
