@@ -110,7 +110,7 @@ class Pull:
         ways: list[Way] = []
         work = await self._threads.run(lambda: FetchWork(order.target, ways, wanted, held))
         kind = ChunkCorrupt if self._refused else VersionUnavailable
-        failure: EbbtideError = kind(f"{len(work.lost)} tiles cannot be made: no known way leads to them")
+        failure: EbbtideError = kind(f"{len(work.lost)} tiles cannot be made: no way to them is known")
         while work.lost:
             for way in found.ways:
                 if way in self._refused or not is_usable(way, have):

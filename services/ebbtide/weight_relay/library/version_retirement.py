@@ -27,7 +27,7 @@ from ebbtide.weight_relay.library.version_records import (
 from ebbtide.weight_relay.outlets.holder_table import HolderTable
 
 log = telemetry.get_logger(__name__)
-#: Seconds after a start in which holders tell what they have: several of their rounds.
+#: Seconds after a start within which holders report: several of their rounds.
 _GRACE_S: Final = 60.0
 
 
@@ -45,11 +45,11 @@ class VersionRetirement:
         )
         self._found: set[Node] = set()
         self._found_at = 0.0
-        #: Kept versions that should become anchors so that others can go, as the last plan had them.
+        #: Kept versions that should become anchors so that others can be dropped, by the last plan.
         self.wanted_anchors: tuple[Node, ...] = ()
 
     def spare_found(self) -> None:
-        """Count what was found at the start as what live holders have, until they have had time to tell."""
+        """Treat the versions found at the start as needed until holders have had time to report."""
         index = self._library.index
         self._found = {(stream, version) for stream in index.streams() for version in index.stream(stream)}
         self._found_at = self._library.clock()
@@ -57,7 +57,7 @@ class VersionRetirement:
     # -- plans ---------------------------------------------------------------------------------------------------
 
     async def plan(self) -> RetentionPlan:
-        """What may go now. Worked out in a thread: it counts every blob."""
+        """Plan what to drop now, in a thread since it counts every blob."""
         index, now = self._library.index, self._library.clock()
         versions = [self._held_version(item, now) for item in index.committed()]
         patches = [
@@ -81,7 +81,7 @@ class VersionRetirement:
         )
 
     def _budget(self) -> int:
-        """Bytes for versions and patches: the budget, less what the files of publishers' keys take, which never go."""
+        """The budget for versions and patches, without the files of publishers' keys, which stay."""
         return max(0, self._rules.budget_bytes - BLOCK * self._keys.pins)
 
     def _held_version(self, item: HeldManifest, now: float) -> HeldVersion:
@@ -113,7 +113,7 @@ class VersionRetirement:
         return min(rooms)
 
     async def follow(self, plan: RetentionPlan) -> None:
-        """Let go what the plan says, each step durable before the next: manifests, then patches, then blobs."""
+        """Drop manifests, then patches, then blobs, each step durable before the next."""
         self.wanted_anchors = plan.anchors
         index = self._library.index
         for item in plan.evict:
@@ -128,17 +128,17 @@ class VersionRetirement:
         await self._library.drop_garbage()
 
     async def tidy(self) -> None:
-        """Plan and let go."""
+        """Plan, and follow the plan."""
         await self.follow(await self.plan())
 
     async def made(self, making: StageProgress) -> None:
-        """Let go what was made for nothing, and what had to stay for it. Takes the lock; logs what the disk refuses."""
+        """Drop unused blobs of `making`, and versions that stayed for it. Takes the lock; logs errors of the disk."""
         self._library.index.made(making)
         async with self._library.lock:
             try:
                 await self.tidy()
             except (EbbtideError, OSError) as error:
-                log.warning("what was made in vain is still there", run_id=making.stream[0], error=str(error))
+                log.warning("unused blobs are still on disk", run_id=making.stream[0], error=str(error))
 
     async def _remove(self, stream: Stream, version: int) -> None:
         index, disk = self._library.index, self._library.disk
@@ -163,7 +163,7 @@ class VersionRetirement:
     # -- stages --------------------------------------------------------------------------------------------------
 
     async def unstage(self, stage: VersionStage) -> None:
-        """Give a stage up; its blobs go with the next garbage. It stays where the disk fails."""
+        """Give a stage up; its blobs become garbage. The stage stays if the disk fails."""
         self._library.index.unstage(stage)
         if not stage.arriving:
             return
@@ -176,11 +176,11 @@ class VersionRetirement:
         self._library.wake()
 
     def held(self) -> set[str]:
-        """The runs of which anything is kept."""
+        """The runs that this relay keeps anything of."""
         return self._library.index.runs() | self._keys.runs
 
     async def forget_run(self, run_id: str) -> None:
-        """Let go of all that is kept of a run that has ended: no holder needs to get on from what it has of it."""
+        """Drop everything of a run that has ended."""
         await self._library.finish(self._forget_run(run_id))
 
     async def _forget_run(self, run_id: str) -> None:
@@ -197,7 +197,7 @@ class VersionRetirement:
         library.announce()
 
     async def drop_garbage(self) -> None:
-        """Delete blobs that came as what wanted them went."""
+        """Delete blobs that came while the stages that needed them were dropped."""
         async with self._library.lock:
             await self._library.drop_garbage()
 
@@ -211,17 +211,17 @@ class VersionRetirement:
                     log.warning("publisher is gone", run_id=stage.stream[0], **named(stage.manifest.version))
             await self.tidy()
 
-    # -- what is wrong -------------------------------------------------------------------------------------------
+    # -- damage --------------------------------------------------------------------------------------------------
 
     async def withdraw_blob(self, digest: bytes, reason: str) -> EbbtideError:
-        """Let go of all that stands on a damaged blob; what no way leads to then goes too. The error to be raised."""
+        """Drop all that needs a damaged blob, and versions that no way leads to then. Returns the error to raise."""
         library = self._library
         async with library.lock:
             holdings, edges = library.index.owners(digest)
             if not holdings and not edges:
                 if library.index.arriving(digest):
                     await self._forget(digest)
-                return VersionUnavailable("the version was let go while it was read; ask for a newer one")
+                return VersionUnavailable("the version was dropped while it was read; ask for a newer one")
             for holding in holdings:
                 await self._thin(holding)
                 log.error("anchor damaged", run_id=holding.stream[0], **named(holding.manifest.version), reason=reason)
@@ -240,7 +240,7 @@ class VersionRetirement:
             await asyncio.to_thread(self._library.disk.drop_tiles, [digest])
 
     async def withdraw_patch(self, stream: Stream, ends: Ends) -> None:
-        """Let go of a patch that does not make its version; of that, and what it leads to, if no other way does."""
+        """Drop a patch that does not make its version, and versions that no way leads to then."""
         index = self._library.index
         async with self._library.lock:
             if edge := index.patches(stream).get(ends):

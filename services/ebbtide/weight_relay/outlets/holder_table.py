@@ -67,14 +67,14 @@ class HolderTable:
         if copy.done:
             return []
         copies = {one.holder.name: one for one in self._live((request.stream, version))}
-        shunned = self._complaints.shunned(name, now).union(request.failed)
-        names = choose_sources(copy, copies.values(), self._origin, shunned)
+        quarantined = self._complaints.quarantined(name, now).union(request.failed)
+        names = choose_sources(copy, copies.values(), self._origin, quarantined)
         if len(names) > 1 and names[-1] == ORIGIN:
             names.pop()  # the last resort needs no name: the requester knows this relay
         return [
             source
             for name in names
-            for source in (self._itself(shunned) if name == ORIGIN else [_source(copies[name].holder)])
+            for source in (self._itself(quarantined) if name == ORIGIN else [_source(copies[name].holder)])
         ]
 
     def forget(self, run_id: str) -> None:
@@ -162,9 +162,9 @@ class HolderTable:
         self._count = sum(map(len, self._copies.values()))
         metrics.HOLDERS.set(self._count)
 
-    def _itself(self, shunned: Collection[str]) -> list[BlobSource]:
+    def _itself(self, quarantined: Collection[str]) -> list[BlobSource]:
         """This relay, or the static copies in its place."""
-        static = [source for source in self._static if source.address not in shunned]
+        static = [source for source in self._static if source.address not in quarantined]
         return static or [BlobSource(name=ORIGIN, address="", site=self._origin.site)]
 
 
