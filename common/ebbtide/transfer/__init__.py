@@ -1,6 +1,6 @@
-"""Bringing a policy version to this host: a mirror of it in memory, and the puller that brings the mirror along.
+"""Brings policy versions to a host: a `Puller` fetches them from any source into a `Mirror` in memory.
 
-For workers and the SDK alike: numpy and grpc, nothing heavier; aiohttp only where a static copy is read.
+Workers and the SDK share it, so it needs only numpy and grpc, and aiohttp where a static copy is read.
 """
 
 from ebbtide.transfer.mirror.element_changes import ElementChanges

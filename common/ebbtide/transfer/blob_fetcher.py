@@ -1,7 +1,10 @@
-"""Fetches blobs from a pool of sources in a few streams at once, and hands each verified one to the caller's sink.
+"""Fetches blobs from a pool of sources in several streams, verifies each, and gives it to a sink.
 
-Invariant: a blob reaches the sink only once it matched its digest, and each is handed over once. What the sink took
-stays taken, however the fetch ends. A source is blamed for what it sent or left out, never for an error of the sink.
+A `BlobFetcher` knows sources and digests, and nothing of tensors. Its sink decides what becomes of a blob: a
+`MirrorSink` makes a mirror's tiles, the weight-relay's sink fills its stages.
+
+Invariant: the sink gets each blob once, after its digest has matched. What the sink took stays taken, however the
+fetch ends. A source is blamed for what it sends or leaves out, never for an error of the sink.
 """
 
 import asyncio
@@ -12,45 +15,58 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import Final, Generic, TypeVar
 
+from msgspec import Struct, field
+
 from ebbtide.errors import ChunkCorrupt, EbbtideError, NoCapacity, NotReady, Unavailable
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
+from ebbtide.transfer.sources.blob_cache import BlobCache
 from ebbtide.transfer.sources.source_pool import OpenSource, SourcePool
 from ebbtide.transfer.version_finder import FoundVersion
 from ebbtide.weights import check_tile
 
 log = logging.getLogger(__name__)
 
-#: Shortest time between two questions for better sources, whatever the upstream says.
+#: Shortest time between two requests for better sources, whatever the upstream says.
 _AGAIN_S: Final = 1.0
-#: Blobs of a stream, or their bytes, that are verified and handed over at once: enough to be worth waking a thread.
-_HAND_OVER_BLOBS: Final = 32
+#: A stream verifies and hands over at once when so many bytes have come: enough to be worth waking a thread.
 _HAND_OVER_BYTES: Final = 1 << 20
-#: Digests of fewer bytes take less time than to wake a thread.
+#: To digest fewer bytes takes less time than to wake a thread.
 _THREAD_BYTES: Final = 1 << 16
+
+
+class FetchMeans(Struct, frozen=True, kw_only=True):
+    """The means and limits that the fetches of one process share."""
+
+    threads: DigestThreads
+    streams: int  # at once
+    silence_s: float  # for which a source may send nothing, besides the length of its pauses so far
+    hand_over_blobs: int = 32  # of a stream, at which it hands over although they have few bytes
+    cache: BlobCache = field(default_factory=lambda: BlobCache(0))  # blobs that need not be fetched
+    rates: dict[int, float] = field(default_factory=dict)  # bytes/s of the sources of each tier in former fetches
 
 
 class BlobBatch:
     """Blobs that one stream fetches.
 
-    Invariant: nothing is kept that was not asked for, or has more bytes than it may have.
+    Invariant: it keeps no blob that was not asked for, and none that is larger than it may be.
     """
 
     def __init__(self, sizes: Mapping[bytes, int]) -> None:
-        """`sizes`: by digest, the most bytes that each blob may have; they are asked for in this order."""
+        """`sizes`: the most bytes that each blob may have, by digest, in the order of the request."""
         self.missing = dict(sizes)  # until they are verified
-        self.lacking: set[str] = set()  # addresses of sources that have not got all of it
+        self.lacking: set[str] = set()  # addresses of sources that do not have all of it
         self.fresh: dict[bytes, bytes] = {}  # not verified yet
         self.fresh_bytes = 0
 
     def take(self, digest: bytes, data: bytes) -> None:
-        """Keep what has come under this digest. Raises `ChunkCorrupt` if it was not asked for."""
+        """Keep a blob that has come. Raises `ChunkCorrupt` if it was not asked for."""
         if len(data) > self.missing.get(digest, -1) or digest in self.fresh:
             raise ChunkCorrupt(f"a blob of {len(data)} bytes came that was not asked for")
         self.fresh[digest] = data
         self.fresh_bytes += len(data)
 
     def take_fresh(self) -> dict[bytes, bytes]:
-        """What has come since the last time, to be verified."""
+        """Remove the blobs that are to be verified."""
         fresh, self.fresh, self.fresh_bytes = self.fresh, {}, 0
         return fresh
 
@@ -63,51 +79,45 @@ class _SinkFailed(Exception):
 
 
 def _ask_again(error: EbbtideError) -> EbbtideError:
-    found = f"what was named has been let go since ({error}); ask again"
+    found = f"the sources have dropped a blob meanwhile ({error}); ask again"
     return Unavailable(found) if isinstance(error, NotReady) else error
 
 
 class BlobFetcher(Generic[B]):
-    """Fetches some batches once. `digests_s`: seconds that digests took."""
+    """Fetches some batches, once."""
 
     def __init__(
         self,
         batches: Iterable[B],
         sink: Callable[[B, dict[bytes, bytes], str], Awaitable[None]],
         pool: SourcePool,
-        threads: DigestThreads,
-        streams: int,
-        silence_s: float,
+        means: FetchMeans,
         *,
-        hand_over_blobs: int = _HAND_OVER_BLOBS,
         exhausted: Callable[[EbbtideError], EbbtideError] = _ask_again,
-        known: Callable[[bytes], bytes | None] = lambda _digest: None,
         on_fault: Callable[[EbbtideError], None] = lambda _error: None,
     ) -> None:
-        """`sink` uses verified blobs of a batch, and is told the name of their source; each batch begins with those,
-        perhaps none, that are `known` already and have no source. Its errors end the fetch. `threads`: for digests.
+        """`sink` takes verified blobs of a batch and the name of their source; its errors end the fetch. The first
+        call for a batch brings the blobs, perhaps none, that the cache has; their source has no name.
 
-        `silence_s`: for how long a source may send nothing, besides what its pauses were so far. `hand_over_blobs`: of
-        a stream that are handed over at once. `exhausted`: what to raise when `SourcePool.pick` finds no source.
-        `on_fault` is told each error of a source."""
+        `exhausted` turns an error of `SourcePool.pick` into the one to raise. `on_fault` gets each error of a source.
+        """
         self._batches, self._unfinished = deque(batches), 0
-        self._sink, self._pool, self._threads = sink, pool, threads
-        self._most_streams, self._silence_s, self._hand_over_blobs = streams, silence_s, hand_over_blobs
-        self._exhausted, self._known, self._on_fault = exhausted, known, on_fault
+        self._sink, self._pool, self._means = sink, pool, means
+        self._exhausted, self._on_fault = exhausted, on_fault
         self._first_came = asyncio.Event()
         self._hurry = asyncio.Event()  # better sources are wanted
         self._failure: EbbtideError | None = None
-        self.digests_s = 0.0
+        self.digests_s = 0.0  # that digests took
 
     async def run(self, ask: Callable[[], Awaitable[FoundVersion]], again_s: float) -> None:
-        """Fetch all blobs, and meanwhile `ask` for better sources: every `again_s` (0: never), sooner if they are slow.
+        """Fetch all blobs. Meanwhile `ask` for better sources every `again_s` (0: never), and sooner if they are slow.
 
-        Raises what the sink or `exhausted` did; `Unavailable` if a source was closed while it was read.
+        Raises what the sink or `exhausted` gave; `Unavailable` if a source was closed while it was read.
         """
         renewal = asyncio.create_task(self._renew(ask, again_s))
         try:
             async with asyncio.TaskGroup() as group:
-                for number in range(min(self._most_streams, len(self._batches))):
+                for number in range(min(self._means.streams, len(self._batches))):
                     group.create_task(self._stream(first=not number))
         except* _SinkFailed:
             pass
@@ -128,11 +138,11 @@ class BlobFetcher(Generic[B]):
             try:
                 again_s = (await ask()).again_s
             except EbbtideError as error:
-                log.info("no better sources of weights: not told (%s)", error)
+                log.info("no better sources of weights: the request failed (%s)", error)
 
     async def _stream(self, *, first: bool) -> None:
-        """Fetch batch after batch. The other streams begin once the first has got a blob: where a link is so slow that
-        one blob takes its time, a blob for each stream would take several times as long."""
+        """Fetch batch after batch. The other streams wait for the first blob: on a link so slow that one blob takes
+        long, one blob for each stream would take several times as long."""
         if not first:
             await self._first_came.wait()
         try:
@@ -144,14 +154,14 @@ class BlobFetcher(Generic[B]):
     async def _fetch(self, batch: B) -> None:
         """Fetch a batch from one source after another until it is whole."""
         self._unfinished += 1
-        known = {digest: data for digest in batch.missing if (data := self._known(digest)) is not None}
+        known = {digest: data for digest in batch.missing if (data := self._means.cache.get(digest)) is not None}
         await self._hand_over(batch, known, "")
         while batch.missing and self._failure is None:
             await self._serve(batch)
         self._unfinished -= 1
 
     async def _serve(self, batch: B) -> None:
-        """Have a source send what it can of a batch."""
+        """Have one source send what it can of a batch."""
         while wait := self._pool.busy_s(batch.lacking):
             self._hurry.set()  # the upstream may know of others by now
             await asyncio.sleep(wait)
@@ -164,15 +174,15 @@ class BlobFetcher(Generic[B]):
             await self._read(source, batch)
 
     async def _read(self, source: OpenSource, batch: B) -> None:
-        """Get what is missing of a batch. Raises why not all of it came; what came before is used all the same."""
+        """Read what a batch lacks. Raises why it did not come whole; the blobs that came are used all the same."""
         try:
-            patience = source.patience(self._silence_s, max(batch.missing.values()))
+            patience = source.patience(self._means.silence_s, max(batch.missing.values()))
             async with patience as clock, aclosing(source.source.tiles(list(batch.missing))) as stream:
                 async for digest, data in stream:
                     source.heard(len(data))
                     batch.take(digest, data)
                     self._first_came.set()
-                    if batch.fresh_bytes >= _HAND_OVER_BYTES or len(batch.fresh) >= self._hand_over_blobs:
+                    if batch.fresh_bytes >= _HAND_OVER_BYTES or len(batch.fresh) >= self._means.hand_over_blobs:
                         with source.resting(clock):
                             await self._verify(batch, source)
                     if len(batch.fresh) < len(batch.missing) and self._pool.lags(source, batch.lacking):
@@ -186,11 +196,10 @@ class BlobFetcher(Generic[B]):
             raise Unavailable(f"{source.name} at {source.address} ended before it had sent all")
 
     async def _verify(self, batch: B, source: OpenSource) -> None:
-        """Verify what has come, and hand it over. Raises `ChunkCorrupt` for a blob that is not what its digest says;
-        the others are used."""
+        """Verify what has come and hand it over. Raises `ChunkCorrupt` for a wrong blob; the others are used."""
         fresh = batch.take_fresh()
         few = sum(map(len, fresh.values())) < _THREAD_BYTES
-        good, took = _verified(fresh) if few else await self._threads.run(lambda: _verified(fresh))
+        good, took = _verified(fresh) if few else await self._means.threads.run(lambda: _verified(fresh))
         self.digests_s += took
         if good:
             self._pool.served()
@@ -209,7 +218,7 @@ class BlobFetcher(Generic[B]):
 
 
 def _verified(blobs: dict[bytes, bytes]) -> tuple[dict[bytes, bytes], float]:
-    """Those that match their digests, and the seconds that it took to tell."""
+    """Return the blobs that match their digests, and the seconds that this took."""
     good: dict[bytes, bytes] = {}
     start = time.perf_counter()
     for digest, data in blobs.items():

@@ -1,6 +1,6 @@
-"""Splits what one pull has to fetch and make into pieces that fit into memory.
+"""Splits the work of one pull into batches that fit into memory.
 
-Tiles that are made of the same blobs are made together, so that each blob is fetched once.
+Tiles that are made of the same blobs share a batch, so that each blob is fetched once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,27 +10,27 @@ from ebbtide.transfer.blob_fetcher import BlobBatch
 from ebbtide.types.weights import Manifest
 from ebbtide.weights import Place, Planner, TileTask, Way, blob_sizes, tile_sizes
 
-#: Blobs of one batch, which one stream holds at a time: large enough to keep a link busy between two questions, small
-#: enough that those who read from us are not far behind.
+#: Bytes of one batch, which one stream holds at a time: large enough to keep a link busy between two requests, small
+#: enough that peers that read from this host are not far behind.
 _MOST_BYTES: Final = 8 << 20
 _LEAST_BYTES: Final = 1 << 20
-#: Tiles of one batch, so that progress is seen also where patches are tiny.
+#: Tiles of one batch, so that progress shows even where patches are tiny.
 _MOST_TILES: Final = 512
 
 
 class FetchBatch(BlobBatch):
-    """Tiles to make, and the blobs that they take."""
+    """Tiles to make, and the blobs that they need."""
 
     def __init__(self, groups: Sequence[Sequence[TileTask]], sizes: Mapping[bytes, int]) -> None:
         """`groups`: the tiles of each are made of the same blobs."""
         super().__init__({digest: sizes[digest] for group in groups for digest in group[0].blobs})
         self._groups = list(groups)
-        #: Tiles that are the wanted version's as they come: a mirror will have them.
+        #: Blobs that are tiles of the wanted version as they come: the mirror will have them.
         self.dense = {group[0].dense for group in groups if group[0].dense == group[0].digest}
         self.verified: dict[bytes, bytes] = {}
 
     def take_ready(self) -> list[TileTask]:
-        """The tiles whose blobs are all verified, once each."""
+        """Remove the tiles whose blobs are all verified."""
         ready: list[TileTask] = []
         waiting: list[Sequence[TileTask]] = []
         for group in self._groups:
@@ -43,12 +43,12 @@ class FetchBatch(BlobBatch):
 
 
 class FetchWork:
-    """The tasks of one plan."""
+    """The tiles that one plan makes, and the places that it cannot reach."""
 
     def __init__(
         self, target: Manifest, ways: Sequence[Way], places: Iterable[Place], held: dict[Place, bytes]
     ) -> None:
-        """Plan for `places`; takes time, so do it in a thread."""
+        """Plan for `places`. It takes time: do it in a thread."""
         groups: dict[tuple[bytes, ...], list[TileTask]] = {}
         self.lost: list[Place] = []
         for found in Planner(target, ways).tasks(places, held):
@@ -69,7 +69,7 @@ class FetchWork:
         return sum(self.sizes.values())
 
     def batches(self, streams: int) -> Iterator[FetchBatch]:
-        """The tasks in manifest order, so that `streams` of them at once share the work to the end."""
+        """Yield the tasks in the manifest's order, in pieces that `streams` share until the end."""
         most = min(_MOST_BYTES, max(_LEAST_BYTES, self.bytes // (4 * streams)))
         groups: list[list[TileTask]] = []
         size = tiles = 0
@@ -85,7 +85,7 @@ class FetchWork:
 
 
 def _sizes(ways: Iterable[Way]) -> dict[bytes, int]:
-    """Every blob of some ways, and its bytes."""
+    """Return the bytes of every blob of some ways."""
     sizes: dict[bytes, int] = {}
     for way in ways:
         if way.anchor:

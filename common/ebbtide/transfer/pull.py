@@ -1,7 +1,7 @@
-"""Brings a mirror to one version, in rounds: ask for ways, plan, fetch.
+"""Brings a mirror to one version in rounds: each asks for ways, plans, and fetches.
 
-Invariant: of a round, only the mirror's tiles, the refused ways and the lists of the others outlive it; so any error
-may end it, and the next round begins from what is there. Nobody is told that a version is held before all of it is.
+Invariant: only the mirror's tiles, the refused ways and the lists of the others outlive a round. So any error may end
+it, and the next round goes on from there. The relay hears that a version is held only when all of it is.
 """
 
 from contextlib import ExitStack, suppress
@@ -14,11 +14,12 @@ from ebbtide.errors import (
     PermissionDenied,
     VersionUnavailable,
 )
+from ebbtide.transfer.blob_fetcher import BlobFetcher, FetchMeans
 from ebbtide.transfer.fetch_batches import FetchWork
-from ebbtide.transfer.mirror_fetch import FetchMeans, FetchOrder, MirrorFetch
+from ebbtide.transfer.mirror_sink import FetchOrder, MirrorSink
 from ebbtide.transfer.sources.source_pool import OpenSource, SourcePool
 from ebbtide.transfer.sources.tile_source import Opener
-from ebbtide.transfer.version_finder import FoundVersion, VersionFinder, VersionQuestion, is_usable
+from ebbtide.transfer.version_finder import FoundVersion, VersionFinder, WayRequest, is_usable
 from ebbtide.types.weights import FoundWay, Holder
 from ebbtide.weights import Place, Way
 
@@ -34,13 +35,13 @@ class Pull:
         means: FetchMeans,
         bytes_per_s: float,
     ) -> None:
-        """`bytes_per_s`: at which the reader has fetched lately; 0 if that is not known."""
+        """`bytes_per_s`: the reader's rate lately; 0: not known."""
         self.reused: int | None = None  # tiles that were the version's already
-        self.ways: list[FoundWay] = []
+        self.ways: list[FoundWay] = []  # that were used, the latest last
         self._order, self._finder, self._means, self._bytes_per_s = order, finder, means, bytes_per_s
         self._threads, self._wanted = means.threads, order.places()
         self._pool = SourcePool(relay, open_source, reader, means.rates)
-        self.fetch = MirrorFetch(order, self._pool, means)
+        self.sink = MirrorSink(order, means)
         self._lists: dict[FoundWay, Way] = {}
         self._refused: set[FoundWay] = set()
         self._scratch = False
@@ -49,13 +50,13 @@ class Pull:
         await self._pool.close()
 
     async def round(self) -> None:
-        """Ask, plan and fetch once. Raises why not all is there; what has been done is kept."""
+        """Ask, plan and fetch once. Raises why not all tiles are there; what is done is kept."""
         order, version, cache = self._order, self._order.target.version, self._means.cache
         await self._threads.run(order.mirror.mend)
         have = self._have()
         with ExitStack() as peers:
             with cache.planning():
-                found = await self._ask(have)  # from here on, peers may be sent here
+                found = await self._ask(have)  # from here on the relay may send peers here
                 work = await self._plan(found, have, await self._threads.run(order.mirror.held))
                 peers.enter_context(cache.arriving(work.sizes))
             if self.reused is None:
@@ -64,12 +65,19 @@ class Pull:
             await self._fetch(work, found.again_s)
         if order.wanted is None:
             order.mirror.remember(order.target.run_id, version.policy, [version.version])
-            with suppress(EbbtideError):  # the relay hears of it when this holder says that it serves, or installs
-                await self._finder.find(self._question([version.version], done=True))
+            with suppress(EbbtideError):  # the relay hears of it later: when this holder serves or installs it
+                await self._finder.find(self._request([version.version], done=True))
 
     async def _fetch(self, work: FetchWork, again_s: float) -> None:
-        if broken := await self.fetch.run(work, lambda: self._ask(self._have()), again_s):
-            # The blobs were right and what came of them was not: the base was damaged, or the lists lie.
+        sink, means = self.sink, self._means
+        sink.broken.clear()
+        fetcher = BlobFetcher(work.batches(means.streams), sink.take, self._pool, means)
+        try:
+            await fetcher.run(lambda: self._ask(self._have()), again_s)
+        finally:
+            sink.digests_s += fetcher.digests_s
+        if broken := sink.broken:
+            # The blobs were right and the tiles were not: the base was damaged, or the lists lie.
             await self._threads.run(lambda: self._order.mirror.mend(broken))
             self._refused.update(way for way in self._lists if way.via)
             self._scratch = True
@@ -80,9 +88,9 @@ class Pull:
     def _have(self) -> list[int]:
         return self._order.mirror.versions(self._order.target.run_id, self._order.target.version.policy)
 
-    def _question(self, have: list[int], *, done: bool = False) -> VersionQuestion:
+    def _request(self, have: list[int], *, done: bool = False) -> WayRequest:
         target = self._order.target
-        return VersionQuestion(
+        return WayRequest(
             run_id=target.run_id,
             policy=target.version.policy,
             version=target.version.version,
@@ -94,15 +102,15 @@ class Pull:
         )
 
     async def _ask(self, have: list[int]) -> FoundVersion:
-        return await self._pool.ask(lambda: self._finder.find(self._question(have)))
+        return await self._pool.ask(lambda: self._finder.find(self._request(have)))
 
     async def _plan(self, found: FoundVersion, have: list[int], held: dict[Place, bytes]) -> FetchWork:
-        """The work along the first ways that lead everywhere. Raises `VersionUnavailable` if none do."""
+        """Plan along the first ways that reach every place. Raises `VersionUnavailable` if none do."""
         order, wanted = self._order, self._wanted
         ways: list[Way] = []
         work = await self._threads.run(lambda: FetchWork(order.target, ways, wanted, held))
         kind = ChunkCorrupt if self._refused else VersionUnavailable
-        failure: EbbtideError = kind(f"{len(work.lost)} tiles cannot be had: no way is known that leads to them")
+        failure: EbbtideError = kind(f"{len(work.lost)} tiles cannot be made: no way to them is known")
         while work.lost:
             for way in found.ways:
                 if way in self._refused or not is_usable(way, have):
@@ -117,14 +125,15 @@ class Pull:
                     return work
             if self._scratch:
                 raise failure
-            self._scratch = True  # what is held is not all of what it was: ask for ways from anywhere
+            self._scratch = True  # the mirror has lost tiles: ask for ways from anywhere
             found = await self._ask(have)
         return work
 
     async def _way(self, found: FoundWay) -> Way:
         if found not in self._lists:
             target, publisher = self._order.target, self._order.publisher
-            self._lists[found] = await self._finder.way(found, target, publisher=publisher)
+            manifests, patches = await self._finder.way(found, target, publisher=publisher)
+            self._lists[found] = Way(manifests[0], patches, found.anchor)
         if found not in self.ways:
             self.ways.append(found)
         return self._lists[found]

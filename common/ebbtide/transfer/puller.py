@@ -1,47 +1,46 @@
-"""Getting versions: for the fewest bytes from where a mirror is, by whoever has them, believing nobody.
+"""Pulls a version into a mirror with the fewest bytes, from any source, and verifies every blob.
 
-Invariant: `Puller` holds nothing between pulls but manifests, channels' states and the rates last seen. A pull that
-ends in any way, the process's death included, leaves in the mirror what it had done; the next one goes on from there.
+Invariant: between pulls a `Puller` keeps only manifests, channels' states and the latest rates. A pull that ends in any
+way, the process's death included, leaves in the mirror what it did; the next one goes on from there.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Final, TypeVar
+from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.rpc.backoff import pauses, retrying
+from ebbtide.transfer.blob_fetcher import FetchMeans
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.transfer.mirror.element_changes import ElementChanges
 from ebbtide.transfer.mirror.mirror import Mirror
-from ebbtide.transfer.mirror_fetch import FetchMeans, FetchOrder
+from ebbtide.transfer.mirror_sink import FetchOrder
 from ebbtide.transfer.pull import Pull
 from ebbtide.transfer.sources.blob_cache import BlobCache
 from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource
 from ebbtide.transfer.sources.tile_source import GrpcSource, Opener
-from ebbtide.transfer.version_finder import VersionFinder, VersionQuestion
+from ebbtide.transfer.version_finder import VersionFinder, WayRequest
 from ebbtide.types.weights import FoundWay, Holder, Manifest, PolicyVersion
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 from ebbtide.weights import ManifestLimits, Place, same_geometry
 
-T = TypeVar("T")
-#: What patience waits out: the relay is away or full, or somebody sent what is wrong.
+#: Errors that may pass: the relay is away or full, or a source sent wrong blobs.
 _PASSING: Final = (Unavailable, ChunkCorrupt, NoCapacity)
 
 
 class Pulled(Struct, frozen=True, kw_only=True):
-    """What a pull took. `tiles` were brought to the version, `reused` were its already; `digests_s` of the threads'
-    time went into digests. `ways` are those that were gone, the last one asked for last."""
+    """The cost of a pull."""
 
     bytes_by_source: dict[str, int]
     seconds: float
-    tiles: int
-    reused: int
-    digests_s: float
-    ways: tuple[FoundWay, ...]
+    tiles: int  # made
+    reused: int  # tiles that were the version's already
+    digests_s: float  # of the threads' time
+    ways: tuple[FoundWay, ...]  # that were used, the latest last
 
     @property
     def bytes(self) -> int:
@@ -49,7 +48,7 @@ class Pulled(Struct, frozen=True, kw_only=True):
 
 
 class Puller:
-    """Gets versions as one relay knows them, from it and from others that it names."""
+    """Pulls versions that one relay knows, from it and from the sources that it names."""
 
     def __init__(
         self,
@@ -64,10 +63,9 @@ class Puller:
         silence_s: float = 5.0,
         threads: DigestThreads | None = None,
     ) -> None:
-        """`target`: the relay's address, for errors. `holder`: who asks, as it stands now. `patience_s`: for how long a
-        pull goes on without any progress. `open_source`: see `sources.opener`. `cache` gets the verified blobs.
-        `streams`: how many at once. `silence_s`: for how long a source may send nothing. `threads`, for
-        digests and patches, end with this."""
+        """`target`: the relay's address, for errors. `holder` returns this reader as it is now. `patience_s`: for how
+        long a pull goes on without progress. `open_source`: see `tile_source.opener`. `cache` gets the verified blobs.
+        `streams`, `silence_s`: see `FetchMeans`. `threads` do digests and patches, and end with the puller."""
         self._relay, self._target, self._holder = relay, target, holder
         self._patience_s, self._open_source = patience_s, open_source
         self._finder = VersionFinder(relay, target, holder)
@@ -89,12 +87,13 @@ class Puller:
     ) -> Manifest:
         """A version's manifest (0: the newest's), checked; signed by `publisher`, and of `root`, where these are given.
 
-        Raises `InvalidRequest`, `PermissionDenied`, `VersionUnavailable`; `ChunkCorrupt` or `Unavailable` if that is
-        how it still was when patience ended.
+        Raises as `VersionFinder.manifest`; errors that may pass, only once patience has ended.
         """
-        return await self._patiently(
-            lambda: self._finder.manifest(run_id, policy, version, publisher=publisher, root=root, limits=limits)
-        )
+
+        def ask() -> Awaitable[Manifest]:
+            return self._finder.manifest(run_id, policy, version, publisher=publisher, root=root, limits=limits)
+
+        return await retrying(ask, patience_s=self._patience_s, on=_PASSING)
 
     async def pull(
         self,
@@ -107,11 +106,11 @@ class Puller:
         wanted: Iterable[Place] | None = None,
         changes: ElementChanges | None = None,
     ) -> Pulled:
-        """Bring `mirror`, which the caller holds, to `version`; or some places of it, if these are `wanted`.
+        """Bring `mirror`, which the caller holds, or its `wanted` places to `version`. `manifest`: the version's.
 
-        `manifest` is that version's, from `manifest`. Raises `InvalidRequest` if it is not, or not of the mirror's
-        geometry; `VersionUnavailable` if no way leads there; `Unavailable`, `ChunkCorrupt` or `NoCapacity` if that is
-        how it was when nothing had moved for `patience_s`. What was done until then stays, and is not fetched again.
+        Raises `InvalidRequest` if the manifest is another version's, or not of the mirror's geometry;
+        `VersionUnavailable` if no way leads there; `Unavailable`, `ChunkCorrupt` or `NoCapacity` after `patience_s`
+        without progress. What was done until then stays, and is not fetched again.
         """
         if (run_id, version) != (manifest.run_id, manifest.version):
             raise InvalidRequest("the manifest is not that of the version announced", field="version.root")
@@ -127,59 +126,58 @@ class Puller:
         finally:
             await pull.close()
         seconds = time.monotonic() - start
-        fetch = pull.fetch
-        if fetch.bytes_by_source:
-            self._rate = sum(fetch.bytes_by_source.values()) / seconds
+        sink = pull.sink
+        if sink.bytes_by_source:
+            self._rate = sum(sink.bytes_by_source.values()) / seconds
         return Pulled(
-            bytes_by_source=fetch.bytes_by_source,
+            bytes_by_source=sink.bytes_by_source,
             seconds=seconds,
-            tiles=fetch.tiles,
+            tiles=sink.tiles,
             reused=pull.reused or 0,
-            digests_s=fetch.digests_s,
+            digests_s=sink.digests_s,
             ways=tuple(pull.ways),
         )
 
     async def _persist(self, pull: Pull) -> None:
-        """Rounds until it is done; gives up when none has moved anything for as long as patience lasts."""
+        """Do rounds until one succeeds. Give up when none has made a tile for as long as patience lasts."""
         give_up, waits = time.monotonic() + self._patience_s, pauses()
         while True:
-            before = pull.fetch.tiles
+            before = pull.sink.tiles
             try:
                 return await pull.round()
             except _PASSING as error:
                 wait = max(next(waits), error.retry_after_s if isinstance(error, NoCapacity) else 0.0)
-                if pull.fetch.tiles > before:
+                if pull.sink.tiles > before:
                     give_up, waits = time.monotonic() + self._patience_s, pauses()
                 elif time.monotonic() + wait > give_up:
                     raise
             await asyncio.sleep(wait)
 
     async def tell(self, run_id: str, version: PolicyVersion, *, kept: bool = True, install_s: float = 0.0) -> float:
-        """Tell the relay that this holder has done with a version, and took `install_s` to install it; returns in how
-        many seconds it wants to hear that again. Raises what the relay does, at once.
+        """Report that this holder has a version and took `install_s` to install it. Returns the seconds after which
+        the relay wants to hear it again. Raises the relay's errors at once.
 
-        `kept`: it still has all of it, and serves it on; without, it is told as one whom nobody reaches.
+        `kept`: the mirror still has all of it and serves it; otherwise the holder is reported as unreachable.
         """
-        question = VersionQuestion(
+        holder = self._holder()
+        request = WayRequest(
             run_id=run_id,
             policy=version.policy,
+            holder=holder if kept else replace(holder, address="", lasting=False),
             version=version.version,
             have=(version.version,) if kept else (),
             bytes_per_s=self._rate,
             done=True,
             install_s=install_s,
         )
-        holder = self._holder()
-        if not kept:
-            holder = replace(holder, address="", lasting=False)
-        return (await self._finder.find(question, holder)).again_s
+        return (await self._finder.find(request)).again_s
 
     def forget(self) -> None:
-        """Keep none of the blobs that have come so far."""
+        """Drop the blobs kept so far."""
         self._means.cache.clear()
 
     def warm_up(self) -> None:
-        """Make ready for patches in the background, which takes seconds in a process that has not seen one."""
+        """Prepare for patches in the background: a process's first one takes seconds."""
 
         def work() -> None:
             from ebbtide.weights.patch.tile_codec import warm_up
@@ -187,9 +185,6 @@ class Puller:
             warm_up()
 
         self._threads.begin(work)
-
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await retrying(call, patience_s=self._patience_s, on=_PASSING)
 
     def close(self) -> None:
         self._threads.close()

@@ -1,17 +1,18 @@
-"""What a relay says of versions, each word checked before it is believed.
+"""Asks a relay for ways, sources, manifests and patches, and checks each answer.
 
-Invariant: a manifest given out matches its root, and its publisher's signature where the key is known; a patch given
-out was checked against the manifest of the version that it leads to, and begins at the one it was asked from. The last
-few manifests that passed are kept, since the one just installed is where the next way begins.
+Invariant: a manifest that it returns matches its root, and its publisher's signature where the key is known. A patch
+that it returns fits the manifest of its version and begins at the version asked for. It keeps the last few manifests
+that passed, since the next way begins at the version just installed.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeAlias, TypeVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.rpc.status_table import translated
@@ -24,7 +25,6 @@ from ebbtide.weights import (
     ManifestPart,
     PatchJoiner,
     PatchPart,
-    Way,
     check_manifest,
     check_patch,
     check_signature,
@@ -34,36 +34,51 @@ from ebbtide.wire.record_conversion import from_proto, to_proto
 
 A = TypeVar("A")
 T = TypeVar("T")
+#: The manifests of the versions that a way passes, first to last, and the patches between them.
+WayLists: TypeAlias = tuple[tuple[Manifest, ...], tuple[Patch, ...]]
+
 _MANIFESTS: Final = 4
-#: Longest chain of patches that is followed: each step costs a manifest; relays compose longer ones.
+#: Longest chain of patches that is followed: each step costs a manifest, and relays compose longer ones.
 _STEPS: Final = 64
-#: Of an answer, what comes first: the best.
+#: Ways and sources of an answer that are used: the first ones are the best.
 _WAYS: Final = 64
 _SOURCES: Final = 16
-#: Lists fetched at once, so that a chain over a long line does not take as many times its delay.
+#: Lists fetched at once, so that a chain over a distant link does not take one round trip for each step.
 _LISTS: Final = 8
-#: For the whole of a manifest or of a patch's lists.
+#: Deadline for a whole manifest, and for the lists of a patch.
 _LISTS_S: Final = 120.0
+#: The longest pause of generation, in seconds, that a relay believes.
+_MAX_INSTALL_S: Final = 86_400.0
+
+_Versions: TypeAlias = Annotated[tuple[int, ...], Meta(max_length=1024)]
+_Addresses: TypeAlias = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=64)]
 
 
-class FoundVersion(Struct, frozen=True):
-    ways: tuple[FoundWay, ...] = ()
-    sources: tuple[BlobSource, ...] = ()
-    again_s: float = 0.0
-
-
-class VersionQuestion(Struct, frozen=True, kw_only=True):
-    """What FindWay is asked, but for who asks: see weights.proto."""
+class WayRequest(Struct, frozen=True, kw_only=True):
+    """FindWay's request; see weights.proto. A relay records nothing of a request without a holder."""
 
     run_id: str
     policy: str
-    version: int
-    have: tuple[int, ...] = ()
-    bytes_per_s: float = 0.0
-    failed: tuple[str, ...] = ()
+    holder: Holder | None = None  # one with `done` and without an address has the version in its engine alone
+    version: int = 0
+    have: _Versions = ()
+    bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    failed: _Addresses = ()
     done: bool = False
-    install_s: float = 0.0
+    install_s: Annotated[float, Meta(ge=0, le=_MAX_INSTALL_S)] = 0.0
     scratch: bool = False
+
+    @property
+    def stream(self) -> tuple[str, str]:
+        return self.run_id, self.policy
+
+
+class FoundVersion(Struct, frozen=True):
+    """FindWay's answer."""
+
+    ways: tuple[FoundWay, ...] = ()
+    sources: tuple[BlobSource, ...] = ()
+    again_s: float = 0.0
 
 
 class VersionFinder:
@@ -71,13 +86,12 @@ class VersionFinder:
         self._relay, self._target, self._holder = relay, target, holder
         self._manifests: OrderedDict[tuple[str, str, int], Manifest] = OrderedDict()
 
-    async def find(self, question: VersionQuestion, holder: Holder | None = None) -> FoundVersion:
-        """Ways and sources, for `holder` or who asks else. Raises `VersionUnavailable` if the relay has not got the
-        version."""
-        request = to_proto(question, pb.FindWayRequest)
-        request.holder.CopyFrom(to_proto(holder or self._holder(), pb.Holder))
+    async def find(self, request: WayRequest) -> FoundVersion:
+        """Ask for ways and sources, as this finder's holder if the request names none. Raises `VersionUnavailable`."""
+        if request.holder is None:
+            request = replace(request, holder=self._holder())
         with translated("weight-relay", self._target):
-            answer = await self._relay.FindWay(request)
+            answer = await self._relay.FindWay(to_proto(request, pb.FindWayRequest))
         found = from_proto(answer, FoundVersion)
         return FoundVersion(found.ways[:_WAYS], found.sources[:_SOURCES], found.again_s)
 
@@ -91,8 +105,7 @@ class VersionFinder:
         root: bytes = b"",
         limits: ManifestLimits = ManifestLimits(),  # noqa: B008
     ) -> Manifest:
-        """A version's manifest (0: the newest's). `publisher`: the key that has to have signed it, `root`: its root
-        digest, each if that is known.
+        """A version's manifest (0: the newest's), of `root` and signed by the key `publisher` where these are given.
 
         Raises `InvalidRequest` or `ChunkCorrupt` for one that is malformed or another version's, `PermissionDenied`
         for one that `publisher` did not sign, `VersionUnavailable`.
@@ -127,15 +140,16 @@ class VersionFinder:
         while len(self._manifests) > _MANIFESTS:
             self._manifests.popitem(last=False)
 
-    async def way(self, found: FoundWay, target: Manifest, *, publisher: bytes = b"") -> Way:
-        """The lists of a way to `target`. Raises `InvalidRequest` for one that cannot be gone, and as `manifest`."""
+    async def way(self, found: FoundWay, target: Manifest, *, publisher: bytes = b"") -> WayLists:
+        """Fetch the lists of a way to `target`. Raises `InvalidRequest` for one that does not lead there, and as
+        `manifest`."""
         version = target.version
         if (found.via or (found.start,))[-1] != version.version or len(found.via) > _STEPS:
             raise InvalidRequest(f"does not lead to version {version.version} in {_STEPS} steps", field="ways")
         numbers = (found.start, *found.via)
         manifests = await _together(lambda number: self._step(number, target, publisher), numbers)
         patches = await _together(lambda pair: self._patch(pair[0].version, pair[1]), tuple(pairwise(manifests)))
-        return Way(manifests[0], tuple(patches), found.anchor)
+        return tuple(manifests), tuple(patches)
 
     async def _step(self, number: int, target: Manifest, publisher: bytes) -> Manifest:
         if number == target.version.version:
@@ -160,7 +174,7 @@ class VersionFinder:
 
 
 async def _together(call: Callable[[A], Awaitable[T]], arguments: Sequence[A]) -> list[T]:
-    """The results of calls, a few at once; when one fails, so does all of it."""
+    """Make calls, a few at once. When one fails, all do."""
     turns = asyncio.Semaphore(_LISTS)
 
     async def one(argument: A) -> T:
@@ -176,5 +190,5 @@ async def _together(call: Callable[[A], Awaitable[T]], arguments: Sequence[A]) -
 
 
 def is_usable(way: FoundWay, have: Iterable[int]) -> bool:
-    """Whether a way begins where the asker is, or where anybody can begin."""
+    """Whether a way begins at a version that the requester holds, or at an anchor."""
     return way.anchor or way.start in have

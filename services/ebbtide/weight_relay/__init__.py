@@ -1,1 +1,1 @@
-"""The weight-relay: immutable policy versions as content-addressed tiles on disk, all of a version or nothing."""
+"""The weight-relay keeps immutable policy versions as content-addressed tiles on disk, each whole or not at all."""

@@ -1,4 +1,4 @@
-"""What the relay measures."""
+"""Defines the relay's metrics."""
 
 from ebbtide import telemetry
 

@@ -1,4 +1,4 @@
-"""Builds the parts of a relay, starts them and ends them in order. Each use case is a module of its own."""
+"""Builds the parts of a relay, and starts and ends them in order. Each use case has its own module."""
 
 import asyncio
 import os
@@ -40,51 +40,51 @@ class WeightRelay:
     """The parts of one relay. `run` it between `open` and `close`."""
 
     def __init__(self, settings: RelaySettings, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises `InvalidRequest` for settings that cannot be, naming the field."""
+        """Raises `InvalidRequest` for wrong settings, naming the field."""
         limits, given = check_settings(settings), known_keys(settings.publisher_keys)
         disk = RelayDisk(Path(settings.data_dir))
-        self.shelf = VersionLibrary(settings, disk, clock)
+        self.library = VersionLibrary(settings, disk, clock)
         self.keys = PublisherTrust(disk, given, allow_unsigned=settings.allow_unsigned)
         self.ended = EndedRuns(clock)
         self.holders = HolderTable(
             BlobOrigin(site=settings.site, trainers=not settings.upstream), settings.static_copies
         )
-        # Half of the cores: fetches and commits have the others.
+        # Fetches and commits have the other half of the cores.
         self.codecs = TileCodecs(settings.codec_threads or max(1, (os.cpu_count() or 1) // 2))
-        self.retiring = VersionRetirement(self.shelf, self.keys, self.holders)
-        self.anchors = AnchorBuilder(self.shelf, self.retiring, self.codecs)
-        self.composing = PatchComposer(self.shelf, self.retiring, self.codecs)
-        self.publishing = VersionIntake(self.shelf, self.retiring, self.keys, self.codecs, self.ended, self.anchors)
-        self.reading = VersionReader(self.shelf, self.retiring, self.composing)
-        self._upstream = _upstream(settings, self.shelf.limits) if settings.upstream else None
+        self.retirement = VersionRetirement(self.library, self.keys, self.holders)
+        self.anchors = AnchorBuilder(self.library, self.retirement, self.codecs)
+        self.composer = PatchComposer(self.library, self.retirement, self.codecs)
+        self.intake = VersionIntake(self.library, self.retirement, self.keys, self.codecs, self.ended, self.anchors)
+        self.reader = VersionReader(self.library, self.retirement, self.composer)
+        self._upstream = _upstream(settings, self.library.limits) if settings.upstream else None
         self._subscription = (
             Subscription(
-                self.publishing, self.shelf.index, self.ended, self.holders, self._upstream, settings.upstream_runs
+                self.intake, self.library.index, self.ended, self.holders, self._upstream, settings.upstream_runs
             )
             if self._upstream
             else None
         )
         links = LinkTable(limits, settings.egress_limit)
-        self.fanout = FanOut(self.reading, self.shelf.index, self.holders, links, self._subscription)
+        self.fanout = FanOut(self.reader, self.library.index, self.holders, links, self._subscription)
         self.ends = RunEndFollower(
-            self.retiring, self.ended, self.fanout, source_of(settings), keep_ended_s=settings.keep_ended_s
+            self.retirement, self.ended, self.fanout, source_of(settings), keep_ended_s=settings.keep_ended_s
         )
-        self.servicer = RelayServicer(self.publishing, self.reading, self.fanout, self.ends, self.shelf.limits)
+        self.servicer = RelayServicer(self.intake, self.reader, self.fanout, self.ends, self.library.limits)
 
     async def open(self) -> None:
-        """Find what lies in the directory. Looks at sizes alone; digests are checked at reads.
+        """Find the versions in the directory. Checks sizes alone; reads check digests.
 
-        Raises `InvalidRequest` for what can be neither read nor deleted.
+        Raises `InvalidRequest` for a file that can be neither read nor deleted.
         """
         await self.keys.open()
-        await self.shelf.open()
-        self.retiring.spare_found()
-        async with self.shelf.lock:
-            await self.retiring.tidy()
+        await self.library.open()
+        self.retirement.spare_found()
+        async with self.library.lock:
+            await self.retirement.tidy()
         self.anchors.consider()
 
     async def run(self) -> None:
-        """For ever: follow the upstream, hear which runs end, let go what retention by age and silence leave."""
+        """Follow the upstream and the ends of runs, and drop what is too old or abandoned, for ever."""
         async with asyncio.TaskGroup() as tasks:
             if self._subscription is not None:
                 tasks.create_task(self._subscription.run())
@@ -97,19 +97,19 @@ class WeightRelay:
             with suppress(asyncio.CancelledError):
                 await self._upstream.close()
         await self.anchors.close()
-        await self.composing.close()
-        await self.shelf.close()
+        await self.composer.close()
+        await self.library.close()
         await asyncio.to_thread(self.codecs.close)
 
     async def _sweep(self) -> None:
-        """For ever: forget stages of publishers that went silent, and what retention by age lets go.
+        """Drop the stages of silent publishers, and versions that are too old, for ever.
 
-        Versions and stages that a failing disk did not let go are tried again the next time.
+        What a failing disk does not delete is tried again the next time.
         """
         while True:
-            await asyncio.sleep(self.shelf.settings.stage_ttl_s / 4)
+            await asyncio.sleep(self.library.settings.stage_ttl_s / 4)
             try:
-                await self.shelf.finish(self.retiring.drop_dead_stages())
+                await self.library.finish(self.retirement.drop_dead_stages())
             except (EbbtideError, OSError) as error:
                 log.warning("sweep failed", error=str(error))
             self.anchors.consider()
@@ -117,7 +117,7 @@ class WeightRelay:
 
 def _upstream(settings: RelaySettings, limits: ManifestLimits) -> Upstream:
     name = settings.name or f"{socket.gethostname()}/{settings.server.listen}"
-    # A relay's disk is no memory that others could share: it is of no host.
+    # Readers cannot share a relay's disk as they share a host's memory, so it names no host.
     holder = Holder(name=name, site=settings.site, address=settings.advertise, lasting=True)
     if is_url(settings.upstream):
         from ebbtide.weight_relay.upstream.static_upstream import StaticUpstream

@@ -1,4 +1,4 @@
-"""The Weights service: convert, await one use-case, convert."""
+"""Serves the Weights service. Each call converts the request, awaits one use case, and converts the answer."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
 from collections.abc import AsyncIterator
@@ -8,6 +8,7 @@ import grpc
 
 from ebbtide.auth.admission import is_among_peers
 from ebbtide.errors import InvalidRequest
+from ebbtide.transfer.version_finder import WayRequest
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 from ebbtide.v1 import weights_pb2 as pb
@@ -18,7 +19,6 @@ from ebbtide.weight_relay.intake.publish_refusals import refusals
 from ebbtide.weight_relay.intake.version_intake import VersionIntake
 from ebbtide.weight_relay.library.run_end_follower import RunEndFollower
 from ebbtide.weight_relay.outlets.fan_out import FanOut
-from ebbtide.weight_relay.outlets.holder_table import WayRequest
 from ebbtide.weight_relay.outlets.version_reader import VersionReader
 from ebbtide.weights import ManifestLimits, ManifestPart, split_manifest, split_patch
 from ebbtide.wire.record_conversion import from_proto, to_proto
@@ -26,26 +26,26 @@ from ebbtide.wire.record_conversion import from_proto, to_proto
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "ebbtide.v1.Weights"
-#: Digests in one answer: 100,000 take 3.4 MB of a message's 4 MiB. PutTiles tells the rest, which needs fewer bytes.
+#: Digests in one answer: 100,000 take 3.4 MB of a message's 4 MiB. PutTiles returns the rest in fewer bytes.
 MAX_DIGESTS = 100_000
 
 
 class RelayServicer(WeightsServicer):
     def __init__(
         self,
-        publishing: VersionIntake,
-        reading: VersionReader,
+        intake: VersionIntake,
+        reader: VersionReader,
         fanout: FanOut,
         ends: RunEndFollower,
         limits: ManifestLimits,
     ) -> None:
-        self._publishing, self._reading, self._fanout, self._ends = publishing, reading, fanout, ends
+        self._intake, self._reader, self._fanout, self._ends = intake, reader, fanout, ends
         self._joining = JoinedPublish(limits)
 
     async def BeginPublish(self, request: AsyncIterator[pb.ManifestPart], context: Context) -> pb.BeginPublishResponse:
         with refusals("publish", context.peer()):
             parts = (from_proto(part, ManifestPart) async for part in request)
-            missing = await self._publishing.begin(*await self._joining.join(parts))
+            missing = await self._intake.begin(*await self._joining.join(parts))
         return pb.BeginPublishResponse(missing=missing[:MAX_DIGESTS])
 
     async def PutTiles(self, request: AsyncIterator[pb.Tile], context: Context) -> pb.PutTilesResponse:
@@ -55,31 +55,31 @@ class RelayServicer(WeightsServicer):
                 if first is None:
                     first = tile
                     if tile.HasField("version") and not tile.digest:
-                        continue  # asks what is missing, and puts nothing
-                await self._publishing.put(_digest(tile.digest), tile.data)
+                        continue  # a request for what is missing, without a blob
+                await self._intake.put(_digest(tile.digest), tile.data)
                 stored += 1
-        await self._publishing.sync()
+        await self._intake.sync()
         if first is not None and first.HasField("version"):
             version = from_proto(first.version, PolicyVersion, field="version")
-            missing = self._publishing.missing(check_id(first.run_id, field="run_id"), version)
+            missing = self._intake.missing(check_id(first.run_id, field="run_id"), version)
         return pb.PutTilesResponse(stored=stored, missing=missing)
 
     async def CommitPublish(self, request: pb.CommitPublishRequest, context: Context) -> pb.VersionInfo:
         version = from_proto(request.version, PolicyVersion, field="version")
         with refusals("commit", context.peer()):
-            info = await self._publishing.commit(check_id(request.run_id, field="run_id"), version)
+            info = await self._intake.commit(check_id(request.run_id, field="run_id"), version)
         return to_proto(info, pb.VersionInfo)
 
     async def GetManifest(self, request: pb.VersionRef, context: Context) -> AsyncIterator[pb.ManifestPart]:
         run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
         version = await self._fanout.ask(run_id, policy, request.version)
-        manifest = self._reading.manifest(run_id, policy, version)
+        manifest = self._reader.manifest(run_id, policy, version)
         for part in split_manifest(manifest):
             yield to_proto(part, pb.ManifestPart)
 
     async def GetPatch(self, request: pb.PatchRef, context: Context) -> AsyncIterator[pb.PatchPart]:
         run_id, policy = check_id(request.run_id, field="run_id"), check_id(request.policy, field="policy")
-        for part in split_patch(self._reading.patch(run_id, policy, request.base, request.version)):
+        for part in split_patch(self._reader.patch(run_id, policy, request.base, request.version)):
             yield to_proto(part, pb.PatchPart)
 
     async def FindWay(self, request: pb.FindWayRequest, context: Context) -> pb.FindWayResponse:
@@ -92,7 +92,7 @@ class RelayServicer(WeightsServicer):
     async def FetchTiles(self, request: pb.FetchTilesRequest, context: Context) -> AsyncIterator[pb.Tile]:
         turn = self._fanout.reader(request.site, request.reader, context.peer())
         for digest in request.digests:
-            data = await self._reading.tile(_digest(digest))
+            data = await self._reader.tile(_digest(digest))
             await turn(len(data))
             yield pb.Tile(digest=digest, data=data)
 
@@ -104,7 +104,7 @@ class RelayServicer(WeightsServicer):
     async def WatchVersions(self, request: pb.WatchVersionsRequest, context: Context) -> AsyncIterator[pb.VersionInfo]:
         run_id = check_id(request.run_id, field="run_id") if request.run_id else ""
         policy = check_id(request.policy, field="policy") if request.policy else ""
-        async for info in self._reading.watch(run_id, policy):
+        async for info in self._reader.watch(run_id, policy):
             yield to_proto(info, pb.VersionInfo)
 
     async def WatchEnded(self, request: WatchEndedRequest, context: Context) -> AsyncIterator[RunsEnded]:

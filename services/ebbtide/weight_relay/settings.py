@@ -1,4 +1,4 @@
-"""Settings of the weight-relay."""
+"""Defines the settings of the weight-relay."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from ebbtide.runtime import ProcessSettings
 
 
 class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a weight-relay can be told. Durations are seconds."""
+    """A weight-relay's settings. Durations are seconds."""
 
     server: ServerSettings = ServerSettings.at("127.0.0.1:7610")
     data_dir: Annotated[str, Meta(description="directory of the relay's tiles and manifests")] = "relay-data"
@@ -61,7 +61,7 @@ class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     ] = ""
     coordinator_security: ClientSecurity = ClientSecurity()
     keep_ended_s: Annotated[
-        float, Meta(ge=0, description="seconds for which the versions of a run that finished are kept behind its end")
+        float, Meta(ge=0, description="seconds for which the versions of a run that finished are kept after its end")
     ] = 0.0
     static_copies: Annotated[
         tuple[str, ...],

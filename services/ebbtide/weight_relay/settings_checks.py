@@ -1,4 +1,4 @@
-"""What settings must be for a relay to start: said at its start, not when a reader or a publisher first suffers."""
+"""Checks a relay's settings at its start, before a reader or a publisher meets the mistake."""
 
 import socket
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _WILDCARDS = {"0.0.0.0", "[::]", "::"}  # noqa: S104 - compared with, not listen
 
 
 def check_settings(settings: RelaySettings) -> Mapping[str, float]:
-    """The limits of links, by site. Raises `InvalidRequest` for settings that cannot be, naming the field."""
+    """Return the limits of links, by site. Raises `InvalidRequest` for wrong settings, naming the field."""
     try:
         limits = parse_limits(settings.link_limits)
     except ValueError as error:

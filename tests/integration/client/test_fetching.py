@@ -37,7 +37,7 @@ class Counting(RelayServicer):
 async def served(tmp_path: Path) -> AsyncIterator[tuple[Counting, str]]:
     relay = WeightRelay(RelaySettings(data_dir=str(tmp_path / "relay")))
     await relay.open()
-    counting = Counting(relay.publishing, relay.reading, relay.fanout, relay.ends, relay.shelf.limits)
+    counting = Counting(relay.intake, relay.reader, relay.fanout, relay.ends, relay.library.limits)
     server = Server(ServerSettings(token=SECURITY.token), [(add_WeightsServicer_to_server, counting, SERVICE)])
     await server.start()
     yield counting, server.address

@@ -104,9 +104,9 @@ async def test_a_version_of_which_the_relay_lost_a_blob_is_begun_once_except_at_
 ) -> None:
     stored, lost = VersionLibrary.stored, list[bytes]()
 
-    def loses_one(shelf: VersionLibrary, digest: bytes, size: int) -> None:
+    def loses_one(library: VersionLibrary, digest: bytes, size: int) -> None:
         if lost:
-            stored(shelf, digest, size)
+            stored(library, digest, size)
         lost.append(digest)
 
     monkeypatch.setattr(VersionLibrary, "stored", loses_one)

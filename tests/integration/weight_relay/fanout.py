@@ -40,11 +40,11 @@ class RunningRelay:
         self.relay, self.fanout, self.address, self.stub = relay, relay.fanout, address, stub
 
     def versions(self) -> list[int]:
-        return sorted(self.relay.shelf.index.stream(STREAM))
+        return sorted(self.relay.library.index.stream(STREAM))
 
     def arriving(self) -> dict[int, int]:
         """The versions on their way here, and the blobs that each still lacks."""
-        index = self.relay.shelf.index
+        index = self.relay.library.index
         return {stage.number: sum(1 for _ in index.missing(stage)) for stage in index.stages if stage.arriving}
 
     async def describe(self) -> WeightsState:
@@ -118,11 +118,11 @@ class Version:
     async def publish(self, relay: WeightRelay) -> None:
         """As a publisher does, without the wire."""
         for digest in await self.begin(relay):
-            await relay.publishing.put(digest, bytes(self.blob(digest)))
-        await relay.publishing.commit("run", self.manifest.version)
+            await relay.intake.put(digest, bytes(self.blob(digest)))
+        await relay.intake.commit("run", self.manifest.version)
 
     async def begin(self, relay: WeightRelay) -> list[bytes]:
-        return await relay.publishing.begin(self.manifest, self.patch)
+        return await relay.intake.begin(self.manifest, self.patch)
 
 
 def _changed(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -140,12 +140,12 @@ class Reader:
         self._channel: Channel = open_channel(relay, SECURITY)
         self._cache = BlobCache(64 << 20)
         self._mirror: Mirror | None = None
-        self._shelf = PeerBlobs(self._cache, lambda: self._mirror, WorkerSettings().peer_readers)
+        self._library = PeerBlobs(self._cache, lambda: self._mirror, WorkerSettings().peer_readers)
         self._server: Server | None = None
         self._puller = Puller(
             WeightsStub(self._channel),
             relay,
-            holder=lambda: Holder(name=name, site=site, address=self._shelf.address),
+            holder=lambda: Holder(name=name, site=site, address=self._library.address),
             patience_s=20.0,
             open_source=opener(SECURITY),
             cache=self._cache,
@@ -153,9 +153,9 @@ class Reader:
 
     async def serve(self) -> None:
         """Serve what comes to peers."""
-        self._server = Server(ServerSettings(token=TOKEN), [(add_to_server, WorkersServicer(self._shelf), SERVICE)])
+        self._server = Server(ServerSettings(token=TOKEN), [(add_to_server, WorkersServicer(self._library), SERVICE)])
         await self._server.start()
-        self._shelf.address = self._server.address
+        self._library.address = self._server.address
 
     async def pull(self, version: int) -> dict[str, int]:
         """Bring the mirror to a version; the bytes by source."""

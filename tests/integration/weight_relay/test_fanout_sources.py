@@ -242,7 +242,7 @@ async def test_a_static_copy_may_begin_with_a_version_that_has_a_parent(web_serv
     async with running(tmp_path / "home", anchor_every=1) as home:
         for version in (first, second):
             await version.publish(home.relay)
-        await wait_until(lambda: 2 in home.relay.shelf.index.anchors(STREAM), what="the anchor")
+        await wait_until(lambda: 2 in home.relay.library.index.anchors(STREAM), what="the anchor")
         folder = tmp_path / "copies" / "run"
         await export(ExportSettings(run="run", folder=str(folder), relay=home.address, security=SECURITY))
     assert not (folder / "version-1.msgpack").exists()
@@ -250,7 +250,8 @@ async def test_a_static_copy_may_begin_with_a_version_that_has_a_parent(web_serv
         await wait_until(lambda: away.versions() == [2])
     upstream = static_upstream.StaticUpstream(url, SECURITY, Holder(name="reader"), ManifestLimits())
     target = await upstream.manifest(STREAM, 2)
-    assert len((await upstream.way(FoundWay(start=1, anchor=False, via=(2,)), target)).patches) == 1
+    _, patches = await upstream.way(FoundWay(start=1, anchor=False, via=(2,)), target)
+    assert len(patches) == 1
     with pytest.raises(VersionUnavailable, match="no patch from version 7 to 2"):
         await upstream.way(FoundWay(start=7, anchor=False, via=(2,)), target)
     await upstream.close()

@@ -54,6 +54,8 @@ class MemoryRelay:
         self.begun = 0
         self.former = False
         self.drops: set[bytes] = set()  # blobs that are lost once when they are put
+        self.forgets = False  # whether all blobs are lost that are put
+        self.puts: list[bytes] = []  # blobs, as often as they were put
         self._staged: dict[bytes, int] = {}
         self.held: set[bytes] = set()
         self.committed: list[Manifest] = []
@@ -75,9 +77,10 @@ class MemoryRelay:
     ) -> bytes | None:
         for digest in digests:
             sent(len(bytes(encoding.blob(digest))))
+            self.puts.append(digest)
             if digest in self.drops:
                 self.drops.discard(digest)
-            else:
+            elif not self.forgets:
                 self.held.add(digest)
         return await self.missing(version)
 

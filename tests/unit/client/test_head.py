@@ -1,10 +1,13 @@
 """What rank 0 does with a relay that does not go on, and what one rank's error is when another tells it."""
 
+from collections import Counter
+
 import pytest
 
 from ebbtide.client.publisher.rank_exchange import RankFailure, RankPut, pack, unpack
 from ebbtide.errors import Draining, EbbtideError, Internal, InvalidRequest, NoCapacity, NotReady
 from ebbtide.types.weights import Manifest
+from ebbtide.weights import tile_sizes
 from tests.unit.client.ranks import MemoryRelay, tensor
 
 
@@ -27,6 +30,15 @@ async def test_a_relay_that_lacks_less_each_time_is_not_given_up(relay: MemoryRe
 
     relay.former, relay.lacks = True, lacks
     assert (await (await relay.publisher().publish([tensor("w")]))).version == 1
+
+
+async def test_a_blob_that_the_relay_takes_and_always_calls_missing_is_put_three_times(relay: MemoryRelay) -> None:
+    relay.lacks, relay.forgets = lambda manifest: list(tile_sizes(manifest)), True
+    publishing = await relay.publisher().publish([tensor("w", 1), tensor("v", 2)])
+    with pytest.raises(Internal, match=r"has taken 2 blobs 3 times .* and calls them missing"):
+        await publishing
+    assert sorted(Counter(relay.puts).values()) == [3, 3]
+    assert not relay.committed
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from ebbtide.scheduling.distribution.source_ranking import (
     FEW,
     MOST_FAILED,
     ORIGIN,
+    QUARANTINE_S,
     SEVERAL,
-    SHUN_S,
     BlobOrigin,
     SourceComplaints,
     VersionCopy,
@@ -94,17 +94,17 @@ def test_copies_on_spot_machines_are_not_counted_as_safe() -> None:
     assert lasting_copies(copies) == 1
 
 
-def test_a_source_that_failed_one_is_shunned_for_it_alone_and_after_several_for_all() -> None:
+def test_a_source_that_failed_one_is_quarantined_for_it_alone_and_after_several_for_all() -> None:
     complaints = SourceComplaints()
     complaints.add("w0", ["bad:1"], 0.0)
-    assert complaints.shunned("w0", 1.0) == {"bad:1"}
-    assert complaints.shunned("other", 1.0) == set()
+    assert complaints.quarantined("w0", 1.0) == {"bad:1"}
+    assert complaints.quarantined("other", 1.0) == set()
     for number in range(1, SEVERAL):
         complaints.add(f"w{number}", ["bad:1"], 2.0)
-    assert complaints.shunned("other", 3.0) == {"bad:1"}
-    assert complaints.shunned("other", 1.0 + SHUN_S) == set()  # the first one's counts no longer
-    assert complaints.shunned("w1", 1.0 + SHUN_S) == {"bad:1"}
-    assert complaints.shunned("w1", 2.0 + SHUN_S) == set()
+    assert complaints.quarantined("other", 3.0) == {"bad:1"}
+    assert complaints.quarantined("other", 1.0 + QUARANTINE_S) == set()  # the first one's counts no longer
+    assert complaints.quarantined("w1", 1.0 + QUARANTINE_S) == {"bad:1"}
+    assert complaints.quarantined("w1", 2.0 + QUARANTINE_S) == set()
 
 
 def test_of_very_many_complaints_the_oldest_are_forgotten() -> None:
@@ -112,10 +112,10 @@ def test_of_very_many_complaints_the_oldest_are_forgotten() -> None:
     complaints.add("w0", ["old:1", "again:1"], 0.0)
     complaints.add("w0", ["again:1"], 1.0)
     complaints.add("w0", [f"made-up-{number}:1" for number in range(MOST_FAILED - 1)], 2.0)
-    shunned = complaints.shunned("w0", 3.0)
-    assert len(shunned) == MOST_FAILED
-    assert "again:1" in shunned
-    assert "old:1" not in shunned
+    quarantined = complaints.quarantined("w0", 3.0)
+    assert len(quarantined) == MOST_FAILED
+    assert "again:1" in quarantined
+    assert "old:1" not in quarantined
 
 
 class World:

@@ -16,8 +16,9 @@ from ebbtide.errors import (
     VersionUnavailable,
 )
 from ebbtide.testing import wait_until
-from ebbtide.transfer.blob_fetcher import BlobBatch, BlobFetcher
+from ebbtide.transfer.blob_fetcher import BlobBatch, BlobFetcher, FetchMeans
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
+from ebbtide.transfer.sources.blob_cache import BlobCache
 from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource, SourcePool
 from ebbtide.transfer.version_finder import FoundVersion
 from ebbtide.types.weights import Holder
@@ -74,7 +75,7 @@ class Bench:
 
     def __init__(self, threads: DigestThreads) -> None:
         self.relay, self.peer, self.kept = Sender(), Sender(), Kept()
-        self.threads = threads
+        self.threads, self.cache = threads, BlobCache(1 << 20)
         self.faults: list[EbbtideError] = []
         self.asked = 0
         itself = OpenSource(self.relay, "relay", "relay:1", UNLISTED)
@@ -85,19 +86,10 @@ class Bench:
         self.asked += 1
         return FoundVersion(sources=(source("peer", site="here"),))
 
-    async def fetch(self, *batches: Sequence[bytes], streams: int = 1, again_s: float = 0.0, **options: Any) -> None:
+    async def fetch(self, *batches: Sequence[bytes], streams: int = 1, again_s: float = 0.0) -> None:
         sizes = [BlobBatch({digest: len(BLOBS[digest]) for digest in batch}) for batch in batches or [DIGESTS]]
-        fetcher = BlobFetcher(
-            sizes,
-            self.kept.take,
-            self.pool,
-            self.threads,
-            streams,
-            5.0,
-            hand_over_blobs=1,
-            on_fault=self.faults.append,
-            **options,
-        )
+        means = FetchMeans(threads=self.threads, streams=streams, silence_s=5.0, hand_over_blobs=1, cache=self.cache)
+        fetcher = BlobFetcher(sizes, self.kept.take, self.pool, means, on_fault=self.faults.append)
         await fetcher.run(self.find, again_s)
 
 
@@ -155,7 +147,9 @@ async def test_who_lacks_a_blob_is_passed_over_for_its_batch_alone(bench: Bench)
 
 
 async def test_known_blobs_are_handed_over_and_not_fetched(bench: Bench) -> None:
-    await bench.fetch(known={digest: BLOBS[digest] for digest in DIGESTS[:39]}.get)
+    for digest in DIGESTS[:39]:
+        bench.cache.put(digest, BLOBS[digest])
+    await bench.fetch()
     assert bench.kept.blobs == [(digest, "") for digest in DIGESTS[:39]] + [(DIGESTS[39], "peer")]
 
 

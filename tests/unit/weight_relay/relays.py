@@ -20,13 +20,13 @@ async def put(relay: WeightRelay, version: Version, *, whole: bool = False, arri
     """Stage a version and put its blobs."""
     patch = None if whole else version.patch
     blobs = version.blobs if patch else version.tiles
-    for digest in await relay.publishing.begin(version.manifest, patch, arriving=arriving):
-        await relay.publishing.put(digest, blobs[digest])
+    for digest in await relay.intake.begin(version.manifest, patch, arriving=arriving):
+        await relay.intake.put(digest, blobs[digest])
 
 
 async def publish(relay: WeightRelay, version: Version, *, whole: bool = False) -> None:
     await put(relay, version, whole=whole)
-    await relay.publishing.commit("run", version.manifest.version)
+    await relay.intake.commit("run", version.manifest.version)
 
 
 async def publish_all(relay: WeightRelay, line: Line) -> None:
@@ -35,12 +35,12 @@ async def publish_all(relay: WeightRelay, line: Line) -> None:
 
 
 def held(relay: WeightRelay) -> list[int]:
-    return sorted(relay.shelf.index.stream(("run", "policy")))
+    return sorted(relay.library.index.stream(("run", "policy")))
 
 
 def anchors(relay: WeightRelay) -> list[int]:
-    return sorted(relay.shelf.index.anchors(("run", "policy")))
+    return sorted(relay.library.index.anchors(("run", "policy")))
 
 
 def patches(relay: WeightRelay) -> list[tuple[int, int]]:
-    return sorted(relay.shelf.index.patches(("run", "policy")))
+    return sorted(relay.library.index.patches(("run", "policy")))

@@ -46,9 +46,9 @@ async def opened(folder: Path) -> WeightRelay:
 
 
 async def publish(relay: WeightRelay, version: Version) -> None:
-    for digest in await relay.publishing.begin(version.manifest):
-        await relay.publishing.put(digest, version.tiles[digest])
-    await relay.publishing.commit(version.manifest.run_id, version.manifest.version)
+    for digest in await relay.intake.begin(version.manifest):
+        await relay.intake.put(digest, version.tiles[digest])
+    await relay.intake.commit(version.manifest.run_id, version.manifest.version)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
@@ -56,15 +56,15 @@ async def test_a_tile_is_taken_though_another_run_says_that_it_has_another_size(
     relay, victim = await opened(tmp_path), Line(1, sizes=SMALL)[1]
     evil = wrong_size(victim)
     if first:
-        await relay.publishing.begin(evil)
-    missing = await relay.publishing.begin(victim.manifest)
+        await relay.intake.begin(evil)
+    missing = await relay.intake.begin(victim.manifest)
     if not first:
-        await relay.publishing.begin(evil)
+        await relay.intake.begin(evil)
     for digest in missing:
-        await relay.publishing.put(digest, victim.tiles[digest])
-    await relay.publishing.commit("run", victim.manifest.version)
+        await relay.intake.put(digest, victim.tiles[digest])
+    await relay.intake.commit("run", victim.manifest.version)
     for digest in missing:
-        assert await relay.reading.tile(digest) == victim.tiles[digest]
+        assert await relay.reader.tile(digest) == victim.tiles[digest]
     await relay.close()
 
 
@@ -72,16 +72,16 @@ async def test_who_says_that_a_tile_has_another_size_does_not_get_it(tmp_path: P
     relay, victim = await opened(tmp_path), Line(1, sizes=SMALL)[1]
     own = Line(1, sizes={name: (d, k, n - WITHIN) for name, (d, k, n) in SMALL.items()}, run_id="evil")[1]
     evil = wrong_size(victim)
-    await relay.publishing.begin(evil)
+    await relay.intake.begin(evil)
     (stolen,) = victim.manifest.tensors[0].digests
     with pytest.raises(InvalidRequest, match=r"tensors\.digests: .* bytes, not"):
-        await relay.publishing.put(stolen, victim.tiles[stolen])  # right by its digest, and nobody says so of its size
+        await relay.intake.put(stolen, victim.tiles[stolen])  # right by its digest, and nobody says so of its size
     await publish(relay, victim)
     (other,) = evil.tensors[1].digests
-    await relay.publishing.put(other, own.tiles[other])
+    await relay.intake.put(other, own.tiles[other])
     with pytest.raises(InvalidRequest, match=r"tensors\.digests: .* bytes, not"):
-        await relay.publishing.commit("evil", evil.version)
-    assert relay.shelf.index.stream(("evil", "policy")) == {}
+        await relay.intake.commit("evil", evil.version)
+    assert relay.library.index.stream(("evil", "policy")) == {}
     await relay.close()
 
 
@@ -94,23 +94,23 @@ async def test_a_tile_is_taken_though_another_run_says_that_it_is_a_patch_and_th
     await publish(relay, evil[1])
     digest = victim.manifest.tensors[0].digests[0]
     patch = as_patch(evil, victim.tiles[digest], digest)
-    missing = await relay.publishing.begin(evil[2].manifest, patch)
+    missing = await relay.intake.begin(evil[2].manifest, patch)
     assert digest in missing
     with pytest.raises(InvalidRequest):
-        await relay.publishing.put(digest, victim.tiles[digest])
+        await relay.intake.put(digest, victim.tiles[digest])
     await publish(relay, victim)
     for other in set(missing) - {digest}:
-        await relay.publishing.put(other, evil[2].blobs[other])
+        await relay.intake.put(other, evil[2].blobs[other])
     with pytest.raises(InvalidRequest, match=r"patch\.digests: .*no patch of its tile"):
-        await relay.publishing.commit("evil", evil[2].manifest.version)
+        await relay.intake.commit("evil", evil[2].manifest.version)
     await relay.close()
 
 
 async def test_a_damaged_blob_is_taken_for_nobody(tmp_path: Path) -> None:
     relay, victim = await opened(tmp_path), Line(1, sizes=SMALL)[1]
-    await relay.publishing.begin(wrong_size(victim))
-    for digest in await relay.publishing.begin(victim.manifest):
+    await relay.intake.begin(wrong_size(victim))
+    for digest in await relay.intake.begin(victim.manifest):
         with pytest.raises(ChunkCorrupt, match="does not match its digest"):
-            await relay.publishing.put(digest, victim.tiles[digest][:-1])
-        assert digest not in relay.shelf.index.on_disk
+            await relay.intake.put(digest, victim.tiles[digest][:-1])
+        assert digest not in relay.library.index.on_disk
     await relay.close()

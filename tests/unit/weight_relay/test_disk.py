@@ -60,7 +60,7 @@ async def test_damaged_versions_and_strange_files_do_not_keep_a_relay_from_start
         (tmp_path / "versions" / "run" / "p" / f"{name}.manifest").write_bytes(content)
     (tmp_path / "tiles" / "stray").write_bytes(b"")
     await relay.open()
-    assert not list(relay.shelf.index.committed())
+    assert not list(relay.library.index.committed())
     assert not list((tmp_path / "tiles").iterdir())
     await relay.close()
 
@@ -91,10 +91,10 @@ async def test_a_copy_made_while_versions_come_and_go_has_all_that_is_whole_in_i
     assert 5 in held(restored)
     assert set(held(restored)) <= set(copied)
     for number in held(restored):
-        manifest = restored.reading.manifest("run", "policy", number)
+        manifest = restored.reader.manifest("run", "policy", number)
         if number in anchors(restored):
             for digest, size in tile_sizes(manifest).items():
-                assert len(await restored.reading.tile(digest)) == size
+                assert len(await restored.reader.tile(digest)) == size
     await publish(restored, line[6])  # and goes on
     assert 6 in held(restored)
     await restored.close()

@@ -71,7 +71,7 @@ async def house_at(folder: Path, **settings: Any) -> AsyncIterator[House]:
     relay = relay_at(folder, clock)
     await relay.open()
     ends = RunEndFollower(
-        relay.retiring,
+        relay.retirement,
         relay.ended,
         relay.fanout,
         source,  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ async def test_what_is_kept_of_a_run_goes_with_its_end(tmp_path: Path, line: Lin
         await wait_until(lambda: not house.files())
         assert not held(house.relay)
         with pytest.raises(LeaseSuperseded, match="has ended"):
-            await house.relay.publishing.begin(line[3].manifest, line[3].patch)
+            await house.relay.intake.begin(line[3].manifest, line[3].patch)
 
 
 @pytest.mark.parametrize("arriving", [False, True])
@@ -118,14 +118,14 @@ async def test_a_version_whose_run_ends_while_it_is_checked_is_not_taken(
 
     monkeypatch.setattr(version_intake, "make_stage", slowly)
     async with house_at(tmp_path) as house:
-        beginning = asyncio.create_task(house.relay.publishing.begin(line[1].manifest, arriving=arriving))
+        beginning = asyncio.create_task(house.relay.intake.begin(line[1].manifest, arriving=arriving))
         await wait_until(checking.is_set)
         house.relay.ended.add(EndedRun("run", CANCELLED))
-        await house.relay.retiring.forget_run("run")
+        await house.relay.retirement.forget_run("run")
         checked.set()
         with pytest.raises(LeaseSuperseded, match="has ended"):
             await beginning
-        assert not house.relay.retiring.held()
+        assert not house.relay.retirement.held()
         assert not house.files()
 
 
@@ -136,7 +136,7 @@ async def test_what_was_staged_of_a_finished_run_is_committed_while_its_versions
         await put(house.relay, line[1], arriving=True)
         house.source.ends("run", status=FINISHED)
         await wait_until(lambda: "run" in house.relay.ended)
-        await house.relay.publishing.commit("run", line[1].manifest.version)
+        await house.relay.intake.commit("run", line[1].manifest.version)
         assert held(house.relay) == [1]
 
 
@@ -146,20 +146,20 @@ async def test_what_was_staged_of_a_run_that_was_let_go_is_not_committed(tmp_pat
         house.source.ends("run")
         await wait_until(lambda: not house.files())
         with pytest.raises(NotReady, match="not staged"):
-            await house.relay.publishing.commit("run", line[1].manifest.version)
+            await house.relay.intake.commit("run", line[1].manifest.version)
 
 
 async def test_other_runs_keep_what_they_share_with_it(tmp_path: Path, line: Line) -> None:
     other = Line(1, sizes=SMALL, run_id="other")
     async with house_at(tmp_path) as house:
         await publish(house.relay, line[1])
-        for digest in await house.relay.publishing.begin(other[1].manifest, None):
-            await house.relay.publishing.put(digest, other[1].tiles[digest])
-        await house.relay.publishing.commit("other", other[1].manifest.version)
+        for digest in await house.relay.intake.begin(other[1].manifest, None):
+            await house.relay.intake.put(digest, other[1].tiles[digest])
+        await house.relay.intake.commit("other", other[1].manifest.version)
         house.source.ends("run")
         await wait_until(lambda: not held(house.relay))
         for digest in other[1].tiles:
-            assert await house.relay.reading.tile(digest) == other[1].tiles[digest]
+            assert await house.relay.reader.tile(digest) == other[1].tiles[digest]
 
 
 async def test_a_relay_that_was_away_asks_about_all_that_it_finds(tmp_path: Path, line: Line) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.transfer.version_finder import WayRequest
 from ebbtide.types.weights import Holder
-from ebbtide.weight_relay.outlets.holder_table import WayRequest
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, publish, relay_at
 
@@ -37,7 +37,7 @@ async def test_who_has_versions_of_what_is_not_here_is_not_noted(tmp_path: Path)
     await fanout.find(done(run_id="unheard-of"))
     assert fanout.holders.states("unheard-of") == ([], 0)
     assert fanout.holders.needed() == set()
-    await relay.publishing.begin(Line(1, sizes=SMALL)[1].manifest)
+    await relay.intake.begin(Line(1, sizes=SMALL)[1].manifest)
     await fanout.find(done())  # its version is on its way
     assert len(fanout.holders.states("run")[0]) == 1
     await relay.close()

@@ -8,8 +8,8 @@ from prometheus_client import REGISTRY
 
 from ebbtide.errors import InvalidRequest, NoCapacity
 from ebbtide.testing import wait_until
+from ebbtide.transfer.version_finder import WayRequest
 from ebbtide.types.weights import Holder
-from ebbtide.weight_relay.outlets.holder_table import WayRequest
 from ebbtide.weight_relay.service import WeightRelay
 from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line
@@ -51,14 +51,14 @@ async def test_what_live_holders_have_keeps_its_patches_to_the_newest(
     await wait_until(lambda: anchors(relay) == [5], what="the anchor alone")
     await publish(relay, line[6])
     assert held(relay) == [2, 3, 4, 5, 6]
-    assert [way.via for way in await relay.reading.ways("run", "policy", 6, [2])] == [(3, 4, 5, 6)]
-    assert relay.reading.manifest("run", "policy", 0).version.version == 6
+    assert [way.via for way in await relay.reader.ways("run", "policy", 6, [2])] == [(3, 4, 5, 6)]
+    assert relay.reader.manifest("run", "policy", 0).version.version == 6
     await relay.close()
     clock = SetClock()
     relay = await opened(tmp_path, clock, keep_versions=1, anchor_every=4)
     assert held(relay) == [2, 3, 4, 5, 6]  # its holders have had no time to tell
     clock.now = 61.0
-    await relay.retiring.drop_dead_stages()
+    await relay.retirement.drop_dead_stages()
     assert held(relay) == [5, 6]
     await relay.close()
 
@@ -71,7 +71,7 @@ async def test_versions_go_by_age_and_an_anchor_is_made_for_what_is_left(tmp_pat
         await publish(relay, version)
         clock.now += 50.0
     assert held(relay) == [1, 2, 3, 4]
-    await relay.retiring.drop_dead_stages()
+    await relay.retirement.drop_dead_stages()
     relay.anchors.consider()
     await wait_until(lambda: held(relay) == [3, 4] and anchors(relay) == [3], what="the end of the oldest")
     await relay.close()
@@ -82,11 +82,11 @@ async def test_a_runs_quota_names_itself_and_spares_other_runs(tmp_path: Path) -
     relay = await opened(tmp_path, run_quota_bytes=quota, anchor_every=99, anchor_share=99.0)
     line = Line(2, sizes=SMALL, share=1.0)
     await publish(relay, line[1])
-    await relay.publishing.begin(line[2].manifest)
+    await relay.intake.begin(line[2].manifest)
     with pytest.raises(NoCapacity, match=f"quota of {quota} bytes .*--run-quota-bytes"):
-        await relay.publishing.begin(Line(3, sizes=SMALL, seed=3)[3].manifest)
+        await relay.intake.begin(Line(3, sizes=SMALL, seed=3)[3].manifest)
     other = Line(1, sizes=SMALL, run_id="other", seed=7)
-    assert await relay.publishing.begin(other[1].manifest)
+    assert await relay.intake.begin(other[1].manifest)
     await relay.close()
 
 
@@ -97,8 +97,8 @@ async def test_room_that_ends_is_spent_on_an_anchor_while_there_is_some(tmp_path
     for number, version in enumerate(line, start=1):
         await publish(relay, version)
         await wait_until(lambda: relay.anchors._task is None or relay.anchors._task.done(), what="the anchors' rest")
-        assert relay.reading.manifest("run", "policy", 0).version.version == number
-        assert sum(relay.shelf.index.on_disk.values()) <= 2_100_000
+        assert relay.reader.manifest("run", "policy", 0).version.version == number
+        assert sum(relay.library.index.on_disk.values()) <= 2_100_000
     assert min(held(relay)) > 1
     await relay.close()
 
@@ -112,7 +112,7 @@ async def test_dense_and_patched_publishes_may_follow_each_other(tmp_path: Path)
     await publish(relay, line[4])
     assert anchors(relay) == [1, 3]
     assert patches(relay) == [(1, 2), (3, 4)]
-    assert [way.start for way in await relay.reading.ways("run", "policy", 4, [2])] == [3]
+    assert [way.start for way in await relay.reader.ways("run", "policy", 4, [2])] == [3]
     await relay.close()
 
 

@@ -25,27 +25,27 @@ async def test_the_first_key_of_a_run_is_its_key_also_after_a_restart(tmp_path: 
     await publish(relay, line[1])
     for _ in range(2):
         with pytest.raises(PermissionDenied, match="another key"):
-            await relay.publishing.begin(Line(2, sizes=SMALL, signer=OTHER)[2].manifest)
+            await relay.intake.begin(Line(2, sizes=SMALL, signer=OTHER)[2].manifest)
         with pytest.raises(PermissionDenied, match="another key"):
-            await relay.publishing.begin(Line(2, sizes=SMALL, signer=None)[2].manifest)
-        await relay.publishing.begin(Line(1, sizes=SMALL, signer=OTHER, run_id="other")[1].manifest)
+            await relay.intake.begin(Line(2, sizes=SMALL, signer=None)[2].manifest)
+        await relay.intake.begin(Line(1, sizes=SMALL, signer=OTHER, run_id="other")[1].manifest)
         await relay.close()
         relay = await opened(tmp_path)
-    await relay.publishing.begin(line[2].manifest)
+    await relay.intake.begin(line[2].manifest)
     await relay.close()
 
 
 async def test_a_key_that_is_known_beforehand_is_the_only_one(tmp_path: Path) -> None:
     relay = await opened(tmp_path, publisher_keys=(f"run={OTHER.public.hex()}",))
     with pytest.raises(PermissionDenied, match=r"another key .* --publisher-keys: publish under another run id"):
-        await relay.publishing.begin(Line(1, sizes=SMALL)[1].manifest)
-    await relay.publishing.begin(Line(1, sizes=SMALL, signer=OTHER)[1].manifest)
+        await relay.intake.begin(Line(1, sizes=SMALL)[1].manifest)
+    await relay.intake.begin(Line(1, sizes=SMALL, signer=OTHER)[1].manifest)
     await relay.close()
 
 
 async def test_a_key_of_the_settings_that_is_not_the_pinned_one_is_told_at_the_start(tmp_path: Path) -> None:
     relay = await opened(tmp_path)
-    await relay.publishing.begin(Line(1, sizes=SMALL)[1].manifest)
+    await relay.intake.begin(Line(1, sizes=SMALL)[1].manifest)
     await relay.close()
     relay = relay_at(tmp_path, publisher_keys=(f"run={OTHER.public.hex()}",))
     with pytest.raises(InvalidRequest, match=r"publisher_keys: .*keys/run in the data_dir; remove one"):
@@ -67,7 +67,7 @@ async def test_a_refused_version_pins_no_key(tmp_path: Path) -> None:
     relay = await opened(tmp_path, budget_bytes=1 << 20)
     big = {"w": ("U8", "|u1", (1 << 20) + 1)}
     with pytest.raises(InvalidRequest):
-        await relay.publishing.begin(Line(1, sizes=big, signer=OTHER)[1].manifest)
+        await relay.intake.begin(Line(1, sizes=big, signer=OTHER)[1].manifest)
     await publish(relay, Line(1, sizes=SMALL)[1])
     await relay.close()
 
@@ -76,10 +76,10 @@ async def test_unsigned_versions_are_taken_only_where_that_is_allowed(tmp_path: 
     unsigned = Line(1, sizes=SMALL, signer=None)[1].manifest
     relay = await opened(tmp_path, allow_unsigned=False)
     with pytest.raises(PermissionDenied, match="--allow-unsigned"):
-        await relay.publishing.begin(unsigned)
+        await relay.intake.begin(unsigned)
     await relay.close()
     relay = await opened(tmp_path, allow_unsigned=True)
-    assert await relay.publishing.begin(unsigned)
+    assert await relay.intake.begin(unsigned)
     await relay.close()
 
 
@@ -95,7 +95,7 @@ async def test_a_signature_of_other_content_is_none(tmp_path: Path) -> None:
         signature=other.signature,
     )
     with pytest.raises(PermissionDenied, match="publisher's key"):
-        await relay.publishing.begin(swapped)
+        await relay.intake.begin(swapped)
     await relay.close()
 
 

@@ -27,7 +27,7 @@ async def work(folder: Path) -> None:
         await publish(relay, LINE[4])
         await settled(relay)
         await publish(relay, LINE[5])
-        await relay.reading.ways("run", "policy", 3, [1], bytes_per_s=1.0)
+        await relay.reader.ways("run", "policy", 3, [1], bytes_per_s=1.0)
         if relay.anchors._task is not None:
             await relay.anchors._task
     except EbbtideError as error:
@@ -48,7 +48,7 @@ async def die(relay: WeightRelay) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     relay.codecs.close()
-    relay.shelf.disk.close()
+    relay.library.disk.close()
 
 
 async def check(folder: Path, at_least: int) -> tuple[int, ...]:
@@ -58,15 +58,15 @@ async def check(folder: Path, at_least: int) -> tuple[int, ...]:
     found = held(relay)
     assert found[:at_least] == list(range(1, at_least + 1))
     for number in found:
-        assert await relay.reading.ways("run", "policy", number, [])
+        assert await relay.reader.ways("run", "policy", number, [])
     for number in anchors(relay):
         for digest in tile_sizes(LINE[number].manifest):
-            assert tile_digest(await relay.reading.tile(digest)) == digest
+            assert tile_digest(await relay.reader.tile(digest)) == digest
     for base, version in patches(relay):
-        for tensor in relay.reading.patch("run", "policy", base, version).tensors:
+        for tensor in relay.reader.patch("run", "policy", base, version).tensors:
             for digest in tensor.digests:
-                assert tile_digest(await relay.reading.tile(digest)) == digest
-    names = {digest.hex() for digest in relay.shelf.index.on_disk}
+                assert tile_digest(await relay.reader.tile(digest)) == digest
+    names = {digest.hex() for digest in relay.library.index.on_disk}
     assert {path.name for path in (folder / "tiles").iterdir()} == names
     await relay.close()
     return tuple(found)
@@ -121,7 +121,7 @@ async def test_an_anchor_that_its_disk_cannot_take_is_made_when_it_can(
     await settled(relay)
     assert anchors(relay) == [1]
     with pytest.raises(VersionUnavailable):
-        relay.reading.manifest("run", "policy", 4)
+        relay.reader.manifest("run", "policy", 4)
     broken = False
     await publish(relay, LINE[4])
     await wait_until(lambda: anchors(relay) == [1, 4], what="the anchor")

@@ -25,10 +25,10 @@ async def relay(tmp_path: Path) -> AsyncIterator[WeightRelay]:
 
 async def staged(relay: WeightRelay, line: Line) -> StageSink:
     """Versions 1, dense, and 2, a patch on it."""
-    steps = [ArrivalStep(line[1].manifest, None), ArrivalStep(line[2].manifest, line[2].patch)]
+    steps: list[ArrivalStep] = [(line[1].manifest, None), (line[2].manifest, line[2].patch)]
     return StageSink(
-        relay.publishing,
-        [(step, await relay.publishing.begin(step.manifest, step.patch, arriving=True)) for step in steps],
+        relay.intake,
+        [(step, await relay.intake.begin(*step, arriving=True)) for step in steps],
     )
 
 
@@ -56,6 +56,6 @@ async def test_a_version_that_is_whole_before_its_base_is_committed_after_it(rel
 async def test_a_stage_that_has_gone_is_worth_another_try(relay: WeightRelay) -> None:
     line = Line(2, sizes=SMALL)
     sink = await staged(relay, line)
-    await relay.publishing.abandon("run", "policy", 1)
+    await relay.intake.abandon("run", "policy", 1)
     with pytest.raises(Unavailable, match="the stage has gone"):
         await sink.take(NONE, dict(line[1].tiles), "peer")

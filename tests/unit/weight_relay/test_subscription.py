@@ -10,10 +10,10 @@ import pytest
 
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unauthenticated, VersionUnavailable
 from ebbtide.testing import wait_until
+from ebbtide.transfer.version_finder import WayRequest
 from ebbtide.types.weights import BlobSource, Holder
-from ebbtide.weight_relay.outlets.holder_table import WayRequest
 from ebbtide.weight_relay.service import WeightRelay
-from ebbtide.weight_relay.upstream import subscription, version_arrival
+from ebbtide.weight_relay.upstream import subscription
 from ebbtide.weight_relay.upstream.subscription import Subscription
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, held, relay_at
@@ -29,14 +29,14 @@ class Following:
         self.relay, self.upstream = relay, upstream
         self.holders = relay.holders
         self.subscription = Subscription(
-            relay.publishing, relay.shelf.index, relay.ended, relay.holders, upstream, patience_s=5.0
+            relay.intake, relay.library.index, relay.ended, relay.holders, upstream, patience_s=5.0
         )
 
     def ask(self, version: int) -> asyncio.Task[int]:
         return asyncio.create_task(self.subscription.ask("run", "policy", version))
 
     def arriving(self) -> set[int]:
-        return {stage.number for stage in self.relay.shelf.index.stages if stage.arriving}
+        return {stage.number for stage in self.relay.library.index.stages if stage.arriving}
 
 
 @asynccontextmanager
@@ -71,16 +71,16 @@ async def test_an_upstream_with_an_odd_error_is_asked_again(tmp_path: Path) -> N
 
 
 async def test_a_slow_disk_here_is_no_silence_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_arrival, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(subscription, "_SILENCE_S", 0.05)
     upstream = LineUpstream(Line(1, sizes=SMALL), 0)
     async with following(tmp_path, upstream) as relay:
-        put = relay.relay.publishing.put
+        put = relay.relay.intake.put
 
         async def slow_put(digest: bytes, data: bytes, *, verified: bool = False) -> None:
             await asyncio.sleep(0.5)
             await put(digest, data, verified=verified)
 
-        monkeypatch.setattr(relay.relay.publishing, "put", slow_put)
+        monkeypatch.setattr(relay.relay.intake, "put", slow_put)
         upstream.publish(1)
         await wait_until(lambda: held(relay.relay) == [1])
         assert upstream.blobs.calls == 2, "one for each blob"

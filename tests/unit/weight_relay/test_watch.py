@@ -14,10 +14,10 @@ from tests.integration.weight_relay.lines import SIGNER
 async def publish(relay: WeightRelay, number: int) -> None:
     tensor = named_tensor("weight", np.full(4, number, dtype=np.float32))
     manifest = SIGNER.sign(build_manifest("run", PolicyVersion(policy="policy", version=number), [tensor]))
-    await relay.publishing.begin(manifest)
+    await relay.intake.begin(manifest)
     for tile in slice_tiles(tensor, manifest.tile_bytes):
-        await relay.publishing.put(tile_digest(tile), bytes(tile))
-    await relay.publishing.commit("run", manifest.version)
+        await relay.intake.put(tile_digest(tile), bytes(tile))
+    await relay.intake.commit("run", manifest.version)
 
 
 async def test_a_version_let_go_while_its_watcher_reads_does_not_end_the_watch(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ async def test_a_version_let_go_while_its_watcher_reads_does_not_end_the_watch(t
     await relay.open()
     for number in (1, 2):
         await publish(relay, number)
-    versions = relay.reading.watch("run", "policy")
+    versions = relay.reader.watch("run", "policy")
     told = [(await anext(versions)).version.version]
     for number in (3, 4):  # the first two are let go before the watcher reads on
         await publish(relay, number)

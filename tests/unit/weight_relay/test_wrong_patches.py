@@ -27,15 +27,15 @@ async def opened(folder: Path, *, anchor_every: int = 99) -> WeightRelay:
 
 def lead(relay: WeightRelay, patch: Patch, blobs: Mapping[bytes, bytes], *, composed: bool) -> None:
     """Have the relay hold a patch, be it right or not."""
-    shelf, ends = relay.shelf, (patch.base.version, patch.version.version)
-    if ends in relay.shelf.index.patches(STREAM):
-        shelf.disk.drop_patch(STREAM, ends)
-        relay.shelf.index.cut(STREAM, ends)
+    library, ends = relay.library, (patch.base.version, patch.version.version)
+    if ends in relay.library.index.patches(STREAM):
+        library.disk.drop_patch(STREAM, ends)
+        relay.library.index.cut(STREAM, ends)
     for digest, data in blobs.items():
-        shelf.disk.put_tile(digest, data)
-        shelf.stored(digest, len(data))
-    shelf.disk.put_patch(patch, composed=composed)
-    relay.shelf.index.connect(PatchEdge(patch=patch, blobs=blob_sizes(patch), composed=composed, used_at=0.0))
+        library.disk.put_tile(digest, data)
+        library.stored(digest, len(data))
+    library.disk.put_patch(patch, composed=composed)
+    relay.library.index.connect(PatchEdge(patch=patch, blobs=blob_sizes(patch), composed=composed, used_at=0.0))
 
 
 def between(base: Manifest, target: Manifest, tensors: tuple[TensorPatch, ...]) -> Patch:
@@ -54,7 +54,7 @@ async def test_a_composed_patch_that_is_wrong_goes_and_its_version_stays(tmp_pat
     assert held(relay) == [1, 2, 3, 4, 5]
     assert patches(relay) == [(1, 2), (2, 3), (3, 4), (4, 5)]
     for digest, tile in line[5].tiles.items():
-        assert await relay.reading.tile(digest) == tile
+        assert await relay.reader.tile(digest) == tile
     await relay.close()
 
 
@@ -86,24 +86,24 @@ async def test_a_version_that_goes_while_its_anchor_is_made_costs_no_other_ancho
         line = Line(2, sizes=SMALL, run_id=run_id)
         for version in line:
             await put(relay, version)
-            await relay.publishing.commit(run_id, version.manifest.version)
+            await relay.intake.commit(run_id, version.manifest.version)
     await relay.close()
     relay = relay_at(tmp_path, keep_versions=9, anchor_every=1)
-    follow, gone = relay.retiring.follow, set[Any]()
+    follow, gone = relay.retirement.follow, set[Any]()
 
     async def loses_one(plan: RetentionPlan) -> None:
         await follow(plan)
-        for making in [] if gone else list(relay.shelf.index.making):
+        for making in [] if gone else list(relay.library.index.making):
             gone.add(making.stream)
-            await relay.retiring._remove(making.stream, 2)
+            await relay.retirement._remove(making.stream, 2)
 
-    monkeypatch.setattr(relay.retiring, "follow", loses_one)
+    monkeypatch.setattr(relay.retirement, "follow", loses_one)
     await relay.open()
     task = relay.anchors._task
     assert task is not None
     await wait_until(task.done, what="the anchors' rest")
     (first,) = gone
     (second,) = {("run", "policy"), ("other", "policy")} - gone
-    assert sorted(relay.shelf.index.stream(first)) == [1]
-    assert sorted(relay.shelf.index.anchors(second)) == [1, 2]
+    assert sorted(relay.library.index.stream(first)) == [1]
+    assert sorted(relay.library.index.anchors(second)) == [1, 2]
     await relay.close()

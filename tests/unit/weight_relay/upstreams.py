@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from ebbtide.errors import EbbtideError, Unavailable, VersionUnavailable
+from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource, SourcePool
-from ebbtide.transfer.version_finder import FoundVersion
+from ebbtide.transfer.version_finder import FoundVersion, WayLists, WayRequest
 from ebbtide.types.weights import BlobSource, FoundWay, Holder, Manifest, VersionInfo
-from ebbtide.weight_relay.library.version_records import Stream
-from ebbtide.weights import Way
 from tests.integration.weight_relay.lines import Line
 
 
@@ -63,16 +62,13 @@ class LineUpstream:
         while True:
             yield VersionInfo(run_id="run", version=self._line[await self.news.get()].manifest.version)
 
-    async def find(
-        self, stream: Stream, version: int, have: Sequence[int], *, failed: Sequence[str] = (), scratch: bool = False
-    ) -> FoundVersion:
-        number = version or self.newest
+    async def find(self, request: WayRequest) -> FoundVersion:
+        if request.done:
+            return FoundVersion()
+        number = request.version or self.newest
         if number > self.newest or number in self.gone:
             raise VersionUnavailable(f"version {number} is not there")
         return FoundVersion((FoundWay(start=number, anchor=True),), tuple(self._peers), 1.0)
-
-    async def tell(self, stream: Stream, version: int) -> None:
-        """It keeps no account."""
 
     async def manifest(self, stream: Stream, version: int) -> Manifest:
         self.asked.append(version)
@@ -80,5 +76,5 @@ class LineUpstream:
             raise Unavailable("broken")
         return self._line[version].manifest
 
-    async def way(self, found: FoundWay, target: Manifest) -> Way:
-        return Way(target, (), True)
+    async def way(self, found: FoundWay, target: Manifest) -> WayLists:
+        return (target,), ()

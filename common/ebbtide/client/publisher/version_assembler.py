@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
@@ -22,6 +23,8 @@ T = TypeVar("T")
 _MAX_PATCH_SHARE: Final = 0.9
 #: Tries before it is an error that a relay forgets the stage or refuses blobs.
 _ROUNDS: Final = 8
+#: How often a blob is put, and reported as missing although the relay has answered that it is stored: then it fails.
+_PUTS: Final = 3
 #: Signs versions without a key from the coordinator; differs in each process.
 _OWN_SEED: Final = os.urandom(KEY_BYTES)
 
@@ -51,7 +54,9 @@ class VersionAssembler:
         self._base = base
         self._patch: Patch | None = None
         self._changed = self._elements = self._sent = 0
-        self._refusals, self._lacking = 0, -1
+        self._refusals = 0
+        self._asked: tuple[bytes, ...] = ()  # the blobs that the ranks were last asked for
+        self._unstored: Counter[bytes] = Counter()  # missing blobs, and how often they were put
         self._pauses, self._give_up = pauses(), 0.0
         self.failed: Exception | None = None
         self.manifest: Manifest | None = None
@@ -104,7 +109,7 @@ class VersionAssembler:
         return manifest, self._signer.sign_patch(seal_patch(patch))
 
     async def _go_on(self, puts: Sequence[RankPut], sent: int) -> RankWanted:
-        before = self._lacking
+        asked = self._asked
         again = [put.again for put in puts if put.again]
         if again:
             await self._wait(again[0].error())
@@ -113,10 +118,20 @@ class VersionAssembler:
             version = self._sealed().version
             answers = [await self._attempt(lambda: self._staging.missing(version))]
         wanted = await self._next(self._missing(answers))
-        if not (again or sent) and len(wanted.digests) >= before:
+        if sent and not again:
+            self._check_stored(asked, wanted.digests)
+        if not (again or sent) and len(wanted.digests) >= len(asked):
             text = f"the relay still lacks {len(wanted.digests)} blobs, and no rank has them; publish again"
             await self._wait(NotReady(text))
         return wanted
+
+    def _check_stored(self, put: Iterable[bytes], missing: Iterable[bytes]) -> None:
+        """Raises `Internal` for a blob that the relay has taken `_PUTS` times and still reports as missing."""
+        still = set(missing).intersection(put)
+        self._unstored = Counter({digest: self._unstored[digest] + 1 for digest in still})
+        if lost := [digest.hex()[:16] for digest, puts in self._unstored.items() if puts >= _PUTS]:
+            text = f"the relay has taken {len(lost)} blobs {_PUTS} times (such as {min(lost)}) and calls them missing; "
+            raise Internal(text + "see its log, and publish again when it keeps what it takes")
 
     def _missing(self, answers: Sequence[bytes | None]) -> list[bytes] | None:
         """Return the blobs that the relay lacks by its answers; None if an answer does not say."""
@@ -146,10 +161,10 @@ class VersionAssembler:
             if missing is None:
                 missing = await self._begin(manifest)
             if missing:
-                if len(missing) < self._lacking:  # there is progress, however slow
+                if len(missing) < len(self._asked):  # there is progress, however slow
                     self._give_up = 0.0
-                self._lacking = len(missing)
-                return RankWanted(digests=tuple(missing), version=manifest.version)
+                self._asked = tuple(missing)
+                return RankWanted(digests=self._asked, version=manifest.version)
             try:
                 version = await self._attempt(lambda: self._staging.commit(manifest))
                 break

@@ -1,8 +1,8 @@
-"""Who may send next, and when: rates of links, and fair turns among links and among the readers of a link.
+"""Decides which send is next, and when: limits links' rates, and takes fair turns among links and their readers.
 
 Turns follow start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with equal weights, on two levels: the link,
-then the reader in it, that was given the fewest bytes goes next, and one that comes back from idling starts level with
-those that wait. A reader's own asks go in order, so that many streams bring it no more than one.
+then the reader in it, that was given the fewest bytes goes next, and one that was idle starts level with those that
+wait. A reader's own asks go in order, so that many streams give it no more than one.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Final
 
 from msgspec import Struct
 
-#: What a link may send at once after a pause, in seconds of its rate: enough that a timer's delay costs no rate.
+#: Burst of a link after a pause, in seconds of its rate: enough that a timer's delay costs no rate.
 BURST_S: Final = 0.05
 #: Over which `LinkRate` forgets, in seconds.
 RATE_S: Final = 10.0
@@ -35,7 +35,7 @@ class TokenBucket:
         return max(0.0, -self._level / self._rate)
 
     def is_full(self, now: float) -> bool:
-        """Whether it is as a new one would be."""
+        """Whether it equals a new one."""
         return not self._rate or (self.wait(now) == 0.0 and self._level == self._burst)
 
     def take(self, size: int) -> None:
@@ -70,7 +70,7 @@ class _Level:
         self._given[name] += size
 
     def forget(self, waiting: Collection[str]) -> None:
-        """Drop those that would come back on the common level anyway."""
+        """Drop names that would come back on the common level anyway."""
         if len(self._given) > 2 * len(waiting) + 16:
             self._given = {name: given for name, given in self._given.items() if given > self._now or name in waiting}
 
@@ -83,9 +83,9 @@ class _Link:
 
 
 class LinkTurns:
-    """Asks that wait, and whose turn it is. Written by one task at a time; kept in memory alone.
+    """Orders the asks that wait. One task at a time writes it.
 
-    Invariant: of links for which nothing waits, only those are kept that have sent more than they had saved up.
+    Invariant: an idle link is kept only while it has sent more than it had saved up.
     """
 
     def __init__(self, *, total: float, rate_of: Callable[[str], float], now: float) -> None:
@@ -114,7 +114,7 @@ class LinkTurns:
             del waiting[ask.reader]
 
     def next(self, now: float) -> LinkAsk | None:
-        """The ask whose turn it is, which waits no longer; None when there is none, or none before `wait` is over."""
+        """Remove and return the next ask; None when there is none, or none before `wait` is over."""
         if self._total.wait(now):
             return None
         for name in [name for name, link in self._links.items() if not link.waiting and link.bucket.is_full(now)]:
@@ -132,7 +132,7 @@ class LinkTurns:
         return ask
 
     def wait(self, now: float) -> float:
-        """Seconds until `next` may give something; infinite when nothing waits."""
+        """Seconds until `next` may return an ask; infinite when none waits."""
         links = min((link.bucket.wait(now) for link in self._links.values() if link.waiting), default=math.inf)
         return max(links, self._total.wait(now))
 
@@ -154,7 +154,7 @@ class LinkRate:
 
 
 def parse_limits(pairs: Iterable[str]) -> Mapping[str, float]:
-    """Limits from "name=BYTES_PER_S" each, "*" standing for all others. Raises `ValueError` for anything else."""
+    """Parse limits "NAME=BYTES_PER_S", with "*" for all other names. Raises `ValueError`."""
     limits: dict[str, float] = {}
     for pair in pairs:
         name, equals, text = pair.rpartition("=")

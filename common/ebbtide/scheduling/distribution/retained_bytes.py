@@ -1,4 +1,4 @@
-"""What stays of one stream when only some of its versions are kept, and the bytes of it."""
+"""Works out what stays of a stream when some of its versions are kept, and counts its bytes."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
@@ -21,39 +21,33 @@ Node: TypeAlias = tuple[Stream, int]
 
 
 class HeldVersion(Struct, frozen=True, kw_only=True):
-    """A committed version. `tiles` maps the digests of its dense tiles to bytes, if it is an `anchor`; none else.
-
-    `size`: bytes of its dense tiles, held or not. `idle_s` counts since it was published or read, `age_s` since it
-    came. `elsewhere`: a holder that lasts (none on a spot machine) has all of it, too. `record`: the version's own
-    file, by name and bytes, which takes room as blobs do.
-    """
+    """A committed version."""
 
     stream: Stream
     version: int
-    tiles: Mapping[bytes, int] = {}
-    record: Mapping[bytes, int] = {}
+    tiles: Mapping[bytes, int] = {}  # bytes of its dense tiles by digest, if it is an anchor
+    record: Mapping[bytes, int] = {}  # bytes of its own file, which takes room as blobs do
     anchor: bool = True
-    size: int = 0
-    idle_s: float = 0.0
-    age_s: float = 0.0
-    elsewhere: bool = False
+    size: int = 0  # bytes of its dense tiles, held or not
+    idle_s: float = 0.0  # since it was published or read
+    age_s: float = 0.0  # since it came
+    elsewhere: bool = False  # whether a lasting holder, on no spot machine, has all of it too
 
 
 class HeldPatch(Struct, frozen=True, kw_only=True):
-    """A patch, its blobs by digest and bytes. `composed`: made here out of others, so that it can be made again.
-    `record` as of a version."""
+    """A patch between two versions."""
 
     stream: Stream
     base: int
     version: int
-    blobs: Mapping[bytes, int] = {}
-    record: Mapping[bytes, int] = {}
-    composed: bool = False
+    blobs: Mapping[bytes, int] = {}  # bytes by digest
+    record: Mapping[bytes, int] = {}  # bytes of its own file
+    composed: bool = False  # by the relay, which can do it again
     idle_s: float = 0.0
 
 
 class RetainedLedger:
-    """One stream while its retention is planned: change `kept`, then `settle`."""
+    """One stream while its retention is planned. After a change of `kept`, call `settle`."""
 
     def __init__(
         self, versions: Mapping[int, HeldVersion], patches: Iterable[HeldPatch], *, live: Set[int], pinned: Set[int]
@@ -80,7 +74,7 @@ class RetainedLedger:
         self._edges: set[tuple[int, int]] = set()
 
     def settle(self) -> None:
-        """Work out what stays for the sake of `kept`, of what is pinned and of live holders."""
+        """Work out what `kept` and pinned versions and live holders need."""
         self._nodes, self._dense, self._edges = set(), set(), set()
         for version in self.kept | self._pinned:
             way = next(iter(find_ways(self._anchors, self._steps.values(), version, ())))
@@ -94,10 +88,7 @@ class RetainedLedger:
         self._edges |= {ends for ends in self._steps if ends[0] in among and ends[1] in among}
 
     def live_legs(self, *more: PatchStep) -> dict[int, PathLeg]:
-        """Ways to the newest kept version that are cheaper than one from an anchor: what live holders gain by.
-
-        `more`: patches beside those that are here.
-        """
+        """Ways to the newest kept version that are cheaper than one from an anchor. `more`: further patches."""
         steps = [*self._steps.values(), *more]
         legs = legs_to(max(self.kept), steps) if self.kept else {}
         dense = [size + legs[version].size for version, size in self._anchors.items() if version in legs]
@@ -118,7 +109,7 @@ class RetainedLedger:
         return [self._patches[ends] for ends in self._steps if self._patches[ends].composed]
 
     def shed_patch(self, patch: HeldPatch) -> None:
-        """Do without a patch, unless it is the only way of what has to stay."""
+        """Drop a patch, unless a version that has to stay has no other way."""
         ends = patch.base, patch.version
         step = self._steps.pop(ends)
         lost = not self.whole <= whole_versions(self._anchors, self._steps.values())
@@ -126,7 +117,7 @@ class RetainedLedger:
             self._steps[ends] = step
 
     def shed_live(self, version: int) -> None:
-        """Leave the live holders of a version to the anchors."""
+        """Leave the live holders of a version to anchors."""
         self.live.discard(version)
 
     # -- what goes -----------------------------------------------------------------------------------------------
@@ -141,12 +132,12 @@ class RetainedLedger:
         return [patch for patch in self._all if (patch.base, patch.version) not in self._edges]
 
     def ancestors(self) -> list[HeldVersion]:
-        """What stays only because kept versions were made of it."""
+        """The versions that stay only because kept ones need them."""
         return [self.versions[version] for version in sorted(self._sources - self.kept - self.live - self._pinned)]
 
 
 class RetainedStock:
-    """Bytes of distinct blobs in use, of which each takes `block` bytes at least."""
+    """Counts the bytes of distinct blobs in use; each takes at least `block` bytes."""
 
     def __init__(self, block: int = 1) -> None:
         self._block = block

@@ -1,8 +1,8 @@
-"""What a relay lets go: by count, age and bytes, never what a kept version needs, and late what live holders do.
+"""Plans what a relay drops by count, age and bytes: nothing that a kept version needs, and late what live holders need.
 
-A stream is one policy of one run. A version is *kept* for its own sake, or stays as a passage: every kept version has
-a way from an anchor, and from each version that a live holder has, a way by patches to the newest, if there was one
-that costs less than an anchor and while room allows. Blobs that several versions and patches share count once.
+A stream is one policy of one run. A version is *kept* for its own sake, or stays as a passage. Every kept version has
+a way from an anchor. Each version of a live holder has a way by patches to the newest, if that costs less than an
+anchor and while room allows. Blobs that several versions and patches share count once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -19,36 +19,30 @@ from ebbtide.scheduling.distribution.retained_bytes import (
     Stream,
 )
 
-#: Ancestors that no rule keeps may be older than the oldest kept version by this factor before an anchor is made.
+#: Ancestors that no rule keeps may exceed the age limit by this factor before an anchor is made.
 _AGED = 1.5
 
 
 class RetentionRules(Struct, frozen=True, kw_only=True):
-    """`keep_versions` newest of each stream, younger than `max_age_s` (0: any age); bytes in all, and of each run
-    (0: no bound). A stream idle for `abandoned_s` may lose its newest version too. A blob takes `block_bytes` at least,
-    however small it is: a disk gives files whole blocks."""
+    """The limits of a relay."""
 
-    keep_versions: int
+    keep_versions: int  # newest versions of each stream
     budget_bytes: int
-    abandoned_s: float
-    max_age_s: float = 0.0
-    run_quota_bytes: int = 0
-    block_bytes: int = 1
+    abandoned_s: float  # idle time after which a stream may lose its newest version too
+    max_age_s: float = 0.0  # 0: any age
+    run_quota_bytes: int = 0  # 0: no quota
+    block_bytes: int = 1  # that the smallest blob takes on disk
 
 
 class RetentionPlan(Struct, frozen=True, kw_only=True):
-    """What to let go: whole versions, dense tiles of anchors that stay as passages (`thin`), and patches.
-
-    `excess_bytes` is by how much the rest still exceeds the budget (0: it fits), `over_quota` the same by run.
-    `anchors`: kept versions that should become anchors, so that what leads to them can go.
-    """
+    """What to drop, and what is then still too much."""
 
     evict: tuple[HeldVersion, ...]
-    thin: tuple[HeldVersion, ...] = ()
+    thin: tuple[HeldVersion, ...] = ()  # anchors that stay as passages, without their dense tiles
     patches: tuple[HeldPatch, ...] = ()
-    excess_bytes: int = 0
-    over_quota: Mapping[str, int] = {}
-    anchors: tuple[Node, ...] = ()
+    excess_bytes: int = 0  # by which the rest exceeds the budget
+    over_quota: Mapping[str, int] = {}  # bytes by which the rest exceeds the quota, by run
+    anchors: tuple[Node, ...] = ()  # kept versions that should become anchors, so that their ancestors can go
 
 
 def plan_retention(
@@ -62,11 +56,10 @@ def plan_retention(
 ) -> RetentionPlan:
     """Plan so that what stays fits, with the blobs `incoming` by run, into the budget and each run's quota.
 
-    Where it does not, composed patches go first; then kept versions that are not the newest of their stream, those
-    that are safe elsewhere before others, longest idle first; then the ways of `needed` versions, which live holders
-    have, dearest first: from then on an anchor serves these holders; then the newest of abandoned streams, which no
-    live holder has. Never: the newest of another stream, and what `pinned` versions (bases of publishes under way)
-    need.
+    If it does not fit, composed patches go first. Then go kept versions that are not the newest of their stream: those
+    that are safe elsewhere first, then the longest idle. Then the ways of `needed` versions, which live holders have,
+    dearest first: an anchor serves these holders from then on. Last goes the newest of abandoned streams, without live
+    holders. The newest of other streams, and what `pinned` versions (bases of publishes under way) need, stays.
     """
     ledgers = _ledgers(held, patches, rules, needed, pinned)
     over: dict[str, int] = {}
@@ -125,10 +118,10 @@ def _ledgers(
 
 
 def _press(ledgers: list[RetainedLedger], incoming: Mapping[bytes, int], limit: int, block: int) -> tuple[int, bool]:
-    """Let the ledgers shed until they fit with `incoming` into `limit`. The bytes left over, and whether any shed."""
+    """Shed until the ledgers fit with `incoming` into `limit`. Returns the excess bytes, and whether any shed."""
     groups = [incoming, *(blobs for ledger in ledgers for blobs in ledger.blobs())]
     if sum(sum(blobs.values()) + block * len(blobs) for blobs in groups) <= limit:
-        return 0, False  # also if none were shared: no need to look at each
+        return 0, False  # it fits even if no blob is shared
     stock = RetainedStock(block)
     stock.add(groups)
     shed = False
@@ -147,7 +140,7 @@ def _press(ledgers: list[RetainedLedger], incoming: Mapping[bytes, int], limit: 
 
 
 def _sheddings(ledgers: list[RetainedLedger]) -> Iterable[tuple[RetainedLedger, Callable[[], None]]]:
-    """What may go for the sake of room, first to last."""
+    """Yield what may go to make room, first to last."""
     composed = [(patch, ledger) for ledger in ledgers for patch in ledger.composed()]
     for patch, ledger in sorted(composed, key=lambda item: (-item[0].idle_s, item[0].version, item[0].base)):
         yield ledger, partial(ledger.shed_patch, patch)

@@ -1,10 +1,10 @@
-"""From whom a requester fetches a version: the nearest that has it or is fetching it, the relay that is asked last.
+"""Ranks the sources of a version for a requester: the nearest holders that have or fetch it first, the relay last.
 
-Readers form a tree per site whose root, the site's *seed*, alone reads from the origin: the relay that answers. A copy
-that is still arriving is read from only by requesters that were registered behind it, and one that is done reads from
-nobody; so however holders come, go and fail, nobody waits in a circle, and a slow link between the origin and a site is
-crossed once while the site's seed lives. The index over replicas, one seed per site and reading behind a copy that is
-still arriving follow TensorHub (arXiv 2604.09107); there the rule that scores sources is not told, this one is ours.
+Readers form a tree per site. Its root, the site's *seed*, alone reads from the origin, the relay that answers. Only
+requesters registered after an arriving copy read from it, and a finished copy reads from no other. So however holders
+come, go and fail, they never wait in a circle, and a slow link from the origin to a site is crossed once while the
+site's seed lives. The index over replicas, one seed per site, and reading from an arriving copy follow TensorHub (arXiv
+2604.09107). That paper does not give its rule for scoring sources; this one is ours.
 """
 
 from collections import Counter
@@ -17,51 +17,46 @@ from ebbtide.types.weights import FAR, SAME_HOST, Holder, distance
 
 #: Stands for the origin among sources.
 ORIGIN: Final = ""
-#: Readers of one peer before others are preferred: two double a tree's rows, a third covers for one that is slow.
+#: Readers of one peer before others are preferred: two double each row of the tree, a third makes up for a slow one.
 FEW: Final = 3
 
-#: Sources named to a requester besides the origin: one to read from, and two for when it breaks.
+#: Sources named to a requester besides the origin: one to read from, and two in reserve.
 MOST: Final = 3
-#: How long one that complained is not sent to an address again, and how many must complain for nobody to be.
-SHUN_S: Final = 30.0
+#: How long an address is quarantined for a requester that complained, and the complaints that quarantine it for all.
+QUARANTINE_S: Final = 30.0
 SEVERAL: Final = 3
-#: Addresses of which complaints are known at once, and complaints of each: each requester looks at all of them.
+#: Addresses with complaints that are known at once, and complaints of each: every request reads all of them.
 MOST_FAILED: Final = 1024
 MOST_COMPLAINTS: Final = 64
 
 
 class VersionCopy(Struct, kw_only=True):
-    """A holder's copy of one version, whole (`done`) or arriving.
-
-    `order` counts the holders of the version as they came. `source` was named first to it lately (ORIGIN: the origin;
-    None: nobody yet), and `depth` counts the copies between it and the origin, itself included.
-    """
+    """A holder's copy of one version."""
 
     holder: Holder
-    order: int
+    order: int  # in which the version's holders came
     seen: float
-    done: bool = False
-    source: str | None = None
-    depth: int = 0
+    done: bool = False  # whole; else arriving
+    source: str | None = None  # named first to the holder lately; None: none yet
+    depth: int = 0  # copies between it and the origin, itself included
     install_s: float = 0.0
 
 
 class BlobOrigin(Struct, frozen=True, kw_only=True):
-    """The relay that answers. `trainers`: it has no upstream, so that what it sends burdens the trainer's link."""
+    """The relay that answers."""
 
     site: str
-    trainers: bool
+    trainers: bool  # it has no upstream, so that its sends burden the trainer's link
 
 
 def choose_sources(
-    requester: VersionCopy, copies: Collection[VersionCopy], origin: BlobOrigin, shunned: Collection[str]
+    requester: VersionCopy, copies: Collection[VersionCopy], origin: BlobOrigin, quarantined: Collection[str]
 ) -> list[str]:
-    """The names of the holders to read from, best first, with `ORIGIN` among them; at least that.
+    """Name the holders to read from, best first, with `ORIGIN` among them. Sets the requester's `source` and `depth`.
 
-    `copies` are those of the wanted version that were heard of lately; addresses in `shunned` are passed over. The
-    requester's `source` and `depth` are set to what is chosen.
+    `copies`: the live ones of the wanted version. Addresses in `quarantined` are passed over.
     """
-    usable = [copy for copy in copies if _may_serve(copy, requester) and copy.holder.address not in shunned]
+    usable = [copy for copy in copies if _may_serve(copy, requester) and copy.holder.address not in quarantined]
     near = [copy for copy in usable if distance(copy.holder, requester.holder) != FAR]
     readers = Counter(copy.source for copy in copies if not copy.done and copy.holder.name != requester.holder.name)
     if near:
@@ -78,22 +73,21 @@ def choose_sources(
 
 
 class SourceComplaints:
-    """Addresses that failed somebody lately; beyond a bound the oldest are forgotten. Kept in memory alone: who is
-    failed again complains again."""
+    """Addresses that failed requesters lately. Beyond a bound the oldest are forgotten; requesters complain again."""
 
     def __init__(self) -> None:
-        self._until: dict[str, dict[str, float]] = {}  # address -> who complained -> until when that counts
+        self._until: dict[str, dict[str, float]] = {}  # address -> requester -> when its complaint expires
 
     def add(self, requester: str, addresses: Iterable[str], now: float) -> None:
         for address in addresses:
             until = self._until[address] = self._until.pop(address, {})  # the last of all now
             until.pop(requester, None)
-            until[requester] = now + SHUN_S
+            until[requester] = now + QUARANTINE_S
             _forget_oldest(until, MOST_COMPLAINTS)
         _forget_oldest(self._until, MOST_FAILED)
 
-    def shunned(self, requester: str, now: float) -> set[str]:
-        """The addresses that `requester` is not to be sent to."""
+    def quarantined(self, requester: str, now: float) -> set[str]:
+        """The addresses that `requester` is not sent to."""
         for address, until in list(self._until.items()):
             self._until[address] = live = {name: end for name, end in until.items() if end > now}
             if not live:
@@ -107,8 +101,7 @@ def _forget_oldest(items: dict[str, Any], most: int) -> None:
 
 
 def lasting_copies(copies: Iterable[VersionCopy]) -> int:
-    """Whole copies that may count as safe: those on spot machines are gone at any moment, and those without an address
-    lie in engines, which nobody can fetch from."""
+    """Count the safe whole copies. Spot machines may go at any moment, and copies without an address lie in engines."""
     return sum(1 for copy in copies if copy.done and copy.holder.lasting and copy.holder.address)
 
 
@@ -124,7 +117,7 @@ def _may_serve(copy: VersionCopy, requester: VersionCopy) -> bool:
 def _ranked(requester: VersionCopy, copies: Iterable[VersionCopy], readers: Counter[str | None]) -> list[str]:
     def cost(copy: VersionCopy) -> tuple[float, ...]:
         load = readers[copy.holder.name]
-        # Who is read from stays, unless somebody nearer came: what is on its way would be asked for again.
+        # The source stays, unless a nearer one came: blobs on their way would be asked for again.
         stays = 0 if copy.holder.name == requester.source else 1
         depth = 0 if copy.done else copy.depth
         far = distance(copy.holder, requester.holder)
@@ -136,7 +129,7 @@ def _ranked(requester: VersionCopy, copies: Iterable[VersionCopy], readers: Coun
 def _place_of_origin(
     requester: VersionCopy, near: list[VersionCopy], names: list[str], readers: Counter[str | None], origin: BlobOrigin
 ) -> int:
-    """Behind all peers, unless it is a relay of the site itself, which may serve a few of them."""
+    """After all peers, unless the relay is of the site itself and may serve a few of them."""
     if origin.trainers or origin.site != requester.holder.site:
         return len(names)
     on_host = sum(1 for copy in near if distance(copy.holder, requester.holder) == SAME_HOST)

@@ -1,6 +1,6 @@
-"""The cheapest ways to a version: by patches from what a requester holds, or from an anchor's dense tiles.
+"""Finds the cheapest ways to a version: by patches from a version that the requester holds, or from an anchor.
 
-A stream's versions are nodes, its patches edges, and the cost of a way is the bytes to be fetched for it.
+A stream's versions are nodes, its patches edges, and a way costs the bytes to fetch for it.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from ebbtide.types.weights import FoundWay
 
 
 class PatchStep(Struct, frozen=True):
-    """A patch of `size` bytes from `base` to `version`, which changes `changed` of `elements` (0: not known)."""
+    """A patch of `size` bytes that changes `changed` of `elements` (0: not known)."""
 
     base: int
     version: int
@@ -23,15 +23,15 @@ class PatchStep(Struct, frozen=True):
 
 
 class PathLeg(Struct, frozen=True):
-    """How the cheapest way goes on from a version: its bytes, its patches and the version after this one."""
+    """The rest of the cheapest way from a version."""
 
     size: int
     steps: int
-    after: int
+    after: int  # the next version
 
 
 def legs_to(wanted: int, steps: Iterable[PatchStep]) -> dict[int, PathLeg]:
-    """The cheapest way to `wanted` from each version that has one (Dijkstra 1959); of equals the one of fewer steps."""
+    """Find the cheapest way to `wanted` from each version that has one (Dijkstra 1959); of equals the shortest."""
     into: dict[int, list[PatchStep]] = {}
     for step in steps:
         into.setdefault(step.version, []).append(step)
@@ -49,7 +49,7 @@ def legs_to(wanted: int, steps: Iterable[PatchStep]) -> dict[int, PathLeg]:
 
 
 def passed(start: int, wanted: int, legs: Mapping[int, PathLeg]) -> tuple[int, ...]:
-    """The versions behind `start` on its way, `wanted` last; none if `start` is it."""
+    """The versions after `start` on its way, `wanted` last; none if `start` is it."""
     via: list[int] = []
     while start != wanted:
         start = legs[start].after
@@ -60,18 +60,15 @@ def passed(start: int, wanted: int, legs: Mapping[int, PathLeg]) -> tuple[int, .
 def find_ways(
     anchors: Mapping[int, int], steps: Iterable[PatchStep], wanted: int, have: Iterable[int], *, scratch: bool = False
 ) -> list[FoundWay]:
-    """Ways to `wanted`, cheapest first; none if there is none.
-
-    `anchors` maps versions to bytes of their dense tiles. One way from each version of `have` that has one, and the
-    cheapest from an anchor, if that is asked for (`scratch`), is cheaper than all others, or is the only one.
-    """
+    """Find ways to `wanted`, cheapest first: one from each version of `have` that has one, and the cheapest from an
+    anchor if `scratch` asks for it, or it is cheaper than all others. `anchors`: bytes of their dense tiles."""
     legs = legs_to(wanted, steps)
     ways = [_way(start, wanted, legs, anchors, 0) for start in sorted(set(have)) if start in legs]
     reached = [start for start in anchors if start in legs]
     if reached:
         best = min(reached, key=lambda start: (anchors[start] + legs[start].size, legs[start].steps, -start))
         way = _way(best, wanted, legs, anchors, anchors[best])
-        # A start that the requester holds in part: its way tells of the anchor already.
+        # The requester may hold the start in part: then that way names the anchor already.
         held = any(other.start == best for other in ways)
         if not held and (scratch or all(way.size < other.size for other in ways)):
             ways.append(way)
@@ -84,7 +81,7 @@ def _way(start: int, wanted: int, legs: Mapping[int, PathLeg], anchors: Mapping[
 
 
 def whole_versions(anchors: Iterable[int], steps: Iterable[PatchStep]) -> set[int]:
-    """The versions that can be had from nothing: anchors, and what patches lead to from them."""
+    """The versions that a requester without any can reach: anchors, and those that patches lead to from them."""
     out: dict[int, list[int]] = {}
     for step in steps:
         out.setdefault(step.base, []).append(step.version)
@@ -111,27 +108,26 @@ def _reach(starts: Iterable[int], neighbours: Mapping[int, Sequence[int]]) -> se
 
 
 def wants_anchor(way: FoundWay, dense: int, room: int, *, every: int, share: float) -> bool:
-    """Whether the newest version should become an anchor, whose cheapest `way` from one is this.
+    """Whether the newest version, with this cheapest `way` from an anchor, should become an anchor.
 
-    When the way has `every` patches, when these weigh more than `share` of the `dense` bytes, or while there is still
-    `room` for dense tiles but hardly so: later, what was published could neither be kept nor let go.
+    It should when the way has `every` patches, when these exceed `share` of the `dense` bytes, or when `room` for dense
+    tiles is running out: later, versions could be neither kept nor dropped.
     """
     size = way.size - dense
     return bool(way.via) and (len(way.via) >= every or size > share * dense or dense <= room < 1.5 * dense)
 
 
-#: Bytes per second taken for a requester that has not measured its link: 1 Gbit/s.
+#: Assumed bytes per second of a requester that has not measured its link: 1 Gbit/s.
 _ASSUMED_RATE = 125e6
-#: Composing must save this share of the time at least: what is saved is estimated.
+#: The estimated time with a composed patch must be below this share of the chain's.
 _MARGIN = 0.9
 
 
 def composed_size(chain: Sequence[PatchStep]) -> int:
-    """Bytes that a patch doing all of `chain` is expected to have, given densities; at most the chain's own.
+    """Estimate the bytes of a patch that does all of `chain`, from its densities; at most the chain's own.
 
-    Takes changes as independent draws, so that an element is unchanged if no step draws it, and codes positions at
-    their entropy; the bits of a changed value are those that the chain's changes have now. Real steps change some
-    elements again and again, so that less comes out as a rule.
+    Changes count as independent draws, and positions as coded at their entropy; a changed value takes the bits of the
+    chain's. Real steps often change the same elements again, so that the patch is usually smaller.
     """
     total = sum(step.size for step in chain)
     if not all(0 < step.changed <= step.elements for step in chain):
@@ -144,10 +140,8 @@ def composed_size(chain: Sequence[PatchStep]) -> int:
 
 
 def worth_composing(chain: Sequence[PatchStep], bytes_per_s: float, composing_bytes_per_s: float) -> bool:
-    """Whether the requester, fetching at `bytes_per_s` (0: unknown), has a composed patch sooner than the chain.
-
-    `composing_bytes_per_s`: bytes of chains that this relay composes per second.
-    """
+    """Whether a requester that fetches at `bytes_per_s` (0: unknown) gets a composed patch sooner than the chain, if
+    the relay composes `composing_bytes_per_s` of chains."""
     if len(chain) < 2:
         return False
     rate = bytes_per_s or _ASSUMED_RATE
@@ -156,12 +150,12 @@ def worth_composing(chain: Sequence[PatchStep], bytes_per_s: float, composing_by
 
 
 def saved_s(chain: Sequence[PatchStep], bytes_per_s: float) -> float:
-    """Seconds of fetching that the composed patch is expected to spare."""
+    """Estimate the seconds of fetching that the composed patch saves."""
     return (sum(step.size for step in chain) - composed_size(chain)) / (bytes_per_s or _ASSUMED_RATE)
 
 
 def _gap_bits(density: float) -> float:
-    """Entropy of the positions of independent draws, bits for each drawn."""
+    """The entropy of the positions of independent draws, in bits for each draw."""
     if density >= 1:
         return 0.0
     rest = 1 - density

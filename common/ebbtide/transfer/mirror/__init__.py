@@ -1,1 +1,1 @@
-"""The host's copy of a version: its bytes in shared memory, and how they change."""
+"""Keeps a host's copy of a version in shared memory, and changes it tile by tile."""

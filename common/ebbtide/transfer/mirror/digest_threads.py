@@ -1,6 +1,6 @@
-"""Threads for digests and patches, which leave nothing running behind their callers.
+"""Runs digests and patches in threads, and leaves no work running after its caller.
 
-Invariant: who awaits `run` has what it started ended when it goes on, also when it goes on by being cancelled.
+Invariant: work that `run` starts has ended when the caller goes on, even if the caller is cancelled.
 """
 
 import asyncio
@@ -11,18 +11,18 @@ from contextlib import suppress
 from typing import Final, TypeVar
 
 T = TypeVar("T")
-#: More share the bandwidth of memory, and each has about 10 MiB of scratch.
+#: More threads only share the bandwidth of memory, and each has about 10 MiB of scratch.
 _MOST: Final = 4
 
 
 class DigestThreads:
     def __init__(self, most: int = _MOST, *, niceness: int = 0) -> None:
-        """At most `most`, and no more than there are cores. `niceness`: theirs, and that of all that they start."""
+        """At most `most` threads, and no more than cores. `niceness`: of the threads and all that they start."""
         count = max(1, min(most, _MOST, os.cpu_count() or 1))
         self._pool = ThreadPoolExecutor(count, "ebbtide-weights", _be_nice, (niceness,))
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns. Cancelled, this too ends only after `work`: a mirror may be another's then."""
+        """Return what `work` returns. A cancelled call too ends only after `work`: then another may take the mirror."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, work)
         try:
             return await asyncio.shield(future)
@@ -33,7 +33,7 @@ class DigestThreads:
             raise
 
     def begin(self, work: Callable[[], object]) -> None:
-        """Do something that nobody waits for."""
+        """Start work without waiting for it."""
         self._pool.submit(work)
 
     def close(self) -> None:
@@ -41,6 +41,6 @@ class DigestThreads:
 
 
 def _be_nice(niceness: int) -> None:
-    """On Linux this is the calling thread's own."""
+    """Set the niceness of the calling thread, as Linux does."""
     if niceness:
         os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))

@@ -1,8 +1,8 @@
-"""What a pull changes, element by element, for an engine that changes its own copy in place.
+"""Collects the elements that a pull changes, for an engine that changes its own copy in place.
 
-Invariant: a `ElementChanges` that has not given up holds every element that differs from what the mirror held when the
-first tile was added, with its newest value. Threads may add at once. It dies with the process: install from the file
-then.
+Invariant: an `ElementChanges` that has not given up holds every element that differs from the mirror's before the first
+tile was added, with its newest value. Threads may add at once. It dies with the process; the engine then installs from
+the file.
 """
 
 import json
@@ -20,12 +20,12 @@ from ebbtide.weights import Place
 from ebbtide.weights.dtypes import carrier
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-#: Above it, 8 bytes of position and the value of each change are no less to move than all elements of two bytes.
+#: Above this share, the changes (8 bytes of position, and the value) take as many bytes as all two-byte elements.
 _SHARE: Final = 0.2
 
 
 class ElementChanges:
-    """Changed elements of the tensors of one geometry. Only right if the engine holds just what the mirror held."""
+    """Changed elements of the tensors of one geometry. Right only for an engine that holds what the mirror held."""
 
     def __init__(self, manifest: Manifest, *, share: float = _SHARE) -> None:
         """Gives up beyond `share` of all elements."""
@@ -55,9 +55,9 @@ class ElementChanges:
             self._give_up()
 
     def write(self, path: Path, base_root: bytes = b"", root: bytes = b"") -> None:
-        """Write a safetensors file: for each tensor with changes NAME.indices (I64: flat in the whole tensor,
-        ascending) and NAME.values (its dtype). Holds one tensor's at a time. Call it only if it has not given up.
-        The roots say what it leads from and to, for `leads`."""
+        """Write a safetensors file: for each changed tensor NAME.indices (I64: flat in the whole tensor, ascending) and
+        NAME.values (its dtype). Holds one tensor's changes at a time. Call it only if it has not given up. `leads`
+        reads the roots of the two versions."""
         places: dict[str, list[Place]] = {}
         for place in sorted(self._found):
             places.setdefault(self._entries[place[0]].name, []).append(place)

@@ -1,10 +1,10 @@
-"""The host's copy of a version: one safetensors file of whole tensors in memory, brought along tile by tile.
+"""Keeps the host's copy of a version, one safetensors file of whole tensors in memory, and changes it tile by tile.
 
-Invariant: a tile whose state is KNOWN has the digest recorded for it, at every instruction: before it is written its
-state becomes WRITING, and only behind it digest and state are set; a state is one byte, so never half. A process killed
-anywhere leaves every tile KNOWN and right, or WRITING, which `mend` looks at again: as at all of a mirror that no
-process had for a while, or that is in doubt. Nothing is written that was not verified. Only who has `hold` may `apply`,
-in as many threads as it likes, each place in one of them. The count of beats is a hint, written by whoever holds it.
+Invariant: at every instruction, a tile whose state is KNOWN has the digest recorded for it. Its state becomes WRITING
+before it is written, and digest and state are set after; a state is one byte, so it is never half written. A process
+killed anywhere leaves each tile KNOWN and right, or WRITING. `mend` checks the latter again, and all tiles of a mirror
+that no process used for a while, or that is in doubt. Only verified tiles are written. Only the caller that has `hold`
+may `apply`, in any number of threads, each place in one of them. The count of beats is a hint that the holder writes.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,33 +31,51 @@ from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity
 from ebbtide.rpc.backoff import pauses
 from ebbtide.transfer.mirror.element_changes import ElementChanges, leads
 from ebbtide.transfer.mirror.mirror_memory import Buffer, MirrorMemory, PrivateMemory, SharedMemory
-from ebbtide.transfer.mirror.patch_scratch import Own
 from ebbtide.types.weights import DIGEST_BYTES, Manifest, TensorEntry
 from ebbtide.weights import FileLayout, NamedTensor, Place, TileTask, places, same_geometry, tile_digest
 from ebbtide.weights.geometry.file_layout import Bytes
 from ebbtide.weights.patch.tile_format import unit_width
 from ebbtide.weights.tiles import tile_size
 
+if TYPE_CHECKING:
+    from ebbtide.weights.patch.tile_codec import TileCodec
+
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _CONTEXT: Final = "ebbtide 2026-11 geometry"
 #: Bytes of the digests' file before them: the geometry, written when all else is in place, and the count of beats.
 _HEAD: Final = 64
 _UNKNOWN, _WRITING, _KNOWN = 0, 1, 2
-#: Versions remembered: pulls broken off one after another, each of which left some tiles.
+#: Versions remembered: of broken pulls, each of which left some tiles.
 _VERSIONS: Final = 8
-#: Threads that look at tiles again, and tiles for which it takes another one.
+#: Threads that check tiles again, and the tiles that are worth another thread.
 _MENDERS: Final = 4
 _FEW: Final = 64
 
 
-#: As it stands in a file: run and policy, versions.
+#: The remembered versions in their file: run and policy, versions.
 _Remembered: TypeAlias = tuple[tuple[str, str], list[Annotated[int, Meta(ge=1, le=(1 << 32) - 1)]]]
+
+
+class _Scratch(threading.local):
+    """What each thread applies patches with. It holds nothing between two tiles."""
+
+    def __init__(self, tile_bytes: int) -> None:
+        self.bytes: Bytes = np.empty(tile_bytes, np.uint8)
+        self._codecs: dict[int, TileCodec] = {}
+
+    def codec(self, width: int) -> "TileCodec":
+        """For units of `width` bytes. Its modules are imported late, with the first patch."""
+        if width not in self._codecs:
+            from ebbtide.weights.patch.tile_codec import TileCodec
+
+            self._codecs[width] = TileCodec(width)
+        return self._codecs[width]
 
 
 class Mirror:
     def __init__(self, manifest: Manifest, folder: Path | None) -> None:
-        """Room for the versions of a policy in `manifest`'s geometry: in `folder`, shared by all processes of this user
-        that name it and left there while one of them lives, or without one in memory of this process alone.
+        """Make room for a policy's versions in `manifest`'s geometry: in `folder`, shared by this user's processes that
+        name it while one of them lives; without a folder, in memory of this process alone.
 
         Raises `InvalidRequest` for a folder that others may enter, `NoCapacity` if it has no room.
         """
@@ -79,22 +97,19 @@ class Mirror:
         self._digests = table[: tiles * DIGEST_BYTES].reshape(tiles, DIGEST_BYTES)
         self._states = table[tiles * DIGEST_BYTES :]
         self._beats = np.frombuffer(self._memory.table, np.uint64, 1, DIGEST_BYTES)
-        self._own = Own(self.layout.tile_bytes)
+        self._scratch = _Scratch(self.layout.tile_bytes)
         self._rows = threading.Lock()
         self._changes: int | None = None  # the file last given out
         self._closed = False
 
     @property
     def path(self) -> Path:
-        """The safetensors file, for this user's processes on this host; good until `close`, whatever others do."""
+        """The safetensors file, for this user's processes on this host. The path is valid until `close`."""
         return _descriptor(self._memory.weights)
 
     @asynccontextmanager
     async def hold(self, *, shared: bool = False) -> AsyncIterator[None]:
-        """Keep all others, in this and other processes, from changing the weights: while pulling, while installing.
-
-        `shared` with others who only read, too.
-        """
+        """Keep all others, in any process, from changing the weights. `shared`: others may read them too."""
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -114,12 +129,12 @@ class Mirror:
             os.close(lock)
 
     def beat(self) -> None:
-        """Show those who wait that the one who holds it goes on. Of two at once one may be lost."""
+        """Show waiting processes that the holder makes progress. Of two beats at once one may be lost."""
         self._beats += np.uint64(1)
 
     @property
     def beats(self) -> int:
-        """Changes when somebody gets hold of it alone, or goes on with what he does."""
+        """A count that changes when a process holds the mirror alone, or makes progress with it."""
         return int(self._beats[0])
 
     # -- what is here --------------------------------------------------------------------------------------------
@@ -134,7 +149,7 @@ class Mirror:
         return found
 
     def holds(self, manifest: Manifest, wanted: Iterable[Place] | None = None) -> bool:
-        """Whether every tile, or every one of those `wanted`, is that version's."""
+        """Whether every tile, or every `wanted` one, is that version's."""
         if not same_geometry(manifest, self.manifest):
             return False
         digests = np.frombuffer(b"".join(digest for entry in manifest.tensors for digest in entry.digests), np.uint8)
@@ -142,20 +157,20 @@ class Mirror:
         return bool((right if wanted is None else right[self._rows_of(wanted)]).all())
 
     def versions(self, run_id: str, policy: str) -> list[int]:
-        """The versions of a policy that the tiles come from, as last remembered. For hints, not for trust."""
+        """The versions of a policy that the tiles come from, as last remembered; a hint."""
         with suppress(msgspec.MsgspecError, UnicodeDecodeError):
             whose, numbers = msgspec.json.decode(self._memory.read("versions"), type=_Remembered)
             return numbers[-_VERSIONS:] if whose == (run_id, policy) else []
         return []
 
     def remember(self, run_id: str, policy: str, versions: Iterable[int]) -> None:
-        """Say so, the last ones last; where memory is full, nothing is remembered."""
+        """Remember the versions, the latest last, unless memory is full."""
         text = json.dumps([[run_id, policy], list(dict.fromkeys(versions))[-_VERSIONS:]]).encode()
         with suppress(OSError):
             self._memory.replace("versions", lambda file: _write(file, text))
 
     def read(self, digest: bytes) -> bytes | None:
-        """A dense tile that is here, verified; None if it is not, or is being written over."""
+        """A dense tile, verified; None if it is not here, or is being overwritten."""
         if len(digest) != DIGEST_BYTES:
             return None
         key = np.frombuffer(digest, np.uint64)
@@ -167,7 +182,7 @@ class Mirror:
         return None
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Views of the whole tensors, by name. They outlive `close`, and show what is written later."""
+        """Views of the whole tensors, by name. They outlive `close`, and show later writes."""
         data, begin = self._file.data, len(self.layout.header)
         header = json.loads(self.layout.header[8:])
         for name, tensor in header.items():
@@ -178,7 +193,7 @@ class Mirror:
     # -- what changes it -----------------------------------------------------------------------------------------
 
     def mend(self, wanted: Iterable[Place] | None = None) -> None:
-        """Look again at the tiles whose writing was cut off, or at those wanted, and record what they are."""
+        """Digest the tiles whose writing was cut off, or the `wanted` ones, and record the digests."""
         rows = np.flatnonzero(self._states == _WRITING).tolist() if wanted is None else self._rows_of(wanted)
         if not rows:
             return
@@ -193,7 +208,7 @@ class Mirror:
             self._record(row, tile_digest(self.layout.read(self._file, *self._place(row)).data))
 
     def doubt(self) -> None:
-        """Believe nothing that is recorded, until `mend`; and lay out the header anew. Under `hold`."""
+        """Distrust all recorded digests until `mend`, and write the header again. Under `hold`."""
         header = np.frombuffer(self.layout.header, np.uint8)
         self._file[: len(header)] = header
         _distrust(self._memory.table)
@@ -208,10 +223,10 @@ class Mirror:
         *,
         checked: bool = False,
     ) -> float:
-        """Make a tile what `task` says, out of `blobs` by digest; `checked` if these match their digests already.
+        """Make the tile of `task` of `blobs`, by digest; `checked` if these match their digests already.
 
-        Returns the seconds that its digest took. Raises `ChunkCorrupt`, and nothing is written then, if what comes out
-        is not what the manifest says.
+        Returns the seconds that its digest took. Raises `ChunkCorrupt`, and writes nothing, if the tile does not match
+        the manifest.
         """
         tensor, tile = task.place
         entry = self.layout.entries[tensor]
@@ -240,26 +255,26 @@ class Mirror:
         self._states[row] = _KNOWN
 
     def _made(self, task: TileTask, entry: TensorEntry, blobs: Mapping[bytes, bytes]) -> Bytes:
-        """The tile's new bytes: those of a blob, or this thread's scratch."""
+        """The tile's new bytes, in a blob or in this thread's scratch."""
         if task.dense and len(blobs[task.dense]) != task.length:
             raise ChunkCorrupt(f"a tile of {entry.name} has {len(blobs[task.dense])} bytes, not {task.length}")
         dense = np.frombuffer(blobs[task.dense], np.uint8) if task.dense else None
         if dense is not None and not task.patches:
             return dense
         width = unit_width(entry.dtype)
-        new = self._own.bytes[: task.length]
+        new = self._scratch.bytes[: task.length]
         new[:] = self.layout.read(self._file, *task.place) if dense is None else dense
         try:
             units = new.view(f"<u{width}")
             for patch in task.patches:
-                self._own.codec(width).apply(blobs[patch], units)
+                self._scratch.codec(width).apply(blobs[patch], units)
         except (InvalidRequest, ValueError) as error:
             raise ChunkCorrupt(f"a patch of {entry.name} cannot be applied ({error}): fetch the tile whole") from None
         return new
 
     @contextmanager
     def _lone(self, tensor: int) -> Iterator[None]:
-        """Alone with a piece whose tiles share rows: writing one writes what lies beside it again."""
+        """Lock a piece whose tiles share rows: writing one rewrites its neighbours."""
         if self.layout.together(tensor):
             yield
         else:
@@ -276,8 +291,9 @@ class Mirror:
     # -- what changed, for engines that change their own copy ----------------------------------------------------
 
     def keep_changes(self, base_root: bytes, root: bytes, changes: ElementChanges) -> bool:
-        """Keep, under `hold`, what leads from one version to another for the other engines of the host; False if there
-        is no room, or it has given up. Takes the place of what was kept before."""
+        """Keep the changes between two versions for the host's other engines, in place of earlier ones. Under `hold`.
+
+        Returns False if there is no room, or `changes` has given up."""
         if changes.given_up:
             return False
         try:
@@ -287,10 +303,8 @@ class Mirror:
         return True
 
     def changes(self, base_root: bytes, root: bytes) -> Path | None:
-        """Opens the file of changes that leads from one version to another, if it is the one kept.
-
-        Its path is good until `close`, or until this is called again.
-        """
+        """Open the file of changes between two versions, if it is the one kept. Its path is valid until `close`, or
+        until the next call."""
         self._close_changes()
         self._changes = found = self._memory.open("changes")
         if found is None:
@@ -298,7 +312,7 @@ class Mirror:
         return _descriptor(found) if leads(found, base_root, root) else None
 
     def close(self) -> None:
-        """Give it up; the last one to do so removes the files. Views of it stay good."""
+        """Leave the mirror; the last process to do so removes the files. Views stay valid."""
         if not self._closed:
             self._closed = True
             self._close_changes()
@@ -311,8 +325,8 @@ class Mirror:
 
 
 def made(manifest: Manifest) -> bytes:
-    """The digest, 32 bytes, of all that makes two mirrors one: policy, geometry, and the boot of the machine. What a
-    file outside memory kept of the boot before may be half of what was written to it."""
+    """Digest, in 32 bytes, what two mirrors must have in common to be one: policy, geometry and the machine's boot,
+    since a file on disk may have lost writes of an earlier boot."""
     text = [[entry.name, entry.dtype, entry.shape, entry.start, entry.full] for entry in manifest.tensors]
     boot = _BOOT.read_text() if _BOOT.is_file() else ""
     whole = [manifest.run_id, manifest.version.policy, manifest.tile_bytes, text, boot]
@@ -320,7 +334,7 @@ def made(manifest: Manifest) -> bytes:
 
 
 def _distrust(table: Buffer) -> None:
-    """Have a table's tiles looked at again."""
+    """Mark a table's known tiles for another check."""
     states = np.frombuffer(table, np.uint8)[_HEAD:]
     states = states[len(states) // (DIGEST_BYTES + 1) * DIGEST_BYTES :]
     states[states == _KNOWN] = _WRITING

@@ -1,8 +1,8 @@
-"""Where a mirror's bytes lie: in memory of this process alone, or in files that the processes of this user share.
+"""Provides a mirror's memory: private to this process, or in files that this user's processes share.
 
-Invariant: `weights` is a file of `size` bytes and, where it is shared, has memory of its own for each of them, so that
-no write to its mapping can fail; `table` is of zeros when the weights were laid out anew, and was distrusted before
-anybody saw it when they were nobody's. The header is right when somebody has joined. Small files change whole.
+Invariant: `weights` is a file of `size` bytes. A shared one has memory reserved for each byte, so that no write to its
+mapping can fail. `table` is all zeros when the weights were laid out anew; it is distrusted before any process sees it
+when they had no user. The header is right when a process has joined. Small files are replaced whole.
 """
 
 import fcntl
@@ -17,11 +17,11 @@ from ebbtide.errors import NoCapacity
 from ebbtide.transfer.mirror.shared_folder import UNCHECKED, SharedFolder, refused, reserve
 
 Buffer: TypeAlias = bytearray | mmap.mmap
-#: Writes to a descriptor all that a file is to hold.
+#: Writes a file's whole content to a descriptor.
 Writer: TypeAlias = Callable[[int], None]
-#: Has a table say of nothing that it is known.
+#: Marks all entries of a table as not known.
 Distrust: TypeAlias = Callable[[Buffer], None]
-#: Most of a small file that is read.
+#: The most bytes read of a small file.
 _SMALL: Final = 1 << 16
 
 
@@ -30,22 +30,22 @@ class MirrorMemory(Protocol):
     table: Buffer
 
     def read(self, name: str) -> bytes:
-        """A small file whole; nothing if it is not there."""
+        """Read a small file; empty if there is none."""
         ...
 
     def replace(self, name: str, write: Writer) -> None:
-        """Make what `write` puts into a new file all of a file, at once; raises what it does, and the old one stays."""
+        """Replace a file at once by what `write` writes. If that raises, the old file stays."""
         ...
 
     def open(self, name: str) -> int | None:
-        """A descriptor of a file, to be closed by the caller; None if it is not there."""
+        """Open a file; None if there is none. The caller closes the descriptor."""
         ...
 
     def close(self) -> None: ...
 
 
 class PrivateMemory:
-    """Memory that ends with the process. It comes as it is written, so parts that are not cost nothing."""
+    """Memory that ends with the process. Parts that are never written take none."""
 
     def __init__(self, size: int, table: int, header: bytes) -> None:
         """Raises `NoCapacity` if there is no room."""
@@ -80,7 +80,7 @@ class PrivateMemory:
 
 
 def _memory(name: str, write: Writer) -> int:
-    """A descriptor of memory that `write` has filled."""
+    """Return a descriptor of memory that `write` has filled."""
     file = os.memfd_create(f"ebbtide-{name}")
     try:
         write(file)
@@ -91,7 +91,7 @@ def _memory(name: str, write: Writer) -> int:
 
 
 class SharedMemory:
-    """Files below `folder` for the mirrors that are `made` alike (32 bytes); see `shared`."""
+    """Files below `folder` for the mirrors with the same `made` (32 bytes); see `SharedFolder`."""
 
     def __init__(self, folder: Path, made: bytes, size: int, table: int, header: bytes, distrust: Distrust) -> None:
         """Raises `InvalidRequest` for a folder that is not this user's alone, `NoCapacity` if it has no room."""
@@ -109,17 +109,17 @@ class SharedMemory:
     def _lay_out(
         self, folder: Path, made: bytes, size: int, table: int, header: bytes, distrust: Distrust
     ) -> mmap.mmap:
-        """The table, once all is in place."""
+        """Prepare the files, and return the table."""
         digests = self._folder.open("digests")
         try:
-            fcntl.flock(digests, fcntl.LOCK_EX)  # for as long as it takes
+            fcntl.flock(digests, fcntl.LOCK_EX)  # until the files are ready
             sizes = os.fstat(digests).st_size, os.fstat(self.weights).st_size
             if sizes != (table, size) or os.pread(digests, len(made), 0) != made:
                 os.ftruncate(digests, 0)
                 reserve(digests, table, str(folder))
                 reserve(self.weights, size, str(folder))
                 os.pwrite(self.weights, header, 0)
-                os.pwrite(digests, made, 0)  # last: who is killed before has it done again
+                os.pwrite(digests, made, 0)  # last: a process killed earlier leaves it to be done again
             if os.pread(self.weights, len(header), 0) != header:
                 os.pwrite(self.weights, header, 0)
             mapped = mmap.mmap(digests, table)

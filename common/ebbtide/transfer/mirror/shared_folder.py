@@ -1,9 +1,9 @@
-"""Files in shared memory that the processes of one user have in common, and that the last of them removes.
+"""Shares a mirror's files in memory among one user's processes; the last of them removes the files.
 
-Invariant: the folder and all in it belong to this user, and no other may enter; all is opened through descriptors of
-folders that were checked, never by a path again. Who uses a mirror's files holds a shared lock on its `users`, which
-ends with the process: so files whose lock is free are nobody's, and the next starter reuses or sweeps them. Who reuses
-them puts `UNCHECKED` beside them first: what lay there unwatched is believed by nobody before somebody has seen to it.
+Invariant: the folder and all in it belong to this user, and no other may enter. Files are opened through descriptors of
+checked folders, never by a path again. A process that uses a mirror's files holds a shared lock on its `users`, which
+ends with the process. So files whose lock is free have no user, and the next process to start reuses or sweeps them. To
+reuse them it first puts `UNCHECKED` beside them: no process believes them until one has checked them.
 """
 
 import errno
@@ -18,34 +18,34 @@ from typing import Final
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity
 
-#: What the errors call the folder: the setting that names it.
+#: The setting that names the folder, for errors.
 SETTING: Final = "mirror_dir"
-#: Lies beside files that were nobody's.
+#: Lies beside files that had no user.
 UNCHECKED: Final = "unchecked"
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_ROOM: Final = {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT, errno.EMFILE, errno.ENFILE}
 _NAME: Final = re.compile(r"mirror-[0-9a-f]{32}")
-#: All that ever lies in a sub-folder, in the order in which it is removed.
+#: All files that a sub-folder may have, in the order of their removal.
 _FILES: Final = ("versions.new", "versions", "changes.new", "changes", "weights", "digests", UNCHECKED, "users")
 
 
 class SharedFolder:
-    """A sub-folder of `folder` for mirrors that are `made` alike, and this process's part in it until `leave`."""
+    """A sub-folder of `folder` for mirrors with the same `made`, which this process uses until `leave`."""
 
     def __init__(self, folder: Path, made: bytes) -> None:
-        """Make or join it, and sweep what others left behind. Raises `InvalidRequest` for a folder that is not ours."""
+        """Make or join it, and sweep files without a user. Raises `InvalidRequest` for another user's folder."""
         self._folder, self._name = folder, f"mirror-{made[:16].hex()}"
         while (joined := _join(folder, self._name)) is None:
-            pass  # somebody was just leaving
+            pass  # the last user was just leaving
         self._top, self._inner, self._users = joined
 
     def open(self, name: str) -> int:
-        """A descriptor of one of the files, which is made empty if it is not there."""
+        """Open one of the files, and make it if there is none."""
         return _create(name, self._inner)
 
     def find(self, name: str) -> int | None:
-        """A descriptor of one of the files, or None."""
+        """Open one of the files; None if there is none."""
         try:
             return os.open(name, _FILE, dir_fd=self._inner)
         except FileNotFoundError:
@@ -55,7 +55,7 @@ class SharedFolder:
         os.replace(old, new, src_dir_fd=self._inner, dst_dir_fd=self._inner)
 
     def drop(self, name: str) -> bool:
-        """Remove one of the files; whether it was there."""
+        """Remove one of the files. Returns whether there was one."""
         try:
             os.unlink(name, dir_fd=self._inner)
         except FileNotFoundError:
@@ -63,7 +63,7 @@ class SharedFolder:
         return True
 
     def leave(self) -> None:
-        """End this process's part; the last one removes the files."""
+        """End this process's use; the last user removes the files."""
         if _is_free(self._users):
             _remove(self._top, self._name, self._inner)
             with suppress(OSError):  # others' mirrors may be in it, or it may be a mount
@@ -72,7 +72,7 @@ class SharedFolder:
 
 
 def _join(folder: Path, name: str) -> tuple[int, int, int] | None:
-    """Descriptors of the folder, the sub-folder and its `users`, locked; None if the last one was just leaving."""
+    """Descriptors of the folder, the sub-folder and its `users`, locked; None if the last user was just leaving."""
     opened = [_open_top(folder)]
     try:
         _sweep(opened[0], name)
@@ -83,11 +83,11 @@ def _join(folder: Path, name: str) -> tuple[int, int, int] | None:
         top, inner, users = opened
         if _is_free(users):
             os.close(_create(UNCHECKED, inner))
-        fcntl.flock(users, fcntl.LOCK_SH)  # held otherwise by one who removes all, for a moment
+        fcntl.flock(users, fcntl.LOCK_SH)  # waits a moment for a process that removes all
         if os.stat("users", dir_fd=inner).st_ino == os.fstat(users).st_ino:
             return top, inner, users
     except FileNotFoundError:
-        pass  # removed between two steps by the last who left: begin again
+        pass  # the last user removed it between two steps: begin again
     except OSError as error:
         _close(opened)
         raise refused(folder, error) from None
@@ -96,7 +96,7 @@ def _join(folder: Path, name: str) -> tuple[int, int, int] | None:
 
 
 def _create(name: str, folder: int) -> int:
-    """A descriptor of a file, which is made empty if it is not there."""
+    """Open a file, and make it if there is none."""
     return os.open(name, _FILE | os.O_CREAT, 0o600, dir_fd=folder)
 
 
@@ -106,12 +106,12 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Make a folder of mirrors, if need be. Raises `InvalidRequest` if it is not this user's alone."""
+    """Make a folder of mirrors if there is none. Raises `InvalidRequest` if it is not this user's alone."""
     os.close(_open_top(folder))
 
 
 def reserve(file: int, size: int, where: str) -> None:
-    """Give a file `size` bytes of memory of its own. Raises `NoCapacity` where a later write would be a SIGBUS."""
+    """Reserve `size` bytes of memory for a file. Raises `NoCapacity`, where a later write would be a SIGBUS."""
     try:
         os.ftruncate(file, size)
         if size:
@@ -139,7 +139,7 @@ def _open_top(folder: Path) -> int:
 
 
 def _sweep(top: int, mine: str) -> None:
-    """Remove the files of other geometries that nobody uses."""
+    """Remove unused files of other geometries."""
     for name in os.listdir(top):
         if name == mine or not _NAME.fullmatch(name):
             continue
@@ -158,7 +158,7 @@ def _sweep_one(top: int, name: str, inner: int) -> None:
         users = os.open("users", _FILE, dir_fd=inner)
     except FileNotFoundError:
         with suppress(OSError):
-            os.rmdir(name, dir_fd=top)  # empty; one who is just making it makes it again
+            os.rmdir(name, dir_fd=top)  # empty; a process that is just making it makes it again
         return
     try:
         if _is_free(users):
@@ -168,7 +168,7 @@ def _sweep_one(top: int, name: str, inner: int) -> None:
 
 
 def _is_free(users: int) -> bool:
-    """Whether nobody else has a part; if so, none can have one until `users` is closed."""
+    """Whether there is no other user; if so, there can be none until `users` is closed."""
     try:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -177,7 +177,7 @@ def _is_free(users: int) -> bool:
 
 
 def _remove(top: int, name: str, inner: int) -> None:
-    for file in _FILES:  # `users` last: who waits for its lock finds that it is gone, and begins again
+    for file in _FILES:  # `users` last: a process that waits for its lock finds it gone, and begins again
         with suppress(FileNotFoundError):
             os.unlink(file, dir_fd=inner)
     with suppress(OSError):
@@ -185,7 +185,7 @@ def _remove(top: int, name: str, inner: int) -> None:
 
 
 def refused(folder: Path, error: OSError) -> EbbtideError:
-    """What an error of the files in `folder` means to who wants a mirror there."""
+    """Turn an error of the files in `folder` into one for its user."""
     if error.errno in _NO_ROOM:
         text = f"{SETTING}: {folder} has no room ({error.strerror}); free some, or name another folder"
         return NoCapacity(text, retry_after_s=10.0)

@@ -1,1 +1,1 @@
-"""Sources of blobs: relays, peers and static copies, and which of them is asked next."""
+"""Reads blobs from relays, peers and static copies, and chooses among them."""

@@ -1,8 +1,8 @@
-"""Verified blobs kept for peers.
+"""Keeps verified blobs for peers, and hands them to peers that wait.
 
-Invariant: only blobs that matched their digests come in, and all kept have at most `most` bytes in all: the oldest used
-go first. Who waits for a blob gets it when it comes, is told at once when it is not on its way, and never waits longer
-than it said. One event loop; nothing outlives the process.
+Invariant: only blobs that matched their digests come in. They have at most `most` bytes together; the least recently
+used go first. A waiter gets its blob when it comes, or None at once when it is not on its way, and never waits longer
+than its timeout. It serves one event loop; nothing outlives the process.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 class BlobCache:
     def __init__(self, most: int) -> None:
-        """`most`: bytes kept; 0 keeps none, and still hands on to those who wait."""
+        """`most`: bytes kept; with 0 it still hands blobs to waiters."""
         self._most, self.size = most, 0
         self._kept: OrderedDict[bytes, bytes] = OrderedDict()
         self._arriving: set[bytes] = set()
@@ -22,7 +22,7 @@ class BlobCache:
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Any blob may be about to be fetched. At the end, who waits for one that is not is told so."""
+        """Take any blob for one on its way. At the end, waiters for others get None."""
         self._planning += 1
         try:
             yield
@@ -34,7 +34,7 @@ class BlobCache:
 
     @contextmanager
     def arriving(self, digests: Iterable[bytes]) -> Iterator[None]:
-        """These blobs are being fetched. At the end, who still waits for one is told that it does not come."""
+        """Take these blobs for ones on their way. At the end, waiters for those that have not come get None."""
         expected = set(digests)
         self._arriving |= expected
         try:
@@ -45,7 +45,7 @@ class BlobCache:
             self._arriving -= expected
 
     def put(self, digest: bytes, data: bytes, *, keep: bool = True) -> None:
-        """A blob that has come and was verified; `keep` False if it can be had from a mirror."""
+        """Take a verified blob. `keep` False: a mirror has it, so it goes to waiters alone."""
         self._arriving.discard(digest)
         self._tell(digest, data)
         if not keep or len(data) > self._most or digest in self._kept:
@@ -56,7 +56,7 @@ class BlobCache:
             self.size -= len(self._kept.popitem(last=False)[1])
 
     def clear(self) -> None:
-        """Keep nothing of what has come so far."""
+        """Drop all blobs."""
         self._kept.clear()
         self.size = 0
 
@@ -66,8 +66,8 @@ class BlobCache:
         return data
 
     async def wait(self, digest: bytes, timeout_s: float) -> bytes | None:
-        """The blob, at once if it is kept, else when it comes; None if it is not on its way, or not within
-        `timeout_s`. A tile may meanwhile have got into the mirror."""
+        """The blob, at once if it is kept, else when it comes; None if it does not come within `timeout_s`. The mirror
+        may have it by then."""
         if (data := self.get(digest)) is not None or not (self._planning or digest in self._arriving):
             return data
         future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()

@@ -1,20 +1,20 @@
-"""How fast a source sends.
+"""Measures how fast a source sends.
 
-Invariant: a source is judged only by the time in which somebody waited for it, and praised only for all the time in
-which it was read, what its readers did with it meanwhile included: so neither flatters the one who is to be preferred.
+Invariant: a source counts as slow only by the time in which a stream waited for it. Its rate counts all the time in
+which it was read, its readers' own work included. So neither figure flatters the source that is preferred.
 """
 
 import math
 from typing import Final
 
-#: Time of waiting by which a source is judged.
+#: Time of waiting over which the latest rate is taken.
 LONG_S: Final = 5.0
-#: Fewer bytes tell how long a way is, not how wide.
+#: Fewer bytes measure a link's delay, not its rate.
 _MANY_BYTES: Final = 1 << 20
 
 
 class PaceWatch:
-    """The seconds between its starts and stops."""
+    """Sums the seconds between its starts and stops."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -35,13 +35,13 @@ class SourcePace:
 
     def __init__(self) -> None:
         self.reading, self.waiting = PaceWatch(), PaceWatch()
-        self.bytes_per_s = 0.0  # in all; 0: not known
+        self.bytes_per_s = 0.0  # over all reading; 0: not known
         self.lately = math.inf  # bytes/s over the last `LONG_S` of waiting
         self._bytes = 0
-        self._marked = 0.0, 0  # of the waiting, and of the bytes, when `lately` was last reckoned
+        self._marked = 0.0, 0  # the waiting and the bytes when `lately` was last computed
 
     def came(self, size: int, now: float) -> None:
-        """So many bytes have come."""
+        """Count bytes that have come."""
         self._bytes += size
         if self._bytes >= _MANY_BYTES and (seconds := self.reading.seconds(now)):
             self.bytes_per_s = self._bytes / seconds
@@ -51,5 +51,5 @@ class SourcePace:
             self._marked = waited, self._bytes
 
     def forget(self) -> None:
-        """Judge it anew."""
+        """Drop the latest rate."""
         self.lately = math.inf

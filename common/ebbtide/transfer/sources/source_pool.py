@@ -1,9 +1,8 @@
-"""The sources of one pull, and which of them is asked next.
+"""Chooses the source for each batch of one pull.
 
-Invariant: of those that have not failed only the nearest are asked, each time the one with the fewest streams: so that
-nothing comes from far that is near, until all that is near has failed, was busy for long, or sends far more slowly than
-what is far. The relay comes last if it was not listed. A source that failed is asked again only if the relay names it
-again when it was asked after that.
+Invariant: only the nearest sources that have not failed are asked, each time the one with the fewest streams. A farther
+one is asked only when all nearer ones have failed, were busy for long, or are far slower. The relay comes last if it is
+not listed. A source that failed is asked again only if the relay names it in an answer to a later request.
 """
 
 import asyncio
@@ -21,32 +20,32 @@ from ebbtide.types.weights import FAR, BlobSource, Holder, distance
 
 log = logging.getLogger(__name__)
 
-#: A source may be silent for this many times its longest pause so far, on top of the patience with silence.
+#: A source may be silent for this many times its longest pause so far, besides the allowed silence.
 _PAUSES: Final = 4.0
-#: Slowest rate at which a first blob may come: below it, a source is taken for dead.
+#: Slowest rate at which a first blob may come. A slower source counts as dead.
 _FIRST_BYTES_PER_S: Final = 1 << 16
 _LONGEST_S: Final = 60.0
-#: A source that is busy is asked again after what it says, within these bounds.
+#: Bounds of the wait that a busy source asks for.
 _SHORTEST_WAIT_S: Final = 0.05
 _LONGEST_WAIT_S: Final = 2.0
-#: So long is waited for what is near and busy before what is far is asked.
+#: How long near sources may be busy before a farther one is asked.
 _BUSY_S: Final = 20.0
-#: A source is slow below this rate, or so many times below what comes from others: then it is passed over for a while.
+#: A source below this rate, or so many times slower than others, is passed over for a while.
 _SLOW_BYTES_PER_S: Final = 1 << 16
 _SLOWER: Final = 8.0
 _SLOW_S: Final = 30.0
-#: The tier of what comes last.
+#: The tier of a source that comes last.
 UNLISTED: Final = FAR + 1
 
 
 class OpenSource:
-    """A source in use. `tier`: its distance from the reader; `UNLISTED`: the relay, which was not listed."""
+    """A source in use. `tier`: its distance from the reader, or `UNLISTED`."""
 
     def __init__(self, source: TileSource, name: str, address: str, tier: int) -> None:
         self.source, self.name, self.address, self.tier = source, name, address, tier
         self.streams = 0
         self.pace = SourcePace()
-        #: Of streams that wait: for how long they bear silence, and the largest blob that they wait for.
+        #: Of the streams that wait: the silence that they allow, and the largest blob that they wait for.
         self._clocks: dict[asyncio.Timeout, tuple[float, int]] = {}
         self._heard = 0.0
         self._pause = 0.0
@@ -54,8 +53,8 @@ class OpenSource:
 
     @asynccontextmanager
     async def patience(self, silence_s: float, largest: int) -> AsyncIterator[asyncio.Timeout]:
-        """Ends the block with `Unavailable` when nothing has come from the source, in this stream or another, for
-        `silence_s` and some more: as long as its pauses were so far, or as a first blob of `largest` bytes may take."""
+        """End the block with `Unavailable` when the source was silent, in all its streams, for `silence_s` plus the
+        length of its pauses so far, or the time that a first blob of `largest` bytes may take."""
         clock, loop = asyncio.timeout(None), asyncio.get_running_loop()
         if not self.streams:
             self.pace.reading.start(loop.time())
@@ -74,7 +73,7 @@ class OpenSource:
 
     @contextmanager
     def resting(self, clock: asyncio.Timeout) -> Iterator[None]:
-        """The stream of a `clock` from `patience` does something else; that is none of the source's silence."""
+        """Stop the `clock` of a stream (from `patience`) while its reader does other work."""
         allowed = self._rest(clock)
         if not clock.expired():
             clock.reschedule(None)
@@ -87,7 +86,7 @@ class OpenSource:
     def _wait(self, clock: asyncio.Timeout, allowed: tuple[float, int]) -> None:
         now = asyncio.get_running_loop().time()
         if not self._clocks:
-            self._heard = now  # the way to the first blob is a pause, too
+            self._heard = now  # the time to the first blob is a pause, too
             self.pace.waiting.start(now)
         self._clocks[clock] = allowed
         self._wind(clock)
@@ -99,7 +98,7 @@ class OpenSource:
         return allowed
 
     def heard(self, size: int) -> None:
-        """A blob of `size` bytes has come."""
+        """Count a blob of `size` bytes that has come."""
         now = asyncio.get_running_loop().time()
         self._pause = max(self._pause, now - self._heard)
         self._heard = now
@@ -124,7 +123,7 @@ class SourcePool:
     def __init__(
         self, relay: OpenSource, open_source: Opener, reader: Holder, rates: dict[int, float] | None = None
     ) -> None:
-        """`rates`: bytes/s of each tier in pulls before, to which this one's are added when it ends."""
+        """`rates`: bytes/s of each tier in former pulls. This pull adds its own when it ends."""
         self._relay, self._open_source, self._reader = relay, open_source, reader
         self._rates = {} if rates is None else rates
         self._listed: list[BlobSource] = []
@@ -137,18 +136,17 @@ class SourcePool:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Addresses that broke, stalled or lied since the relay last named its sources; not those that merely had not
-        got what was asked of them."""
+        """Addresses that broke, stalled or lied since the relay last named sources. Lacking blobs does not count."""
         return tuple(at for at, error in self._failed.items() if not isinstance(error, NotReady))
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Addresses that are not asked before the relay names them again."""
+        """Addresses that are not asked until the relay names them again."""
         return tuple(self._failed)
 
     async def ask(self, find: Callable[[], Awaitable[FoundVersion]]) -> FoundVersion:
-        """Have the relay name sources anew: `find` asks it, and tells it which ones `failed`. Closes those that were
-        dropped. Raises what `find` does."""
+        """Renew the sources by the relay's answer to `find`, which reports those that `failed`, and close the dropped
+        ones. Raises as `find`."""
         dropped = self.dropped
         found = await find()
         self.renew(found.sources, dropped)
@@ -156,14 +154,14 @@ class SourcePool:
         return found
 
     def renew(self, sources: Sequence[BlobSource], dropped: Collection[str] | None = None) -> None:
-        """What the relay names now, best first; `dropped` when it was asked (None: all that are)."""
+        """Use the sources that the relay names, best first. `dropped`: those at the time of the request (None: all)."""
         self._listed = list(sources)
         for address in self.dropped if dropped is None else dropped:
             self._failed.pop(address, None)
 
     def pick(self, without: Collection[str] = ()) -> OpenSource:
-        """Whom to ask next, but for some addresses. Raises why nobody is left: the relay's own error, or `Unavailable`
-        if that one merely has not got what others should have had."""
+        """The source to ask next, without some addresses. Raises if none is left: the relay's own error, or
+        `Unavailable` if the relay only lacks the blobs."""
         found = self._alive(without)
         free = [source for source in found if not self._busy_for(source)]
         if all(self._is_slow(source) for source in free) and self._is_free(self._relay, without):
@@ -180,8 +178,7 @@ class SourcePool:
         return min((source for source in swift if source.tier == nearest), key=lambda source: source.streams)
 
     def busy_s(self, without: Collection[str] = ()) -> float:
-        """For how many seconds to wait before `pick`, since all that is near is busy: not for ever, but rather than ask
-        what is far."""
+        """Seconds to wait before `pick` while all near sources are busy; 0 after `_BUSY_S`, to ask a farther one."""
         found = [source for source in self._alive(without) if not self._is_slow(source)]
         nearest = min((source.tier for source in found), default=0)
         wait = min((self._busy_for(source) for source in found if source.tier == nearest), default=0.0)
@@ -192,14 +189,14 @@ class SourcePool:
         return wait if now - self._waiting_since < _BUSY_S else 0.0
 
     def served(self) -> None:
-        """Somebody has sent something."""
+        """Note that a source has sent a blob."""
         self._waiting_since = None
 
     def lags(self, source: OpenSource, without: Collection[str] = ()) -> bool:
-        """Whether a source is so slow that others, no nearer than it, are to be asked instead; but for some addresses.
+        """Whether a source is so slow that others, no nearer than it, should be asked instead; without some addresses.
 
-        What comes from farther is compared as it was in pulls before, too. What is nearer is not: a neighbour that is
-        itself still fetching over a slow link is as fast as that link, and no slower than who crosses it again.
+        Farther sources are also compared by their rates in former pulls. Nearer ones are not: a neighbour that still
+        fetches over a slow link is as fast as that link, and no slower than a reader that crosses it again.
         """
         others = {one.address: one for one in (*self._alive(without), self._relay)}
         rivals = [
@@ -253,9 +250,8 @@ class SourcePool:
     def blaming(
         self, source: OpenSource, lacking: set[str], on_fault: Callable[[EbbtideError], None]
     ) -> Iterator[None]:
-        """Take any error in the block for the source's own: it is told to `on_fault`, the source is dropped, and the
-        caller goes on with others. A source that has not got what was asked becomes one of `lacking` instead, since it
-        may well have other blobs."""
+        """Blame the source for any error in the block: report it to `on_fault` and drop the source. A source that only
+        lacks the blobs is added to `lacking` instead, since it may have others."""
         try:
             yield
         except EbbtideError as error:
@@ -266,20 +262,20 @@ class SourcePool:
                 self.drop(source, error)
 
     def drop(self, source: OpenSource, error: EbbtideError) -> None:
-        """It has failed; or it is busy, which passes."""
+        """Drop a source that has failed; pass over a busy one for a while."""
         if isinstance(error, NoCapacity):
             wait = min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, error.retry_after_s))
             self._busy[source.address] = time.monotonic() + wait
             return
         if source is not self._relay:
             if self._open.get(source.address) is not source:
-                return  # another of its streams has told it
+                return  # another of its streams has dropped it
             self._closed.append(self._open.pop(source.address))
         log.warning("source of weights dropped: %s at %s (%s)", source.name, source.address, error)
         self._failed[source.address] = error
 
     async def close_dropped(self) -> None:
-        """Close those that failed and that nobody reads from any more."""
+        """Close the failed sources that have no more streams."""
         idle = [source for source in self._closed if not source.streams]
         self._closed = [source for source in self._closed if source.streams]
         for source in idle:

@@ -1,7 +1,6 @@
-"""A static copy of versions behind any web server or object store that honours byte ranges.
+"""Reads blobs from a static copy on any web server or object store that honours byte ranges.
 
-Below its URL lie the files of `ebbtide.weights.manifest.static_index`. Nothing here is trusted: the puller checks each
-blob.
+Below its URL lie the files of `ebbtide.weights.manifest.static_index`. The puller checks each blob.
 """
 
 import asyncio
@@ -19,14 +18,14 @@ from ebbtide.weights.manifest.static_index import HEAD, INDEX, RECORD, blobs_fil
 
 #: As many blobs as a manifest may have tiles.
 _MOST_INDEX: Final = len(HEAD) + RECORD.size * (4 << 20)
-#: Bytes not asked for that are read to save a request, and most that one request asks for.
+#: Unneeded bytes that are read to save a request, and the most bytes of one request.
 _GAP: Final = 32 << 10
 _SPAN: Final = 8 << 20
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
 
 
 class BlobSpan(Struct, frozen=True, order=True):
-    """Where a blob lies."""
+    """The place of a blob in a file."""
 
     file: int
     offset: int
@@ -38,13 +37,13 @@ class StaticIndex:
     """A checked index; finds blobs by their digests."""
 
     def __init__(self, data: bytes) -> None:
-        """Raises `ChunkCorrupt` for what is no index of this format."""
+        """Raises `ChunkCorrupt` for another format."""
         self._records = index_records(data)
         records = np.frombuffer(self._records, np.uint8).reshape(-1, RECORD.size)
         self._keys = np.ascontiguousarray(records[:, :8]).view(">u8").reshape(-1)
 
     def spots(self, digests: Sequence[bytes]) -> list[BlobSpan]:
-        """The places of blobs, in this order. Raises `VersionUnavailable` if one is not there."""
+        """The places of blobs, in order. Raises `VersionUnavailable` if one is missing."""
         keys = np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
         rows = np.searchsorted(self._keys, keys)
         return [self._spot(int(row), digest) for row, digest in zip(rows, digests, strict=True)]
@@ -58,7 +57,7 @@ class StaticIndex:
 
 
 class StaticSource:
-    """A static copy at a URL. Its sessions begin with the first request."""
+    """The static copy at a URL; a `TileSource`. Its session begins with the first request."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -115,7 +114,7 @@ class StaticSource:
     @asynccontextmanager
     async def _get(self, name: str, headers: dict[str, str] | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None:
-            # Nothing is decoded: a range is one of the bytes as they lie there. Redirects lead where nobody was named.
+            # Nothing is decoded, since ranges are of the stored bytes. Redirects would lead to hosts that no one named.
             self._session = aiohttp.ClientSession(timeout=_TIMEOUT, auto_decompress=False)
         identity: dict[str, Any] = {"Accept-Encoding": "identity", **(headers or {})}
         try:
@@ -131,7 +130,7 @@ class StaticSource:
 
 
 def spans(spots: Sequence[BlobSpan]) -> Iterator[list[BlobSpan]]:
-    """Spots that one request may ask for together: neighbours in a file, those asked for twice left out."""
+    """Group spots into requests: neighbours in one file, each spot once."""
     span: list[BlobSpan] = []
     for spot in sorted(set(spots)):
         if span:

@@ -1,4 +1,4 @@
-"""Those of whom blobs may be had. What they send is for the puller to check: no source is trusted."""
+"""Opens sources of blobs. No source is trusted: the puller checks what it sends."""
 
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -13,22 +13,22 @@ from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 
 _PEER: Final = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]{1,253})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})")
-#: What a client of gRPC takes for the beginning of another kind of address, though it may look like a host's name.
+#: Prefixes that gRPC reads as another kind of address, although they look like a host's name.
 _SCHEMES: Final = frozenset({"unix", "unix-abstract", "dns", "ipv4", "ipv6", "vsock", "xds", "google-c2p"})
 
 
 class TileSource(Protocol):
-    """Streams of blobs, several at once if need be."""
+    """Streams blobs, in several streams at once if asked."""
 
     def tiles(self, digests: Sequence[bytes]) -> AsyncGenerator[tuple[bytes, bytes], None]:
-        """Digest and data of blobs, in any order. Raises `Unavailable` when it breaks, `VersionUnavailable` if it has
-        not got one of them."""
+        """Yield digest and data of blobs, in any order. Raises `Unavailable` when it breaks, `VersionUnavailable` if it
+        lacks one of them."""
         ...
 
     async def close(self) -> None: ...
 
 
-#: Opens a source for a reader, who says who it is.
+#: Opens a source for a reader.
 Opener: TypeAlias = Callable[[BlobSource, Holder], TileSource]
 
 
@@ -38,7 +38,7 @@ class GrpcSource:
     def __init__(
         self, stub: WeightsStub, target: str, reader: Holder, channel: "Closable | None" = None, *, run_id: str = ""
     ) -> None:
-        """`channel` is closed with it, if given. `run_id`: the run whose blobs are asked for, if it is one."""
+        """`channel` is closed with it, if given. `run_id`: the run of all blobs asked for, if it is known."""
         self._stub, self._target, self._reader, self._channel = stub, target, reader, channel
         self._run_id = run_id
         self._closed = False
@@ -67,8 +67,8 @@ class Closable(Protocol):
 
 
 def check_peer(address: str, *, field: str) -> str:
-    """Return `address` if it is host:port of another machine's service, and nothing else that a client of gRPC would
-    understand; raise `InvalidRequest` naming `field` otherwise. Whoever names it, all of a fleet may go there."""
+    """Return `address` if it is the host:port of a service, and no other address that gRPC understands; raise
+    `InvalidRequest` naming `field` otherwise. One caller's address may be given to a whole fleet."""
     found = _PEER.fullmatch(address)
     if found is None or int(found["port"]) >= 1 << 16 or (found["name"] or "").lower() in _SCHEMES:
         raise InvalidRequest(f"{address!r} is no address of a peer: give host:port", field=field)
@@ -76,10 +76,10 @@ def check_peer(address: str, *, field: str) -> str:
 
 
 def opener(security: ClientSecurity) -> Opener:
-    """Opens sources: the URL of a static copy if the relay's settings name it, and host:port of holders else.
+    """Return an opener: of static copies by URL if the relay names them so, and of holders by host:port.
 
-    What it returns raises `InvalidRequest` for any other address, and `NotReady` for a holder to whom the token should
-    not be shown, before anything is connected."""
+    Before it connects, the opener raises `InvalidRequest` for any other address, and `NotReady` for a holder that must
+    not see the token."""
 
     def open_source(source: BlobSource, reader: Holder) -> TileSource:
         if source.static:

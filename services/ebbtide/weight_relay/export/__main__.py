@@ -1,4 +1,4 @@
-"""Adds a version of a running relay to a static copy."""
+"""Adds a version from a running relay to a static copy."""
 
 import asyncio
 import sys
@@ -23,7 +23,7 @@ _MOST: Final = 1024
 
 
 class ExportSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an export can be told."""
+    """The settings of an export."""
 
     run: Annotated[str, Meta(description="run whose version it is")]
     folder: Annotated[str, Meta(description="directory of the copy, of one policy of one run; it is made")]
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def export(settings: ExportSettings) -> None:
-    """Copy what `settings` say. Raises `VersionUnavailable` if the relay has not got it so."""
+    """Copy the version that `settings` name. Raises `VersionUnavailable` if the relay does not have it."""
     from ebbtide.types.weights import Holder
     from ebbtide.weight_relay.upstream.relay_upstream import RelayUpstream
     from ebbtide.weights import ManifestLimits
@@ -68,7 +68,7 @@ async def _look_up(relay: "Upstream", settings: ExportSettings) -> "StaticVersio
     if parent := manifest.version.parent:
         step = FoundWay(start=parent, anchor=False, via=(manifest.version.version,))
         try:
-            patches = (await relay.way(step, manifest)).patches
+            _, patches = await relay.way(step, manifest)
         except VersionUnavailable:
             if not settings.dense:
                 raise
@@ -94,7 +94,7 @@ async def _copy(relay: "Upstream", version: "StaticVersion", folder: Path) -> No
         writer.close()
         await pool.close()
     number = version.manifest.version.version
-    print(f"version {number}: {len(digests)} blobs, {writer.written} bytes in {folder}")  # noqa: T201 - the deed's answer
+    print(f"version {number}: {len(digests)} blobs, {writer.written} bytes in {folder}")  # noqa: T201 - for people
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""A static copy of versions: files that any web server or object store serves by ranges.
+"""Writes a static copy of versions: files that any web server or object store serves by ranges.
 
-    index, NNNNN.blobs as `ebbtide.weights.manifest.static_index` says; a patch's blobs before the dense tiles, each in
-    the manifest's
-                       order
-    version-N.msgpack  the manifest of version N, and the patches to it
-    versions.msgpack   what versions there are
+    index, NNNNN.blobs  the blobs, as in `ebbtide.weights.manifest.static_index`; patches' blobs before dense tiles
+    version-N.msgpack   the manifest of version N, and the patches to it
+    versions.msgpack    the list of versions
 
-Invariant: whatever `index` names lies in files that change no more; a further version adds files, and replaces the
-index last and at once. A writer that dies leaves files that nothing names. Nothing in it needs trust: manifests are
-signed, and whoever fetches checks each blob by its digest.
+Invariant: the files that `index` names never change. A further version adds files, then replaces the index at once.
+A writer that dies leaves files that nothing names. The copy needs no trust: manifests are signed, and readers check
+each blob by its digest.
 """
 
 import os
@@ -25,25 +23,25 @@ from ebbtide.weights import blob_sizes, check_tile, tile_sizes
 from ebbtide.weights.manifest.static_index import HEAD, INDEX, RECORD, blobs_file, index_records
 
 VERSIONS: Final = "versions.msgpack"
-#: Large enough that few files serve a policy of any size, small enough to be uploaded again after a break.
+#: Large enough that a policy of any size takes few files, small enough to upload one again after a failure.
 FILE_BYTES: Final = 1 << 30
 
 
 def file_of(version: int) -> str:
-    """The name of the file that says what a version is."""
+    """The name of a version's file."""
     return f"version-{version}.msgpack"
 
 
 class StaticVersion(Struct, frozen=True, kw_only=True):
-    """`version-N.msgpack`. `dense`: all its dense tiles are there, not only those of the patches."""
+    """The content of `version-N.msgpack`."""
 
     manifest: Manifest
     patches: tuple[Patch, ...] = ()
-    dense: bool = True
+    dense: bool = True  # whether all its dense tiles are there, not only those of the patches
 
     @property
     def blobs(self) -> dict[bytes, int]:
-        """Every blob that it takes and its bytes, in order."""
+        """Every blob that it needs and its bytes, in order."""
         sizes: dict[bytes, int] = {}
         for patch in self.patches:
             sizes |= blob_sizes(patch)
@@ -51,7 +49,7 @@ class StaticVersion(Struct, frozen=True, kw_only=True):
 
 
 class StaticCopyWriter:
-    """Adds a version to the copy in `folder`, which it makes. Raises `InvalidRequest` if that cannot be written."""
+    """Adds a version to the copy in `folder`, and makes the folder. Raises `InvalidRequest` if it cannot be written."""
 
     def __init__(self, version: StaticVersion, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
         self._version, self._sizes = version, version.blobs
@@ -68,11 +66,11 @@ class StaticCopyWriter:
 
     @property
     def missing(self) -> list[bytes]:
-        """The version's blobs that are not there yet, in order."""
+        """The version's blobs that are not in the copy yet, in order."""
         return [digest for digest in self._sizes if digest not in self._records]
 
     def add(self, digest: bytes, data: bytes) -> None:
-        """Write the next blob. Raises `ChunkCorrupt` for one that is not what its digest says."""
+        """Write the next blob. Raises `ChunkCorrupt` for one that does not match its digest."""
         check_tile(digest, data, self._sizes[digest])
         try:
             if self._out is None or self._offset + len(data) > self._file_bytes:
@@ -87,7 +85,7 @@ class StaticCopyWriter:
         self.written += len(data)
 
     def finish(self) -> None:
-        """All blobs have come. Raises `InvalidRequest` if not."""
+        """Publish the version in the copy. Raises `InvalidRequest` while blobs are missing."""
         if missing := self.missing:
             raise InvalidRequest(f"{len(missing)} blobs are missing", field="version")
         records = sorted((digest, *spot) for digest, spot in self._records.items())
@@ -101,7 +99,7 @@ class StaticCopyWriter:
             raise _unwritable(self._folder, error) from None
 
     def close(self) -> None:
-        """End the file being written."""
+        """Close the file being written."""
         if self._out is not None:
             out, self._out = self._out, None
             out.flush()
@@ -117,7 +115,7 @@ class StaticCopyWriter:
 
 
 def _read_index(folder: Path) -> dict[bytes, tuple[int, int, int]]:
-    """Size, file and offset of each blob that is there. Raises `ChunkCorrupt` for what is no index."""
+    """Size, file and offset of each blob in the copy. Raises `ChunkCorrupt` for a malformed index."""
     if not (folder / INDEX).exists():
         return {}
     records = index_records((folder / INDEX).read_bytes())
@@ -125,7 +123,7 @@ def _read_index(folder: Path) -> dict[bytes, tuple[int, int, int]]:
 
 
 def _listed(folder: Path, manifest: Manifest) -> list[VersionInfo]:
-    """What versions there are, with this one."""
+    """The list of versions, with this one."""
     path = folder / VERSIONS
     before = msgspec.msgpack.decode(path.read_bytes(), type=list[VersionInfo]) if path.exists() else []
     size, tensors = sum(entry.size for entry in manifest.tensors), len(manifest.tensors)

@@ -1,1 +1,1 @@
-"""How versions come in: staged by publishers, or built here from patches."""
+"""Takes versions in: publishers stage them, or the relay builds them from patches."""

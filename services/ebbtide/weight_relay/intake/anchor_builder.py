@@ -1,9 +1,9 @@
-"""Anchors made here: dense tiles of a version out of those of an older anchor and the patches in between.
+"""Builds anchors: the dense tiles of a version from an older anchor and the patches in between.
 
 Invariant: a version is marked as an anchor only when all its dense tiles were checked against its manifest, written and
-synced. One is made at a time, tile by tile, in threads, beside commits and reads. When the process dies here, the tiles
-made so far are deleted at the next start, and the anchor is made then. A patch that does not make its version is
-withdrawn, and the version too if nothing else leads there.
+synced. One anchor is built at a time, tile by tile, in threads, beside commits and reads. After the process dies, the
+next start deletes the tiles made so far and builds the anchor again. A patch that does not make its version is
+withdrawn, and so is the version if nothing else leads to it.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from ebbtide import telemetry
 from ebbtide.errors import ChunkCorrupt, EbbtideError, InvalidRequest, NoCapacity
+from ebbtide.scheduling.distribution.retained_bytes import Node, Stream
 from ebbtide.scheduling.distribution.version_paths import find_ways, wants_anchor
 from ebbtide.types.weights import FoundWay, Manifest, Patch
 from ebbtide.weight_relay import metrics
@@ -19,7 +20,7 @@ from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
 from ebbtide.weight_relay.intake.tile_rebuild import first_wrong, rebuild
 from ebbtide.weight_relay.library.relay_disk import disk_errors
 from ebbtide.weight_relay.library.version_library import VersionLibrary, named
-from ebbtide.weight_relay.library.version_records import Ends, Node, StageProgress, Stream
+from ebbtide.weight_relay.library.version_records import Ends, StageProgress
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weights import Planner, TileTask, Way, places, tile_sizes
 from ebbtide.weights.patch.tile_format import unit_width
@@ -28,12 +29,12 @@ log = telemetry.get_logger(__name__)
 
 
 class AnchorBuilder:
-    def __init__(self, shelf: VersionLibrary, retiring: VersionRetirement, codecs: TileCodecs) -> None:
-        self._shelf, self._retiring, self._codecs = shelf, retiring, codecs
+    def __init__(self, library: VersionLibrary, retirement: VersionRetirement, codecs: TileCodecs) -> None:
+        self._library, self._retirement, self._codecs = library, retirement, codecs
         self._task: asyncio.Task[None] | None = None
 
     def consider(self) -> None:
-        """See in the background whether an anchor is due, unless one is being made: that ends with another look."""
+        """Check in the background whether an anchor is due. One that is being built ends with another check."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work(), name="anchors")
 
@@ -45,95 +46,95 @@ class AnchorBuilder:
     async def _work(self) -> None:
         tried: set[Node] = set()
         while node := next((node for node in self._due() if node not in tried), None):
-            tried.add(node)  # one that fails is tried again at the next occasion, not for ever
+            tried.add(node)  # one that fails is tried again at the next check, not for ever
             try:
                 await self._make(*node)
             except _Wrong:
-                tried.discard(node)  # by another way, if there is one: this one is gone
+                tried.discard(node)  # by another way: the wrong patch is withdrawn
             except EbbtideError as error:
                 log.warning("anchor not made", error=str(error))
             except OSError:
                 log.exception("anchor not made")
 
     def _due(self) -> Iterator[Node]:
-        index, settings = self._shelf.index, self._shelf.settings
+        index, settings = self._library.index, self._library.settings
         for stream in index.streams():
             newest = max(index.whole(stream), default=0)
             if way := self._way(stream, newest):
                 dense = index.anchors(stream)[way.start]
-                room = self._retiring.room(stream[0])
+                room = self._retirement.room(stream[0])
                 if wants_anchor(way, dense, room, every=settings.anchor_every, share=settings.anchor_share):
                     yield stream, newest
-        for stream, version in self._retiring.wanted_anchors:
+        for stream, version in self._retirement.wanted_anchors:
             if self._way(stream, version):
                 yield stream, version
 
     def _way(self, stream: Stream, version: int) -> FoundWay | None:
-        """The cheapest way of a version that is no anchor."""
-        index = self._shelf.index
+        """The cheapest way to a version; None if it is an anchor."""
+        index = self._library.index
         holding = index.whole(stream).get(version)
         if holding is None or holding.anchor:
             return None
         return find_ways(index.anchors(stream), index.steps(stream), version, ())[0]
 
     async def _make(self, stream: Stream, version: int) -> None:
-        shelf = self._shelf
-        async with shelf.lock:
+        library = self._library
+        async with library.lock:
             if (way := self._way(stream, version)) is None:
                 return
             versions = frozenset({way.start, *way.via})
-            making = StageProgress(stream, versions, dict(tile_sizes(shelf.index.stream(stream)[version].manifest)))
-            shelf.index.making.add(making)
+            making = StageProgress(stream, versions, dict(tile_sizes(library.index.stream(stream)[version].manifest)))
+            library.index.making.add(making)
         try:
-            await shelf.finish(self._make_room(stream, version))
+            await library.finish(self._make_room(stream, version))
             await self._fill(making, way)
-            await shelf.sync()
-            await shelf.finish(self._finish(making, version))
+            await library.sync()
+            await library.finish(self._finish(making, version))
         finally:
-            await shelf.finish(self._retiring.made(making))
+            await library.finish(self._retirement.made(making))
 
     async def _make_room(self, stream: Stream, version: int) -> None:
-        async with self._shelf.lock:
-            plan = await self._retiring.plan()
+        async with self._library.lock:
+            plan = await self._retirement.plan()
             if plan.excess_bytes or stream[0] in plan.over_quota:
                 raise NoCapacity(f"no room for an anchor at version {version} of {stream[1]} of run {stream[0]}")
-            await self._retiring.follow(plan)
+            await self._retirement.follow(plan)
 
     async def _fill(self, making: StageProgress, way: FoundWay) -> None:
         stream, numbers = making.stream, (way.start, *way.via)
-        index = self._shelf.index
+        index = self._library.index
         start, *manifests = (index.find(*stream, number).manifest for number in numbers)
         chain = list(zip(manifests, index.chain(stream, way), strict=True))
-        job = _Job(start, chain, self._codecs, self._shelf)
+        job = _Job(start, chain, self._codecs, self._library)
         try:
             async for made in self._codecs.map(job.make, job.tasks()):
                 for digest, data in made:
-                    await self._shelf.store_made(making, digest, data)
+                    await self._library.store_made(making, digest, data)
         except _Wrong as wrong:
             edge = index.patches(stream).get(wrong.ends)
             if edge is not None and not edge.composed:
                 publish_refusals.count("patch", run_id=stream[0], **named(edge.patch.version), error=str(wrong))
-            await self._shelf.finish(self._retiring.withdraw_patch(stream, wrong.ends))
+            await self._library.finish(self._retirement.withdraw_patch(stream, wrong.ends))
             raise
         except _Damaged as damaged:
-            raise await self._shelf.finish(self._retiring.withdraw_blob(damaged.digest, str(damaged))) from None
+            raise await self._library.finish(self._retirement.withdraw_blob(damaged.digest, str(damaged))) from None
 
     async def _finish(self, making: StageProgress, version: int) -> None:
-        shelf = self._shelf
-        async with shelf.lock:
-            holding = shelf.index.stream(making.stream).get(version)
+        library = self._library
+        async with library.lock:
+            holding = library.index.stream(making.stream).get(version)
             if holding is None or holding.anchor:
                 return
             with disk_errors():
-                await asyncio.to_thread(shelf.disk.mark, making.stream, version, anchor=True)
-            shelf.index.promote(holding)
+                await asyncio.to_thread(library.disk.mark, making.stream, version, anchor=True)
+            library.index.promote(holding)
             metrics.ANCHORS_MADE.inc()
             log.info("anchor made", run_id=making.stream[0], **named(holding.manifest.version))
 
 
 class _Wrong(Exception):
     def __init__(self, ends: Ends) -> None:
-        super().__init__(f"the patch from version {ends[0]} to {ends[1]} does not make what that one's manifest says")
+        super().__init__(f"the patch from version {ends[0]} to {ends[1]} does not make its version's tile")
         self.ends = ends
 
 
@@ -147,14 +148,14 @@ class _Job:
     """The tiles of one anchor. `make` runs in threads."""
 
     def __init__(
-        self, start: Manifest, chain: Sequence[tuple[Manifest, Patch]], codecs: TileCodecs, shelf: VersionLibrary
+        self, start: Manifest, chain: Sequence[tuple[Manifest, Patch]], codecs: TileCodecs, library: VersionLibrary
     ) -> None:
         self._start, self._chain = start, chain
         self._target = chain[-1][0]
-        self._codecs, self._shelf = codecs, shelf
+        self._codecs, self._library = codecs, library
 
     def tasks(self) -> Iterator[TileTask]:
-        """One for each distinct tile of the version."""
+        """One task for each distinct tile of the version."""
         way = Way(start=self._start, patches=tuple(patch for _, patch in self._chain), anchor=True)
         seen: set[bytes] = set()
         for task in Planner(self._target, [way]).tasks(places(self._target), {}):
@@ -169,11 +170,11 @@ class _Job:
         except InvalidRequest:
             ends = first_wrong(task.place, self._start, self._chain, self._codecs, self._read)
             if ends is None:
-                raise  # not again: the fault was no patch's
+                raise  # no patch is at fault
             raise _Wrong(ends) from None
 
     def _read(self, digest: bytes) -> bytes:
         try:
-            return self._shelf.read_verified(digest)
+            return self._library.read_verified(digest)
         except (ChunkCorrupt, FileNotFoundError) as error:
             raise _Damaged(digest, str(error)) from None

@@ -1,8 +1,7 @@
-"""Composes the patches of a way to one, tile by tile and without dense weights, and keeps it as a patch like any other.
+"""Composes the patches of a way into one, tile by tile and without dense weights, and keeps it like any other patch.
 
-Invariant: a composed patch is connected only when all its blobs are on disk and synced. It is a copy of what its chain
-says, so it goes first where room is short. When the process dies here, what was composed so far is deleted at the next
-start.
+Invariant: a composed patch is connected only when all its blobs are on disk and synced. It can be composed again, so it
+is dropped first where room is short. After the process dies, the next start deletes an unfinished one.
 """
 
 import asyncio
@@ -13,6 +12,7 @@ from msgspec import Struct
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, InvalidRequest, VersionUnavailable
+from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.scheduling.distribution.version_paths import (
     PatchStep,
     composed_size,
@@ -26,15 +26,15 @@ from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
 from ebbtide.weight_relay.intake.tile_rebuild import Read, patched, rebuild
 from ebbtide.weight_relay.library.relay_disk import disk_errors
 from ebbtide.weight_relay.library.version_library import VersionLibrary
-from ebbtide.weight_relay.library.version_records import Ends, PatchEdge, StageProgress, Stream, step_of
+from ebbtide.weight_relay.library.version_records import Ends, PatchEdge, StageProgress, step_of
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weights import Place, Planner, TileTask, Way, blob_sizes, places, seal_patch, tile_digest
 from ebbtide.weights.patch.tile_format import SPARSE_HEAD, Kind, read_tile, unit_width
 
 log = telemetry.get_logger(__name__)
-#: Bytes of chains composed per second before the first was timed: one slow core's.
+#: Bytes of chains composed per second until the first is timed: the rate of one slow core.
 _FIRST_RATE: Final = 20e6
-#: Longest that an answer waits for a composed patch: well within the time that a call may take.
+#: Longest time that an answer waits for a composed patch: well within a call's deadline.
 _PATIENCE_S: Final = 20.0
 #: Weight of the newest measurement.
 _SHARE: Final = 0.3
@@ -43,15 +43,15 @@ Key: TypeAlias = tuple[Stream, Ends]
 
 
 class PatchComposer:
-    def __init__(self, shelf: VersionLibrary, retiring: VersionRetirement, codecs: TileCodecs) -> None:
-        self._shelf, self._retiring, self._codecs = shelf, retiring, codecs
+    def __init__(self, library: VersionLibrary, retirement: VersionRetirement, codecs: TileCodecs) -> None:
+        self._library, self._retirement, self._codecs = library, retirement, codecs
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._failed: set[Key] = set()
         self._turn = asyncio.Lock()
         self._rate = _FIRST_RATE
 
     async def improve(self, stream: Stream, way: FoundWay, bytes_per_s: float) -> None:
-        """Compose the way's patches if the requester gains by it; wait for that no longer than it may gain."""
+        """Compose the way's patches if the requester gains by it. Wait no longer than the time it saves."""
         key = stream, (way.start, way.via[-1] if way.via else way.start)
         task = self._tasks.get(key)
         chain = self._chain(stream, way)
@@ -69,18 +69,18 @@ class PatchComposer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _chain(self, stream: Stream, way: FoundWay) -> list[PatchStep]:
-        """The way's patches; none if one of them is still arriving."""
+        """The way's patches; none of them if one is still arriving."""
         try:
-            return [step_of(patch) for patch in self._shelf.index.chain(stream, way)]
+            return [step_of(patch) for patch in self._library.index.chain(stream, way)]
         except VersionUnavailable:
             return []
 
     def _fits(self, key: Key, chain: Sequence[PatchStep]) -> bool:
-        return self._retiring.room(key[0][0]) >= composed_size(chain)
+        return self._retirement.room(key[0][0]) >= composed_size(chain)
 
     async def _compose(self, key: Key, way: FoundWay) -> None:
         making = StageProgress(key[0], frozenset({way.start, *way.via}), {})
-        self._shelf.index.making.add(making)  # before its turn: what the way passes is to be there still
+        self._library.index.making.add(making)  # before its turn, so that the way's versions stay
         try:
             async with self._turn:
                 await self._make(making, key, way)
@@ -90,32 +90,32 @@ class PatchComposer:
         except (EbbtideError, FileNotFoundError) as error:
             log.warning("patch not composed", run_id=key[0][0], error=str(error))
         finally:
-            await self._shelf.finish(self._retiring.made(making))
+            await self._library.finish(self._retirement.made(making))
 
     async def _make(self, making: StageProgress, key: Key, way: FoundWay) -> None:
-        index, loop = self._shelf.index, asyncio.get_running_loop()
+        index, loop = self._library.index, asyncio.get_running_loop()
         base, target = (index.find(*key[0], number).manifest for number in key[1])
         patches = index.chain(key[0], way)
         from_anchor = self._from_anchor(key[0], key[1][1])
-        job = _TileComposer(base, target, patches, from_anchor, self._codecs, self._shelf.read_verified)
+        job = _TileComposer(base, target, patches, from_anchor, self._codecs, self._library.read_verified)
         begun, outcome = loop.time(), _Outcome(target)
         async for made in self._codecs.map(job.make, job.tasks()):
-            async with self._shelf.lock:  # garbage of the same name may be under way to be deleted
+            async with self._library.lock:  # a blob of the same name may be about to be deleted
                 for tile in made:
-                    await self._shelf.store_made(making, tile.digest, tile.data)
+                    await self._library.store_made(making, tile.digest, tile.data)
                     outcome.add(tile)
-        await self._shelf.sync()
+        await self._library.sync()
         patch = outcome.patch(base)
         size = sum(step.size for step in patches)
         self._rate += _SHARE * (size / max(loop.time() - begun, 1e-6) - self._rate)
         if patch.size >= size:
             raise InvalidRequest(f"would have {patch.size} bytes, its chain has {size}", field="patch")
-        await self._shelf.finish(self._connect(key, patch))
+        await self._library.finish(self._connect(key, patch))
         metrics.COMPOSED.inc()
         metrics.COMPOSED_BYTES.inc(size)
 
     def _from_anchor(self, stream: Stream, version: int) -> Way | None:
-        index = self._shelf.index
+        index = self._library.index
         if version not in index.whole(stream):
             return None
         whole = find_ways(index.anchors(stream), index.steps(stream), version, ())[0]
@@ -123,22 +123,22 @@ class PatchComposer:
         return Way(start=start, patches=tuple(index.chain(stream, whole)), anchor=True)
 
     async def _connect(self, key: Key, patch: Patch) -> None:
-        shelf = self._shelf
-        async with shelf.lock:
-            if key[1] in shelf.index.patches(key[0]) or not self._here(key):
+        library = self._library
+        async with library.lock:
+            if key[1] in library.index.patches(key[0]) or not self._here(key):
                 return
             with disk_errors():
-                await asyncio.to_thread(shelf.disk.put_patch, patch, composed=True)
-            now = shelf.clock()
-            shelf.index.connect(PatchEdge(patch=patch, blobs=blob_sizes(patch), composed=True, used_at=now))
+                await asyncio.to_thread(library.disk.put_patch, patch, composed=True)
+            now = library.clock()
+            library.index.connect(PatchEdge(patch=patch, blobs=blob_sizes(patch), composed=True, used_at=now))
             log.info("patch composed", run_id=key[0][0], base=key[1][0], version=key[1][1], bytes=patch.size)
 
     def _here(self, key: Key) -> bool:
-        return set(key[1]) <= self._shelf.index.stream(key[0]).keys()
+        return set(key[1]) <= self._library.index.stream(key[0]).keys()
 
 
 class _Tile(Struct, frozen=True):
-    """A composed tile as a blob."""
+    """The blob of a composed tile."""
 
     place: Place
     digest: bytes
@@ -163,7 +163,7 @@ class _TileComposer:
         self._codecs, self._read = codecs, read
 
     def tasks(self) -> Iterator[TileTask]:
-        """One for each tile in which the versions differ."""
+        """One task for each tile in which the versions differ."""
         held = {place: self._base.tensors[place[0]].digests[place[1]] for place in places(self._base)}
         way = Way(start=self._base, patches=tuple(self._patches), anchor=False)
         for task in Planner(self._target, [way]).tasks(places(self._target), held):
@@ -171,7 +171,7 @@ class _TileComposer:
                 yield task
 
     def make(self, task: TileTask) -> _Tile:
-        """Raises `InvalidRequest` for what cannot be composed, or is not what the manifest says."""
+        """Raises `InvalidRequest` if it cannot be composed, or does not match the manifest."""
         width = unit_width(self._target.tensors[task.place[0]].dtype)
         units = task.length // width
         patches = [self._read(digest) for digest in task.patches]
@@ -186,7 +186,7 @@ class _TileComposer:
         return _Tile(task.place, tile_digest(data), data, _changed(data, width, units))
 
     def _as_dense(self, task: TileTask, data: bytes, width: int) -> _Tile:
-        """A tile patch not smaller than its tile becomes the tile, which an anchor leads to if the patch does not."""
+        """Replace a tile patch that is not smaller than its tile by the tile, from the patch itself or an anchor."""
         if read_tile(data, width, task.length // width).kind in {Kind.DENSE, Kind.PACKED}:
             return self._dense(task, patched(bytes(task.length), [data], width, self._codecs))
         if self._from_anchor is not None:
@@ -203,7 +203,7 @@ class _TileComposer:
 
 
 class _Outcome:
-    """The patch that composed tiles make up."""
+    """Collects composed tiles into a patch."""
 
     def __init__(self, target: Manifest) -> None:
         self._target = target
@@ -234,6 +234,6 @@ class _Outcome:
 
 
 def _changed(data: bytes, width: int, units: int) -> int:
-    """Units that a tile patch changes: as it says itself where it is sparse, else all of them."""
+    """Count the units that a tile patch changes: those in a sparse one, else all."""
     tile = read_tile(data, width, units)
     return int(SPARSE_HEAD.unpack_from(tile.payload)[0]) if tile.kind == Kind.SPARSE else units

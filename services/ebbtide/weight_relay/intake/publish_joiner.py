@@ -1,4 +1,4 @@
-"""What a publisher sends to begin with: a manifest in parts, and behind its tensors maybe a patch."""
+"""Joins the parts of a manifest that a publisher sends, and of the patch that may follow its tensors."""
 
 import asyncio
 from collections import Counter
@@ -10,11 +10,11 @@ from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
 from ebbtide.types.weights import Manifest, Patch
 from ebbtide.weights import ManifestJoiner, ManifestLimits, ManifestPart, PatchJoiner
 
-#: Manifests that are being sent at once, of which each may take much memory; and those of one run, so that none keeps
-#: all others out: a trainer's, and one of the trainer that died before it.
+#: Manifests that are sent at once, since each may take much memory; and those of one run, so that no run keeps the
+#: others out: a trainer's, and one of the trainer that died before it.
 MAX_JOINED: Final = 8
 MAX_JOINED_OF_RUN: Final = 2
-#: Seconds that one may take; and its first part, before which nothing is held for it and its run is not known.
+#: Seconds for a whole manifest; and for its first part, before which its run is not known and nothing is held for it.
 PATIENCE_S: Final = 60.0
 FIRST_S: Final = 15.0
 
@@ -27,8 +27,8 @@ class JoinedPublish:
         self._open: Counter[str] = Counter()  # by run
 
     async def join(self, parts: AsyncIterator[ManifestPart]) -> tuple[Manifest, Patch | None]:
-        """What the parts make up. Raises as `PublishJoiner`, `NoCapacity` beyond `MAX_JOINED` and `MAX_JOINED_OF_RUN`,
-        and `Unavailable` for one that takes too long."""
+        """Join the parts. Raises as `PublishJoiner`, `NoCapacity` beyond `MAX_JOINED` and `MAX_JOINED_OF_RUN`, and
+        `Unavailable` if they take too long."""
         joiner = PublishJoiner(self._limits)
         async with _within(self._first_s, "first part of the manifest"):
             first = await anext(parts, None)
@@ -67,7 +67,7 @@ async def _within(seconds: float, what: str) -> AsyncIterator[None]:
 
 
 class PublishJoiner:
-    """Puts the parts together, holding no more than `limits` allow and, of the patch, than the manifest has tiles."""
+    """Joins parts, and holds no more than `limits` allow and, of the patch, than the manifest has tiles."""
 
     def __init__(self, limits: ManifestLimits) -> None:
         self._tensors = ManifestJoiner(limits)
@@ -88,7 +88,7 @@ class PublishJoiner:
         self._patch.add(part.patch)
 
     def join(self) -> tuple[Manifest, Patch | None]:
-        """Manifest and patch, neither roots nor signatures checked yet. Raises `InvalidRequest` if something lacks."""
+        """Manifest and patch, with roots and signatures not checked. Raises `InvalidRequest` if a part is missing."""
         if self._manifest is None or self._patch is None:
             return self._tensors.join(), None
         return self._manifest, self._patch.join()

@@ -1,4 +1,4 @@
-"""What publishers sent and the relay would not have: counted by reason and logged, then told to them."""
+"""Counts and logs the relay's refusals of what publishers send."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ log = telemetry.get_logger(__name__)
 
 @contextlib.contextmanager
 def refusals(what: str, peer: str) -> Iterator[None]:
-    """Count and log the errors that pass here. `what` was sent by `peer`."""
+    """Count and log the errors that pass here. `peer` sent `what`."""
     try:
         yield
     except EbbtideError as error:
@@ -29,6 +29,6 @@ def refusals(what: str, peer: str) -> Iterator[None]:
 
 
 def count(reason: str, **facts: object) -> None:
-    """One refusal."""
+    """Count and log one refusal."""
     metrics.REFUSALS.labels(reason).inc()
     log.warning("refused", reason=reason, **facts)

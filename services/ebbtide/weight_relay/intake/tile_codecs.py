@@ -1,4 +1,4 @@
-"""Threads that decode, apply and compose tile patches, a bounded number of tiles at once."""
+"""Runs the decoding, applying and composing of tile patches in threads, a bounded number of tiles at once."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ _AHEAD: Final = 4
 
 
 class TileCodecs:
-    """Each thread has its own codecs, and a codec its scratch (about 10 MiB)."""
+    """Each thread has its own codecs, and each codec its own scratch (about 10 MiB)."""
 
     def __init__(self, threads: int) -> None:
         self._own = threading.local()
@@ -32,13 +32,13 @@ class TileCodecs:
         return found[width]
 
     def warm(self) -> None:
-        """Compile the kernels in the background, once, so that the first patch does not wait for it."""
+        """Compile the kernels once in the background, so that the first patch does not wait for them."""
         if not self._warm:
             self._warm = True
             self._pool.submit(warm_up)
 
     async def map(self, work: Callable[[T], R], items: Iterable[T]) -> AsyncIterator[list[R]]:
-        """`work` done on all items, in order, a window of them at a time: no more results are held than that."""
+        """Do `work` on all items, in order. At most one window of results is held at a time."""
         loop = asyncio.get_running_loop()
         source = iter(items)
         while window := list(islice(source, self._window)):

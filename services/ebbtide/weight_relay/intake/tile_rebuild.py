@@ -1,4 +1,4 @@
-"""Dense tiles out of older ones and tile patches, each checked against the manifest before it is given."""
+"""Rebuilds dense tiles from older ones and tile patches, and checks each against its manifest."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -17,7 +17,7 @@ Read: TypeAlias = Callable[[bytes], bytes]
 
 
 def patched(dense: bytes, patches: Sequence[bytes], width: int, codecs: TileCodecs) -> bytes:
-    """`dense` after tile patches. Raises `InvalidRequest` for one that does not fit."""
+    """Apply tile patches to `dense`. Raises `InvalidRequest` for one that does not fit."""
     if not patches:
         return dense
     tile = np.frombuffer(bytearray(dense), np.dtype(f"<u{width}"))
@@ -27,9 +27,9 @@ def patched(dense: bytes, patches: Sequence[bytes], width: int, codecs: TileCode
 
 
 def rebuild(task: TileTask, width: int, codecs: TileCodecs, read: Read) -> bytes:
-    """The dense tile that `task`, which starts at one, is to make.
+    """Make the dense tile of `task`, which starts at a dense one.
 
-    Raises `InvalidRequest` for a patch that does not fit, and if something else comes out.
+    Raises `InvalidRequest` for a patch that does not fit, and if another tile comes out.
     """
     data = patched(read(task.dense), [read(digest) for digest in task.patches], width, codecs)
     if tile_digest(data) != task.digest:
@@ -40,11 +40,9 @@ def rebuild(task: TileTask, width: int, codecs: TileCodecs, read: Read) -> bytes
 def first_wrong(
     place: Place, start: Manifest, way: Sequence[tuple[Manifest, Patch]], codecs: TileCodecs, read: Read
 ) -> Ends | None:
-    """Base and version of the first patch on `way` that does not make its version's tile out of its base's.
+    """Find the first patch on `way` (versions and the patches to them) that does not make its version's tile.
 
-    `way`: versions with the patches to them. None if all of them do.
-
-    Raises `ChunkCorrupt` and `FileNotFoundError` if blobs are damaged or gone.
+    Returns its base and version; None if all patches are right. Raises as `read`.
     """
     width = unit_width(start.tensors[place[0]].dtype)
     for length in range(1, len(way) + 1):

@@ -1,1 +1,1 @@
-"""The versions that a relay holds, on disk and in memory, and what it lets go."""
+"""Keeps the versions that a relay holds, on disk and in memory, and drops them."""

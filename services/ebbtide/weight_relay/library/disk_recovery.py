@@ -1,4 +1,4 @@
-"""What lies in the relay's directory at its start: what is whole is found again, everything else deleted."""
+"""Finds the whole versions in a relay's directory at its start, and deletes everything else."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.scheduling.distribution.version_paths import PatchStep, passages, whole_versions
 from ebbtide.types.weights import Manifest, Patch
 from ebbtide.weight_relay.library.relay_disk import (
@@ -19,7 +20,7 @@ from ebbtide.weight_relay.library.relay_disk import (
     StagedFile,
     blob_files,
 )
-from ebbtide.weight_relay.library.version_records import Ends, Stream, VersionStage, make_stage, stream_of
+from ebbtide.weight_relay.library.version_records import Ends, VersionStage, make_stage, stream_of
 from ebbtide.weights import (
     ManifestLimits,
     blob_sizes,
@@ -36,7 +37,7 @@ _STAGED: Final = msgspec.msgpack.Decoder(StagedFile)
 
 
 class RecoveryRefusal(Struct, frozen=True):
-    """A file that was found at the start and is not whole, and why."""
+    """A file that is not whole, and why."""
 
     path: str
     reason: str
@@ -48,10 +49,10 @@ class RecoveredVersion(Struct):
 
 
 class RecoveredDisk(Struct):
-    """Versions with a way from an anchor or to one that has it, the patches between them, and what is still coming."""
+    """Versions with a way from an anchor, or to such a version, the patches between them, and arriving versions."""
 
     versions: dict[Stream, dict[int, RecoveredVersion]] = {}
-    patches: dict[Stream, dict[Ends, tuple[Patch, bool]]] = {}  # with whether it was composed here
+    patches: dict[Stream, dict[Ends, tuple[Patch, bool]]] = {}  # and whether it was composed here
     stages: list[VersionStage] = []
     refusals: list[RecoveryRefusal] = []
 
@@ -61,10 +62,8 @@ class RecoveredDisk(Struct):
 
 
 def recover(disk: RelayDisk, limits: ManifestLimits | None = None) -> RecoveredDisk:
-    """Looks at sizes alone, since digests are checked at reads; an arrival's blobs, maybe unsynced, it checks.
-
-    `limits` are those of arrivals: one beyond them could not be taken now, and is deleted.
-    """
+    """Find the versions. Checks sizes alone, since reads check digests; but the digests of an arrival's blobs, which
+    may be unsynced. Deletes arrivals beyond `limits`: they could not be taken now."""
     return _Recovery(disk, limits or ManifestLimits()).run()
 
 
@@ -90,7 +89,7 @@ class _Recovery:
         return self._found
 
     def _each(self, folder: Path, suffix: str, take: Callable[[Path], bool]) -> None:
-        """Delete each file that `take` has no use for or refuses."""
+        """Delete each file that `take` returns False for, or refuses."""
         for path in sorted(folder.glob(f"*/*/*{suffix}")):
             try:
                 if take(path):
@@ -108,7 +107,7 @@ class _Recovery:
         anchor = path.suffix == ANCHOR
         if anchor and (lacking := self._lacking(tile_sizes(manifest))):
             self._found.refusals.append(RecoveryRefusal(str(path.relative_to(self._disk.versions)), lacking))
-            self._disk.mark(stream, number, anchor=False)  # patches may lead to it all the same
+            self._disk.mark(stream, number, anchor=False)  # patches may still lead to it
             anchor = False
         self._found.versions.setdefault(stream, {})[number] = RecoveredVersion(manifest, anchor)
         return True

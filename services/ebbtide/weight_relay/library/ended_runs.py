@@ -1,8 +1,8 @@
-"""Remembers which runs have ended, as far as this relay has heard.
+"""Remembers the ended runs that this relay has heard of.
 
-Invariant: a run is here only on the positive word of its coordinator, or of an upstream that had it; it leaves after
-`REMEMBERED_S`, or when it is heard to live. Nothing of it is taken meanwhile. It dies with the process: the next one
-asks about what it finds.
+Invariant: a run is here only if its coordinator, or an upstream that heard the coordinator, has said that it ended. It
+is forgotten after `REMEMBERED_S`, or when it lives again; the relay takes nothing of it meanwhile. The record dies with
+the process: the next one asks about the runs that it finds.
 """
 
 import time
@@ -13,7 +13,7 @@ from typing import Final
 from ebbtide.errors import LeaseSuperseded
 from ebbtide.rpc.run_endings import EndedRun, RunEndings
 
-#: Longer than any caller still publishes for an ended run, or asks for it.
+#: Longer than any caller goes on publishing or reading an ended run.
 REMEMBERED_S: Final = 3600.0
 _MOST: Final = 100_000
 
@@ -39,7 +39,7 @@ class EndedRuns:
         return True
 
     def lives(self, run_id: str) -> None:
-        """Forget that the run has ended: another run lives under its id."""
+        """Forget that the run has ended: another one lives under its id."""
         self._runs.pop(run_id, None)
 
     def known(self, run_ids: tuple[str, ...]) -> tuple[EndedRun, ...]:

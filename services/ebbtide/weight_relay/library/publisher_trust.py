@@ -1,8 +1,8 @@
-"""Whose versions a run's are.
+"""Pins each run to the key of its publisher, and refuses versions that another key signed.
 
-Invariant: a run's key never changes once it is pinned, by a setting or by the first version that was staged for it. A
-pin is durable before that stage is answered, and outlives the run's versions and the process. It goes when the run is
-known to have ended.
+Invariant: a run's key never changes once it is pinned, by a setting or by the first version staged for it. A pin is
+durable before that stage is answered, and outlives the run's versions and the process. It is dropped when the run has
+ended.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ class PublisherTrust:
         self._pinned: dict[str, bytes] = {}
 
     async def open(self) -> None:
-        """Find the pins. Raises `InvalidRequest` for a file that is none: to go on would be to trust anybody; and for
-        one that says something else than the settings."""
+        """Find the pins. Raises `InvalidRequest` for a malformed pin, without which any key would be trusted, and for
+        one that differs from the settings."""
         for run_id, text in (await asyncio.to_thread(self._disk.keys)).items():
             key = self._pinned[run_id] = _key(text, f"data_dir: keys/{run_id}")
             if self._given.get(run_id, key) != key:
@@ -34,14 +34,12 @@ class PublisherTrust:
 
     @property
     def pins(self) -> int:
-        """How many lie on disk."""
+        """The number of pins on disk."""
         return len(self._pinned)
 
     def check(self, manifest: Manifest, patch: Patch | None, *, arriving: bool) -> None:
-        """Refuse what the run's publisher did not sign. A patch from upstream may have been composed there, unsigned.
-
-        Raises `PermissionDenied`.
-        """
+        """Raise `PermissionDenied` unless the run's publisher has signed. A patch from upstream may be unsigned, since
+        relays compose patches."""
         pinned = self._key_of(manifest.run_id)
         if not manifest.publisher and not manifest.signature and not pinned:
             if not self._allow_unsigned:
@@ -53,7 +51,7 @@ class PublisherTrust:
             check_patch_signature(patch, manifest.publisher)
 
     async def pin(self, manifest: Manifest) -> None:
-        """Hold the run to the key that has signed a checked manifest. Raises `PermissionDenied` if another had it."""
+        """Pin the run to the key of a checked manifest. Raises `PermissionDenied` if it has another key."""
         self._check_same(manifest)
         key = self._key_of(manifest.run_id)
         if key or not manifest.publisher:
@@ -64,11 +62,11 @@ class PublisherTrust:
 
     @property
     def runs(self) -> set[str]:
-        """Those with a pin on disk."""
+        """The runs with a pin on disk."""
         return set(self._pinned)
 
     async def unpin(self, run_id: str) -> None:
-        """Let an ended run's pin go."""
+        """Drop an ended run's pin."""
         if run_id in self._pinned:
             with disk_errors():
                 await asyncio.to_thread(self._disk.drop_key, run_id)
@@ -88,7 +86,7 @@ class PublisherTrust:
 
 
 def known_keys(texts: Iterable[str]) -> dict[str, bytes]:
-    """Keys by run out of `run=key`, keys in hex. Raises `InvalidRequest` for what is neither."""
+    """Parse `run=key` pairs, keys in hex. Raises `InvalidRequest`."""
     pairs = [text.partition("=") for text in texts]
     return {check_id(run_id, field="publisher_keys"): _key(key, "publisher_keys") for run_id, _, key in pairs}
 

@@ -1,20 +1,19 @@
-"""The relay's directory.
+"""Reads and writes the relay's directory.
 
     tiles/<digest>                                  one blob (dense tile or tile patch), named by its digest
     versions/<run>/<policy>/<version>.manifest      an anchor: all of its dense tiles are here
     versions/<run>/<policy>/<version>.patched       another version, to which patches lead
     versions/<run>/<policy>/<base>-<version>.patch  a patch that was published, or .composed: made here
-    arriving/<run>/<policy>/<version>.stage         a version that comes from upstream, of which any blob may be missing
+    arriving/<run>/<policy>/<version>.stage         a version from upstream, whose blobs may still be missing
     keys/<run>                                      the publisher's public key, in hex
     staging/                                        files being written
-    format                                          the number of this layout and of the records in it; 1 where it lacks
+    format                                          the number of this layout and of its records; 1 if there is none
 
-Invariant: each file but those of `tiles/` appears by one rename, behind the fsync of all that it stands on: a manifest
-of an anchor on its dense tiles; a patch on its blobs; a version that is no anchor on its patch. Going, they go in the
-other order. So whatever a dead process leaves behind is whole, or is not reached by anything whole; `recovery` deletes
-that. A directory of another format is refused before anything in it is looked at.
-One process owns the directory at a time (a file lock, released by the system when the process dies).
-All calls block; the service makes them from threads.
+Invariant: each file outside `tiles/` appears by one rename, after the fsync of all that it needs: an anchor's manifest
+needs its dense tiles, a patch its blobs, any other version its patch. They are deleted in the opposite order. So what a
+dead process leaves is whole, or nothing whole needs it; `disk_recovery` deletes the latter. A directory of another
+format is refused before it is read. One process owns the directory at a time (a file lock, which the system releases
+when the process dies). All calls block; the service makes them from threads.
 """
 
 import contextlib
@@ -31,21 +30,22 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
 from ebbtide.runtime import fsync, write_atomically
+from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.types.weights import Manifest, Patch
-from ebbtide.weight_relay.library.version_records import Ends, Stream, encode, stream_of
+from ebbtide.weight_relay.library.version_records import Ends, encode, stream_of
 
 ANCHOR: Final = ".manifest"
 PATCHED: Final = ".patched"
 PUBLISHED: Final = ".patch"
 COMPOSED: Final = ".composed"
-#: Raised with the meaning of what is written, so that a relay of another release is refused and deletes nothing.
+#: Raised when the meaning of a file changes, so that a relay of another release deletes nothing.
 FORMAT: Final = 1
-#: Syncs at once: file systems write several to the disk in one go.
+#: Syncs at once: file systems write several to the disk together.
 _SYNCS: Final = 16
 
 
 class StagedFile(Struct, frozen=True):
-    """A stage from upstream, as it lies on disk."""
+    """The content of an arriving version's file."""
 
     manifest: Manifest
     patch: Patch | None
@@ -53,7 +53,7 @@ class StagedFile(Struct, frozen=True):
 
 class RelayDisk:
     def __init__(self, root: Path) -> None:
-        """Take the directory. Raises `InvalidRequest` if another relay has it, or nobody can write there."""
+        """Take the directory. Raises `InvalidRequest` if another relay has it, or it cannot be written."""
         self.tiles, self.versions, self.staging = root / "tiles", root / "versions", root / "staging"
         self.arrivals, self._keys = root / "arriving", root / "keys"
         try:
@@ -79,17 +79,17 @@ class RelayDisk:
     # -- blobs ---------------------------------------------------------------------------------------------------
 
     def put_tile(self, digest: bytes, data: bytes) -> None:
-        """Write a blob that was verified; it need not be durable before `sync_tiles`."""
+        """Write a verified blob. It is durable after `sync_tiles`."""
         staged = self.staging / secrets.token_hex(8)
         staged.write_bytes(data)
         staged.rename(self.tiles / digest.hex())
 
     def get_tile(self, digest: bytes) -> bytes:
-        """The blob as it lies on disk, not verified. Raises `OSError`."""
+        """Read a blob without verifying it. Raises `OSError`."""
         return (self.tiles / digest.hex()).read_bytes()
 
     def sync_tiles(self, digests: Iterable[bytes]) -> None:
-        """Make blobs durable. One that was dropped meanwhile is passed over: no version can want it."""
+        """Make blobs durable. Passes over dropped ones: no version can need them."""
         with ThreadPoolExecutor(_SYNCS) as pool:
             list(pool.map(self._sync_tile, digests))
         fsync(self.tiles)
@@ -105,7 +105,7 @@ class RelayDisk:
     # -- versions and patches ------------------------------------------------------------------------------------
 
     def put_manifest(self, manifest: Manifest, *, anchor: bool = True) -> None:
-        """Make a version visible after a restart, durably; what it stands on must be so already."""
+        """Record a version, durably; all that it needs must be durable already."""
         path = self.version_path(stream_of(manifest), manifest.version.version, ANCHOR if anchor else PATCHED)
         self._put(path, encode(manifest), self.versions)
 
@@ -117,7 +117,7 @@ class RelayDisk:
         self._put(path, encode(patch), self.versions)
 
     def mark(self, stream: Stream, version: int, *, anchor: bool) -> None:
-        """Record, durably, that a version has become an anchor, or is none any more. Idempotent."""
+        """Record, durably, whether a version is an anchor. Idempotent."""
         now, then = (PATCHED, ANCHOR) if anchor else (ANCHOR, PATCHED)
         path = self.version_path(stream, version, now)
         with contextlib.suppress(FileNotFoundError):  # renamed before, and not synced
@@ -143,7 +143,7 @@ class RelayDisk:
     # -- arrivals and keys ---------------------------------------------------------------------------------------
 
     def put_arrival(self, manifest: Manifest, patch: Patch | None) -> None:
-        """Let a restart find what has come of a version from upstream."""
+        """Record an arriving version, durably."""
         path = self.arrival_path(stream_of(manifest), manifest.version.version)
         self._put(path, encode(StagedFile(manifest, patch)), self.arrivals)
 
@@ -161,7 +161,7 @@ class RelayDisk:
         (self._keys / run_id).unlink(missing_ok=True)
 
     def keys(self) -> dict[str, str]:
-        """The pinned keys by run, as they are written. Raises `InvalidRequest` for what cannot be read."""
+        """The texts of the pinned keys, by run. Raises `InvalidRequest` for a file that cannot be read."""
         found = {}
         for path in self._keys.iterdir():
             try:
@@ -195,7 +195,7 @@ class RelayDisk:
 
 
 def _agree_on_format(path: Path) -> None:
-    """Mark a directory that has no format yet. Raises `InvalidRequest` for one of another format."""
+    """Write the format into a directory without one. Raises `InvalidRequest` for another format."""
     if not path.exists():
         write_atomically(path, f"{FORMAT}\n")
         fsync(path)
@@ -211,7 +211,7 @@ def _agree_on_format(path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors() -> Iterator[None]:
-    """Tell a full disk from one that fails; a missing file is the caller's own affair."""
+    """Turn errors of the disk into `NoCapacity` or `Unavailable`. A missing file is left to the caller."""
     try:
         yield
     except FileNotFoundError:
@@ -225,5 +225,5 @@ def disk_errors() -> Iterator[None]:
 
 
 def blob_files(disk: RelayDisk) -> dict[str, int]:
-    """Names and bytes of the blobs that lie there."""
+    """Names and bytes of the blobs on disk."""
     return {entry.name: entry.stat().st_size for entry in os.scandir(disk.tiles)}

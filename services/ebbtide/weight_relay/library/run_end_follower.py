@@ -1,9 +1,9 @@
-"""Hearing which runs end, and letting go of what is kept of them.
+"""Follows which runs end, and drops everything of an ended run.
 
-Invariant: a run's versions go only when its coordinator, or an upstream that heard it from there, has said that it
-ended; or when a coordinator does not know it in the same life of the store in which it lived before. One that is merely
-unknown stays, as far as the budget lets it. What the disk refuses to let go is tried again. Nothing is kept: a relay
-that starts asks about all that it finds.
+Invariant: a run's versions are dropped only when its coordinator, or an upstream that heard the coordinator, has said
+that it ended; or when a coordinator does not know it in the same store incarnation in which it lived before. A merely
+unknown run stays, as far as the budget allows. What the disk does not delete is tried again. Nothing here is durable: a
+relay that starts asks about all runs that it finds.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ from ebbtide.wire.record_conversion import from_proto
 
 log = telemetry.get_logger(__name__)
 
-#: How often it is seen whether runs are held that nobody was asked about.
+#: How often the follower looks for held runs that it has not asked about.
 _LOOK_S: Final = 0.5
-#: Blobs that came while a run was let go are looked for this long behind it; and what failed is tried again.
+#: Delay until blobs that came while a run was dropped are dropped too, and until a failed drop is tried again.
 _TRAILING_S: Final = 0.3
 _AGAIN_S: Final = 5.0
 
 
 class RunEndSource:
-    """Who is asked: the coordinator, or the relay upstream."""
+    """The coordinator, or the upstream relay, which is asked about runs."""
 
     def __init__(self, settings: RelaySettings) -> None:
         own = bool(settings.coordinator)
@@ -69,18 +69,18 @@ class RunEndSource:
 
 
 def source_of(settings: RelaySettings) -> RunEndSource | None:
-    """Who can say which runs have ended; None if nobody can."""
+    """The source that knows which runs have ended; None without a coordinator or an upstream relay."""
     if settings.coordinator or (settings.upstream and not is_url(settings.upstream)):
         return RunEndSource(settings)
     return None
 
 
 class RunEndFollower:
-    """`run` it; `answer` serves relays behind this one."""
+    """`run` follows the ends; `answer` reports them to relays that follow this one."""
 
     def __init__(
         self,
-        retiring: VersionRetirement,
+        retirement: VersionRetirement,
         ended: EndedRuns,
         fanout: FanOut,
         source: RunEndSource | None,
@@ -88,16 +88,16 @@ class RunEndFollower:
         keep_ended_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._retiring, self._ended, self._fanout, self._source = retiring, ended, fanout, source
+        self._retirement, self._ended, self._fanout, self._source = retirement, ended, fanout, source
         self._keep_s, self._clock = keep_ended_s, clock
-        self._seen: dict[str, str] = {}  # live runs, by the store's life that they were last seen in
+        self._seen: dict[str, str] = {}  # live runs, and the store incarnation that they were last seen in
         self._asked: set[str] = set()  # since the last connection
-        self._others: set[str] = set()  # what relays behind this one hold
-        self._due: dict[str, float] = {}  # ended runs, and when they are to go
+        self._others: set[str] = set()  # runs that the relays following this one hold
+        self._due: dict[str, float] = {}  # ended runs, and when to drop them
         self._more = asyncio.Event()
 
     async def answer(self, held: tuple[str, ...]) -> AsyncIterator[RunsEnded]:
-        """What is known of the runs that a relay holds, then each that ends, for ever."""
+        """Yield the ended ones of the runs that a relay holds, then each run that ends."""
         check_held(held)
         with self._ended.endings.listening() as endings:
             self._others |= set(held[: MAX_HELD - len(self._others)])
@@ -106,7 +106,7 @@ class RunEndFollower:
                 yield RunsEnded(ended=(await endings.get(),))
 
     async def run(self) -> None:
-        """For ever; nothing to do where nobody can say it."""
+        """Follow the source for ever; return at once without one."""
         if self._source is None:
             return
         try:
@@ -124,14 +124,14 @@ class RunEndFollower:
                 await self._ask(source)
                 continue  # about more runs
             except EbbtideError as error:
-                log.info("not told which runs end", target=source.target, reason=str(error))
+                log.info("cannot hear which runs end", target=source.target, reason=str(error))
             if self._clock() - began > _AGAIN_S:
                 waits = pauses()
             await asyncio.sleep(next(waits))
 
     async def _ask(self, source: RunEndSource) -> None:
-        """Ask about all that is held, and listen until there is more to be asked about."""
-        held = sorted(self._retiring.held() | self._others - self._due.keys())[:MAX_HELD]
+        """Ask about all held runs, and listen until there are more."""
+        held = sorted(self._retirement.held() | self._others - self._due.keys())[:MAX_HELD]
         self._asked = set(held)
         listening = asyncio.create_task(self._hear(source.ask(tuple(held)), frozenset(held)))
         looking = asyncio.create_task(self._look())
@@ -153,27 +153,27 @@ class RunEndFollower:
             self._ended.lives(run_id)
             self._due.pop(run_id, None)
         ended = list(message.ended)
-        if life := message.store_life:
+        if incarnation := message.store_life:
             named = {run.run_id for run in ended} | set(message.live)
             ended += [
                 EndedRun(run_id, RunStatus.CANCELLED)
                 for run_id in held - named
-                if self._seen.get(run_id) == life  # its record has expired
+                if self._seen.get(run_id) == incarnation  # its record has expired
             ]
             self._seen = {run_id: seen for run_id, seen in self._seen.items() if run_id in held}
-            self._seen |= dict.fromkeys(message.live, life)
+            self._seen |= dict.fromkeys(message.live, incarnation)
         for run in ended:
             finished = run.status is RunStatus.FINISHED  # nothing of a cancelled run is wanted
-            if self._ended.add(run) or run.run_id in self._retiring.held():
+            if self._ended.add(run) or run.run_id in self._retirement.held():
                 self._due.setdefault(run.run_id, self._clock() + (self._keep_s if finished else 0.0))
             self._others.discard(run.run_id)
         self._more.set()
 
     async def _look(self) -> None:
-        """Return when something is held that was not asked about."""
+        """Return when a run is held that was not asked about."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if (self._retiring.held() | self._others) - self._asked - self._seen.keys() - self._due.keys():
+            if (self._retirement.held() | self._others) - self._asked - self._seen.keys() - self._due.keys():
                 return
 
     async def _let_go(self) -> None:
@@ -185,7 +185,7 @@ class RunEndFollower:
             if due:
                 await asyncio.sleep(_TRAILING_S)
                 with suppress(EbbtideError, OSError):
-                    await self._retiring.drop_garbage()
+                    await self._retirement.drop_garbage()
                 continue
             self._more.clear()
             with suppress(TimeoutError):
@@ -195,7 +195,7 @@ class RunEndFollower:
     async def _forget(self, run_id: str) -> None:
         try:
             await self._fanout.forget(run_id)
-            await self._retiring.forget_run(run_id)
+            await self._retirement.forget_run(run_id)
         except (EbbtideError, OSError) as error:
             log.warning("an ended run is still here", run_id=run_id, error=str(error))
             self._due[run_id] = self._clock() + _AGAIN_S

@@ -1,33 +1,29 @@
-"""What the relay holds, in memory.
+"""Indexes the versions, patches, stages and blobs that the relay holds.
 
-Invariant: `on_disk` names every blob file; the tiles of anchors and the blobs of patches are all in it; every patch has
-both its versions here. Only the relay's use-cases write here, under the shelf's lock but for `stored` and `made`.
-Stages live in memory and those of publishers alone there: they die with the process, and the next start deletes their
-blobs.
+Invariant: `on_disk` names every blob file, so all tiles of anchors and blobs of patches are in it. Every patch has both
+its versions here. Only the relay's use cases write here, under the library's lock except for `stored` and `made`.
+Publishers' stages live in memory alone: they die with the process, and the next start deletes their blobs.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, VersionUnavailable
+from ebbtide.scheduling.distribution.retained_bytes import Node, Stream
 from ebbtide.scheduling.distribution.version_paths import PatchStep, whole_versions
 from ebbtide.types.weights import FoundWay, Manifest, Patch, PolicyVersion
 from ebbtide.weight_relay.library.version_records import (
     Claim,
     Ends,
     HeldManifest,
-    Node,
     PatchEdge,
     StageProgress,
-    Stream,
     VersionStage,
     dense_bytes,
     on_disk,
     step_of,
 )
 from ebbtide.weights import tile_sizes
-
-__all__ = ["Stream", "VersionIndex"]
 
 
 class VersionIndex:
@@ -36,9 +32,9 @@ class VersionIndex:
         self._patches: dict[Stream, dict[Ends, PatchEdge]] = {}
         self._stages: dict[Node, VersionStage] = {}
         self._serving: Counter[bytes] = Counter()  # digest -> anchors and patches that hold it
-        self._loose: set[bytes] = set()  # blobs that came or were given up lately: all that nothing uses are among them
+        self._loose: set[bytes] = set()  # blobs that came or lost a user lately; every unused blob is among them
         self.on_disk: dict[bytes, int] = {}
-        self.bytes = 0  # that all of it takes on disk, files of versions and patches too
+        self.bytes = 0  # on disk, with the files of versions and patches
         self.making: set[StageProgress] = set()
 
     # -- committed versions --------------------------------------------------------------------------------------
@@ -51,28 +47,28 @@ class VersionIndex:
         return list(self._versions)
 
     def runs(self) -> set[str]:
-        """The runs of which a version is here, or on its way."""
+        """The runs with a version here or on its way."""
         return {stream[0] for stream in self._versions} | {stage.stream[0] for stage in self._stages.values()}
 
     def knows(self, stream: Stream) -> bool:
-        """Whether a version of it is here, or on its way."""
+        """Whether a version of the stream is here or on its way."""
         return stream in self._versions or any(stage.stream == stream for stage in self._stages.values())
 
     def stream(self, stream: Stream) -> dict[int, HeldManifest]:
-        """All versions of a stream, passages too."""
+        """All versions of a stream, with those that are only passages."""
         return self._versions.get(stream, {})
 
     def patches(self, stream: Stream) -> dict[Ends, PatchEdge]:
         return self._patches.get(stream, {})
 
     def whole(self, stream: Stream) -> dict[int, HeldManifest]:
-        """The versions that have a way from an anchor; the others are passages for those who hold them already."""
+        """The versions with a way from an anchor. Others are passages for readers that hold them already."""
         versions = self.stream(stream)
         found = whole_versions(self.anchors(stream), self.steps(stream))
         return {version: holding for version, holding in versions.items() if version in found}
 
     def anchors(self, stream: Stream) -> dict[int, int]:
-        """The anchors and the bytes of their dense tiles."""
+        """The bytes of the dense tiles of each anchor."""
         return {version: dense_bytes(item.manifest) for version, item in self.stream(stream).items() if item.anchor}
 
     def steps(self, stream: Stream) -> list[PatchStep]:
@@ -98,7 +94,7 @@ class VersionIndex:
         return found
 
     def commit(self, holding: HeldManifest, edge: PatchEdge | None = None) -> None:
-        """Make a version visible, with the patch to it; it is no longer a stage."""
+        """Make a staged version visible, with the patch to it."""
         self._stages.pop((holding.stream, holding.number), None)
         self._versions.setdefault(holding.stream, {})[holding.number] = holding
         self._recorded(holding)
@@ -114,13 +110,13 @@ class VersionIndex:
         self._serving.update(edge.blobs.keys())
 
     def cut(self, stream: Stream, ends: Ends) -> None:
-        """Take a patch away."""
+        """Remove a patch."""
         edge = self._patches[stream].pop(ends)
         self._recorded(edge, -1)
         self._release(edge.blobs)
 
     def evict(self, stream: Stream, version: int) -> None:
-        """Take a version away, and its patches."""
+        """Remove a version and its patches."""
         for ends in [ends for ends in self.patches(stream) if version in ends]:
             self.cut(stream, ends)
         holding = self._versions[stream].pop(version)
@@ -131,12 +127,12 @@ class VersionIndex:
             self._patches.pop(stream, None)
 
     def promote(self, holding: HeldManifest) -> None:
-        """The version's dense tiles are all on disk now."""
+        """Make a version an anchor: its dense tiles are all on disk."""
         holding.anchor, holding.tiles = True, tile_sizes(holding.manifest)
         self._serving.update(holding.tiles.keys())
 
     def thin(self, holding: HeldManifest) -> None:
-        """Keep an anchor as a version that patches lead to."""
+        """Make an anchor a version that only patches lead to."""
         self._release(holding.tiles)
         holding.anchor, holding.tiles = False, {}
 
@@ -151,7 +147,7 @@ class VersionIndex:
                 del self._serving[digest]
 
     def chain(self, stream: Stream, way: FoundWay) -> list[Patch]:
-        """The patches of a way, all committed. Raises `VersionUnavailable` if one is not, or not yet."""
+        """The patches of a way. Raises `VersionUnavailable` if one is not committed."""
         patches = self.patches(stream)
         ends = list(zip((way.start, *way.via), way.via, strict=False))
         if not all(pair in patches for pair in ends):
@@ -165,7 +161,7 @@ class VersionIndex:
         return list(self._stages.values())
 
     def stage(self, stage: VersionStage) -> None:
-        """Put a checked stage where its blobs may come; a stage of the same version gives way."""
+        """Add a checked stage. It replaces a stage of the same version."""
         self._check_sizes(stage)
         self.unstage(stage)
         self._stages[(stage.stream, stage.number)] = stage
@@ -175,7 +171,7 @@ class VersionIndex:
             self._loose.update(before.blobs)
 
     def made(self, making: StageProgress) -> None:
-        """Nothing is made any more; what was made is used by now, or goes."""
+        """End `making`. The blobs that nothing uses by now become garbage."""
         self.making.discard(making)
         self._loose.update(making.blobs)
 
@@ -184,8 +180,8 @@ class VersionIndex:
         return found if found is not None and (found.arriving or not arriving) else None
 
     def staged(self, run_id: str, version: PolicyVersion) -> VersionStage:
-        """The stage to commit. Raises `NotReady` if there is none, or while it lacks tiles, and `InvalidRequest` if one
-        is not what it says: another stage, which said otherwise, got it."""
+        """The stage to commit. Raises `NotReady` if there is none, or while it lacks tiles, and `InvalidRequest` if a
+        tile differs from what it says: the tile came for another stage."""
         found = self.stage_of((run_id, version.policy), version.version)
         if found is None or found.manifest.version != version:
             raise NotReady(f"version {version.version} of {version.policy} is not staged here; begin its publish again")
@@ -205,10 +201,7 @@ class VersionIndex:
         return (digest for digest in stage.blobs if digest not in self.on_disk)
 
     def wanted(self, digest: bytes, now: float) -> set[Claim]:
-        """What stages that want a blob, which keeps them alive, say of it.
-
-        Raises `InvalidRequest` for one that none wants.
-        """
+        """The claims of the stages that need a blob, which keeps these alive. Raises `InvalidRequest` if none does."""
         found: set[Claim] = set()
         for stage in self._stages.values():
             if digest in stage.blobs:
@@ -221,16 +214,16 @@ class VersionIndex:
         return found
 
     def refute(self, digest: bytes, claims: set[Claim]) -> None:
-        """A blob came, and is not what stages with these claims say."""
+        """Record that a blob differs from what stages with these claims say."""
         for stage in self._stages.values():
             if digest in stage.blobs and stage.claim(digest) in claims:
                 stage.misfits.add(digest)
 
     def arriving(self, digest: bytes) -> VersionStage | None:
-        """A stage from upstream that takes the blob."""
+        """A stage from upstream that needs the blob."""
         return next((stage for stage in self._stages.values() if stage.arriving and digest in stage.blobs), None)
 
-    # -- what may be read: committed, or arriving ----------------------------------------------------------------
+    # -- readable: committed or arriving -------------------------------------------------------------------------
 
     def readable_manifest(self, run_id: str, policy: str, version: int) -> Manifest:
         """Raises `VersionUnavailable`."""
@@ -247,7 +240,7 @@ class VersionIndex:
         raise VersionUnavailable(f"no patch from version {ends[0]} to {ends[1]} is here; ask for the way again")
 
     def graph(self, stream: Stream) -> tuple[dict[int, int], list[PatchStep]]:
-        """Anchors and patches, with those that are arriving."""
+        """Anchors and patches, the arriving ones included."""
         anchors, steps = self.anchors(stream), self.steps(stream)
         for stage in self._stages.values():
             if stage.arriving and stage.stream == stream:
@@ -274,7 +267,7 @@ class VersionIndex:
             self._loose.add(digest)
 
     def take_garbage(self) -> list[bytes]:
-        """Forget the blobs that nothing holds, takes or makes, and say which they were."""
+        """Forget and return the blobs that nothing holds, needs or makes."""
         users = [*(stage.blobs for stage in self._stages.values()), *(making.blobs for making in self.making)]
         garbage = [
             digest

@@ -1,8 +1,8 @@
-"""What the relay holds, on disk and in memory, changed together.
+"""Changes the relay's versions on disk and in memory together.
 
-Invariant: what `index` calls committed lies whole and durable on `disk`. Versions, patches, stages and anchors change
-under `lock`, in `finish`, so that a caller that goes away leaves nothing half done; blobs are written beside it, each
-verified first. When the process dies here, publishers' stages are gone and everything else is found again (`recovery`).
+Invariant: what `index` calls committed is whole and durable on `disk`. Versions, patches, stages and anchors change
+under `lock`, in `finish`, so that a caller that goes away leaves nothing half done. Blobs are verified, then written
+without the lock. After the process dies, publishers' stages are gone, and `disk_recovery` finds everything else.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class VersionLibrary:
         self._arrivals: dict[bytes, asyncio.Event] = {}
 
     async def open(self) -> None:
-        """Find what is whole on disk and delete everything else. Raises `InvalidRequest` for what resists both."""
+        """Find what is whole on disk and delete the rest. Raises `InvalidRequest` for a file that resists both."""
         try:
             found = await asyncio.to_thread(recover, self.disk, self.limits)
         except OSError as error:
@@ -83,28 +83,28 @@ class VersionLibrary:
         self.disk.close()
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Bring `work` to its end even if its caller goes away: disk and index change together."""
+        """Finish `work` even if its caller goes away, so that disk and index change together."""
         task = asyncio.ensure_future(work)
         self._unbroken.add(task)
         task.add_done_callback(self._unbroken.discard)
         return await asyncio.shield(task)
 
     def announce(self) -> None:
-        """Wake those who wait for `changed`."""
+        """Wake the tasks that wait for `changed`."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     # -- blobs ---------------------------------------------------------------------------------------------------
 
     def stored(self, digest: bytes, size: int) -> None:
-        """A blob was verified and written."""
+        """Record a blob that was verified and written."""
         self._unsynced.add(digest)
         self.index.stored(digest, size)
         if event := self._arrivals.pop(digest, None):
             event.set()
 
     async def store_made(self, making: StageProgress, digest: bytes, data: bytes) -> None:
-        """Write a blob that `making` has made and verified, unless it is there."""
+        """Write a blob that `making` has made and verified, unless it is on disk."""
         making.blobs[digest] = len(data)
         if digest not in self.index.on_disk:
             with disk_errors():
@@ -119,13 +119,13 @@ class VersionLibrary:
         self._unsynced.difference_update(digests)
 
     def read_verified(self, digest: bytes) -> bytes:
-        """A blob from disk. Blocks. Raises `ChunkCorrupt`, and `FileNotFoundError` if it is gone."""
+        """Read a blob. Blocks. Raises `ChunkCorrupt`, and `FileNotFoundError` if it is gone."""
         data = self.disk.get_tile(digest)
         check_tile(digest, data)
         return data
 
     async def drop_garbage(self) -> None:
-        """Delete the blobs that nothing holds, takes or makes. Under the lock."""
+        """Delete the blobs that nothing holds, needs or makes. Under the lock."""
         garbage = self.index.take_garbage()
         self._unsynced.difference_update(garbage)
         with disk_errors():
@@ -136,14 +136,14 @@ class VersionLibrary:
         metrics.BYTES_HELD.set(self.index.bytes)
 
     async def arrival(self, digest: bytes, timeout_s: float) -> None:
-        """Wait until the blob has come, or its stage has changed, or some time has passed."""
+        """Wait until the blob comes, its stage changes, or `timeout_s` passes."""
         event = self._arrivals.setdefault(digest, asyncio.Event())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await event.wait()
 
     def wake(self) -> None:
-        """Let all that wait for arrivals look again: a stage has gone."""
+        """Wake all that wait for arrivals, since a stage has gone."""
         events, self._arrivals = self._arrivals, {}
         for event in events.values():
             event.set()

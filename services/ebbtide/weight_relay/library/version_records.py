@@ -1,4 +1,4 @@
-"""What the relay holds: committed versions, patches between them, and stages of versions that are still coming."""
+"""Describes what a relay holds: committed versions, the patches between them, and stages of arriving versions."""
 
 from typing import Final, TypeAlias
 
@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.distribution.retained_bytes import Node, Stream
+from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.scheduling.distribution.version_paths import PatchStep
 from ebbtide.types.weights import Manifest, Patch, VersionInfo
 from ebbtide.weights import (
@@ -19,35 +19,16 @@ from ebbtide.weights import (
 )
 from ebbtide.weights.patch.tile_format import unit_width
 
-__all__ = [
-    "BLOCK",
-    "Claim",
-    "Ends",
-    "HeldManifest",
-    "Node",
-    "PatchEdge",
-    "StageProgress",
-    "Stream",
-    "Units",
-    "VersionStage",
-    "dense_bytes",
-    "encode",
-    "make_stage",
-    "on_disk",
-    "step_of",
-    "stream_of",
-]
-
-#: What a file takes on disk at least, and what the budget counts for it.
+#: The least bytes that a file takes on disk, and that the budget counts for it.
 BLOCK: Final = 4096
 #: Manifests and patches as they lie on disk.
 encode: Final = msgspec.msgpack.Encoder().encode
 
 #: A patch of a stream: its base and its version.
 Ends: TypeAlias = tuple[int, int]
-#: What a tile patch is for: bytes of a unit, and units of its tile.
+#: The tile that a tile patch changes: bytes of a unit, and number of units.
 Units: TypeAlias = tuple[int, int]
-#: What a stage says of a blob: its bytes, and its units if it is a tile patch.
+#: A stage's claim about a blob: its bytes, and its units if it is a tile patch.
 Claim: TypeAlias = tuple[int, Units | None]
 
 
@@ -61,7 +42,7 @@ def on_disk(size: int) -> int:
 
 
 def _record(item: Manifest | Patch) -> dict[bytes, int]:
-    """The file of a version or patch, by a name that no digest has, and its bytes."""
+    """The bytes of a version's or patch's file, under a name that no digest has."""
     ends = [item.version.version] if isinstance(item, Manifest) else [item.base.version, item.version.version]
     name = "/".join(["versions", item.run_id, item.version.policy, *map(str, ends)])
     return {name.encode(): len(encode(item))}
@@ -72,17 +53,14 @@ def dense_bytes(manifest: Manifest) -> int:
 
 
 class HeldManifest(Struct, kw_only=True):
-    """A committed version. `tiles`: its dense tiles, all on disk, if it is an anchor; else none.
-
-    `used_at` is when it was last published or read, `since` when it came here. `record`: its own file, by bytes.
-    """
+    """A committed version."""
 
     manifest: Manifest
     anchor: bool
-    tiles: dict[bytes, int]
-    used_at: float
-    since: float
-    record: dict[bytes, int] = {}
+    tiles: dict[bytes, int]  # bytes of its dense tiles, if it is an anchor
+    used_at: float  # when it was last published or read
+    since: float  # when it came here
+    record: dict[bytes, int] = {}  # bytes of its own file
 
     def __post_init__(self) -> None:
         self.record = _record(self.manifest)
@@ -98,22 +76,18 @@ class HeldManifest(Struct, kw_only=True):
     @property
     def info(self) -> VersionInfo:
         manifest = self.manifest
-        return VersionInfo(
-            run_id=manifest.run_id,
-            version=manifest.version,
-            size=dense_bytes(manifest),
-            tensors=len(manifest.tensors),
-        )
+        size, tensors = dense_bytes(manifest), len(manifest.tensors)
+        return VersionInfo(run_id=manifest.run_id, version=manifest.version, size=size, tensors=tensors)
 
 
 class PatchEdge(Struct, kw_only=True):
-    """A patch whose blobs are all on disk. `composed`: made here out of others. `record`: its own file, by bytes."""
+    """A patch whose blobs are all on disk."""
 
     patch: Patch
     blobs: dict[bytes, int]
-    composed: bool
+    composed: bool  # by this relay
     used_at: float
-    record: dict[bytes, int] = {}
+    record: dict[bytes, int] = {}  # bytes of its own file
 
     def __post_init__(self) -> None:
         self.record = _record(self.patch)
@@ -132,19 +106,16 @@ def step_of(patch: Patch) -> PatchStep:
 
 
 class VersionStage(Struct, kw_only=True):
-    """A version on its way: by its `patch`, or dense. `blobs` are those that it takes, in order, by bytes; `units`
-    tells of those that are tile patches. `arriving`: from upstream, readable already; else from a publisher. `record`:
-    the files that the version and the patch will have, by bytes. `misfits`: blobs that came for another stage, and are
-    no such tile patches as this one says."""
+    """A version on its way."""
 
     manifest: Manifest
-    patch: Patch | None
-    blobs: dict[bytes, int]
-    units: dict[bytes, Units]
-    arriving: bool
+    patch: Patch | None  # None: it comes dense
+    blobs: dict[bytes, int]  # bytes of those that it needs, in order
+    units: dict[bytes, Units]  # of the blobs that are tile patches
+    arriving: bool  # from upstream, and readable already; else from a publisher
     used_at: float
-    record: dict[bytes, int] = {}
-    misfits: set[bytes] = set()
+    record: dict[bytes, int] = {}  # bytes of the files that the version and the patch will have
+    misfits: set[bytes] = set()  # blobs that came for another stage and do not fit this one
 
     def __post_init__(self) -> None:
         self.record = _record(self.manifest) | (_record(self.patch) if self.patch else {})
@@ -164,7 +135,7 @@ class VersionStage(Struct, kw_only=True):
 def make_stage(
     manifest: Manifest, patch: Patch | None, limits: ManifestLimits, *, arriving: bool, now: float
 ) -> VersionStage:
-    """Check manifest and patch whole, then say what they take. Raises as `check_manifest` and `check_patch` do."""
+    """Check manifest and patch, and make a stage. Raises as `check_manifest` and `check_patch`."""
     check_manifest(manifest, limits)
     units: dict[bytes, Units] = {}
     if patch is not None:
@@ -188,7 +159,7 @@ def _units(manifest: Manifest, patch: Patch) -> dict[bytes, Units]:
 
 
 class StageProgress(Struct, eq=False):
-    """Blobs that this relay makes, and the versions that it makes them from and for, which must stay meanwhile."""
+    """Blobs that this relay makes, and the versions that must stay meanwhile."""
 
     stream: Stream
     versions: frozenset[int]

@@ -1,4 +1,4 @@
-"""Letting go: what retention plans, what was damaged, what publishers left behind. All of it under the shelf's lock."""
+"""Drops versions that retention plans to drop, damaged ones, and abandoned stages, all under the library's lock."""
 
 import asyncio
 from typing import Final
@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from ebbtide import telemetry
 from ebbtide.errors import ChunkCorrupt, EbbtideError, VersionUnavailable
-from ebbtide.scheduling.distribution.retained_bytes import HeldPatch, HeldVersion
+from ebbtide.scheduling.distribution.retained_bytes import HeldPatch, HeldVersion, Node, Stream
 from ebbtide.scheduling.distribution.retention import RetentionPlan, RetentionRules, plan_retention
 from ebbtide.scheduling.distribution.version_paths import passages
 from ebbtide.weight_relay import metrics
@@ -18,10 +18,8 @@ from ebbtide.weight_relay.library.version_records import (
     BLOCK,
     Ends,
     HeldManifest,
-    Node,
     PatchEdge,
     StageProgress,
-    Stream,
     VersionStage,
     dense_bytes,
     on_disk,
@@ -29,14 +27,14 @@ from ebbtide.weight_relay.library.version_records import (
 from ebbtide.weight_relay.outlets.holder_table import HolderTable
 
 log = telemetry.get_logger(__name__)
-#: Seconds after a start in which holders tell what they have: several of their rounds.
+#: Seconds after a start within which holders report: several of their rounds.
 _GRACE_S: Final = 60.0
 
 
 class VersionRetirement:
-    def __init__(self, shelf: VersionLibrary, keys: PublisherTrust, holders: HolderTable) -> None:
-        self._shelf, self._keys, self._holders = shelf, keys, holders
-        settings = shelf.settings
+    def __init__(self, library: VersionLibrary, keys: PublisherTrust, holders: HolderTable) -> None:
+        self._library, self._keys, self._holders = library, keys, holders
+        settings = library.settings
         self._rules = RetentionRules(
             keep_versions=settings.keep_versions,
             budget_bytes=settings.budget_bytes,
@@ -47,20 +45,20 @@ class VersionRetirement:
         )
         self._found: set[Node] = set()
         self._found_at = 0.0
-        #: Kept versions that should become anchors so that others can go, as the last plan had them.
+        #: Kept versions that should become anchors so that others can be dropped, by the last plan.
         self.wanted_anchors: tuple[Node, ...] = ()
 
     def spare_found(self) -> None:
-        """Count what was found at the start as what live holders have, until they have had time to tell."""
-        index = self._shelf.index
+        """Treat the versions found at the start as needed until holders have had time to report."""
+        index = self._library.index
         self._found = {(stream, version) for stream in index.streams() for version in index.stream(stream)}
-        self._found_at = self._shelf.clock()
+        self._found_at = self._library.clock()
 
     # -- plans ---------------------------------------------------------------------------------------------------
 
     async def plan(self) -> RetentionPlan:
-        """What may go now. Worked out in a thread: it counts every blob."""
-        index, now = self._shelf.index, self._shelf.clock()
+        """Plan what to drop now, in a thread since it counts every blob."""
+        index, now = self._library.index, self._library.clock()
         versions = [self._held_version(item, now) for item in index.committed()]
         patches = [
             _held_patch(stream, edge, now) for stream in index.streams() for edge in index.patches(stream).values()
@@ -83,7 +81,7 @@ class VersionRetirement:
         )
 
     def _budget(self) -> int:
-        """Bytes for versions and patches: the budget, less what the files of publishers' keys take, which never go."""
+        """The budget for versions and patches, without the files of publishers' keys, which stay."""
         return max(0, self._rules.budget_bytes - BLOCK * self._keys.pins)
 
     def _held_version(self, item: HeldManifest, now: float) -> HeldVersion:
@@ -101,7 +99,7 @@ class VersionRetirement:
 
     def room(self, run_id: str) -> int:
         """Bytes that the budget and the run's quota leave free now."""
-        index = self._shelf.index
+        index = self._library.index
         rooms = [self._budget() - index.bytes]
         if self._rules.run_quota_bytes:
             own: dict[bytes, int] = {}
@@ -115,9 +113,9 @@ class VersionRetirement:
         return min(rooms)
 
     async def follow(self, plan: RetentionPlan) -> None:
-        """Let go what the plan says, each step durable before the next: manifests, then patches, then blobs."""
+        """Drop manifests, then patches, then blobs, each step durable before the next."""
         self.wanted_anchors = plan.anchors
-        index = self._shelf.index
+        index = self._library.index
         for item in plan.evict:
             if item.version in index.stream(item.stream):
                 await self._remove(item.stream, item.version)
@@ -127,23 +125,23 @@ class VersionRetirement:
         for patch in plan.patches:
             if (patch.base, patch.version) in index.patches(patch.stream):
                 await self._cut(index.patches(patch.stream)[patch.base, patch.version])
-        await self._shelf.drop_garbage()
+        await self._library.drop_garbage()
 
     async def tidy(self) -> None:
-        """Plan and let go."""
+        """Plan, and follow the plan."""
         await self.follow(await self.plan())
 
     async def made(self, making: StageProgress) -> None:
-        """Let go what was made for nothing, and what had to stay for it. Takes the lock; logs what the disk refuses."""
-        self._shelf.index.made(making)
-        async with self._shelf.lock:
+        """Drop unused blobs of `making`, and versions that stayed for it. Takes the lock; logs errors of the disk."""
+        self._library.index.made(making)
+        async with self._library.lock:
             try:
                 await self.tidy()
             except (EbbtideError, OSError) as error:
-                log.warning("what was made in vain is still there", run_id=making.stream[0], error=str(error))
+                log.warning("unused blobs are still on disk", run_id=making.stream[0], error=str(error))
 
     async def _remove(self, stream: Stream, version: int) -> None:
-        index, disk = self._shelf.index, self._shelf.disk
+        index, disk = self._library.index, self._library.disk
         edges = [ends for ends in index.patches(stream) if version in ends]
         with disk_errors():
             await asyncio.to_thread(disk.drop_manifest, *stream, version)
@@ -153,77 +151,77 @@ class VersionRetirement:
 
     async def _thin(self, holding: HeldManifest) -> None:
         with disk_errors():
-            await asyncio.to_thread(self._shelf.disk.mark, holding.stream, holding.number, anchor=False)
-        self._shelf.index.thin(holding)
+            await asyncio.to_thread(self._library.disk.mark, holding.stream, holding.number, anchor=False)
+        self._library.index.thin(holding)
 
     async def _cut(self, edge: PatchEdge) -> None:
         stream = edge.patch.run_id, edge.patch.version.policy
         with disk_errors():
-            await asyncio.to_thread(self._shelf.disk.drop_patch, stream, edge.ends)
-        self._shelf.index.cut(stream, edge.ends)
+            await asyncio.to_thread(self._library.disk.drop_patch, stream, edge.ends)
+        self._library.index.cut(stream, edge.ends)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
     async def unstage(self, stage: VersionStage) -> None:
-        """Give a stage up; its blobs go with the next garbage. It stays where the disk fails."""
-        self._shelf.index.unstage(stage)
+        """Give a stage up; its blobs become garbage. The stage stays if the disk fails."""
+        self._library.index.unstage(stage)
         if not stage.arriving:
             return
         try:
             with disk_errors():
-                await asyncio.to_thread(self._shelf.disk.drop_arrival, stage.stream, stage.number)
+                await asyncio.to_thread(self._library.disk.drop_arrival, stage.stream, stage.number)
         except EbbtideError:
-            self._shelf.index.stage(stage)
+            self._library.index.stage(stage)
             raise
-        self._shelf.wake()
+        self._library.wake()
 
     def held(self) -> set[str]:
-        """The runs of which anything is kept."""
-        return self._shelf.index.runs() | self._keys.runs
+        """The runs that this relay keeps anything of."""
+        return self._library.index.runs() | self._keys.runs
 
     async def forget_run(self, run_id: str) -> None:
-        """Let go of all that is kept of a run that has ended: no holder needs to get on from what it has of it."""
-        await self._shelf.finish(self._forget_run(run_id))
+        """Drop everything of a run that has ended."""
+        await self._library.finish(self._forget_run(run_id))
 
     async def _forget_run(self, run_id: str) -> None:
-        shelf = self._shelf
-        async with shelf.lock:
-            for stage in shelf.index.stages:
+        library = self._library
+        async with library.lock:
+            for stage in library.index.stages:
                 if stage.stream[0] == run_id:
                     await self.unstage(stage)
-            for stream in [stream for stream in shelf.index.streams() if stream[0] == run_id]:
-                for version in list(shelf.index.stream(stream)):
+            for stream in [stream for stream in library.index.streams() if stream[0] == run_id]:
+                for version in list(library.index.stream(stream)):
                     await self._remove(stream, version)
-            await shelf.drop_garbage()
+            await library.drop_garbage()
         await self._keys.unpin(run_id)
-        shelf.announce()
+        library.announce()
 
     async def drop_garbage(self) -> None:
-        """Delete blobs that came as what wanted them went."""
-        async with self._shelf.lock:
-            await self._shelf.drop_garbage()
+        """Delete blobs that came while the stages that needed them were dropped."""
+        async with self._library.lock:
+            await self._library.drop_garbage()
 
     async def drop_dead_stages(self) -> None:
-        shelf = self._shelf
-        async with shelf.lock:
-            oldest = shelf.clock() - shelf.settings.stage_ttl_s
-            for stage in shelf.index.stages:
+        library = self._library
+        async with library.lock:
+            oldest = library.clock() - library.settings.stage_ttl_s
+            for stage in library.index.stages:
                 if stage.used_at < oldest:
                     await self.unstage(stage)
                     log.warning("publisher is gone", run_id=stage.stream[0], **named(stage.manifest.version))
             await self.tidy()
 
-    # -- what is wrong -------------------------------------------------------------------------------------------
+    # -- damage --------------------------------------------------------------------------------------------------
 
     async def withdraw_blob(self, digest: bytes, reason: str) -> EbbtideError:
-        """Let go of all that stands on a damaged blob; what no way leads to then goes too. The error to be raised."""
-        shelf = self._shelf
-        async with shelf.lock:
-            holdings, edges = shelf.index.owners(digest)
+        """Drop all that needs a damaged blob, and versions that no way leads to then. Returns the error to raise."""
+        library = self._library
+        async with library.lock:
+            holdings, edges = library.index.owners(digest)
             if not holdings and not edges:
-                if shelf.index.arriving(digest):
+                if library.index.arriving(digest):
                     await self._forget(digest)
-                return VersionUnavailable("the version was let go while it was read; ask for a newer one")
+                return VersionUnavailable("the version was dropped while it was read; ask for a newer one")
             for holding in holdings:
                 await self._thin(holding)
                 log.error("anchor damaged", run_id=holding.stream[0], **named(holding.manifest.version), reason=reason)
@@ -237,14 +235,14 @@ class VersionRetirement:
         return ChunkCorrupt(f"tile {digest.hex()} is damaged on the relay's disk; publish its versions again")
 
     async def _forget(self, digest: bytes) -> None:
-        self._shelf.index.forget([digest])
+        self._library.index.forget([digest])
         with disk_errors():
-            await asyncio.to_thread(self._shelf.disk.drop_tiles, [digest])
+            await asyncio.to_thread(self._library.disk.drop_tiles, [digest])
 
     async def withdraw_patch(self, stream: Stream, ends: Ends) -> None:
-        """Let go of a patch that does not make its version; of that, and what it leads to, if no other way does."""
-        index = self._shelf.index
-        async with self._shelf.lock:
+        """Drop a patch that does not make its version, and versions that no way leads to then."""
+        index = self._library.index
+        async with self._library.lock:
             if edge := index.patches(stream).get(ends):
                 await self._cut(edge)
                 log.error("patch withdrawn", run_id=stream[0], **named(edge.patch.version), base=ends[0])
@@ -253,13 +251,13 @@ class VersionRetirement:
             await self._prune()
 
     async def _prune(self) -> None:
-        index = self._shelf.index
+        index = self._library.index
         for stream in index.streams():
             stay = passages(index.whole(stream), index.steps(stream))
             for version in sorted(index.stream(stream).keys() - stay):
                 await self._remove(stream, version)
                 log.warning("no way is left to version", run_id=stream[0], policy=stream[1], version=version)
-        await self._shelf.drop_garbage()
+        await self._library.drop_garbage()
 
 
 def _held_patch(stream: Stream, edge: PatchEdge, now: float) -> HeldPatch:

@@ -1,7 +1,6 @@
-"""The links over which this relay sends: what they carried, and whose turn it is on those that are limited.
+"""Limits and counts the bytes that this relay sends over each link.
 
-A link is its readers' site; one whose site is not known is the host that it calls from. Counts live in memory, from the
-start of the process.
+A link is its readers' site; without a site, it is the host that they call from. Counts live in memory alone.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from ebbtide.scheduling.distribution.link_turns import LinkAsk, LinkRate, LinkTu
 from ebbtide.types.weights import LinkState
 from ebbtide.weight_relay import metrics
 
-#: Links told apart; readers of any further ones share one.
+#: Links told apart. Readers of further links share one.
 MAX_LINKS: Final = 256
 OTHERS: Final = "others"
 
@@ -23,7 +22,7 @@ class LinkTable:
     def __init__(
         self, limits: Mapping[str, float], egress_limit: float, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`limits`: bytes per second by site, "*" for those not named; `egress_limit` for all; 0 or none: no limit."""
+        """`limits`: bytes per second by site, "*" for any other; `egress_limit`: in all; 0 or none: no limit."""
         self._limits, self._clock = limits, clock
         self._turns = LinkTurns(total=egress_limit, rate_of=self._limit, now=clock())
         self._sent: dict[str, LinkRate] = {}
@@ -31,7 +30,7 @@ class LinkTable:
         self._timer: asyncio.TimerHandle | None = None
 
     def name(self, site: str, peer: str) -> str:
-        """The link of a reader of `site` that calls from `peer` (as gRPC names peers), told apart from now on."""
+        """The link of a reader of `site` that calls from `peer` (gRPC's name of it)."""
         name = site or host_of(peer)
         if name not in self._sent and len(self._sent) >= MAX_LINKS:
             name = OTHERS
@@ -39,7 +38,7 @@ class LinkTable:
         return name
 
     async def turn(self, link: str, reader: str, size: int) -> None:
-        """Wait until `size` bytes may be sent to `reader` over `link`, as `name` gave it, and count them."""
+        """Wait until `size` bytes may be sent to `reader` over `link` (from `name`), and count them."""
         ask = LinkAsk(link, reader, size)
         turn = self._waiting[ask] = asyncio.get_running_loop().create_future()
         self._turns.add(ask, self._clock())

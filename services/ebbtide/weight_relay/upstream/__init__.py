@@ -1,1 +1,1 @@
-"""What a relay brings from another relay or from a static copy."""
+"""Brings versions from another relay or from a static copy."""

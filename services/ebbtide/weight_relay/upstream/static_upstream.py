@@ -1,7 +1,7 @@
-"""A static copy that a relay follows as it would a relay: it is looked at now and then, and tells of whole versions."""
+"""Follows a static copy as if it were a relay: it polls the copy's list of versions, which are all whole."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Final, TypeVar
 
@@ -10,21 +10,22 @@ import msgspec
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import ChunkCorrupt, Unavailable, VersionUnavailable
+from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.scheduling.distribution.version_paths import PatchStep, find_ways
 from ebbtide.transfer import opener
 from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource, SourcePool
 from ebbtide.transfer.sources.static_source import StaticSource
-from ebbtide.transfer.version_finder import FoundVersion
-from ebbtide.types.weights import FoundWay, Holder, Manifest, VersionInfo
+from ebbtide.transfer.version_finder import FoundVersion, WayLists, WayRequest
+from ebbtide.types.weights import FoundWay, Holder, Manifest, Patch, VersionInfo
 from ebbtide.weight_relay.export.static_copy import VERSIONS, StaticVersion, file_of
-from ebbtide.weight_relay.library.version_records import Stream, dense_bytes
-from ebbtide.weights import ManifestLimits, Way, check_manifest, check_patch
+from ebbtide.weight_relay.library.version_records import dense_bytes
+from ebbtide.weights import ManifestLimits, check_manifest, check_patch
 
 T = TypeVar("T")
 
-#: How often it is looked at: a version is minutes old when it has been exported and uploaded.
+#: Poll interval: a version is minutes old when it has been exported and uploaded.
 POLL_S: Final = 10.0
-#: Of one file of lists: as many digests as the largest manifest and a patch have.
+#: Largest file of lists: as many digests as the largest manifest and a patch have.
 _MOST_BYTES: Final = 512 << 20
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=120.0, sock_connect=10.0, sock_read=30.0)
 #: Longest chain of patches that is followed.
@@ -32,7 +33,7 @@ _STEPS: Final = 64
 
 
 class StaticUpstream:
-    """The copy at `url`. Nothing of it is believed that was not checked."""
+    """The copy at `url`; an `Upstream`. It checks everything that it reads."""
 
     def __init__(self, url: str, security: ClientSecurity, holder: Holder, limits: ManifestLimits) -> None:
         self.target = url.rstrip("/")
@@ -50,7 +51,6 @@ class StaticUpstream:
         return SourcePool(OpenSource(self._blobs, "upstream", self.target, UNLISTED), self._open_source, self._holder)
 
     async def watch(self) -> AsyncIterator[VersionInfo]:
-        """The versions that are there, then each new one."""
         seen: set[VersionInfo] = set()
         while True:
             listed = await self._get(VERSIONS, tuple[VersionInfo, ...])
@@ -59,15 +59,15 @@ class StaticUpstream:
             seen |= set(listed)
             await asyncio.sleep(POLL_S)
 
-    async def find(
-        self, stream: Stream, version: int, have: Sequence[int], *, failed: Sequence[str] = (), scratch: bool = False
-    ) -> FoundVersion:
-        """Ways to a version (0: the newest). Raises `VersionUnavailable` if it, or any way to it, is not there."""
-        del failed  # there is one source alone
-        number = version or await self._newest(stream)
+    async def find(self, request: WayRequest) -> FoundVersion:
+        """Ways to a version (0: the newest). Raises `VersionUnavailable` if it is not there."""
+        if request.done:
+            return FoundVersion()  # a static copy keeps no account of its readers
+        stream = request.stream
+        number = request.version or await self._newest(stream)
         anchors: dict[int, int] = {}
         steps: list[PatchStep] = []
-        seen: set[int] = set(have)
+        seen: set[int] = set(request.have)
         open_ends = {number}
         for _ in range(_STEPS):
             for end in sorted(open_ends):
@@ -84,26 +84,28 @@ class StaticUpstream:
             open_ends = {step.base for step in steps} - seen - set(anchors)
             if not open_ends:
                 break
-        ways = find_ways(anchors, steps, number, have, scratch=scratch)
+        ways = find_ways(anchors, steps, number, request.have, scratch=request.scratch)
         return FoundVersion(tuple(ways), (), POLL_S)
-
-    async def tell(self, stream: Stream, version: int) -> None:
-        """A static copy keeps no account of its readers."""
 
     async def manifest(self, stream: Stream, version: int) -> Manifest:
         return (await self._version(stream, version or await self._newest(stream))).manifest
 
-    async def way(self, found: FoundWay, target: Manifest) -> Way:
-        """The patches of a way, and its first manifest if that is there. Raises `VersionUnavailable` without them."""
+    async def way(self, found: FoundWay, target: Manifest) -> WayLists:
+        """The lists of a way. `target` stands for its first manifest if that is no anchor's, which may not be there.
+
+        Raises `VersionUnavailable` if the copy lacks one of them.
+        """
         stream = target.run_id, target.version.policy
-        patches = []
+        manifests = [await self.manifest(stream, found.start) if found.anchor else target]
+        patches: list[Patch] = []
         for base, number in pairwise((found.start, *found.via)):
-            there = {patch.base.version: patch for patch in (await self._version(stream, number)).patches}
+            version = await self._version(stream, number)
+            there = {patch.base.version: patch for patch in version.patches}
             if base not in there:
                 raise VersionUnavailable(f"{self.target} has no patch from version {base} to {number}")
+            manifests.append(version.manifest)
             patches.append(there[base])
-        start = await self.manifest(stream, found.start) if found.anchor else target
-        return Way(start, tuple(patches), found.anchor)
+        return tuple(manifests), tuple(patches)
 
     async def _newest(self, stream: Stream) -> int:
         listed = await self._get(VERSIONS, tuple[VersionInfo, ...])

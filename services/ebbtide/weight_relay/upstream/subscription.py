@@ -1,10 +1,10 @@
-"""What this relay brings here from its upstream: the newest version of every policy, and any that is asked for here.
+"""Brings versions here from the upstream: the newest one of every policy, and any that a reader asks for.
 
-Invariant: of each stream one version arrives at a time, so that no blob crosses the link twice; only `_Arrivals.work`
-starts and ends arrivals. What was asked for here takes turns with the newest, while somebody waits for it; what finds
-no room is refused to who asked for it, and keeps nothing else away. An older arrival is given up once nobody reads it
-here, and its blobs go only when the next has begun, which may want them too. All of it is in memory: a restarted relay
-hears of the versions again, and finds on disk what had come.
+Invariant: one version of each stream arrives at a time, so that no blob crosses the link twice. Only `_Arrivals.work`
+starts and ends arrivals. A requested version takes turns with the newest while a reader waits for it; one without room
+is refused to its readers and holds up nothing else. An older arrival is given up once it has no readers; its blobs go
+only after the next has begun, which may want them too. All of this is in memory: a restarted relay hears of the
+versions again, and finds on disk the blobs that came.
 """
 
 import asyncio
@@ -17,30 +17,36 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.errors import ChunkCorrupt, EbbtideError, Internal, NoCapacity, Unauthenticated, Unavailable
 from ebbtide.rpc.backoff import pauses
+from ebbtide.scheduling.distribution.retained_bytes import Stream
+from ebbtide.transfer.blob_fetcher import FetchMeans
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
+from ebbtide.transfer.version_finder import WayRequest
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.intake.version_intake import VersionIntake
 from ebbtide.weight_relay.library.ended_runs import EndedRuns
 from ebbtide.weight_relay.library.version_index import VersionIndex
-from ebbtide.weight_relay.library.version_records import Stream
 from ebbtide.weight_relay.outlets.holder_table import AGAIN_S, LOST_S, HolderTable
 from ebbtide.weight_relay.upstream.relay_upstream import Upstream, best_way
 from ebbtide.weight_relay.upstream.version_arrival import VersionArrival
 
 log = telemetry.get_logger(__name__)
 
-#: How long a request here waits for a version to begin to arrive; well within a unary call's deadline.
+#: How long a request waits until a version begins to arrive; well within a unary call's deadline.
 PATIENCE_S: Final = 10.0
-#: How often it is seen whether an outdated arrival still has readers.
+#: How often an outdated arrival is checked for readers.
 _LOOK_S: Final = 0.2
-#: Within which one who asked for a version is to be heard of as its reader; till then it is not given up.
+#: Time in which a requester becomes a reader. The arrival is not given up before.
 _GRACE_S: Final = LOST_S
+#: Calls for blobs at once, so that a long link stays full while one call ends and the next begins.
+_CALLS: Final = 4
+#: For how long a source may send nothing, besides the length of its pauses so far.
+_SILENCE_S: Final = 10.0
 
 
 class Subscription:
     def __init__(
         self,
-        publishing: VersionIntake,
+        intake: VersionIntake,
         index: VersionIndex,
         ended: EndedRuns,
         holders: HolderTable,
@@ -49,29 +55,29 @@ class Subscription:
         *,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`runs`: those to follow; none: all. `patience_s`: how long `ask` waits."""
-        self._publishing, self._index, self._ended = publishing, index, ended
+        """`runs`: the runs to follow; none: all. `patience_s`: how long `ask` waits."""
+        self._intake, self._index, self._ended = intake, index, ended
         self._holders, self._upstream, self._runs = holders, upstream, runs
         self._patience_s = patience_s
         self._streams: dict[Stream, _Arrivals] = {}
         self._works: dict[Stream, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
-        self._threads = DigestThreads()  # for digests
+        # Readers wait for each blob: it is handed over at once.
+        self._means = FetchMeans(threads=DigestThreads(), streams=_CALLS, silence_s=_SILENCE_S, hand_over_blobs=1)
 
     async def run(self) -> None:
-        """For ever: follow the upstream, and let it know what is here."""
+        """Follow the upstream for ever, and report to it what is here."""
         try:
             async with self._group:
                 self._group.create_task(self._follow())
                 self._group.create_task(self._tell())
         finally:
-            self._threads.close()
+            self._means.threads.close()
 
     async def ask(self, run_id: str, policy: str, version: int) -> int:
-        """Have `version` (0: the newest) brought at once unless it is here or arriving; what to read, once it can be.
+        """Bring `version` (0: the newest) unless it is here or arriving. Returns its number once it can be read.
 
-        Raises what keeps the upstream from giving it, `NoCapacity` if it does not fit here, and `Unavailable` when it
-        takes more than the patience.
+        Raises the upstream's error, `NoCapacity` if it does not fit here, and `Unavailable` after the patience.
         """
         stream = run_id, policy
         self._ended.refuse(run_id)
@@ -89,7 +95,7 @@ class Subscription:
         return version
 
     async def forget(self, run_id: str) -> None:
-        """A run has ended: nothing of it comes any more."""
+        """End the arrivals of a run that has ended."""
         streams = [stream for stream in self._streams if stream[0] == run_id]
         works = [self._works.pop(stream) for stream in streams]
         for stream, work in zip(streams, works, strict=True):
@@ -102,14 +108,15 @@ class Subscription:
 
     async def _resolve(self, stream: Stream, version: int) -> int:
         """The number of a version that the upstream has; `version` 0: its newest."""
-        have = sorted(self._index.whole(stream))
-        way = best_way(await self._upstream.find(stream, version, have), have)
+        have = tuple(sorted(self._index.whole(stream)))
+        request = WayRequest(run_id=stream[0], policy=stream[1], version=version, have=have)
+        way = best_way(await self._upstream.find(request), have)
         return (way.start, *way.via)[-1]
 
     def _arrivals(self, stream: Stream) -> "_Arrivals":
         if stream not in self._streams:
             self._streams[stream] = _Arrivals(
-                stream, self._publishing, self._index, self._holders, self._upstream, self._threads
+                stream, self._intake, self._index, self._holders, self._upstream, self._means
             )
             self._works[stream] = self._group.create_task(self._streams[stream].work())
         return self._streams[stream]
@@ -130,14 +137,15 @@ class Subscription:
             await asyncio.sleep(next(waits))
 
     async def _tell(self) -> None:
-        """Other readers of the upstream may be sent here for what is here whole."""
+        """Report whole versions, so that the upstream may send its readers here."""
         while True:
             await asyncio.sleep(AGAIN_S * 0.8)
             for stream in list(self._streams):
                 newest = max(self._index.whole(stream), default=0)
+                request = WayRequest(run_id=stream[0], policy=stream[1], version=newest, have=(newest,), done=True)
                 if newest:
-                    with suppress(EbbtideError):  # it is told again soon
-                        await self._upstream.tell(stream, newest)
+                    with suppress(EbbtideError):  # the next report comes soon
+                        await self._upstream.find(request)
 
 
 class _Arrivals:
@@ -146,23 +154,23 @@ class _Arrivals:
     def __init__(
         self,
         stream: Stream,
-        publishing: VersionIntake,
+        intake: VersionIntake,
         index: VersionIndex,
         holders: HolderTable,
         upstream: Upstream,
-        threads: DigestThreads,
+        means: FetchMeans,
     ) -> None:
-        self._stream, self._publishing, self._index = stream, publishing, index
-        self._holders, self._upstream, self._threads = holders, upstream, threads
+        self._stream, self._intake, self._index = stream, intake, index
+        self._holders, self._upstream, self._means = holders, upstream, means
         self.newest, self._heard_at = 0, 0.0
         self._asked: dict[int, asyncio.Future[None]] = {}  # in the order of their turns
         self._askers: Counter[int] = Counter()  # how many wait for each
         self._turn_of_newest = False
         self._changed = asyncio.Event()
-        self._coming = 0  # what `_bring` is at
-        self._no_room: NoCapacity | None = None  # why that could not even begin
-        self._readable: frozenset[int] = frozenset()  # on their way now
-        self._spared_until = 0.0  # what is on its way
+        self._coming = 0  # the version that `_bring` brings
+        self._no_room: NoCapacity | None = None  # why it could not begin
+        self._readable: frozenset[int] = frozenset()  # versions on their way now
+        self._spared_until = 0.0  # when they may be given up
 
     def heard(self, version: int) -> None:
         """The upstream has this version."""
@@ -171,11 +179,11 @@ class _Arrivals:
             self._changed.set()
 
     def expects(self, version: int) -> bool:
-        """Whether the upstream is known to have had this version lately."""
+        """Whether the upstream is known to have this version."""
         return bool(version) and (version == self.newest or version in self._asked or version in self._readable)
 
     async def ask(self, version: int) -> None:
-        """Return when the version can be read here. Raises what keeps it away."""
+        """Return when the version can be read here. Raises why it cannot come."""
         if version in self._readable:
             self._spared_until = time.monotonic() + _GRACE_S
             return
@@ -193,14 +201,14 @@ class _Arrivals:
                 self._forget(version)
 
     def _forget(self, version: int) -> None:
-        """Nobody waits for the version any more; but one who was told to ask again is to find what has come of it."""
+        """No request waits for the version any more. It is spared for a while, for readers that ask again."""
         del self._askers[version]
         if self._asked.pop(version, None) is not None and version == self._coming:
             self._spared_until = time.monotonic() + _GRACE_S
         self._changed.set()
 
     async def work(self) -> None:
-        """For ever: bring what is wanted."""
+        """Bring the wanted versions, for ever."""
         while True:
             self._changed.clear()
             held = self._index.stream(self._stream)
@@ -211,25 +219,25 @@ class _Arrivals:
                 await self._changed.wait()
 
     def _next(self, newest_here: int) -> int:
-        """What has been asked for longest, and the newest, in turns; 0: nothing is wanted."""
+        """The version requested longest ago, and the newest, in turns; 0: none is wanted."""
         asked = next(iter(self._asked), 0)
-        # An upstream lists its older versions too; of those only what is asked for is brought.
+        # An upstream lists its older versions too; these come only on request.
         newer = self.newest if self.newest > newest_here else 0
         version = newer if newer and (self._turn_of_newest or not asked) else asked
         self._turn_of_newest = version != newer
         return version
 
     async def _bring(self, version: int) -> None:
-        """Bring one version, until it is here, cannot be had, or is outdated."""
+        """Bring one version until it is here, is refused, or is outdated."""
         self._spared_until, self._coming = 0.0, version
         arrival = VersionArrival(
-            self._publishing,
+            self._intake,
             self._index,
             self._upstream,
             self._stream,
             version,
             began=self._began,
-            threads=self._threads,
+            means=self._means,
         )
         task = asyncio.create_task(self._persist(arrival))
         outcome = "given_up"
@@ -249,14 +257,14 @@ class _Arrivals:
         log.info("arrival ended", run_id=self._stream[0], policy=self._stream[1], version=version, outcome=outcome)
 
     async def _news(self, task: asyncio.Task[str]) -> None:
-        """Wait until the arrival has ended, another version is heard of or asked for, or a reader may have gone."""
+        """Wait until the arrival ends, another version is wanted, or it is time to look for readers."""
         self._changed.clear()
         changed = asyncio.create_task(self._changed.wait())
         await asyncio.wait({task, changed}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
         changed.cancel()
 
     async def _persist(self, arrival: VersionArrival) -> str:
-        """Go on after whatever may pass; tell what was not to be had to those who asked."""
+        """Go on after errors that may pass. Refuse the version to its requesters after any other."""
         waits = pauses()
         while True:
             try:
@@ -285,10 +293,10 @@ class _Arrivals:
     def _tell(self, version: int, error: EbbtideError) -> None:
         if waiting := self._asked.pop(version, None):
             waiting.set_exception(error)
-            waiting.exception()  # those who waited may have gone
+            waiting.exception()  # the requesters may have gone
 
     async def _began(self, versions: frozenset[int]) -> None:
-        """These can be read now. What else is staged and nobody reads was given up, and has given what it could."""
+        """These versions can be read now. Stages without readers, of arrivals given up, are of no more use."""
         self._readable, self._no_room = versions, None
         if versions & self._asked.keys():
             self._spared_until = time.monotonic() + _GRACE_S
@@ -296,7 +304,7 @@ class _Arrivals:
         for stage in self._index.stages:
             outdated = stage.arriving and stage.stream == self._stream and stage.number not in versions
             if outdated and not self._holders.fetching(self._stream, stage.number):
-                await self._publishing.abandon(*self._stream, stage.number)
+                await self._intake.abandon(*self._stream, stage.number)
 
     def _answer(self, versions: Container[int]) -> None:
         for version in [version for version in self._asked if version in versions]:
