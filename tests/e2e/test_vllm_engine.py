@@ -204,7 +204,8 @@ import asyncio, sys
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.settings import VllmSettings
 async def main():
-    settings = VllmSettings(enforce_eager=True, max_model_len=128, threads=int(sys.argv[2]), kv_cache_mib=64)
+    threads = int(sys.argv[2])
+    settings = VllmSettings(dtype="float32", enforce_eager=True, max_model_len=128, threads=threads, kv_cache_mib=64)
     await VllmEngine(sys.argv[1], 4, settings).start()
     print("up", flush=True)
     await asyncio.sleep(600)
