@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.real_kills.checkpoint import make_checkpoint
+from ebbtide.local_cluster.program_process import tethered
 from ebbtide.types.tokens import TokenArray
 
 #: Embeddings and output layer of 8 tiles each; everything else is less than one together.
@@ -75,7 +76,7 @@ def _moved(source: Path, path: Path, *, seed: int, share: float, by: float) -> P
 async def fresh(checkpoint: Path) -> Said:
     """What an engine says that has just booted from the checkpoint, in processes of its own."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.e2e.killed_reference", str(checkpoint), str(LENGTH)),
+        *tethered(sys.executable, "-m", "tests.e2e.killed_reference", str(checkpoint), str(LENGTH)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(_ROOT)},

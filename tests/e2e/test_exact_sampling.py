@@ -5,16 +5,15 @@ less what was to be expected, summed over all of them, is a vector whose covaria
 is chi-square distributed with one degree of freedom less than the vocabulary has tokens, whatever the contexts were.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+
+from tests.e2e.facts import facts_of
 
 #: Responses of each kind, and tokens of each: enough to see one token in a hundred that is not the one it should be.
 FAST: Final = (600, 48)
@@ -62,14 +61,6 @@ def chance(deviation: Array, covariance: Array) -> float:
     return float(torch.special.gammaincc(torch.tensor((VOCABULARY - 1) / 2), torch.tensor(square / 2)))
 
 
-def sampled(checkpoint: Path, responses: int, length: int) -> dict[str, Any]:
-    script = str(Path(__file__).with_name("exact_samples.py"))
-    command = [sys.executable, script, str(checkpoint), str(responses), str(length)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=900)
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return facts
-
-
 def probabilities(checkpoint: Path, prompt: list[int], ids: npt.NDArray[np.int64]) -> Array:
     """What the network says of each token of each response: (responses, length, V)."""
     import torch
@@ -86,7 +77,7 @@ def probabilities(checkpoint: Path, prompt: list[int], ids: npt.NDArray[np.int64
 
 class Samples:
     def __init__(self, checkpoint: Path, responses: int, length: int) -> None:
-        facts = sampled(checkpoint, responses, length)
+        facts = facts_of("exact_samples", checkpoint, responses, length, within_s=900.0)
         self._facts = facts
         self.whole, self.cut = (self._sample(checkpoint, kind) for kind in ("whole", "cut"))
         first = np.zeros((responses, length), bool)

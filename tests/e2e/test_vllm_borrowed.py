@@ -1,29 +1,18 @@
 """A real vLLM engine under a guard's budget: nothing without one, the same tokens as ever with one, fair when it is
 small, and new weights while it stands still."""
 
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Facts = dict[str, Any]
-ROOT = Path(__file__).parents[2]
+from tests.e2e.facts import Facts, facts_of
+
 #: What a machine with other work on it adds to a step, or to a wake-up.
 SLACK_S = 0.03
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def ask(*arguments: Path) -> Facts:
-    command = [sys.executable, "-m", "tests.e2e.borrowed_facts", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=280)
-    facts: Facts = json.loads(done.stdout.splitlines()[-1])
-    return facts
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +22,12 @@ def checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def borrowed(checkpoint: Path, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    return ask(checkpoint, make_checkpoint(2), tmp_path_factory.mktemp("grants") / "w1.page")
+    return facts_of("borrowed_facts", checkpoint, make_checkpoint(2), tmp_path_factory.mktemp("grants") / "w1.page")
 
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> Facts:
-    return ask(checkpoint)
+    return facts_of("borrowed_facts", checkpoint)
 
 
 def test_an_engine_boots_by_itself_and_is_then_left_without_a_budget(borrowed: Facts) -> None:

@@ -14,7 +14,8 @@ from ebbtide.types.rollout import FinishedRollout
 from ebbtide.types.tokens import unpack_tokens
 from tests.chaos.cluster import Cluster
 from tests.e2e.changed_facts import VERSION
-from tests.e2e.test_vllm_install import EXACT, Facts, facts_of, same
+from tests.e2e.facts import Facts, facts_of
+from tests.e2e.test_vllm_install import EXACT, same
 from tests.e2e.test_vllm_worker import ENGINE, finishes, request
 
 pytestmark = pytest.mark.timeout(900)
@@ -29,12 +30,12 @@ def checkpoints(make_checkpoint: Callable[..., Path]) -> tuple[Path, Path]:
 def changed(checkpoints: tuple[Path, Path]) -> Facts:
     if not cpu_build.is_cpu_build():
         pytest.skip("these are a CPU build's facts")
-    return facts_of("changed_facts.py", *checkpoints, within_s=600)
+    return facts_of("changed_facts", *checkpoints, within_s=600)
 
 
 @pytest.fixture(scope="module")
 def fresh(changed: Facts, checkpoints: tuple[Path, Path]) -> Facts:
-    return facts_of("changed_facts.py", checkpoints[1], within_s=250)
+    return facts_of("changed_facts", checkpoints[1], within_s=250)
 
 
 def test_a_changed_engine_equals_a_fresh_one_of_that_architecture(changed: Facts, fresh: Facts) -> None:
@@ -73,6 +74,7 @@ async def generated(client: Client, run_id: str, checkpoint: Path, name: str) ->
     return lease, [found[name] for name in sorted(found)]
 
 
+@pytest.mark.nightly  # tests/chaos/test_changing.py has workers with scripted engines change
 async def test_a_worker_that_changed_generates_what_one_does_that_began_with_that_model(
     cluster: Cluster, checkpoints: tuple[Path, Path]
 ) -> None:

@@ -1,23 +1,20 @@
 """A real vLLM engine continues exactly, labels its tokens truly, and after an update equals one that was booted
 fresh."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason
+from tests.e2e.facts import Facts, facts_of
 
-Facts = dict[str, Any]
-FACTS = Path(__file__).with_name("engine_facts.py")
 CUTS = [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 41, 45]
 EXACT = 1e-3
 #: Of the same weights, reached in different ways.
@@ -27,12 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def ask(*checkpoints: Path, further: Sequence[Sequence[int]] = ()) -> Facts:
-    command = [sys.executable, str(FACTS), *map(str, checkpoints)]
-    done = subprocess.run(
-        command, input=json.dumps(further), stdout=subprocess.PIPE, text=True, check=True, timeout=280
-    )
-    facts: Facts = json.loads(done.stdout.splitlines()[-1])
-    return facts
+    return facts_of("engine_facts", *checkpoints, told=further)
 
 
 @pytest.fixture(scope="session")
@@ -122,6 +114,7 @@ def test_an_engine_that_goes_back_equals_what_it_was(updated: Facts) -> None:
     assert set(updated["back"]["single"]["versions"]) == {7}
 
 
+@pytest.mark.nightly  # test_vllm_install.py has a short case of it
 def test_tied_embeddings_are_updated_like_all_else(tied: tuple[Facts, Facts]) -> None:
     updated, fresh = tied
     check_parity(updated["updated"], fresh["base"])
@@ -211,7 +204,8 @@ import asyncio, sys
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.settings import VllmSettings
 async def main():
-    settings = VllmSettings(enforce_eager=True, max_model_len=128, threads=int(sys.argv[2]), kv_cache_mib=64)
+    threads = int(sys.argv[2])
+    settings = VllmSettings(dtype="float32", enforce_eager=True, max_model_len=128, threads=threads, kv_cache_mib=64)
     await VllmEngine(sys.argv[1], 4, settings).start()
     print("up", flush=True)
     await asyncio.sleep(600)
@@ -220,7 +214,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("threads", [1, 0], ids=["forked", "spawned"])
+@pytest.mark.parametrize(
+    "threads",
+    [pytest.param(1, id="forked"), pytest.param(0, id="spawned", marks=pytest.mark.nightly)],
+)
 async def test_a_killed_worker_takes_its_engine_with_it(
     checkpoints: tuple[Path, Path], tmp_path: Path, threads: int
 ) -> None:

@@ -1,20 +1,14 @@
 """vLLM's loaders are understood, and a model that was updated, by whichever way, is that which is loaded fresh."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ebbtide.rollout_worker.engine.vllm import cpu_build
 from tests.e2e.exact_changes import write_changes
+from tests.e2e.facts import Facts, facts_of
 
-Facts = dict[str, Any]
-HERE = Path(__file__).parent
 EXACT = 1e-5
 #: Ranks add up in another order.
 CLOSE = 1e-3
@@ -22,14 +16,6 @@ CLOSE = 1e-3
 GROUPS = ["tensor_parallel", "pipeline_parallel", "experts_sharded", "fused_in_checkpoint"]
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def facts_of(script: str, *arguments: object, within_s: float = 280.0) -> Facts:
-    command = [sys.executable, str(HERE / script), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=within_s, env=environment)
-    facts: Facts = json.loads(done.stdout.splitlines()[-1])
-    return facts
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +27,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(checkpoints: Path) -> Facts:
     if not cpu_build.is_cpu_build():
         pytest.skip("these are a CPU build's facts")
-    return facts_of("loader_facts.py", checkpoints)
+    return facts_of("loader_facts", checkpoints)
 
 
 def same(one: Facts, other: Facts, within: float) -> bool:
@@ -143,7 +129,7 @@ def test_a_parameter_that_is_kept_in_another_order_is_found(seen: Facts) -> None
 
 def installed_with_changes(first: Path, second: Path, ranks: int) -> Facts:
     changes = write_changes(first, second, first / "changes")
-    return facts_of("rank_facts.py", first, second, changes, ranks)
+    return facts_of("rank_facts", first, second, changes, ranks)
 
 
 def test_two_ranks_are_updated_as_one_and_fail_as_one(seen: Facts, checkpoints: Path) -> None:

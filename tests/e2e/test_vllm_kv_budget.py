@@ -1,16 +1,11 @@
 """A real engine whose keys and values are cut: it obeys at once, loses no token, and goes on exactly."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Facts = dict[str, Any]
-FACTS = Path(__file__).with_name("kv_budget_facts.py")
+from tests.e2e.facts import Facts, facts_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -18,10 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def facts(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Facts:
     page = tmp_path_factory.mktemp("grants") / "worker.page"
-    command = [sys.executable, str(FACTS), str(make_checkpoint(1)), str(page)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=280)
-    found: Facts = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return facts_of("kv_budget_facts", make_checkpoint(1), page)
 
 
 def assert_the_same(whole: list[Facts], other: list[Facts]) -> None:

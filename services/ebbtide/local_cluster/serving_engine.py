@@ -17,6 +17,8 @@ _SHARED_CORES: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 _QUIET: Final = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+#: Our plugin ties the engine's process to the server's: nothing else ends it when the server is killed.
+_TIED: Final = {"EBBTIDE_ENGINE_TIED": "1"}
 _CPU: Final = (
     "--dtype", "bfloat16", "--enforce-eager",
     "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
@@ -52,7 +54,7 @@ def serving_engine(
     return Program(
         name=name,
         command=tethered(*command),
-        environment={**os.environ, **_QUIET, **cpu},
+        environment={**os.environ, **_QUIET, **_TIED, **cpu},
         log=log,
         ready=lambda: address if answers(address) else None,
         stage=stage,

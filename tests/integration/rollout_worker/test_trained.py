@@ -40,7 +40,6 @@ async def test_a_worker_that_missed_five_versions_gets_the_newest_for_what_chang
     assert pulled() - before < trainer.dense / 2
 
 
-@pytest.mark.xfail(strict=True, reason="the relay names it no peer; bytes of earlier tests hid that")
 async def test_a_late_joiner_of_another_host_gets_what_the_others_serve(
     houses: Houses, live: LiveRelay, trainer: Trainer, reads: Reads, tmp_path: Path
 ) -> None:

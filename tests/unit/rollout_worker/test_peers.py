@@ -50,6 +50,15 @@ async def test_a_worker_without_a_mirror_yet_has_nothing() -> None:
         await read(PeerBlobs(BlobCache(0), lambda: None, 4), bytes(32))
 
 
+async def test_what_is_held_is_sent_before_what_is_not_is_named() -> None:
+    cache = BlobCache(1 << 20)
+    cache.put(tile_digest(BLOB), BLOB)
+    blobs = PeerBlobs(cache, lambda: None, 4).blobs([bytes(32), tile_digest(BLOB)], "r1")
+    assert await anext(blobs) == (tile_digest(BLOB), BLOB)
+    with pytest.raises(VersionUnavailable, match="1 blobs"):
+        await anext(blobs)
+
+
 async def test_a_blob_on_its_way_is_waited_for_and_one_that_does_not_come_is_refused() -> None:
     cache = BlobCache(1 << 20)
     shelf = PeerBlobs(cache, lambda: None, 4)

@@ -38,28 +38,33 @@ class PeerBlobs:
     async def blobs(self, digests: Sequence[bytes], reader: str) -> AsyncGenerator[tuple[bytes, bytes], None]:
         """The blobs in the order asked for; one that is still arriving is waited for.
 
-        Raises `NoCapacity` beyond so many readers, `VersionUnavailable` for a blob neither here nor arriving.
+        Raises `NoCapacity` beyond so many readers, and after all other blobs `VersionUnavailable` if some are neither
+        here nor arriving: of an old anchor and the patches that follow it, a worker holds the patches alone.
         """
         if reader not in self.streams and len(self.streams) == self._most:
             raise NoCapacity(f"{self._most} readers are served already; ask another source", retry_after_s=_RETRY_S)
         self.streams[reader] += 1
         metrics.PEER_STREAMS.set(self.streams.total())
+        lacking: list[bytes] = []
         try:
             for digest in digests:
-                data = await self._blob(digest)
+                if (data := await self._blob(digest)) is None:
+                    lacking.append(digest)
+                    continue
                 metrics.SERVED_BYTES.inc(len(data))
                 yield digest, data
+            if lacking:
+                what = f"{len(lacking)} blobs, {lacking[0].hex()[:16]} first"
+                raise VersionUnavailable(f"this worker does not hold {what}; ask another source")
         finally:
             self.streams[reader] -= 1
             self.streams += Counter()  # forgets readers without a stream
             metrics.PEER_STREAMS.set(self.streams.total())
 
-    async def _blob(self, digest: bytes) -> bytes:
+    async def _blob(self, digest: bytes) -> bytes | None:
         data = self._cache.get(digest) or await self._dense(digest) or await self._cache.wait(digest, _PATIENCE_S)
         # A blob that the cache did not keep has reached the mirror by now.
-        if data is None and (data := await self._dense(digest)) is None:
-            raise VersionUnavailable(f"this worker does not hold {digest.hex()[:16]}; ask another source")
-        return data
+        return await self._dense(digest) if data is None else data
 
     async def _dense(self, digest: bytes) -> bytes | None:
         mirror = self._mirror()

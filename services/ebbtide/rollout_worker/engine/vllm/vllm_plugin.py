@@ -1,7 +1,8 @@
 """vLLM's general plugin (entry point `vllm.general_plugins`): it runs in every process that vLLM starts.
 
-It does nothing but name our weight transfer, except below a rollout-worker, where it ties each engine process's
-life to its parent's: a worker that is killed takes its engine with it. On CPUs an engine runs at a lower priority.
+It names our weight transfer. Below a rollout-worker it also ties each engine process's life to its parent's: a worker
+that is killed takes its engine with it. On CPUs such an engine runs at a lower priority. A serving engine of a local
+cluster is tied too, at its own priority.
 """
 
 import multiprocessing
@@ -16,6 +17,8 @@ BACKEND: Final = "ebbtide"
 EXTENSION: Final = "ebbtide.rollout_worker.engine.vllm.weights.tile_transfer.WorkerExtension"
 #: Set by the rollout-worker that owns the engine processes below it.
 _OWNER: Final = "EBBTIDE_ENGINE_OWNER_PID"
+#: Set for the serving engine of a local cluster.
+_TIED: Final = "EBBTIDE_ENGINE_TIED"
 
 _registered = False
 
@@ -31,11 +34,12 @@ def register() -> None:
         )
         _registered = True
     parent = multiprocessing.parent_process()
-    if os.environ.get(_OWNER) and parent is not None and parent.pid is not None:
+    owned = bool(os.environ.get(_OWNER))
+    if (owned or os.environ.get(_TIED)) and parent is not None and parent.pid is not None:
         from ebbtide.runtime import die_with_parent
 
         die_with_parent(parent.pid)
-        if cpu_build.is_cpu_build():
+        if owned and cpu_build.is_cpu_build():
             cpu_build.yield_to(parent.pid)
 
 
