@@ -1,17 +1,25 @@
-"""Settings of a rollout-worker."""
+"""Defines the settings of a rollout-worker."""
 
-from typing import Annotated, Literal
+import os
+from pathlib import Path
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct, field
 
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.rollout_worker.shared_host import shared_folder
 from ebbtide.runtime import ProcessSettings
 from ebbtide.types.fleet import WorkerKind
 
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - the folder below it is this user's alone, or refused
+
+
+def shared_folder() -> str:
+    """A folder for each user in shared memory; empty where there is none."""
+    return str(_SHARED_MEMORY / f"ebbtide-{os.geteuid()}") if _SHARED_MEMORY.is_dir() else ""
+
 
 class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the engine; what is not here goes into `engine_args`."""
+    """Settings of the vLLM engine; all others go into `engine_args`."""
 
     dtype: Annotated[str, Meta(description="auto, float32, bfloat16 or float16")] = "auto"
     tensor_parallel_size: Annotated[int, Meta(ge=1, description="devices that share one model")] = 1
@@ -24,7 +32,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the engine that follows a script instead of a model, for tests and for measuring everything else."""
+    """Settings of the engine that follows a script, for tests and for measurements of everything else."""
 
     step_s: Annotated[float, Meta(ge=0, description="seconds for a token of each rollout, up to the plateau")] = 0.01
     plateau: Annotated[int, Meta(ge=0, description="rollouts from which on tokens/s stay flat in all; 0: none")] = 0
@@ -50,11 +58,10 @@ class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the worker.
+    """Settings of the worker.
 
-    Two engines on the same cores: OpenMP threads that spin while they wait (the default) destroy both, so the served
-    engine is to be started with OMP_WAIT_POLICY=PASSIVE; a borrowed one sets it by itself, and is best given
-    `vllm.threads` of 1.
+    With two engines on the same cores, spinning OpenMP threads (the default) ruin both. Start the served engine with
+    OMP_WAIT_POLICY=PASSIVE; a borrowed one sets it itself, and works best with `vllm.threads` of 1.
     """
 
     coordinator: Annotated[
