@@ -1,4 +1,4 @@
-"""What a worker measures."""
+"""Defines the metrics of a worker."""
 
 from ebbtide import telemetry
 
