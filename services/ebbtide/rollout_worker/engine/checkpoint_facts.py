@@ -1,4 +1,4 @@
-"""What a checkpoint directory says about itself, read from its JSON files and safetensors headers alone."""
+"""Reads a checkpoint directory's facts from its JSON files and safetensors headers alone."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ _MAX_HEADER: Final = 100_000_000
 
 
 def check_directory(path: str) -> Path:
-    """The directory `path`, if it holds a Hugging Face checkpoint in safetensors. Raises `InvalidRequest`."""
+    """The directory `path`. Raises `InvalidRequest` unless it holds a Hugging Face checkpoint in safetensors."""
     if not path:
         raise InvalidRequest("is required: give a Hugging Face checkpoint directory", field="model")
     root = Path(path)
@@ -51,7 +51,7 @@ def architecture(shapes: Shapes) -> str:
 
 
 def misfits(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
-    """Up to three tensors that only one of both has, or that have another shape in each; empty if they agree."""
+    """Up to three tensors that only one side has, or whose shapes differ; empty if both agree."""
     names = sorted(found.keys() ^ wanted.keys())
     names = names or sorted(name for name, shape in found.items() if tuple(shape) != tuple(wanted[name]))
     return ", ".join(names[:3])
@@ -81,7 +81,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file. Raises `InvalidRequest` if it is none."""
+    """The header of a safetensors file. Raises `InvalidRequest` for any other file."""
     try:
         with file.open("rb") as source:
             (size,) = struct.unpack("<Q", source.read(8))
