@@ -28,20 +28,15 @@ class DeviceLease:
     def __init__(self, page: Page) -> None:
         """`page`: of the borrowed engine, which reads the lease there."""
         self._page = page
-        self._wanted = True
+        self.wanted = True  # whether the coordinator wants this host borrowed
         self._granted_at = -math.inf
         self.connected = False  # whether a guard gives grants
         self.forecast = Forecast()
         self.residency = Residency.AWAKE  # where the newest grant wishes the weights
 
-    @property
-    def wanted(self) -> bool:
-        """Whether the coordinator wants this host borrowed."""
-        return self._wanted
-
     def want(self, *, wanted: bool) -> None:
         """Let the lease be renewed or not. It ends at once when the host is not wanted."""
-        self._wanted = wanted
+        self.wanted = wanted
         if not wanted:
             self._page.renew(0.0)
 
@@ -55,7 +50,7 @@ class DeviceLease:
             if blocks != self._page.kv_blocks:
                 self._page.limit_kv(blocks)
         self.residency, self._granted_at = grant.residency, time.monotonic()
-        free = self._wanted and grant.tokens > 0
+        free = self.wanted and grant.tokens > 0
         self._page.renew(time.monotonic() + min(grant.expires_s, GRANT_S) if free else 0.0)
 
     def end(self) -> None:

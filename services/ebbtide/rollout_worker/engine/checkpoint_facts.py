@@ -3,7 +3,7 @@
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,18 +30,17 @@ def check_directory(path: str) -> Path:
 
 def tensor_shapes(root: Path) -> Shapes:
     """Names and shapes of all tensors of the checkpoint. Raises `InvalidRequest` for an unreadable header."""
-    found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(root.glob("*.safetensors")):
-        for name, entry in header(file).items():
-            if name != "__metadata__":
-                found[name] = tuple(entry["shape"])
-    return found
+    return {name: tuple(entry["shape"]) for name, entry in _tensors(root)}
 
 
 def tensor_dtypes(root: Path) -> dict[str, str]:
     """The data types of all tensors of the checkpoint, in safetensors' names."""
-    headers = [header(file) for file in sorted(root.glob("*.safetensors"))]
-    return {name: entry["dtype"] for one in headers for name, entry in one.items() if name != "__metadata__"}
+    return {name: entry["dtype"] for name, entry in _tensors(root)}
+
+
+def _tensors(root: Path) -> Iterator[tuple[str, Any]]:
+    for file in sorted(root.glob("*.safetensors")):
+        yield from ((name, entry) for name, entry in header(file).items() if name != "__metadata__")
 
 
 def architecture(shapes: Shapes) -> str:

@@ -107,7 +107,7 @@ class LocalAttempts:
         self.holds = GenerationHolds()
         self.holds.watch(self._owe)
         self.tokens = 0
-        self._busy_s, self._busy_since = 0.0, 0.0
+        self._busy_s = self._busy_since = 0.0
         self._owing_since = 0.0  # time of the newest token, or since then of new work or a changed hold
 
     def __contains__(self, attempt_id: str) -> bool:
@@ -184,8 +184,7 @@ class LocalAttempts:
             self._fail(error)
 
     def release(self, refs: Iterable[AttemptRef], why: HandBack) -> None:
-        """Stop generating for these; each is handed back once all its tokens are stored. Finished attempts finish
-        normally; unknown ones are ignored."""
+        """Hand these back, each once all its tokens are stored. Finished and unknown ones are ignored."""
         for ref in refs:
             held = self._held.get(ref.attempt_id)
             if held is None or held.releasing or held.task is None:
@@ -197,8 +196,7 @@ class LocalAttempts:
                 held.task.cancel()
 
     async def hand_over(self, why: HandBack, *, patience_s: float) -> None:
-        """Stop all generation; each attempt is released once its tokens are stored. `patience_s`: time for a busy
-        engine to pause."""
+        """Stop all generation; release each attempt once it is stored. `patience_s`: for a busy engine to pause."""
         self.holds.begin("drain")
         try:
             async with asyncio.timeout(patience_s):

@@ -1,7 +1,6 @@
 """Installs the policy versions that the coordinator wishes for.
 
-A version is pulled into the mirror while generation goes on; generation pauses for the install alone. `install_states`
-defines the states in between.
+Generation goes on during a pull; only the install pauses it. `install_states` defines the states in between.
 
 Invariant: `current` is what the engine serves, whole. Only this module changes it, and admits no attempt meanwhile
 (`installing`): so an attempt is judged by the version that makes its first token. At most one version is pulled or
@@ -239,8 +238,7 @@ class Installer:
         return pause_s
 
     def rest(self) -> bool:
-        """Install nothing until `restore`, as the engine gives its weights up. False if it cannot do so now: it serves
-        no version, or another one is on its way."""
+        """Install nothing until `restore`. False if that is impossible: no version is served, or another one comes."""
         if self.current is None or self._wish != self.current or self._state is not InstallState.IDLE:
             return False
         self._go(InstallEvent.REST)

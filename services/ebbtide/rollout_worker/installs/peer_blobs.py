@@ -120,13 +120,13 @@ def check_reachable(settings: WorkerSettings) -> None:
     listen, advertise = settings.peer_listen, settings.peer_advertise
     if not listen:
         if advertise:
-            raise InvalidRequest("is of no use to a worker that serves nobody: set peer_listen", field="peer_advertise")
+            raise InvalidRequest("is useless to a worker that serves no peers: set peer_listen", field="peer_advertise")
         return
     if check_address(listen, field="peer_listen").startswith("unix:"):
         raise InvalidRequest("other machines reach no unix: socket: give host:port", field="peer_listen")
     host = (advertise or listen).rpartition(":")[0].strip("[]")
     if host in _ANYWHERE:
-        raise InvalidRequest(f"is required: nobody reaches a worker at {host}", field="peer_advertise")
+        raise InvalidRequest(f"is required: no peer reaches a worker at {host}", field="peer_advertise")
     check_peer(advertise or listen, field="peer_advertise" if advertise else "peer_listen")
     with _as_peer_listen():
         server_settings(listen, settings.client).credentials()

@@ -112,7 +112,7 @@ class WeightStore:
         self._install_s = 0.0  # for which its install held generation
         self._refused: PolicyVersion | None = None  # the engine's last refusal
         self._in_doubt = False  # the mirror's digests must be computed again before the next use
-        self._needs = EngineNeeds(engine, in_place=settings.engine == "vllm" and not is_cpu_build())
+        self._needs = EngineNeeds(engine, in_place=_in_place(settings))
         self._mirrors = HostMirrors(folder, settings.pull_patience_s)
         cache = BlobCache(settings.peer_cache_mib * _MIB)
         self._shelf = PeerBlobs(cache, lambda: self._mirrors.current, settings.peer_readers)
@@ -216,8 +216,7 @@ class WeightStore:
         self._served = manifest
 
     def refused(self, version: PolicyVersion) -> None:
-        """The engine refused a version's file. The next try hashes the whole mirror again, once for each version: the
-        fault may be the engine's or the version's."""
+        """The engine refused a version's file: the next try hashes the mirror again, once for each version."""
         self._in_doubt = self._in_doubt or version != self._refused
         self._refused = version
 
@@ -235,8 +234,7 @@ class WeightStore:
         self._news.set()
 
     async def tell_relay(self) -> None:
-        """Keep telling the relay what this worker holds, forever. Otherwise the relay knows it as a holder only during
-        pulls."""
+        """Report what this worker holds to the relay, forever: otherwise it is known as a holder only during pulls."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -286,6 +284,11 @@ def threads_for(settings: WorkerSettings) -> DigestThreads:
         return DigestThreads()
     on_cores = settings.engine == "vllm" and is_cpu_build()
     return DigestThreads(1, niceness=_NICENESS) if on_cores else DigestThreads(niceness=_NICENESS)
+
+
+def _in_place(settings: WorkerSettings) -> bool:
+    """Whether the engine applies changes to weights where they are. CPU builds load packed copies of them."""
+    return settings.engine == "vllm" and not is_cpu_build()
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:

@@ -5,13 +5,16 @@ The watch lasts as long as the worker. Its failures are logged, rarely, and neve
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, Protocol
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.notices.metadata import MetadataServer
+from ebbtide.rollout_worker.notices.aws import SpotProbe
+from ebbtide.rollout_worker.notices.azure import ScheduledEventsProbe
+from ebbtide.rollout_worker.notices.gcp import PreemptionProbe
+from ebbtide.rollout_worker.notices.metadata import MetadataServer, Notice
 from ebbtide.rpc.backoff import pauses
 
 log = telemetry.get_logger(__name__)
@@ -20,13 +23,6 @@ Cloud = Literal["aws", "gcp", "azure"]
 
 #: Interval of log lines about a failing server.
 _LOG_EVERY_S: Final = 600.0
-
-
-class Notice(NamedTuple):
-    """The worker should leave this machine within so many seconds."""
-
-    within_s: float
-    reason: str  # names the one event
 
 
 class Probe(Protocol):
@@ -40,20 +36,11 @@ class Probe(Protocol):
         ...
 
 
-def make_probe(cloud: Cloud, server: MetadataServer) -> Probe:
-    match cloud:
-        case "aws":
-            from ebbtide.rollout_worker.notices.aws import SpotProbe
-
-            return SpotProbe(server)
-        case "gcp":
-            from ebbtide.rollout_worker.notices.gcp import PreemptionProbe
-
-            return PreemptionProbe(server)
-        case "azure":
-            from ebbtide.rollout_worker.notices.azure import ScheduledEventsProbe
-
-            return ScheduledEventsProbe(server)
+PROBES: Final[Mapping[Cloud, Callable[[MetadataServer], Probe]]] = {
+    "aws": SpotProbe,
+    "gcp": PreemptionProbe,
+    "azure": ScheduledEventsProbe,
+}
 
 
 async def watch(
@@ -68,7 +55,7 @@ async def watch(
         raise InvalidRequest(f"{url!r} is no address: give http://HOST", field="metadata_url")
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(MetadataServer(url))
-        probe = make_probe(cloud, server)
+        probe = PROBES[cloud](server)
         known: set[str] = set()
         waits, logged = pauses(0.25, 4.0), float("-inf")
         while True:

@@ -10,8 +10,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from ebbtide.rollout_worker.notices import Notice
-from ebbtide.rollout_worker.notices.metadata import MetadataAnswer, MetadataServer, parse_date
+from ebbtide.rollout_worker.notices.metadata import MetadataAnswer, MetadataServer, Notice, parse_date
 
 _TOKEN_TTL_S: Final = 21600
 _NOTICE_S: Final = 120.0

@@ -12,8 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import Unavailable
-from ebbtide.rollout_worker.notices import Notice
-from ebbtide.rollout_worker.notices.metadata import MetadataAnswer, MetadataServer, parse_date
+from ebbtide.rollout_worker.notices.metadata import MetadataAnswer, MetadataServer, Notice, parse_date
 
 _HEADERS: Final = {"Metadata": "true"}
 _EVENTS: Final = "/metadata/scheduledevents?api-version=2020-07-01"

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ebbtide.errors import Unavailable
-from ebbtide.rollout_worker.notices import Notice
-from ebbtide.rollout_worker.notices.metadata import MetadataServer
+from ebbtide.rollout_worker.notices.metadata import MetadataServer, Notice
 
 _HEADERS: Final = {"Metadata-Flavor": "Google"}
 _PATH: Final = "/computeMetadata/v1/instance/preempted"

@@ -22,6 +22,13 @@ MARGIN_S: Final = 5.0
 _LEAST_S: Final = 2.0
 
 
+class Notice(NamedTuple):
+    """The worker should leave this machine within so many seconds."""
+
+    within_s: float
+    reason: str  # names the one event
+
+
 class MetadataAnswer(NamedTuple):
     status: int
     headers: Mapping[str, str]

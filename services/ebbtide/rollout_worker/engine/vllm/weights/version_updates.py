@@ -35,7 +35,7 @@ class VersionUpdates:
         """Let the processes learn what they read of a version. Raises `InvalidRequest` if none can be installed."""
         try:
             await llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
-            return cls(llm, shapes, dtypes, await _ask(llm, "report"))
+            return cls(llm, shapes, dtypes, await ask_ranks(llm, "report"))
         except Exception as error:
             raise InvalidRequest(f"cannot take new weights: {error}", field="model") from error
 
@@ -49,8 +49,9 @@ class VersionUpdates:
             how = await self._how(changes, entries)
             if how.reason:
                 log.info("installing by a reload", version=version, reason=how.reason)
-            await _ask(self._llm, "open_files", weights=str(weights), changes=str(changes) if how.in_place else None)
-            while any(await _ask(self._llm, "touch")):
+            given = str(changes) if how.in_place else None
+            await ask_ranks(self._llm, "open_files", weights=str(weights), changes=given)
+            while any(await ask_ranks(self._llm, "touch")):
                 pass
         except Exception as error:
             await self._close(error)
@@ -71,11 +72,11 @@ class VersionUpdates:
 
     async def drop(self) -> None:
         """Give the weights' memory back; generation stands still until a whole version is applied."""
-        await _ask(self._llm, "drop")
+        await ask_ranks(self._llm, "drop")
 
     async def _close(self, refusal: Exception) -> None:
         try:
-            await _ask(self._llm, "close_files")
+            await ask_ranks(self._llm, "close_files")
         except Exception as error:
             raise EngineFailed(f"a version's files cannot be closed ({error}) after {refusal}") from error
 
@@ -86,7 +87,7 @@ class VersionUpdates:
         return version_files.how_to_install(refused, self._obstacles)
 
 
-async def _ask(llm: Any, step: str, **arguments: Any) -> list[Any]:
+async def ask_ranks(llm: Any, step: str, **arguments: Any) -> list[Any]:
     """One answer of each rank."""
     found: list[Any] = await llm.collective_rpc("ebbtide", args=(step,), kwargs=arguments)
     return found
