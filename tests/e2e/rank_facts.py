@@ -13,6 +13,7 @@ from ebbtide.errors import EbbtideError
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.vllm import cpu_build
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
+from ebbtide.rollout_worker.engine.vllm.weights.version_updates import ask_ranks
 from ebbtide.rollout_worker.settings import VllmSettings
 
 Facts = dict[str, Any]
@@ -58,7 +59,7 @@ async def main(first: str, second: str, changes: str, ranks: str) -> None:
     engine = VllmEngine(first, 4, settings)
     try:
         await engine.start()
-        reports = await engine._updates._ask("report")
+        reports = await ask_ranks(engine._llm, "report")
         facts: Facts = {"boxes": engine.boxes, "reports": reports, "base": await ask(engine, 0)}
         other = Path(second) / "model.safetensors"
         await engine.install(1, other, Path(changes))

@@ -1,1 +1,1 @@
-"""The rollout-worker: one engine that generates, streams what it generated, and installs the versions it pulled."""
+"""The rollout-worker generates on one engine, streams its tokens, and installs the versions that it pulls."""

@@ -1,4 +1,4 @@
-"""`ebbtide rollout-worker`, also as `python -m ebbtide.rollout_worker`."""
+"""Runs `ebbtide rollout-worker`, also as `python -m ebbtide.rollout_worker`."""
 
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.runtime import Shutdown, run

@@ -1,8 +1,8 @@
-"""Holds what the serving-guard grants to this worker now: the lease of the device, and what it forecasts.
+"""Holds what the serving-guard grants to this worker now: the lease of the device, and a forecast.
 
-Invariant: the lease in the page ends at most `GRANT_S` behind the newest grant, at once with the stream that brought
-it, and it is never renewed while the coordinator does not want this host borrowed. So without a guard, or with one that
-hangs, the engine stands still by itself. Nothing of this outlives the process.
+Invariant: the lease in the page ends at most `GRANT_S` after the newest grant, at once when the stream of grants ends,
+and it is never renewed while the coordinator does not want this host borrowed. So the engine stands still by itself
+when the guard is gone or hangs. Nothing of this outlives the process.
 """
 
 import asyncio
@@ -18,32 +18,25 @@ log = telemetry.get_logger(__name__)
 
 #: Longest time that an install waits for a spell: without one it disturbs the served requests, but the run waits, too.
 _PATIENCE_S: Final = 5.0
-#: Between two looks for a grant then.
+#: Interval of looks for a grant then.
 _PAUSE_S: Final = 0.01
 
 
 class DeviceLease:
-    """The installer's `Lender`."""
+    """The lease, for the engine (through the page) and for installs."""
 
     def __init__(self, page: Page) -> None:
-        """`page`: of a borrowed engine, which reads the lease there."""
+        """`page`: of the borrowed engine, which reads the lease there."""
         self._page = page
-        self._wanted = True
+        self.wanted = True  # whether the coordinator wants this host borrowed
         self._granted_at = -math.inf
-        #: Whether a guard gives grants.
-        self.connected = False
+        self.connected = False  # whether a guard gives grants
         self.forecast = Forecast()
-        #: Where the newest grant wishes the weights.
-        self.residency = Residency.AWAKE
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the coordinator wants this host borrowed."""
-        return self._wanted
+        self.residency = Residency.AWAKE  # where the newest grant wishes the weights
 
     def want(self, *, wanted: bool) -> None:
-        """The lease ends at once when the host is not wanted."""
-        self._wanted = wanted
+        """Let the lease be renewed or not. It ends at once when the host is not wanted."""
+        self.wanted = wanted
         if not wanted:
             self._page.renew(0.0)
 
@@ -57,7 +50,7 @@ class DeviceLease:
             if blocks != self._page.kv_blocks:
                 self._page.limit_kv(blocks)
         self.residency, self._granted_at = grant.residency, time.monotonic()
-        free = self._wanted and grant.tokens > 0
+        free = self.wanted and grant.tokens > 0
         self._page.renew(time.monotonic() + min(grant.expires_s, GRANT_S) if free else 0.0)
 
     def end(self) -> None:
@@ -66,12 +59,12 @@ class DeviceLease:
         self.connected, self.forecast, self._granted_at = False, Forecast(), -math.inf
 
     async def spell(self, seconds: float) -> None:
-        """Wait until no request is inside the serving engine and probably none will be for so long, so that the device
-        is free for work other than steps; but not for ever."""
+        """Wait, within bounds, until the serving engine has no request and probably gets none for so long: then the
+        device is free for work other than steps."""
         end = time.monotonic() + _PATIENCE_S
         while not self._spell_of(seconds):
             if time.monotonic() > end:
-                log.warning("no grant for so long came: going on without one", waited_s=_PATIENCE_S, wanted_s=seconds)
+                log.warning("no spell came: going on without one", waited_s=_PATIENCE_S, wanted_s=seconds)
                 return
             await asyncio.sleep(_PAUSE_S)
 
@@ -81,6 +74,6 @@ class DeviceLease:
         return bool(idle) and (not forecast or forecast >= seconds)
 
     def may_wake(self) -> bool:
-        """Whether the guard wishes the weights awake, in a grant that holds. That is the permission to load them: the
-        guard gives neither tokens nor a budget to an engine that does not have any."""
+        """Whether a grant that still holds wishes the weights awake. That is the permission to load them: an engine
+        without weights gets neither tokens nor a budget."""
         return self.residency is Residency.AWAKE and time.monotonic() - self._granted_at < GRANT_S

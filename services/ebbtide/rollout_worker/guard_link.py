@@ -1,8 +1,8 @@
 """Borrows the device from the serving-guard of its host: grants come in, reports of the engine go out.
 
-Invariant: grants go to the `DeviceLease` alone, which ends with the stream. A guard that is not there is looked for
-again, for ever: the worker stays attached, and its heartbeats say that it may not generate. Nothing of this outlives
-the process; the next one begins with Hello.
+Invariant: grants go to the `DeviceLease` alone, which ends with the stream. Without a guard, this retries forever: the
+worker stays attached, and its heartbeats say that it may not generate. Nothing of this outlives the process; the next
+one begins with Hello.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ log = telemetry.get_logger(__name__)
 
 #: Interval of reports to the guard while something changes.
 _REPORT_S: Final = 0.1
-#: Report interval when nothing changed. The guard takes a worker that is silent for a second for one that hangs.
+#: Report interval when nothing changed. The guard assumes that a worker hangs after a second of silence.
 _NO_NEWS_S: Final = 0.4
 #: Interval of looks whether the engine may generate.
 _LOOK_S: Final = 0.05
-#: The tokens of an engine that stood still for so long are flushed: it will probably not go on in this moment.
+#: Tokens are flushed when the engine has stood still for so long: it will probably not go on soon.
 _STILL_S: Final = 0.1
-#: After so long the coordinator is told to expect nothing of the engine.
+#: After so long, heartbeats say to expect no tokens.
 _HELD_S: Final = 0.25
-#: After a stream that lasted so long, the next one is opened soon.
+#: After a stream of this length, the next one opens soon.
 _LONG_S: Final = 10.0
 _HOLD: Final = "grant"
 
@@ -66,15 +66,15 @@ class GuardLink:
         self._stub, self._target, self._engine, self._attempts = stub, target, engine, attempts
         self._page, self._lease, self._sleeping = engine.page, lease, sleeping
         self._worker_id, self._slots = worker_id, slots
-        self._news = asyncio.Event()  # set when the guard is to be told at once
-        self._reason = ""  # for which there is no guard
+        self._news = asyncio.Event()  # set when a report is due at once
+        self._reason = ""  # why there is no guard
         self._wished = asyncio.Event()  # set when the weights are not where the newest grant wishes them
-        self._able_at = time.monotonic()  # when the engine was last seen to generate, or to be free to
+        self._able_at = time.monotonic()  # when the engine last generated, or could
         self._flushed = True
 
     @property
     def state(self) -> BorrowedState:
-        """For the coordinator: what this worker may expect."""
+        """The state of the loan, for heartbeats."""
         forecast = self._lease.forecast
         return BorrowedState(
             granted=_HOLD not in self._attempts.holds and self._lease.connected,
@@ -85,14 +85,14 @@ class GuardLink:
         )
 
     def want(self, *, wanted: bool, reason: str) -> None:
-        """Told by the coordinator whether this host is to be borrowed."""
+        """Apply the coordinator's decision whether to borrow this host."""
         if wanted != self._lease.wanted:
             log.info("to be borrowed" if wanted else "not to be borrowed", reason=reason)
         self._lease.want(wanted=wanted)
         self._news.set()
 
     async def run(self) -> None:
-        """Hold one stream to the guard after the other, for ever."""
+        """Keep a stream to the guard open, forever."""
         waits = pauses(0.05, 1.0)
         while True:
             began = time.monotonic()
@@ -106,13 +106,13 @@ class GuardLink:
             await asyncio.sleep(next(waits))
 
     async def watch(self) -> None:
-        """Hold generation and flush tokens while the engine stands still, for ever."""
+        """Hold generation and flush tokens while the engine stands still, forever."""
         while True:
             self._look()
             await asyncio.sleep(_LOOK_S)
 
     async def move(self) -> None:
-        """Move the weights to where the guard wishes them, for ever. Raises `EngineFailed`."""
+        """Move the weights to where the guard wishes them, forever. Raises `EngineFailed`."""
         while True:
             await self._wished.wait()
             self._wished.clear()
@@ -187,9 +187,9 @@ class GuardLink:
         )
 
     def _look(self) -> None:
-        """Hold generation unless the engine generates, or could."""
+        """Hold generation unless the engine generates or could."""
         now, steps, holds = time.monotonic(), self._page.steps(), self._attempts.holds
-        # Requests that wait while none runs lack memory: a budget alone does not help them.
+        # Requests that wait while none runs lack memory: a budget does not help them.
         without = not self._page.kv_blocks or (steps.waiting and not steps.running)
         starved = self._at is not Residency.AWAKE or (steps.kv_total and without)
         if steps.stepping or (self._page.budget().tokens and not starved):
@@ -206,14 +206,14 @@ class GuardLink:
             metrics.GRANTED.set(still_s <= _HELD_S)
 
     def _say_apart(self, reason: str) -> None:
-        """Log each reason once: a guard may be away for long, and that is normal."""
+        """Log each reason once: a guard may well be away for long."""
         if reason != self._reason:
             log.info("without a guard: the engine stands still", reason=reason)
             self._reason = reason
 
 
 def family(pid: int) -> Iterator[int]:
-    """A process and all below it; of this very process, itself alone."""
+    """A process and its descendants; this very process alone."""
     yield pid
     if pid == os.getpid():
         return

@@ -1,4 +1,4 @@
-"""What a worker measures."""
+"""Defines the metrics of a worker."""
 
 from ebbtide import telemetry
 
@@ -9,7 +9,7 @@ UNACKNOWLEDGED = telemetry.gauge("worker_unacknowledged_tokens", "tokens generat
 FLUSH_SECONDS = telemetry.histogram("worker_flush_seconds", "from sending tokens to their acknowledgement")
 ATTEMPTS = telemetry.counter("worker_attempts_total", "attempts ended", ("outcome",))
 INSTALLS = telemetry.counter("worker_installs_total", "policy versions installed or refused", ("outcome",))
-ENGINE_STARTS = telemetry.counter("worker_engine_starts_total", "engines started anew for another architecture")
+ENGINE_STARTS = telemetry.counter("worker_engine_starts_total", "engines restarted for another architecture")
 PULL_SECONDS = telemetry.histogram("worker_pull_seconds", "from wanting a version to holding all of it, verified")
 PULLED_BYTES = telemetry.counter("worker_pulled_bytes_total", "bytes of weights fetched, by their source", ("kind",))
 TILES = telemetry.counter("worker_tiles_total", "tiles of wanted versions, fetched or there already", ("outcome",))

@@ -1,4 +1,4 @@
-"""Runs a worker: boots the engine, stays attached, and hands everything over at the end."""
+"""Runs a worker: boots the engine, stays attached, and hands all attempts over at the end."""
 
 import asyncio
 import os
@@ -6,6 +6,7 @@ import random
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import JITTER, Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
+from ebbtide.rollout_worker.installs.install_reports import InstallReports
 from ebbtide.rollout_worker.installs.installer import Installer
 from ebbtide.rollout_worker.installs.peer_blobs import check_reachable
 from ebbtide.rollout_worker.installs.weight_store import WeightStore
@@ -41,23 +43,23 @@ from ebbtide.v1.weights_pb2_grpc import WeightsStub
 
 log = telemetry.get_logger(__name__)
 
-#: How long the coordinator may take to close the streams of a worker that has handed everything over.
+#: Time for the coordinator to close the streams after the hand-over,
 _GOODBYE_S: Final = 5.0
-#: They may take no longer than this behind the time by which all was to be handed over.
+#: but no more than this after its deadline.
 _LAST_S: Final = 0.5
-#: A failed process ends ten seconds later in any case (`runtime`); this leaves time to hand over.
+#: Time to hand over after a failure: the process ends ten seconds after it in any case (`runtime`).
 _FAILED_S: Final = 8.0
 
 
 def make_engine(settings: WorkerSettings, borrowed: BorrowedEngine | None = None) -> Engine:
-    """The engine that the settings name. Raises `InvalidRequest` for a model it cannot boot from."""
+    """The engine that the settings name. Raises `InvalidRequest` for a model that it cannot boot from."""
     if borrowed is None and settings.change_architecture:
         return ChangingEngine(lambda model: _engine(settings, model), settings.change_max_mib << 20)
     return _engine(settings, None, borrowed)
 
 
 def _engine(settings: WorkerSettings, model: Path | None, borrowed: BorrowedEngine | None = None) -> Engine:
-    """One of the checkpoint directory `model`, or of the worker's own."""
+    """An engine for the checkpoint directory `model`, or for the worker's own."""
     if settings.engine == "scripted":
         from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 
@@ -69,7 +71,7 @@ def _engine(settings: WorkerSettings, model: Path | None, borrowed: BorrowedEngi
 
 
 def _borrowed(settings: WorkerSettings, worker_id: str) -> BorrowedEngine | None:
-    """The page of a borrowed worker's engine. Raises `InvalidRequest` for a kind and a folder that do not match."""
+    """The grants of a borrowed worker's engine. Raises `InvalidRequest` for a kind and a folder that do not match."""
     if settings.kind is not WorkerKind.BORROWED:
         if settings.grant_dir:
             raise InvalidRequest("is for workers of kind borrowed: set that kind, or leave it out", field="grant_dir")
@@ -82,11 +84,11 @@ def _borrowed(settings: WorkerSettings, worker_id: str) -> BorrowedEngine | None
 
 
 async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
-    """Run one worker until it has left. Raises what keeps it from working."""
+    """Run one worker until it has left. Raises the failure that ends it."""
     worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
     telemetry.bind(worker_id=worker_id)
     check_reachable(settings)
-    addresses(settings.coordinator)  # an engine may take a minute to start: wrong settings are reported before
+    addresses(settings.coordinator)  # reports wrong settings early: an engine may take a minute to start
     check_address(settings.relay, field="relay")
     if settings.mirror_dir:
         check_mirrors(Path(settings.mirror_dir))
@@ -94,17 +96,17 @@ async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
     engine = make_engine(settings, borrowed)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.stop)
-        # The engine starts first: it may fork its processes, and no thread but this one should exist then.
+        # The engine starts first: it may fork its processes, which is safe only without other threads.
         info = await engine.start()
         log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
         coordinator = await stack.enter_async_context(LeaderChannel(settings.coordinator, settings.client))
         worker, store = await _assemble(stack, shutdown, settings, worker_id, engine, info, borrowed)
         telling = shutdown.spawn(store.tell_relay(), "presence")
-        stack.push_async_callback(_end, telling)  # it may not outlive the channel to the relay
-        await stack.enter_async_context(store.serving(worker.leaving))
+        stack.push_async_callback(_end, telling)  # before the channel to the relay closes
+        await stack.enter_async_context(store.listener.serving(worker.leaving))
         session = ControlSession(worker, coordinator, attached=_once(shutdown, worker_id))
         installing = shutdown.spawn(worker.installer.run(), "installer")
-        stack.push_async_callback(_end, installing)  # an install may not outlive the engine that it is for
+        stack.push_async_callback(_end, installing)  # before the engine stops
         store.warm_up()
         shutdown.spawn(throttle(engine, worker.outbox, worker.attempts), "throttle")
         streams = shutdown.spawn(session.run(), "streams")
@@ -112,7 +114,7 @@ async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
         if settings.notices != "none":
             from ebbtide.rollout_worker.notices import watch
 
-            # Begins once the engine is up: earlier notices can still be read then.
+            # Begins when the engine is up: earlier notices can still be read then.
             shutdown.spawn(watch(settings.notices, settings.metadata_url, worker.leave), "notices")
         await worker.leaving.wait()
         await _leave(worker, session, streams)
@@ -127,7 +129,7 @@ async def _assemble(
     info: EngineInfo,
     borrowed: BorrowedEngine | None,
 ) -> tuple[ControlHandler, WeightStore]:
-    """Make the parts around an engine that has booted. The only tasks that begin here are those to the host's guard."""
+    """Make the parts around a booted engine. Only the tasks of the link to the host's guard begin here."""
     outgoing, outbox = ControlOutbox(), _outbox(settings)
     ledger = stack.enter_context(Ledger(Path(settings.counter_file))) if settings.counter_file else None
     attempts = LocalAttempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
@@ -137,45 +139,30 @@ async def _assemble(
     stack.callback(store.close)
     lease = DeviceLease(borrowed.page) if borrowed else None
     changing = engine if isinstance(engine, ChangingEngine) else None
-    installer = Installer(engine, store, attempts, outgoing.put, lease, changing)
-    sleeping = _sleeping(engine, installer) if borrowed else None
-    borrowing = None
+    installer = Installer(engine, store, attempts, InstallReports(outgoing.put), lease, changing)
+    link = None
     if borrowed and lease:
-        borrowing = await _borrow(stack, shutdown, settings, worker_id, borrowed, lease, attempts, sleeping)
-    return ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing, borrowing), store
-
-
-async def _borrow(
-    stack: AsyncExitStack,
-    shutdown: Shutdown,
-    settings: WorkerSettings,
-    worker_id: str,
-    borrowed: BorrowedEngine,
-    lease: DeviceLease,
-    attempts: LocalAttempts,
-    sleeping: WeightSleep | None,
-) -> GuardLink:
-    """Begin to borrow from the guard of the host, be it there yet or not."""
-    found_at = socket_path(borrowed.path.parent)
-    stub = GrantsStub(await stack.enter_async_context(open_socket(found_at)))
-    stack.callback(borrowed.close)
-    borrowing = GuardLink(
-        stub, str(found_at), borrowed, lease, attempts, sleeping, worker_id=worker_id, slots=settings.slots
-    )
-    for work in (borrowing.run(), borrowing.watch(), borrowing.move()):
-        stack.push_async_callback(_end, shutdown.spawn(work, "grants"))
-    return borrowing
+        target = socket_path(borrowed.path.parent)
+        stub = GrantsStub(await stack.enter_async_context(open_socket(target)))
+        stack.callback(borrowed.close)
+        sleeping = _sleeping(engine, installer)
+        link = GuardLink(
+            stub, str(target), borrowed, lease, attempts, sleeping, worker_id=worker_id, slots=settings.slots
+        )
+        for work in (link.run(), link.watch(), link.move()):
+            stack.push_async_callback(_end, shutdown.spawn(work, "grants"))
+    return ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing, link), store
 
 
 def _sleeping(engine: Engine, installer: Installer) -> WeightSleep | None:
-    """What moves the weights of an engine whose weights can be moved."""
+    """Moves the weights of an engine that allows it; None for others."""
     from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 
     return WeightSleep(engine, installer) if isinstance(engine, VllmEngine) and is_cpu_build() else None
 
 
 async def _on_signal(shutdown: Shutdown, worker: ControlHandler) -> None:
-    """Leave upon a signal, or upon a failure: the process ends by itself some seconds after one."""
+    """Leave after a signal or a failure. The process ends by itself some seconds after a failure."""
     await shutdown.requested.wait()
     failure = shutdown.failure
     patience_s = worker.settings.drain_timeout_s
@@ -191,16 +178,8 @@ def _outbox(settings: WorkerSettings) -> Outbox:
 
 
 def _once(shutdown: Shutdown, address: str) -> Callable[[], None]:
-    """Says ready at the first call."""
-    said = False
-
-    def say() -> None:
-        nonlocal said
-        if not said:
-            said = True
-            shutdown.ready(address)
-
-    return say
+    """Calls `shutdown.ready` at the first call alone."""
+    return cache(lambda: shutdown.ready(address))
 
 
 async def _leave(worker: ControlHandler, session: ControlSession, streams: asyncio.Task[None]) -> None:
@@ -210,7 +189,7 @@ async def _leave(worker: ControlHandler, session: ControlSession, streams: async
         if not drain.done():
             raise Unavailable("the streams to the coordinator had ended: nothing could be handed over")
         if not drain.result():
-            raise Unavailable("not all tokens could be handed over in time; they are generated again elsewhere")
+            raise Unavailable("not all tokens could be handed over in time; other workers generate them again")
     finally:
         await _end(drain)
     if session.connected:

@@ -1,17 +1,26 @@
-"""Settings of a rollout-worker."""
+"""Defines the settings of a rollout-worker."""
 
-from typing import Annotated, Literal
+import os
+from pathlib import Path
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct, field
 
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.rollout_worker.shared_host import shared_folder
 from ebbtide.runtime import ProcessSettings
 from ebbtide.types.fleet import WorkerKind
 
+_SHARED: Final = {"shared": True}
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - the folder below it is this user's alone, or refused
+
+
+def shared_folder() -> str:
+    """A folder for each user in shared memory; empty where there is none."""
+    return str(_SHARED_MEMORY / f"ebbtide-{os.geteuid()}") if _SHARED_MEMORY.is_dir() else ""
+
 
 class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the engine; what is not here goes into `engine_args`."""
+    """Settings of the vLLM engine; all others go into `engine_args`."""
 
     dtype: Annotated[str, Meta(description="auto, float32, bfloat16 or float16")] = "auto"
     tensor_parallel_size: Annotated[int, Meta(ge=1, description="devices that share one model")] = 1
@@ -24,7 +33,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the engine that follows a script instead of a model, for tests and for measuring everything else."""
+    """Settings of the engine that follows a script, for tests and for measurements of everything else."""
 
     step_s: Annotated[float, Meta(ge=0, description="seconds for a token of each rollout, up to the plateau")] = 0.01
     plateau: Annotated[int, Meta(ge=0, description="rollouts from which on tokens/s stay flat in all; 0: none")] = 0
@@ -34,15 +43,13 @@ class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill_token_s: Annotated[float, Meta(ge=0, description="seconds that a token read holds everybody up")] = 0.0
     boot_s: Annotated[float, Meta(ge=0, description="seconds to boot")] = 0.0
     install_s: Annotated[float, Meta(ge=0, description="seconds for which an install holds generation")] = 0.0
-    model: Annotated[
-        str, Meta(description="checkpoint directory whose tensors versions must have; empty: any tensors will do")
-    ] = ""
+    model: Annotated[str, Meta(description="checkpoint whose tensors versions must have; empty: any tensors")] = ""
     vocab_size: Annotated[int, Meta(ge=4, description="token ids are below")] = 128
     max_model_len: Annotated[int, Meta(ge=2, description="prompt plus response, tokens")] = 4096
     mean_length: Annotated[int, Meta(ge=0, description="one token in so many ends a response (id 1); 0: none")] = 0
     stall_after_tokens: Annotated[int, Meta(ge=0, description="then nothing comes any more; 0: never")] = 0
     stall_at_s: Annotated[float, Meta(ge=0, description="so long after boot nothing comes for a while; 0: never")] = 0.0
-    stall_s: Annotated[float, Meta(ge=0, description="how long that while is; 0: for ever")] = 0.0
+    stall_s: Annotated[float, Meta(ge=0, description="how long that while is; 0: forever")] = 0.0
     fail_after_tokens: Annotated[int, Meta(ge=0, description="then the engine is lost; 0: never")] = 0
     digests: Annotated[bool, Meta(description="log a digest of each version's bytes as they are installed")] = False
     stubborn: Annotated[bool, Meta(description="borrowed, it goes on whatever it is granted")] = False
@@ -50,18 +57,14 @@ class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of the worker.
+    """Settings of the worker.
 
-    Two engines on the same cores: OpenMP threads that spin while they wait (the default) destroy both, so the served
-    engine is to be started with OMP_WAIT_POLICY=PASSIVE; a borrowed one sets it by itself, and is best given
-    `vllm.threads` of 1.
+    With two engines on the same cores, spinning OpenMP threads (the default) ruin both. Start the served engine with
+    OMP_WAIT_POLICY=PASSIVE; a borrowed one sets it itself, and works best with `vllm.threads` of 1.
     """
 
-    coordinator: Annotated[
-        str,
-        Meta(description="address of the coordinator; of several, with commas between them", extra={"shared": True}),
-    ] = "127.0.0.1:7600"
-    relay: Annotated[str, Meta(description="address of the weight-relay", extra={"shared": True})] = "127.0.0.1:7610"
+    coordinator: Annotated[str, Meta(description="coordinators, comma-separated", extra=_SHARED)] = "127.0.0.1:7600"
+    relay: Annotated[str, Meta(description="address of the weight-relay", extra=_SHARED)] = "127.0.0.1:7610"
     client: ClientSecurity = ClientSecurity()
     worker_id: Annotated[str, Meta(description="its name in the fleet; empty: one made up")] = ""
     kind: Annotated[WorkerKind, Meta(description="reserved, spot or borrowed")] = WorkerKind.RESERVED
@@ -69,24 +72,16 @@ class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_
     engine: Annotated[Literal["vllm", "scripted"], Meta(description="what generates")] = "vllm"
     model: Annotated[str, Meta(description="checkpoint directory that the engine boots from")] = ""
     change_architecture: Annotated[
-        bool, Meta(description="start the engine anew for runs of another architecture; never of a borrowed worker")
+        bool, Meta(description="restart the engine for runs of another architecture; never of a borrowed worker")
     ] = True
-    change_max_mib: Annotated[
-        int, Meta(ge=0, description="weights that the engine may be started anew for, MiB; 0: as much as it takes")
-    ] = 0
-    grant_dir: Annotated[
-        str, Meta(description="folder shared with the serving-guard of the host; for kind borrowed, which needs it")
-    ] = ""
-    step_tokens: Annotated[
-        int, Meta(ge=1, description="tokens of one step of a borrowed engine, at most: what a reclaim has to wait for")
-    ] = 256
+    change_max_mib: Annotated[int, Meta(ge=0, description="largest weights to restart for, MiB; 0: no limit")] = 0
+    grant_dir: Annotated[str, Meta(description="folder shared with the host's serving-guard; if borrowed")] = ""
+    step_tokens: Annotated[int, Meta(ge=1, description="most tokens of a borrowed step; a reclaim waits for it")] = 256
     slots: Annotated[int, Meta(ge=1, description="rollouts held at most")] = 32
     flush_tokens: Annotated[int, Meta(ge=1, description="unstored tokens of a rollout for which the engine waits")] = 32
     flush_interval_ms: Annotated[int, Meta(ge=1, description="time in which a token is usually stored")] = 250
     drain_timeout_s: Annotated[float, Meta(gt=0, description="longest time to hand everything over at the end")] = 20.0
-    notices: Annotated[
-        Literal["none", "aws", "gcp", "azure"], Meta(description="cloud whose notices of preemption to watch for")
-    ] = "none"
+    notices: Annotated[Literal["none", "aws", "gcp", "azure"], Meta(description="cloud of preemption notices")] = "none"
     metadata_url: Annotated[
         str, Meta(pattern="^https?://[^/]", description="the cloud's metadata server, as http://HOST")
     ] = "http://169.254.169.254"
@@ -94,16 +89,9 @@ class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_
     mirror_dir: Annotated[
         str, Meta(description="folder of weights that the workers of a host share; empty: memory of this worker's own")
     ] = field(default_factory=shared_folder)
-    peer_listen: Annotated[
-        str, Meta(description="address to serve weights to other workers at, host:port (port 0: any); empty: none")
-    ] = ""
-    peer_advertise: Annotated[
-        str, Meta(description="address under which they reach it (port 0: the one listened at); empty: as listened at")
-    ] = ""
-    token_keys: Annotated[
-        str,
-        Meta(description="PEM file of public keys that have to have signed readers' tokens", extra={"shared": True}),
-    ] = ""
+    peer_listen: Annotated[str, Meta(description="serve weights to others at host:port (port 0: any); empty: no")] = ""
+    peer_advertise: Annotated[str, Meta(description="its address for others (port 0: bound); empty: peer_listen")] = ""
+    token_keys: Annotated[str, Meta(description="PEM file of public keys for readers' tokens", extra=_SHARED)] = ""
     peer_readers: Annotated[int, Meta(ge=1, description="other workers served at once, at most")] = 64
     peer_cache_mib: Annotated[int, Meta(ge=1, description="memory for the newest patches to be served, MiB")] = 256
     counter_file: Annotated[str, Meta(description="ledger of generated tokens (ebbtide.ledger); empty: none")] = ""

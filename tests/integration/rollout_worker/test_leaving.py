@@ -138,7 +138,7 @@ async def test_a_second_notice_can_only_hasten_a_drain(house: House) -> None:
     house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=0.5))
     hastened = await house.coordinator.hear("draining", 2)
     assert hastened.deadline_s < 0.5
-    with pytest.raises(Unavailable, match="generated again elsewhere"):
+    with pytest.raises(Unavailable, match="other workers generate them again"):
         await asyncio.wait_for(worker.task, 10)
     assert len(house.coordinator.heard["draining"]) == 2
 
@@ -199,7 +199,7 @@ async def test_a_drain_that_cannot_end_says_so(house: House) -> None:
     worker = await house.worker(drain_timeout_s=0.2)
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
     await house.hold_store("r1")
-    with pytest.raises(Unavailable, match="generated again elsewhere"):
+    with pytest.raises(Unavailable, match="other workers generate them again"):
         await worker.end()
 
 

@@ -10,10 +10,11 @@ from aiohttp import web
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.ledger import read_ledger
-from ebbtide.rollout_worker.notices import Notice, watch
+from ebbtide.rollout_worker.notices import watch
 from ebbtide.rollout_worker.notices.aws import SpotProbe
 from ebbtide.rollout_worker.notices.azure import ScheduledEventsProbe
 from ebbtide.rollout_worker.notices.gcp import PreemptionProbe
+from ebbtide.rollout_worker.notices.metadata import Notice
 from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from tests.integration.rollout_worker.clouds import Aws, Azure, Cloud, Gcp

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
-from ebbtide.rollout_worker.installs.engine_needs import EngineNeeds
+from ebbtide.rollout_worker.installs.weight_store import EngineNeeds
 from ebbtide.testing import wait_until
 from ebbtide.transfer import Mirror
 from ebbtide.types.fleet import WorkerKind
@@ -259,3 +259,26 @@ async def test_a_mirror_of_its_own_needs_no_folder(house: House, reads: Reads) -
     await house.worker(mirror_dir="")
     assert reads[-1][0] == 1
     assert not house.mirrors.exists()
+
+
+async def test_an_install_fails_when_the_mirror_lacks_the_version_after_three_pulls(
+    houses: Houses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = await houses("w1")
+    await house.worker()
+    looks = 0
+
+    def look(*_: object) -> bool:
+        nonlocal looks
+        looks += 1
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineNeeds, "met_by", look)
+        house.coordinator.install(house.relay.publish(2))
+        failed = await house.coordinator.hear("install_failed")
+    assert "after each of 3 pulls" in failed.message
+    assert not failed.unreachable
+    assert looks == 7, "under the lock of each install, and under that of each pull between"
+    house.coordinator.install(house.relay.publish(3))
+    await house.coordinator.hear("installed", 2)

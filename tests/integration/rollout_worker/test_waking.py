@@ -17,7 +17,7 @@ from ebbtide.grants import page_path, socket_path
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
-from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
+from ebbtide.rollout_worker.generation.local_attempts import GenerationHolds
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.server import Server

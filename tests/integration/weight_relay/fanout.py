@@ -142,10 +142,11 @@ class Reader:
         self._mirror: Mirror | None = None
         self._library = PeerBlobs(self._cache, lambda: self._mirror, WorkerSettings().peer_readers)
         self._server: Server | None = None
+        self._address = ""  # for peers; empty until it serves
         self._puller = Puller(
             WeightsStub(self._channel),
             relay,
-            holder=lambda: Holder(name=name, site=site, address=self._library.address),
+            holder=lambda: Holder(name=name, site=site, address=self._address),
             patience_s=20.0,
             open_source=opener(SECURITY),
             cache=self._cache,
@@ -155,7 +156,7 @@ class Reader:
         """Serve what comes to peers."""
         self._server = Server(ServerSettings(token=TOKEN), [(add_to_server, WorkersServicer(self._library), SERVICE)])
         await self._server.start()
-        self._library.address = self._server.address
+        self._address = self._server.address
 
     async def pull(self, version: int) -> dict[str, int]:
         """Bring the mirror to a version; the bytes by source."""

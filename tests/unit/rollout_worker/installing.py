@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
-from ebbtide.rollout_worker.installs.installer import Installer, InstallLender
+from ebbtide.rollout_worker.generation.local_attempts import GenerationHolds
+from ebbtide.rollout_worker.installs.install_reports import InstallReports
+from ebbtide.rollout_worker.installs.installer import Installer
 from ebbtide.rollout_worker.installs.weight_store import Installation
 from ebbtide.types.weights import PolicyVersion
 
@@ -21,7 +22,7 @@ def version(number: int) -> Installation:
 class Worker:
     """What stands around an installer: an engine and a mirror that take note, attempts that forbid nothing."""
 
-    def __init__(self, lender: InstallLender | None = None) -> None:
+    def __init__(self, lender: Any = None) -> None:
         self.made: list[tuple[int, bool]] = []  # versions, and whether changes were made use of
         self.looks: list[str] = []
         self.bad: set[int] = set()
@@ -33,7 +34,7 @@ class Worker:
         attempts: Any = SimpleNamespace(holds=GenerationHolds(), ended=asyncio.Event(), admit=lambda *_: True)
         store: Any = self
         engine: Any = self
-        self.installer = Installer(engine, store, attempts, lambda _: None, lender)
+        self.installer = Installer(engine, store, attempts, InstallReports(lambda _: None), lender)
 
     async def install(self, number: int, path: Path, changes: Path | None = None) -> float:
         if number in self.bad:

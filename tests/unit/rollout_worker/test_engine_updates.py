@@ -40,9 +40,7 @@ class Llm:
 
 async def begin(*obstacles: str) -> tuple[VersionUpdates, Llm]:
     llm = Llm(*obstacles)
-    updates = VersionUpdates(llm, {"a": (2, 3)}, {"a": "F32"})
-    await updates.learn()
-    return updates, llm
+    return await VersionUpdates.learned(llm, {"a": (2, 3)}, {"a": "F32"}), llm
 
 
 def files(directory: Path, *, shape: tuple[int, ...] = (2, 3), position: int = 1) -> tuple[Path, Path]:

@@ -54,7 +54,7 @@ def test_each_transition(
 def test_all_other_events_are_refused() -> None:
     for before, event in product(S, E):
         if (before, event) not in ALLOWED:
-            with pytest.raises(ValueError, match=f"{event.name} cannot be while {before.name}"):
+            with pytest.raises(ValueError, match=f"{event.name} is impossible in {before.name}"):
                 transition(before, event)
 
 

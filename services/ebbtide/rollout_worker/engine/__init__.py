@@ -1,4 +1,4 @@
-"""Engines: what generates tokens. `Engine` is all that the worker knows of one; vLLM and a script implement it."""
+"""Defines `Engine`, all that the worker knows of what generates tokens. vLLM and a script implement it."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +21,8 @@ class EngineFailed(Internal):
 class EngineRequest(Struct, frozen=True, kw_only=True):
     """One generation: `token_ids` are prompt and partial; bounds count tokens still to come.
 
-    `stop_token_ids` holds the end-of-sequence tokens too, unless the rollout ignores them. A stop token is
-    generated, with its logprob, and ends the request with `STOP`.
+    `stop_token_ids` includes the end-of-sequence tokens, unless the rollout ignores them. A stop token is generated,
+    with its logprob, and ends the request with `STOP`.
     """
 
     request_id: str
@@ -47,12 +47,12 @@ class TokenDelta(NamedTuple):
 
 
 class Engine(Protocol):
-    """One engine. It serves whole versions only; 0 stands for the checkpoint that it was started from."""
+    """One engine. It serves whole versions only; version 0 is the checkpoint that it booted from."""
 
     async def start(self, *, aside: bool = False) -> EngineInfo:
         """Boot. Called once, first, from the main thread. Raises `InvalidRequest` for a model it cannot serve.
 
-        `aside`: the process has served already, and must not stand still meanwhile.
+        `aside`: the process has served already, and must not block meanwhile.
         """
         ...
 
@@ -65,7 +65,7 @@ class Engine(Protocol):
     def boxes(self) -> Boxes | None:
         """The slices of a version's tensors that this engine reads, over all its ranks; None: everything.
 
-        Known once it has started. What lies outside need not be filled in the files that are installed.
+        Known after the start. Installed files need not be filled outside them.
         """
         ...
 
@@ -81,11 +81,10 @@ class Engine(Protocol):
         ...
 
     async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:
-        """Replace the weights; requests in flight go on under the new version, those that have no token yet anew.
+        """Replace the weights. Requests go on under the new version; those without a token start again.
 
-        `weights`: a safetensors file of all tensors of the version. `changes`: the same change relative to the version
-        that is installed, in the form that `version_files` describes, for engines that apply it in place. Neither is
-        read or mapped any more after this returned or raised.
+        `weights`: a safetensors file of all tensors of the version. `changes`: the change from the installed version,
+        as `version_files` describes it, for engines that apply it in place. Neither is read or mapped after the return.
 
         Returns the seconds for which generation stood still. Raises `InvalidRequest` if the old version is still whole
         and serving, `EngineFailed` if it may not be.

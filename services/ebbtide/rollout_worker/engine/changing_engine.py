@@ -1,9 +1,9 @@
-"""An engine that can be started anew for another model, under the worker that goes on.
+"""Restarts the engine for another model, while the worker goes on.
 
-Invariant: `_inner` is the one engine there is, or the one that is being started or stopped; while `change` goes on no
-request is in it and none is admitted. Whoever wanted it paused still has it paused afterwards. A model that cannot be
-started leaves the engine as the worker began with it, without a version. Engines' processes die with the thread that
-starts them, so all but the first are started from one that lasts as long as this process.
+Invariant: `_inner` is the only engine, possibly starting or stopping; during `change` it has no request, and none is
+admitted. Reasons to pause hold across a change. If a model cannot be started, the worker's own model is started again,
+without a version. Engines' processes die with the thread that starts them, so a thread that lasts as long as this
+process starts all but the first.
 """
 
 import re
@@ -26,29 +26,29 @@ from ebbtide.weights import check_config
 
 log = telemetry.get_logger(__name__)
 
-#: Of a model's name, what may name a folder.
+#: Model names that may name a folder.
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 class EngineNotChanged(InvalidRequest):
-    """No engine could be started for a model: `info` is of the worker's own, which it is again."""
+    """No engine could be started for a model."""
 
     def __init__(self, message: str, info: EngineInfo) -> None:
         super().__init__(message, field="config")
-        self.info = info
+        self.info = info  # of the worker's own model, which runs again
 
 
 class ChangingEngine:
     """Implements `Engine`; see there."""
 
     def __init__(self, make: Callable[[Path | None], Engine], most_bytes: int) -> None:
-        """`make` gives an engine that is not started: of a checkpoint directory, or (None) of the worker's own model.
-        `most_bytes`: of weights that an engine may be started for; 0: as much as it takes."""
+        """`make` returns an engine before its start, for a checkpoint directory or (None) for the worker's own model.
+        `most_bytes`: limit of the weights that an engine may be started for; 0: none."""
         self._make, self._most = make, most_bytes
         self._inner = make(None)
         self._paused: set[str] = set()
-        self._between = False  # there is no engine now
-        self.restart_s = 0.0  # that the last start took
+        self._between = False  # whether there is no engine now
+        self.restart_s = 0.0  # duration of the last start
 
     async def start(self, *, aside: bool = False) -> EngineInfo:
         began = time.monotonic()
@@ -59,7 +59,7 @@ class ChangingEngine:
     def refusal(self, manifest: Manifest) -> str:
         """Why no engine can be started for this version; empty if one may be."""
         if not manifest.config:
-            return "its versions carry no config.json, of which an engine could be started"
+            return "its versions carry no config.json to start an engine from"
         if not manifest.config_signature:
             return "its versions' config.json is not signed by the run's publisher"
         size = sum(entry.size for entry in manifest.tensors)
@@ -68,10 +68,10 @@ class ChangingEngine:
         return ""
 
     async def change(self, name: str, config: bytes, weights: Path) -> EngineInfo:
-        """Start anew for the model `config`, with the weights of a safetensors file. No request may be in the engine.
+        """Restart for the model `config`, with the weights of a safetensors file. No request may be in the engine.
 
-        Raises `EngineNotChanged` if that cannot be, and `EngineFailed` if the worker's own model does not start again
-        either.
+        Raises `EngineNotChanged` if the model does not start, and `EngineFailed` if the worker's own model does not
+        start again either.
         """
         check_config(config)
         began, self._between = time.monotonic(), True
@@ -101,7 +101,7 @@ class ChangingEngine:
         except Exception as error:
             raise EngineFailed(f"no engine starts any more, not even for the worker's own model: {error}") from error
 
-    # -- the engine of the moment --------------------------------------------------------------------------------
+    # -- `Engine`, by the current one ----------------------------------------------------------------------------
 
     @property
     def shapes(self) -> Shapes:
@@ -141,7 +141,7 @@ class ChangingEngine:
 
 @contextmanager
 def _checkpoint(name: str, config: bytes, weights: Path) -> Iterator[Path]:
-    """A checkpoint directory of these, for as long as an engine takes to read it."""
+    """A temporary checkpoint directory, for an engine to read."""
     folder = Path(tempfile.mkdtemp(prefix="ebbtide-model-"))
     try:
         root = folder / (name if _NAME.fullmatch(name) else "model")

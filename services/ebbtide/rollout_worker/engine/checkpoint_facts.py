@@ -1,9 +1,9 @@
-"""What a checkpoint directory says about itself, read from its JSON files and safetensors headers alone."""
+"""Reads a checkpoint directory's facts from its JSON files and safetensors headers alone."""
 
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ _MAX_HEADER: Final = 100_000_000
 
 
 def check_directory(path: str) -> Path:
-    """The directory `path`, if it holds a Hugging Face checkpoint in safetensors. Raises `InvalidRequest`."""
+    """The directory `path`. Raises `InvalidRequest` unless it holds a Hugging Face checkpoint in safetensors."""
     if not path:
         raise InvalidRequest("is required: give a Hugging Face checkpoint directory", field="model")
     root = Path(path)
@@ -30,18 +30,17 @@ def check_directory(path: str) -> Path:
 
 def tensor_shapes(root: Path) -> Shapes:
     """Names and shapes of all tensors of the checkpoint. Raises `InvalidRequest` for an unreadable header."""
-    found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(root.glob("*.safetensors")):
-        for name, entry in header(file).items():
-            if name != "__metadata__":
-                found[name] = tuple(entry["shape"])
-    return found
+    return {name: tuple(entry["shape"]) for name, entry in _tensors(root)}
 
 
 def tensor_dtypes(root: Path) -> dict[str, str]:
     """The data types of all tensors of the checkpoint, in safetensors' names."""
-    headers = [header(file) for file in sorted(root.glob("*.safetensors"))]
-    return {name: entry["dtype"] for one in headers for name, entry in one.items() if name != "__metadata__"}
+    return {name: entry["dtype"] for name, entry in _tensors(root)}
+
+
+def _tensors(root: Path) -> Iterator[tuple[str, Any]]:
+    for file in sorted(root.glob("*.safetensors")):
+        yield from ((name, entry) for name, entry in header(file).items() if name != "__metadata__")
 
 
 def architecture(shapes: Shapes) -> str:
@@ -51,7 +50,7 @@ def architecture(shapes: Shapes) -> str:
 
 
 def misfits(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
-    """Up to three tensors that only one of both has, or that have another shape in each; empty if they agree."""
+    """Up to three tensors that only one side has, or whose shapes differ; empty if both agree."""
     names = sorted(found.keys() ^ wanted.keys())
     names = names or sorted(name for name, shape in found.items() if tuple(shape) != tuple(wanted[name]))
     return ", ".join(names[:3])
@@ -81,7 +80,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file. Raises `InvalidRequest` if it is none."""
+    """The header of a safetensors file. Raises `InvalidRequest` for any other file."""
     try:
         with file.open("rb") as source:
             (size,) = struct.unpack("<Q", source.read(8))

@@ -1,4 +1,4 @@
-"""The former path of vLLM's plugin."""
+"""Keeps the former path of vLLM's plugin."""
 
 from ebbtide.former_paths import warn_moved
 from ebbtide.rollout_worker.engine.vllm.vllm_plugin import register

@@ -1,10 +1,9 @@
-"""An engine that follows a script: each token is a pure function of all tokens before it, so that a resume must
-continue exactly, whoever generated the partial. For tests, chaos and scale; its weights change nothing but the
-version.
+"""Generates by a script, for tests, chaos and scale: each token is a pure function of all tokens before it, so that a
+resume must continue exactly, whichever worker generated the partial. Weights change only the version.
 
-Invariant: one timer makes the tokens of all requests, a step at a time, while there are requests; nothing is made while
-the engine is paused, stalled or lost. `tokens` counts what was made. `installed` says which bytes each version
-consisted of, if `digests` was set: what a real engine would have copied.
+Invariant: one timer makes the tokens of all requests, a step at a time, while there are requests; a paused, stalled or
+lost engine makes none. `tokens` counts them. If `digests` is set, `installed` holds a digest of each version's bytes,
+which a real engine would have copied.
 """
 
 import asyncio
@@ -31,11 +30,11 @@ log = telemetry.get_logger(__name__)
 
 #: The token that ends a response.
 END: Final = 1
-#: Ids below are never generated but for END, so that tests may use them as they like.
+#: The lowest generated id besides END: tests may use the ids below.
 _FIRST: Final = 2
-#: A borrowed engine without a budget or a request looks again so often.
+#: Interval of looks of a borrowed engine without a budget or a request.
 _LISTEN_S: Final = 0.02
-#: Nothing sleeps longer than this at once.
+#: The longest single sleep.
 _LONG_S: Final = 3600.0
 
 
@@ -46,7 +45,7 @@ def digest(weights: Path) -> str:
 
 
 class TokenScript:
-    """What follows a sequence of tokens."""
+    """Continues a sequence of tokens."""
 
     def __init__(self, settings: ScriptedSettings, token_ids: Sequence[int]) -> None:
         self._settings = settings
@@ -62,13 +61,13 @@ class TokenScript:
 
 
 def follow(settings: ScriptedSettings, token_ids: Sequence[int], count: int) -> list[tuple[int, float]]:
-    """The `count` tokens and logprobs that follow `token_ids`, ends not regarded."""
+    """The `count` tokens and logprobs that follow `token_ids`, past any end."""
     script = TokenScript(settings, token_ids)
     return [script.next() for _ in range(count)]
 
 
 class TokenFeed:
-    """One request: tokens made for it since its reader took some last."""
+    """One request, and its tokens that the reader has not taken yet."""
 
     def __init__(self, settings: ScriptedSettings, request: EngineRequest, ready: float) -> None:
         """`ready`: when its first token may be made."""
@@ -81,11 +80,11 @@ class TokenFeed:
 
     @property
     def unread(self) -> int:
-        """Tokens that are to be read before the first one is made."""
+        """Tokens to read before the first one is made."""
         return 0 if self._made else len(self._request.token_ids)
 
     def make(self, version: int) -> bool:
-        """Make one token; whether it is the last."""
+        """Make one token. Returns whether it is the last."""
         token, logprob = self._script.next()
         self._made += 1
         if token in self._request.stop_token_ids and self._made > self._request.min_tokens:
@@ -101,7 +100,7 @@ class TokenFeed:
         self._news.set()
 
     async def take(self) -> TokenDelta:
-        """What was made meanwhile; waits for news."""
+        """The new tokens; waits for some."""
         await self._news.wait()
         self._news.clear()
         delta = TokenDelta(self._ids, self._logprobs, self._versions, self._finish)
@@ -113,7 +112,7 @@ class ScriptedEngine:
     """Implements `Engine`; see there."""
 
     def __init__(self, settings: ScriptedSettings, page: Page | None = None) -> None:
-        """`page`: of grants, for an engine that computes only as a guard allows it."""
+        """`page`: of grants, for an engine that computes only as a guard allows."""
         self._page = page
         self._settings = settings
         self._version = self.tokens = 0
@@ -126,7 +125,7 @@ class ScriptedEngine:
         self._going = asyncio.Event()
         self._going.set()
         self._lost = False
-        self._stalls = (math.inf, math.inf)  # from when to when
+        self._stalls = (math.inf, math.inf)  # begin and end
 
     @property
     def shapes(self) -> Shapes:
@@ -209,7 +208,7 @@ class ScriptedEngine:
             await asyncio.wait({self._steps})
 
     async def _run(self) -> None:
-        """Step after step, until there are no requests. One that comes late is not made up for."""
+        """Step until there are no requests. Late steps are not made up for."""
         due = time.monotonic()
         while self._feeds:
             if self._page is not None:
@@ -223,7 +222,7 @@ class ScriptedEngine:
             self._step([feed for feed in ready if feed in self._feeds])
 
     async def _borrowed_step(self, page: Page) -> None:
-        """One step as the page allows it. Requests that find no room in it go first in the next."""
+        """Make one step within the page's budget. Requests without room in it go first in the next."""
         await self._free()
         stubborn = self._settings.stubborn
         if not stubborn and not page.budget().tokens:
@@ -239,7 +238,7 @@ class ScriptedEngine:
             if some:
                 await asyncio.sleep(self._step_s(some))
             if not self._going.is_set():
-                some = []  # paused meanwhile: it is as if it had not begun
+                some = []  # paused meanwhile: the step does not count
             some = [feed for feed in some if feed in self._feeds]
             for feed in some:
                 self._feeds[feed] = self._feeds.pop(feed)
@@ -249,7 +248,7 @@ class ScriptedEngine:
             page.report(running=len(self._feeds), waiting=0, kv_used=0, recomputed=0)
 
     def _step_s(self, ready: Sequence[TokenFeed]) -> float:
-        """Seconds for the next tokens of these requests, the reading of new ones included."""
+        """Seconds for the next tokens of these requests, with the reading of new ones."""
         settings = self._settings
         crowd = max(1.0, len(ready) / settings.plateau) if settings.plateau else 1.0
         reading = settings.prefill_token_s * sum(feed.unread for feed in ready)

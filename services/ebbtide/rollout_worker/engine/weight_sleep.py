@@ -1,10 +1,10 @@
-"""Where the weights of a borrowed engine are, moved as the guard's grants wish.
+"""Moves the weights of a borrowed engine to where the guard's grants wish them.
 
-Invariant: `residency` is where they are, whole; between two levels it is the one that promises less. Whatever the
-level, requests keep all tokens that they have: they wait, and what was given up is computed or loaded again. On a CPU
-build weights lie in host memory anyway, so that HOST means to give the keys and values up, all of their memory, and
-AWAY the weights too: they come back from the host's mirror, by an install of the version that the engine served.
-vLLM's own sleep mode is for GPUs and does nothing there but warn; engines on GPUs stay awake.
+Invariant: `residency` is where the weights are, whole; between two levels it is the one that promises less. At every
+level, requests keep their tokens: they wait, and the engine computes or loads again what it gave up. On a CPU build
+weights lie in host memory anyway: HOST means that it gives up all memory of keys and values, and AWAY that of the
+weights too. An install of the version that the engine served brings them back from the host's mirror. vLLM's own sleep
+mode is for GPUs and only warns on CPUs; engines on GPUs stay awake.
 """
 
 import asyncio
@@ -28,30 +28,30 @@ class SleepingEngine(Protocol):
 
 
 class ResidencySource(Protocol):
-    """Where weights come back from: see `Installer`."""
+    """Brings weights back: see `Installer`."""
 
     def rest(self) -> bool:
-        """Install nothing more until `restore`; False if that cannot be now."""
+        """Install nothing until `restore`; False if this is impossible now."""
         ...
 
     async def restore(self) -> None:
-        """Put what the engine served into it again, and go on installing."""
+        """Load the version that the engine served again, and go on installing."""
         ...
 
 
 class WeightSleep:
-    """See the module. The page's limit for keys and values is the caller's to set, before."""
+    """Moves the weights. The caller sets the page's limit for keys and values before."""
 
     def __init__(self, engine: SleepingEngine, source: ResidencySource) -> None:
         self._engine, self._source = engine, source
         self._moving = asyncio.Lock()
         self.residency = Residency.AWAKE
-        #: Seconds that the last wake-up from either level took; 0: there was none yet.
+        #: Duration of the last wake-up from either level; 0: there was none yet.
         self.wake_host_s = self.wake_away_s = 0.0
 
     async def be(self, wanted: Residency) -> None:
-        """Go there, if it can be done now; otherwise `residency` tells, and it is to be wished for again. Raises
-        `EngineFailed` if the engine is lost over it."""
+        """Move the weights, if it is possible now: `residency` tells, and callers may try again. Raises `EngineFailed`
+        if the engine is lost."""
         async with self._moving:
             if wanted is Residency.AWAKE:
                 await self._wake()
@@ -60,7 +60,7 @@ class WeightSleep:
 
     async def _go_down(self, wanted: Residency) -> None:
         if wanted is Residency.AWAY and not self._source.rest():
-            wanted = Residency.HOST  # no version to come back to, or one is just being installed
+            wanted = Residency.HOST  # there is no version to come back to, or one is being installed
         start = time.monotonic()
         if self.residency is Residency.AWAKE:
             await self._engine.give_up_cache()

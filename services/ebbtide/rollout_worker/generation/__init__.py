@@ -1,1 +1,1 @@
-"""The rollouts that this worker generates, from assignment to durable response."""
+"""Generates rollouts, from assignment to durable response."""

@@ -1,7 +1,7 @@
-"""One rollout's response: what is still to be generated, and where it ends. Pure; knows neither engine nor streams.
+"""Decides what is still to be generated of one rollout's response, and where it ends. Pure.
 
-Every ending is decided on the response's token ids alone, whoever generated them: a response that was cut and goes on
-elsewhere ends where it would have ended uncut.
+Every ending depends on the response's token ids alone: a response that is cut and continued elsewhere ends where it
+would have ended uncut.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,34 +17,34 @@ from ebbtide.types.run import Sampling, check_sampling
 from ebbtide.types.tokens import pack_tokens, unpack_ids, unpack_tokens
 
 Decode = Callable[[Sequence[int]], str]
-#: Tokens looked at behind those that a stop string may span, for decoders that treat a text's beginning differently.
+#: Tokens decoded before those that a stop string may span, as decoders may treat the beginning of a text differently.
 _MARGIN: Final = 8
 
 
 class Assignment(Struct, frozen=True, kw_only=True):
-    """What the coordinator hands out: `prompt_ids` is packed u32, `partial` packed tokens stored so far."""
+    """An attempt that the coordinator hands out."""
 
     attempt: AttemptRef
     policy: str
-    prompt_ids: bytes
+    prompt_ids: bytes  # packed u32
     sampling: Sampling
-    partial: bytes = b""
+    partial: bytes = b""  # packed tokens that are stored
     min_version: int = 0
     max_version: int = 0
     priority: int = 0
 
     def admits(self, version: int) -> bool:
-        """Whether tokens of `version` are wanted; bounds of 0 are none."""
+        """Whether the rollout takes tokens of `version`; a bound of 0 is none."""
         return self.min_version <= version and not 0 < self.max_version < version
 
 
 class ResponseEnding:
-    """Where a response ends. Nothing but its length ends it within its first `min_tokens` tokens."""
+    """Finds where a response ends. Within its first `min_tokens` tokens, only its length ends it."""
 
     def __init__(self, sampling: Sampling, info: EngineInfo, *, room: int, decode: Decode) -> None:
         """`room`: tokens that the context leaves for the response."""
         ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else info.eos_token_ids))
-        # What is not in the vocabulary cannot come, and engines may fall over it.
+        # Tokens outside the vocabulary never come, and some engines fail on them.
         self.stop_token_ids = frozenset(token for token in ends if token < info.vocab_size)
         self.limit = min(sampling.max_tokens, room)
         self._min_tokens = sampling.min_tokens
@@ -54,7 +54,7 @@ class ResponseEnding:
         self._decode = decode
 
     def at(self, ids: Sequence[int]) -> FinishReason | None:
-        """How the response `ids`, whole and not ended one token earlier, ends here; None if it goes on."""
+        """How the response `ids` ends here; None if it goes on. Without the last token, it has not ended."""
         if len(ids) > self._min_tokens and (ids[-1] in self.stop_token_ids or self._completes_stop(ids)):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(ids) >= self.limit else None
@@ -67,7 +67,7 @@ class ResponseEnding:
 
 
 class Generation:
-    """The response of one attempt, from its partial on. `finish` is set once it has ended, be it at once."""
+    """The response of one attempt, from its partial on. `finish` is set when it has ended, possibly at once."""
 
     def __init__(self, assignment: Assignment, info: EngineInfo, decode: Decode) -> None:
         """Raises `InvalidRequest` naming the field if this engine cannot take the assignment as it is."""
@@ -80,7 +80,7 @@ class Generation:
         self.finish = self._ending.at(self._ids) if self._ids else None
 
     def request(self) -> EngineRequest:
-        """What is still to be asked of the engine."""
+        """A request for the rest of the response."""
         sampling, made = self._assignment.sampling, len(self._ids)
         return EngineRequest(
             request_id=self._assignment.attempt.attempt_id,
@@ -96,7 +96,7 @@ class Generation:
         )
 
     def accept(self, delta: TokenDelta) -> bytes:
-        """Add what the engine made, up to the response's end; returns the tokens added, packed."""
+        """Add the engine's tokens, up to the response's end. Returns the added tokens, packed."""
         kept = 0
         for token in delta.ids:
             self._ids.append(token)

@@ -1,9 +1,10 @@
-"""The attempts that this worker holds: from an assignment to a response that is durable in the store.
+"""Holds this worker's attempts: from an assignment to a response that is durable in the store.
 
-Invariant: an attempt is held from `assign` until its finish is durable, or it is cancelled, superseded or
-released, and its output is in the outbox exactly as long. At most one task generates for it. Tokens are counted
-in the ledger before anything else learns of them. When this process dies, each rollout goes on elsewhere from
-its last stored token.
+Invariant: an attempt is held from its start until its finish is durable, or it is cancelled, superseded or released,
+and its output is in the outbox exactly as long. At most one task generates for it. The ledger counts tokens before
+anything else sees them. A reason to hold generation stands in `GenerationHolds.reasons` from the begin of the hold to
+its end; watchers hear of each change, so heartbeats say at once whether tokens are to be expected. When this process
+dies, each rollout goes on elsewhere from its last stored token.
 """
 
 import asyncio
@@ -18,7 +19,6 @@ from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation
-from ebbtide.rollout_worker.generation.generation_holds import GenerationHolds
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.end_cause import EndCause
@@ -28,29 +28,58 @@ from ebbtide.types.weights import PolicyVersion
 
 log = telemetry.get_logger(__name__)
 
-#: A released attempt ends behind the next tokens that its engine makes, or after this time if none come.
+#: A released attempt ends after the next tokens that its engine makes, or after this time if none come.
 _LAST_TOKENS_S: Final = 0.25
-#: What a paused engine has made may still be on its way for so long.
+#: Tokens of a paused engine may still be on their way for so long.
 _SETTLE_S: Final = 0.02
 
 
 class HandBack(NamedTuple):
-    """Why an attempt goes back to the coordinator. The text is for people, but a coordinator of the former release
-    knows the cause by how it begins: see `end_cause`.
-    """
+    """Why an attempt goes back to the coordinator."""
 
     cause: EndCause
+    #: For people; a coordinator of the former release derives the cause from its first word: see `end_cause`.
     text: str
+
+
+class GenerationHolds:
+    """Keeps the reasons to hold generation on purpose (an install, a slow store, a drain), and tells watchers."""
+
+    def __init__(self) -> None:
+        self.reasons: set[str] = set()
+        self._watchers: list[Callable[[], None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.reasons)
+
+    def __contains__(self, reason: str) -> bool:
+        return reason in self.reasons
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Have `changed` called after every change, and when other work that matters to heartbeats begins or ends."""
+        self._watchers.append(changed)
+
+    def begin(self, reason: str) -> None:
+        self.reasons.add(reason)
+        self.tell()
+
+    def end(self, reason: str) -> None:
+        self.reasons.discard(reason)
+        self.tell()
+
+    def tell(self) -> None:
+        for changed in self._watchers:
+            changed()
 
 
 class LocalAttempt:
     """One attempt."""
 
     def __init__(self, assignment: Assignment, generation: Generation, entry: int) -> None:
-        self.assignment, self.generation, self.entry = assignment, generation, entry
+        self.assignment, self.generation, self.entry = assignment, generation, entry  # `entry`: in the ledger
         self.task: asyncio.Task[None] | None = None
         self.started = False
-        self.releasing: HandBack | None = None  # set: it goes back once all its tokens are stored
+        self.releasing: HandBack | None = None  # if set, it goes back once all its tokens are stored
 
 
 class LocalAttempts:
@@ -66,7 +95,7 @@ class LocalAttempts:
         release: Callable[[list[AttemptRef], HandBack], None],
         fail: Callable[[BaseException], None],
     ) -> None:
-        """`release` hands attempts back to the coordinator; `fail` is told when the engine is lost."""
+        """`release` hands attempts back to the coordinator; `fail` is called when the engine is lost."""
         self._engine, self.info, self._outbox, self._ledger = engine, info, outbox, ledger
         self._release, self._fail = release, fail
         self._held: dict[str, LocalAttempt] = {}
@@ -78,8 +107,8 @@ class LocalAttempts:
         self.holds = GenerationHolds()
         self.holds.watch(self._owe)
         self.tokens = 0
-        self._busy_s, self._busy_since = 0.0, 0.0
-        self._owing_since = 0.0  # the newest token, or when work began or a hold changed since
+        self._busy_s = self._busy_since = 0.0
+        self._owing_since = 0.0  # time of the newest token, or since then of new work or a changed hold
 
     def __contains__(self, attempt_id: str) -> bool:
         return attempt_id in self._held
@@ -99,8 +128,12 @@ class LocalAttempts:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the engine made a token while it had work and was not held."""
+        """Seconds for which the engine has made no token, although it had work and was not held."""
         return time.monotonic() - self._owing_since if self._busy_since and not self.holds else 0.0
+
+    def engine_changed(self, info: EngineInfo) -> None:
+        """The engine has restarted and is now `info`. No attempt may be running."""
+        self.info = info
 
     def start(self, assignment: Assignment) -> None:
         """Take an attempt and generate for it. Raises `InvalidRequest` if this engine cannot."""
@@ -133,7 +166,7 @@ class LocalAttempts:
         self.pressure.set()
 
     def settle(self, acks: Iterable[AppendAck], *, durable: bool) -> None:
-        """Take note of acknowledgements; `durable` says whether what they name is fsynced."""
+        """Apply acknowledgements; `durable`: what they name is fsynced."""
         due = self._outbox.due
         done = self._outbox.settle(acks, durable=durable, now=time.monotonic())
         if self._outbox.due < due:
@@ -144,17 +177,14 @@ class LocalAttempts:
         self.pressure.set()
 
     def check(self) -> None:
-        """Tell `fail` if the engine is lost."""
+        """Call `fail` if the engine is lost."""
         try:
             self._engine.check()
         except EngineFailed as error:
             self._fail(error)
 
     def release(self, refs: Iterable[AttemptRef], why: HandBack) -> None:
-        """Stop generating for these and flush what they made; each is handed back once all of it is stored.
-
-        Finished attempts finish normally; unknown ones are ignored.
-        """
+        """Hand these back, each once all its tokens are stored. Finished and unknown ones are ignored."""
         for ref in refs:
             held = self._held.get(ref.attempt_id)
             if held is None or held.releasing or held.task is None:
@@ -166,19 +196,16 @@ class LocalAttempts:
                 held.task.cancel()
 
     async def hand_over(self, why: HandBack, *, patience_s: float) -> None:
-        """Stop all generation; each attempt is released once its tokens are stored.
-
-        `patience_s`: how long an engine in the midst of something else may take to pause.
-        """
+        """Stop all generation; release each attempt once it is stored. `patience_s`: for a busy engine to pause."""
         self.holds.begin("drain")
         try:
             async with asyncio.timeout(patience_s):
-                await self._engine.pause("drain")  # what the engine has made so far still comes out
+                await self._engine.pause("drain")  # tokens that it has made still come out
                 await asyncio.sleep(_SETTLE_S)
         except TimeoutError:
-            log.warning("the engine did not pause in time: what it has not given out yet is left in it")
+            log.warning("the engine did not pause in time: its unread tokens are lost")
         except EngineFailed as error:
-            log.warning("nothing more comes out of the engine", reason=str(error))
+            log.warning("the engine is lost, with its unread tokens", reason=str(error))
         for held in self._held.values():
             if held.generation.finish is None:
                 held.releasing = held.releasing or why
@@ -194,7 +221,7 @@ class LocalAttempts:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def admit(self, run_id: str, version: PolicyVersion) -> bool:
-        """Whether all that is being generated may go on under `version` of the run's policy."""
+        """Whether all running attempts may go on under `version` of the run's policy."""
         return all(
             held.assignment.attempt.run_id == run_id
             and held.assignment.policy == version.policy
@@ -243,7 +270,7 @@ class LocalAttempts:
             self.pressure.set()
 
     def _ended(self, held: LocalAttempt, task: asyncio.Task[None]) -> None:
-        """Not part of the task: one that is cancelled before its first step runs nothing of its own."""
+        """Runs outside the task: a task that is cancelled before its first step runs no code."""
         held.task = None
         if self._busy_since and not self.running:
             self._busy_s, self._busy_since = self.busy_s, 0.0
@@ -251,14 +278,14 @@ class LocalAttempts:
             self._fail(error)
             held.releasing = held.releasing or HandBack(EndCause.FAILED, "the worker failed")
         if held.generation.finish is not None:
-            held.releasing = None  # it ended before it was stopped
+            held.releasing = None  # it ended first
         elif held.releasing:
             self.flush()
         self._release_stored()
         self.ended.set()
 
     def flush(self) -> None:
-        """Have all that was made so far sent now."""
+        """Send all tokens made so far now."""
         self._outbox.flush(time.monotonic())
         self.due.set()
 
@@ -266,7 +293,7 @@ class LocalAttempts:
         self._owing_since = time.monotonic()
 
     def _release_stored(self) -> None:
-        """Hand back what is to be released and is stored whole."""
+        """Hand back releasing attempts whose tokens are all stored."""
         ready: dict[HandBack, list[AttemptRef]] = {}
         for attempt_id, held in self._held.items():
             if held.releasing and held.task is None and self._outbox.stored_whole(attempt_id):

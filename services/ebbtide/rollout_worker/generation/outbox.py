@@ -1,11 +1,12 @@
-"""What was generated and is not safely stored yet. Pure: handed `now` (seconds, monotonic).
+"""Keeps generated tokens until they are safely stored, and says when to send them. Pure: callers pass `now` (seconds,
+monotonic).
 
-Invariant: an attempt's whole response, partial included, stays here from its assignment until its finish is
-durable, or it is superseded, released or cancelled; so whatever the store forgets can be sent again. 0 <=
-stored <= length and 0 <= sent <= length always. While messages are taken when they are due, no rollout has half a
-window of tokens unsent, and no token waits unsent for longer than the interval less `lag`, or half the interval where
-that is more: so with prompt acknowledgements what is unsent and what is on its way lie within one window together. When
-this process dies the outbox is gone: the rollout goes on elsewhere from what was stored.
+Invariant: an attempt's whole response, partial included, stays here from its assignment until its finish is durable, or
+it is superseded, released or cancelled; so all that the store forgets can be sent again. 0 <= stored <= length and
+0 <= sent <= length always. While messages are taken when due, no rollout has half a window of unsent tokens, and no
+token waits unsent for longer than the interval less `lag`, or half the interval if that is more: so with prompt
+acknowledgements, unsent and unacknowledged tokens lie within one window. When this process dies the outbox is gone: the
+rollout goes on elsewhere from its stored tokens.
 """
 
 import math
@@ -22,41 +23,38 @@ from ebbtide.wire.append_columns import MAX_DELTAS
 MESSAGE_TOKENS: Final = 200_000
 #: Deltas in one message: the coordinator takes no more.
 MESSAGE_DELTAS: Final = MAX_DELTAS
-#: Shares of the interval at which workers flush, each time another, so that they do not all flush in the same instant.
+#: Random shares of the interval, so that workers do not all flush at the same moment.
 JITTER: Final = (0.9, 1.0)
-#: A finish, and an attempt's first token, waits this long for others, that they may share a message.
+#: A finish, and an attempt's first token, wait this long for others to share the message.
 _URGENT_S: Final = 0.02
 
 
 class OutboxMessage(NamedTuple):
-    """What goes out at once. `number` counts messages; acknowledgements bear it."""
+    """One message to the store."""
 
-    number: int
+    number: int  # counts messages; acknowledgements carry it
     deltas: list[AppendDelta]
 
 
 class SettledOutput(NamedTuple):
-    """Attempts that left the outbox: `finished` ones are durable, `superseded` ones belong to somebody else."""
+    """Attempts that left the outbox."""
 
-    finished: list[AttemptRef]
-    superseded: list[AttemptRef]
+    finished: list[AttemptRef]  # durable
+    superseded: list[AttemptRef]  # of other workers now
 
 
 class RolloutOutput:
-    """One attempt's response.
-
-    `asked`: the store is to be asked what it has, be there something to send or not. `doubted`: the store took nothing,
-    for it has forgotten the rollout, and nothing is sent until it knows it again. `turned`: the last message taken
-    when it was last wound back; what is said of it up to that one is of no consequence any more.
-    """
+    """One attempt's response."""
 
     def __init__(self, ref: AttemptRef, partial: bytes) -> None:
         self.ref = ref
         self.tokens = bytearray(partial)
         self.begin = self.sent = self.stored = self.length
         self.finish: FinishReason | None = None
-        self.finish_sent = self.asked = self.doubted = False
-        self.turned = 0
+        self.finish_sent = False
+        self.asked = False  # ask the store what it has, even without tokens to send
+        self.doubted = False  # the store has forgotten the rollout, and refuses tokens until it knows it again
+        self.turned = 0  # the last message taken before the last wind-back; answers up to it no longer count
 
     @property
     def length(self) -> int:
@@ -74,33 +72,32 @@ class RolloutOutput:
         return AppendDelta(self.ref, offset, tokens, self.finish if self.finish_sent else None)
 
     def wind_back(self, to: int, message: int) -> None:
-        """Send again from token `to` on; messages up to `message` are out already."""
+        """Send again from token `to` on; messages up to `message` are already out."""
         self.sent, self.finish_sent, self.doubted, self.turned = to, False, False, message
 
 
 class Outbox:
-    """The outputs of all attempts held, and when the next message is due.
+    """The outputs of all held attempts, and when the next message is due.
 
-    Two clocks: `_due`, by which all that is unsent must go, and `_urgent`, for the few that must not wait so long; a
-    message for those carries them alone, so that others' tokens still travel in bulk.
+    All unsent tokens go by `_due`; the few `_urgent` ones go earlier, in messages of their own, so that other tokens
+    still travel in bulk.
     """
 
     def __init__(
         self, *, flush_tokens: int, flush_interval_s: float, jitter: Callable[[], float] = lambda: 1.0
     ) -> None:
-        """The window: tokens of a rollout, and seconds, whichever is less. `jitter` gives a factor in (0, 1] for each
-        interval.
-        """
-        self._many = -(-3 * flush_tokens // 4)  # the rest of the window is for what comes until the engine stands still
+        """The window: tokens of a rollout or seconds, whichever is less. `jitter` returns a factor in (0, 1] for each
+        interval."""
+        self._many = -(-3 * flush_tokens // 4)  # the rest of the window is for tokens until the engine stops
         self._outputs: dict[str, RolloutOutput] = {}
         self._enough = -(-flush_tokens // 2)
         self._interval, self._jitter = flush_interval_s, jitter
-        self.lag = 0.0  # seconds from a message to its acknowledgement, usually; written by who sends
+        self.lag = 0.0  # usual seconds from a message to its acknowledgement; the sender sets it
         self._due = self._urgent_due = math.inf
-        self._urgent: dict[str, None] = {}  # attempt ids, in the order in which they became so
+        self._urgent: dict[str, None] = {}  # attempt ids, oldest first
         self._messages = 0
         self.unacknowledged = 0
-        #: Attempts with most of a window unacknowledged and more to come: generation should wait for the store.
+        #: Unfinished attempts with most of a window unacknowledged: generation should wait for the store.
         self.behind: set[str] = set()
 
     def __len__(self) -> int:
@@ -118,7 +115,7 @@ class Outbox:
         return [(output.ref, output.length) for output in self._outputs.values()]
 
     def stored_whole(self, attempt_id: str) -> bool:
-        """Whether the store has all that this attempt generated."""
+        """Whether the store has all tokens of this attempt."""
         output = self._outputs[attempt_id]
         return output.stored == output.length
 
@@ -149,21 +146,19 @@ class Outbox:
         self._urgent_due = min(self._urgent_due, now + min(_URGENT_S, self._interval))
 
     def drop(self, attempt_id: str) -> None:
-        """Forget an attempt; one that is not held is none."""
+        """Forget an attempt, if it is held."""
         self._urgent.pop(attempt_id, None)
         self.behind.discard(attempt_id)
         if output := self._outputs.pop(attempt_id, None):
             self.unacknowledged -= output.length - output.stored
 
     def flush(self, now: float) -> None:
-        """Make all that is unsent due."""
+        """Make all unsent tokens due."""
         if any(output.wants_sending for output in self._outputs.values()):
             self._due = min(self._due, now)
 
     def rewind(self, now: float) -> None:
-        """A new stream: what was sent and not acknowledged is sent again, and of the rest the store is asked whether
-        it still has it.
-        """
+        """Begin a new stream: send unacknowledged tokens again, and ask the store whether it still has the others."""
         for output in self._outputs.values():
             output.wind_back(output.stored, self._messages)
             output.asked = True
@@ -171,7 +166,7 @@ class Outbox:
         self.flush(now)
 
     def take(self, now: float) -> OutboxMessage:
-        """The next message; what is in it counts as sent. Several messages where one cannot hold all."""
+        """The next message; its tokens count as sent. If it cannot hold all, another one is due."""
         whole = self._urgent_due == math.inf or self._due <= now + _URGENT_S
         outputs = [self._outputs[attempt_id] for attempt_id in self._urgent if attempt_id in self._outputs]
         if whole:
@@ -199,14 +194,14 @@ class Outbox:
         return deltas
 
     def settle(self, acks: Iterable[AppendAck], *, durable: bool, now: float) -> SettledOutput:
-        """Take note of what the store has; `durable` says whether it is fsynced."""
+        """Apply what the store has; `durable`: it is fsynced."""
         done = SettledOutput([], [])
         for ack in acks:
             output = self._outputs.get(ack.attempt_id)
             if output is None:
                 continue
             if ack.status is AppendStatus.SUPERSEDED or ack.stored > output.length:
-                # More than was generated here is stored: somebody else went on with this rollout.
+                # More tokens are stored than were generated here: another worker went on with this rollout.
                 done.superseded.append(output.ref)
                 self.drop(ack.attempt_id)
                 continue
@@ -231,7 +226,7 @@ class Outbox:
             self.behind.add(output.ref.attempt_id)
 
     def _gap(self, output: RolloutOutput, ack: AppendAck, now: float) -> None:
-        """Send again from where the store stands; once, although messages behind the refused one are refused too."""
+        """Send again from the store's position; once, although messages after the refused one are refused too."""
         if not 0 < ack.message <= output.turned:
             output.wind_back(ack.stored, self._messages)
             self._due = min(self._due, now)

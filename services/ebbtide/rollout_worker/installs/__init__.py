@@ -1,1 +1,1 @@
-"""Policy versions on this worker: pulled, verified, installed, and served to peers."""
+"""Pulls, verifies and installs policy versions, and serves them to peers."""

@@ -1,20 +1,21 @@
-"""Chooses and locks the mirror that this worker uses: the host's, or one of its own where the host's cannot be had.
+"""Chooses and locks the mirror that this worker uses: the host's, or one of its own.
 
 Invariant: `current` is the mirror in use, None before the first. This worker leaves a host's mirror whose holder shows
-no sign of life, and keeps it open: it uses it again, from the next version on, once the holder has gone on or ended.
-Where the host has no room for a mirror, this worker has its own for good: another look for room may take it from
-others. When the process dies, its own mirror goes; the host's stays with the others, and is locked no more.
+no sign of life, but keeps it open, and uses it again for the next version after the holder has gone on or ended. Where
+the host has no room for a mirror, this worker keeps its own for good: trying again may take room from others. When the
+process dies, its own mirror goes; the host's stays with the others, unlocked.
 """
 
 import asyncio
+import hashlib
 import math
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from ebbtide import telemetry
-from ebbtide.errors import NoCapacity
+from ebbtide.errors import InvalidRequest, NoCapacity
 from ebbtide.transfer import Mirror
 from ebbtide.types.weights import Manifest
 from ebbtide.weights import same_geometry
@@ -22,36 +23,41 @@ from ebbtide.weights import same_geometry
 T = TypeVar("T")
 log = telemetry.get_logger(__name__)
 
-#: Longest time between two signs of life.
+#: Longest interval between signs of life.
 _BEAT_S: Final = 1.0
-#: At least so many signs of life fall into the patience of another worker.
+#: Signs of life within another worker's patience, at least.
 _BEATS: Final = 4
 #: Time to see whether a lock is free.
 _GLANCE_S: Final = 0.05
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class LeftMirror(NamedTuple):
+    """The host's mirror while its holder shows no sign of life, and the count of signs when it was left."""
+
+    mirror: Mirror
+    beats: int
 
 
 class HostMirrors:
-    """One mirror at a time."""
+    """Uses one mirror at a time."""
 
     def __init__(self, folder: Path | None, patience_s: float) -> None:
-        """`folder`: of the host's mirrors; None for one of this worker's own. `patience_s`: after which a holder that
-        shows no sign of life is taken for one that never goes on."""
+        """`folder`: of the host's mirrors; None for one of this worker's own. `patience_s`: the holder of a mirror is
+        given up after so long without a sign of life."""
         self._folder, self._patience_s = folder, patience_s
         self.current: Mirror | None = None
-        self._left: Mirror | None = None  # the host's, while its holder shows no sign of life
-        self._beats = 0  # of that one, when it was left
+        self._left: LeftMirror | None = None
 
     @property
     def shared(self) -> bool:
-        """Whether the host's other workers find in the mirror what this one fetched."""
+        """Whether the host's other workers find what this one fetched in the mirror."""
         return self._folder is not None and self._left is None
 
     @asynccontextmanager
     async def locked(self, manifest: Manifest, *, shared: bool = False) -> AsyncIterator[Mirror]:
-        """The mirror for a version while no other process changes it; `shared` with those that install from it.
-
-        Raises `NoCapacity` if there is none, and no memory for one.
-        """
+        """The mirror for a version while no other process changes it; `shared` with others that install from it.
+        Raises `NoCapacity` if there is no memory for one."""
         async with AsyncExitStack() as stack:
             mirror = await self._open(manifest)
             while True:
@@ -67,7 +73,7 @@ class HostMirrors:
 
     @asynccontextmanager
     async def at_work(self, mirror: Mirror, most_s: float = math.inf) -> AsyncIterator[None]:
-        """Show the workers that wait for a locked mirror that this one goes on, for `most_s` at most."""
+        """Show signs of life to workers that wait for a locked mirror, for `most_s` at most."""
         beating = asyncio.create_task(self._beat(mirror, most_s), name="signs of life")
         try:
             yield
@@ -85,23 +91,23 @@ class HostMirrors:
     async def come_back(self) -> None:
         """Use the host's mirror again, if it was left and its holder has gone on or ended."""
         left = self._left
-        if left is None or (left.beats == self._beats and not await _is_free(left)):
+        if left is None or (left.mirror.beats == left.beats and not await _is_free(left.mirror)):
             return
         if self.current is not None:
             self.current.close()
-        self.current, self._left = left, None
+        self.current, self._left = left.mirror, None
         log.info("the host's mirror is used again")
 
     async def _leave(self, mirror: Mirror, manifest: Manifest) -> Mirror:
         log.warning("the host's mirror stays locked: weights are kept in memory of this worker's own for now")
-        self.current, self._left, self._beats = None, mirror, mirror.beats
+        self.current, self._left = None, LeftMirror(mirror, mirror.beats)
         return await self._open(manifest)
 
     async def _open(self, manifest: Manifest) -> Mirror:
-        """A mirror that has room for this version. Mirrors of another geometry are closed."""
-        if self.current is not None and alike(self.current.manifest, manifest):
+        """A mirror that has room for this version. Closes mirrors of another geometry."""
+        if self.current is not None and _alike(self.current.manifest, manifest):
             return self.current
-        if self._left is None or not alike(self._left.manifest, manifest):
+        if self._left is None or not _alike(self._left.mirror.manifest, manifest):
             self.close()
         try:
             return await unbroken(asyncio.to_thread(self._make, manifest))
@@ -113,25 +119,39 @@ class HostMirrors:
             return await unbroken(asyncio.to_thread(self._make, manifest))
 
     def _make(self, manifest: Manifest) -> Mirror:
-        """Runs in a thread, as it waits for memory."""
+        """Runs in a thread, because it waits for memory."""
         self.current = mirror = Mirror(manifest, self._folder if self.shared else None)
         return mirror
 
     def forget(self, run_id: str) -> None:
-        """Close the mirrors of a run that is over. The engine must not be reading them."""
+        """Close the mirrors of a finished run. The engine must not be reading them."""
         if self.current is not None and self.current.manifest.run_id == run_id:
             self.current.close()
             self.current = None
-        if self._left is not None and self._left.manifest.run_id == run_id:
-            self._left.close()
+        if self._left is not None and self._left.mirror.manifest.run_id == run_id:
+            self._left.mirror.close()
             self._left = None
 
     def close(self) -> None:
-        """Close the mirrors. The host's goes when no other worker uses it."""
-        for mirror in (self.current, self._left):
+        """Close the mirrors. The host's mirror goes when no other worker uses it."""
+        for mirror in (self.current, self._left.mirror if self._left else None):
             if mirror is not None:
                 mirror.close()
         self.current = self._left = None
+
+
+def host_name(folder: Path) -> str:
+    """A name that exactly the processes share that find the same files in `folder`, which this makes (0700).
+
+    Containers of one machine with shared memory of their own are hosts of their own. Raises `InvalidRequest`.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        boot, found = _BOOT.read_text() if _BOOT.is_file() else "", folder.parent.stat()
+    except OSError as error:
+        raise InvalidRequest(f"{folder} cannot be made ({error.strerror}); name another", field="mirror_dir") from None
+    text = f"{boot} {found.st_dev} {found.st_ino} {folder.name}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 async def _is_free(mirror: Mirror) -> bool:
@@ -142,14 +162,14 @@ async def _is_free(mirror: Mirror) -> bool:
         return False
 
 
-def alike(one: Manifest, other: Manifest) -> bool:
+def _alike(one: Manifest, other: Manifest) -> bool:
     """Whether two versions are of one run's policy, and of one geometry."""
     whose = [(manifest.run_id, manifest.version.policy) for manifest in (one, other)]
     return whose[0] == whose[1] and same_geometry(one, other)
 
 
 async def unbroken(work: Awaitable[T]) -> T:
-    """Wait for the work of a thread to its end, also when cancelled: nothing else may touch the same data meanwhile."""
+    """Wait for a thread's work to its end, also when cancelled: nothing else may touch the same data meanwhile."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

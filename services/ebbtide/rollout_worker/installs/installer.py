@@ -1,29 +1,27 @@
 """Installs the policy versions that the coordinator wishes for.
 
-A version is pulled into the mirror while generation goes on; then generation pauses for the install alone. The states
-in between are those of `install_states`.
+Generation goes on during a pull; only the install pauses it. `install_states` defines the states in between.
 
-Invariant: `current` is what the engine serves, whole. It changes only here, and while it does (`installing`) no attempt
-is admitted: so an attempt is judged by the version that makes its first token. At most one version is pulled or
-installed at a time; of several wishes that come meanwhile the last counts. The mirror is not locked while an install
-waits for attempts to end: the version is verified, and locked, again before anything pauses. Nothing of this survives
-the process: a new one asks for the version again, and finds what the mirror kept.
+Invariant: `current` is what the engine serves, whole. Only this module changes it, and admits no attempt meanwhile
+(`installing`): so an attempt is judged by the version that makes its first token. At most one version is pulled or
+installed at a time; the last wish that comes meanwhile counts. The mirror is not locked while an install waits for
+attempts to end: the version is verified and locked again before anything pauses. Nothing survives the process: a new
+one asks for the version again, and finds what the mirror kept.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, InvalidRequest, Unavailable
-from ebbtide.rollout_worker import metrics
+from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine, EngineNotChanged
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
-from ebbtide.rollout_worker.installs.engine_needs import OtherArchitecture
-from ebbtide.rollout_worker.installs.install_messages import engine_changed_message, failed_message, installed_message
+from ebbtide.rollout_worker.installs.install_reports import InstallReports
 from ebbtide.rollout_worker.installs.install_states import (
     BUSY,
     DROPPABLE,
@@ -34,30 +32,16 @@ from ebbtide.rollout_worker.installs.install_states import (
     InstallState,
     transition,
 )
-from ebbtide.rollout_worker.installs.weight_store import Installation, WeightStore
-from ebbtide.types.fleet import EngineInfo
+from ebbtide.rollout_worker.installs.weight_store import Installation, OtherArchitecture, WeightStore
 from ebbtide.types.weights import Manifest
-from ebbtide.v1 import fleet_pb2
 
 log = telemetry.get_logger(__name__)
 
 _HOLD = "install"
 
 
-class InstallLender(Protocol):
-    """Who lends the device: see `DeviceLease`."""
-
-    async def spell(self, seconds: float) -> None:
-        """Wait for a time in which the engine may be touched for so long, but not for ever."""
-        ...
-
-    def may_wake(self) -> bool:
-        """Whether an engine that gave its weights up may load them now."""
-        ...
-
-
 class InstallNotNow(Unavailable):
-    """The device may not be touched at this moment: nothing has changed, and it is to be asked again."""
+    """The device may not be touched now. Nothing has changed; try again later."""
 
 
 class Installer:
@@ -68,25 +52,30 @@ class Installer:
         engine: Engine,
         store: WeightStore,
         attempts: LocalAttempts,
-        report: Callable[[fleet_pb2.WorkerMessage], None],
-        lender: InstallLender | None = None,
+        reports: InstallReports,
+        lender: DeviceLease | None = None,
         changing: ChangingEngine | None = None,
     ) -> None:
-        """`lender`: of the device, if it is borrowed. `changing`: the engine, if it may be started anew."""
-        self._engine, self._store, self._attempts, self._report = engine, store, attempts, report
+        """`lender`: of a borrowed device. `changing`: the engine, if it may be restarted for another architecture."""
+        self._engine, self._store, self._attempts, self._reports = engine, store, attempts, reports
         self._lender, self._changing = lender, changing
+        self._woken = asyncio.Event()  # set when the wish may need work
+        self._deeds: dict[Deed, Callable[[], None]] = {
+            Deed.HOLD: partial(attempts.holds.begin, _HOLD),
+            Deed.RELEASE: partial(attempts.holds.end, _HOLD),
+            Deed.TELL: attempts.holds.tell,
+            Deed.GIVE_BACK: self._give_back,
+            Deed.WAKE: self._woken.set,
+        }
         self._state = InstallState.IDLE
         self._wish: Installation | None = None
-        self._model = ""  # for which the engine may be started anew for the wish; empty: it may not
-        self._woken = asyncio.Event()  # set when the wish is to be looked at
+        self._model = ""  # the model that the engine may be restarted for; empty: it may not
         self._stopped = False
-        self._work: asyncio.Task[None] | None = None  # the wish that is being fulfilled
-        self._over: set[str] = set()  # runs that are over, and of which something is still in use
-        self._emptied = False  # the engine gave its weights up, and has got none since
-        #: What the engine serves.
-        self.current: Installation | None = None
-        #: Seconds for which the last install held generation.
-        self.install_s = 0.0
+        self._work: asyncio.Task[None] | None = None  # fulfils the wish
+        self._over: set[str] = set()  # finished runs that still use something here
+        self._emptied = False  # the engine gave its weights up and has none yet
+        self.current: Installation | None = None  # what the engine serves
+        self.install_s = 0.0  # for which the last install held generation
 
     @property
     def installing(self) -> bool:
@@ -95,24 +84,22 @@ class Installer:
 
     @property
     def busy(self) -> bool:
-        """Whether a version that was wished for is on its way."""
+        """Whether a wished version is on its way."""
         return self._state in BUSY
 
     @property
     def restart_s(self) -> float:
-        """Seconds that a start of the engine takes, for another architecture; 0: it may not be."""
+        """Seconds that an engine start takes, for another architecture; 0: the engine may not be restarted."""
         return self._changing.restart_s if self._changing else 0.0
 
-    # -- what it is told -----------------------------------------------------------------------------------------
-
     def wish(self, wanted: Installation, change: str = "") -> None:
-        """`change`: the model's name, if the engine may be started anew for the version."""
+        """`change`: the model's name, if the engine may be restarted for the version."""
         self._wish, self._model = wanted, change
         self._woken.set()
-        self._attempts.ended.set()  # an install that waits looks again
+        self._attempts.ended.set()  # a waiting install looks again
 
     def forget(self, run_id: str) -> None:
-        """A run is over: give back what is here of it, behind an install of it that has begun. A pull ends here."""
+        """A run is over: end its pull, let its install finish if it has begun, then free what the run uses."""
         if self._wish is not None and self._wish.run_id == run_id:
             self._wish = None
             self._drop()
@@ -131,25 +118,10 @@ class Installer:
         if self._work is not None and self._state in DROPPABLE:
             self._work.cancel()
 
-    # -- its states ----------------------------------------------------------------------------------------------
-
     def _go(self, event: InstallEvent) -> None:
         self._state, deeds = transition(self._state, event)
         for deed in deeds:
-            self._do(deed)
-
-    def _do(self, deed: Deed) -> None:
-        match deed:
-            case Deed.HOLD:
-                self._attempts.holds.begin(_HOLD)
-            case Deed.RELEASE:
-                self._attempts.holds.end(_HOLD)
-            case Deed.TELL:
-                self._attempts.holds.tell()
-            case Deed.GIVE_BACK:
-                self._give_back()
-            case Deed.WAKE:
-                self._woken.set()
+            self._deeds[deed]()
 
     def _give_back(self) -> None:
         while self._over:
@@ -158,22 +130,20 @@ class Installer:
                 self.current = None
             self._store.forget(run_id)
 
-    # -- a wish --------------------------------------------------------------------------------------------------
-
     async def run(self) -> None:
-        """Install what is wished for, until told to stop. Raises `EngineFailed` when the engine is lost over it."""
+        """Install wished versions until stopped. Raises `EngineFailed` when an install destroys the engine."""
         while not self._stopped:
             await self._woken.wait()
             self._woken.clear()
             if self._stopped or self._wish is None or self._state is not InstallState.IDLE:
                 continue
             if self._wish == self.current:
-                self._say_installed(self._wish, 0.0, 0.0)
+                self._reports.installed(self._wish, 0.0, 0.0)
             else:
                 await self._try(self._wish)
 
     async def _try(self, wish: Installation) -> None:
-        """Fulfil it, unless its run ends meanwhile."""
+        """Fulfil the wish, unless its run ends meanwhile."""
         self._go(InstallEvent.BEGIN)
         self._work = work = asyncio.create_task(self._fulfil(wish), name="install")
         try:
@@ -182,7 +152,7 @@ class Installer:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             if not self._stopped:
-                log.info("not installed: its run is over", **_names(wish))
+                log.info("not installed: its run is over", **wish.names)
         finally:
             self._work = None
             self._go(InstallEvent.END)
@@ -196,27 +166,16 @@ class Installer:
         except EngineFailed:
             raise
         except EbbtideError as error:
-            metrics.INSTALLS.labels("refused").inc()
-            log.warning("version refused", **_names(wanted), reason=str(error))
-            self._report(failed_message(wanted, error))
+            self._reports.refused(wanted, error)
             return
-        if took is None:
-            return
-        pull_s, pause_s = took
-        metrics.INSTALLS.labels("installed").inc()
-        metrics.PULL_SECONDS.observe(pull_s)
-        metrics.PAUSE_SECONDS.observe(pause_s)
-        metrics.PHASE_SECONDS.labels("pause").inc(pause_s)
-        self._store.announce(pause_s)
-        self._say_installed(wanted, pull_s, pause_s)
-
-    def _say_installed(self, wanted: Installation, pull_s: float, pause_s: float) -> None:
-        log.info("installed", **_names(wanted), pull_s=round(pull_s, 4), pause_s=round(pause_s, 4))
-        self._report(installed_message(wanted, pull_s, pause_s))
+        if took is not None:
+            self._store.announce(took[1])
+            self._reports.measured(*took)
+            self._reports.installed(wanted, *took)
 
     async def _replace(self, wanted: Installation, manifest: Manifest, start: float) -> tuple[float, float] | None:
-        """Pull a version, and install it as soon as no attempt forbids it. Returns the seconds from `start` to the end
-        of the pull and those for which generation was held; None if something else was wished for meanwhile."""
+        """Pull a version, and install it once no attempt forbids it. Returns the seconds from `start` to the end of the
+        pull and those for which generation was held; None if the wish changed meanwhile."""
         pull_s = 0.0
         while self._wish == wanted:
             async with self._store.locked(wanted, manifest) as (path, changes):
@@ -231,7 +190,7 @@ class Installer:
         return None
 
     async def _may_install(self, wanted: Installation) -> bool:
-        """Whether a locked version is still wished for, and no attempt forbids it once the lender lends the device."""
+        """Whether a locked version is still wished for, and no attempt forbids it once the device is lent."""
         if self._wish != wanted or not self._admits(wanted):
             return False
         self._go(InstallEvent.LOCKED)
@@ -241,8 +200,6 @@ class Installer:
 
     def _admits(self, wanted: Installation) -> bool:
         return self._attempts.admit(wanted.run_id, wanted.version)
-
-    # -- the engine ----------------------------------------------------------------------------------------------
 
     async def _bring_in(self, wanted: Installation, manifest: Manifest, path: Path, changes: Path | None) -> float:
         """Install a locked version, into another engine if it does not fit this one."""
@@ -257,22 +214,18 @@ class Installer:
             self._go(InstallEvent.DONE)
 
     async def _change(self, engine: ChangingEngine, wanted: Installation, manifest: Manifest, path: Path) -> None:
-        """Start the engine anew for the version's architecture. Nothing is generated meanwhile; all else goes on."""
-        began = time.monotonic()
+        """Restart the engine for the version's architecture. Nothing is generated meanwhile; all else goes on."""
+        began, failure = time.monotonic(), None
         self.current = None
         self._store.serves(None)
         try:
             info = await engine.change(self._model, manifest.config, path)
         except EngineNotChanged as error:
-            self._say_changed(wanted.run_id, error.info, time.monotonic() - began)
-            raise OtherArchitecture(str(error), manifest) from error
-        self._say_changed(wanted.run_id, info, time.monotonic() - began)
-        metrics.ENGINE_STARTS.inc()
-        log.info("engine changed", **_names(wanted), model=info.model, seconds=round(time.monotonic() - began, 3))
-
-    def _say_changed(self, run_id: str, info: EngineInfo, seconds: float) -> None:
-        self._attempts.info = info
-        self._report(engine_changed_message(run_id, info, seconds))
+            info, failure = error.info, error
+        self._attempts.engine_changed(info)
+        self._reports.engine_changed(wanted, info, time.monotonic() - began, failed=failure is not None)
+        if failure is not None:
+            raise OtherArchitecture(str(failure), manifest) from failure
 
     async def _install(self, wanted: Installation, manifest: Manifest, path: Path, changes: Path | None) -> float:
         try:
@@ -284,11 +237,8 @@ class Installer:
         self._store.serves(manifest)
         return pause_s
 
-    # -- weights that are given up -------------------------------------------------------------------------------
-
     def rest(self) -> bool:
-        """Install nothing until `restore`, for the engine gives its weights up; False if that cannot be now: because
-        it has none of a version, or another one is on its way."""
+        """Install nothing until `restore`. False if that is impossible: no version is served, or another one comes."""
         if self.current is None or self._wish != self.current or self._state is not InstallState.IDLE:
             return False
         self._go(InstallEvent.REST)
@@ -296,9 +246,10 @@ class Installer:
         return True
 
     async def restore(self) -> None:
-        """Put the version that the engine served into it again, or the one that is wished for by now. Raises what a
-        pull or an install does; then whatever is wished for is installed instead, and this may be asked again. Raises
-        `InstallNotNow`, and goes on resting, if the device is not to be touched once all is at hand."""
+        """Load the version that the engine served, or the one wished for by now. May be called again after an error.
+
+        Raises what a pull or an install raises; then `run` installs what is wished for. Raises `InstallNotNow`, and
+        keeps resting, if the device may not be touched once the version is at hand."""
         if not self._emptied:
             return
         if self.busy:
@@ -323,8 +274,8 @@ class Installer:
                 await self._load(wish)
             except (EngineFailed, InstallNotNow):
                 raise
-            except EbbtideError as error:  # it is reported when it is tried again, behind this
-                log.info("back to the version before", **_names(wish), reason=str(error))
+            except EbbtideError as error:  # the next try reports it
+                log.info("back to the version before", **wish.names, reason=str(error))
             else:
                 return
         if served is None:
@@ -346,7 +297,3 @@ class Installer:
                 self._go(InstallEvent.DONE)
         if another:
             self._store.announce(pause_s)
-
-
-def _names(wanted: Installation) -> dict[str, str | int]:
-    return {"run_id": wanted.run_id, "policy": wanted.version.policy, "version": wanted.version.version}

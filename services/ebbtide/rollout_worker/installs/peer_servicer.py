@@ -1,4 +1,4 @@
-"""The part of the Weights service that a worker offers to other workers: blobs, and nothing else."""
+"""Serves the part of the Weights service that a worker offers to other workers: blobs alone."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ SERVICE: Final = "ebbtide.v1.Weights"
 
 
 class PeerServicer:
-    """Convert, await the shelf, convert."""
+    """Converts, awaits the shelf, converts."""
 
     def __init__(self, shelf: PeerBlobs) -> None:
         self._shelf = shelf
@@ -32,7 +32,7 @@ class PeerServicer:
 
 
 def add_to_server(servicer: PeerServicer, server: grpc.aio.Server) -> None:
-    """Register the one method: gRPC answers UNIMPLEMENTED for the service's others."""
+    """Register the one method: gRPC answers UNIMPLEMENTED for the others of the service."""
     handler = grpc.unary_stream_rpc_method_handler(
         servicer.FetchTiles,
         request_deserializer=pb.FetchTilesRequest.FromString,

@@ -1,6 +1,6 @@
-"""AWS spot instances: `spot/instance-action` is absent until, as a rule two minutes before the end, it is there.
+"""Asks AWS about spot instances: `spot/instance-action` appears, as a rule two minutes before the end.
 
-IMDSv2: each question bears a token, which is asked for first and expires.
+By IMDSv2, each question carries a token, which the server issues and which expires.
 """
 
 import time
@@ -10,18 +10,17 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from ebbtide.rollout_worker.notices import Notice
-from ebbtide.rollout_worker.notices.metadata import MetadataAnswer, MetadataServer, parse_date
+from ebbtide.rollout_worker.notices.metadata import MetadataAnswer, MetadataServer, Notice, parse_date
 
 _TOKEN_TTL_S: Final = 21600
 _NOTICE_S: Final = 120.0
 
 
 class InstanceAction(Struct, frozen=True):
-    """`action`: terminate, stop or hibernate; the machine is gone after each. `time`: RFC 3339."""
+    """The end of the machine."""
 
-    action: Annotated[str, Meta(max_length=64)]
-    time: Annotated[str, Meta(max_length=64)] = ""
+    action: Annotated[str, Meta(max_length=64)]  # terminate, stop or hibernate: the machine is gone after each
+    time: Annotated[str, Meta(max_length=64)] = ""  # RFC 3339
 
 
 class SpotProbe:
@@ -33,7 +32,7 @@ class SpotProbe:
 
     async def ask(self) -> Sequence[Notice]:
         answer = await self._ask()
-        if answer.status == 401:  # the token was forgotten: ask for another, once
+        if answer.status == 401:  # the server forgot the token: try one other
             self._token = ""
             answer = await self._ask()
         if answer.expect(200, 404).status == 404:

@@ -1,7 +1,7 @@
-"""Azure's Scheduled Events: what will be done to this machine, and not before when.
+"""Asks for Azure's Scheduled Events: what happens to this machine, and not before when.
 
-The first answer may take two minutes, for the service starts with the first question. Events are not acknowledged:
-that would only bring them forward.
+The first answer may take two minutes, because the service starts with the first question. Events are not acknowledged:
+that would bring them forward.
 """
 
 from collections.abc import Sequence
@@ -12,38 +12,37 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import Unavailable
-from ebbtide.rollout_worker.notices import Notice
-from ebbtide.rollout_worker.notices.metadata import MetadataAnswer, MetadataServer, parse_date
+from ebbtide.rollout_worker.notices.metadata import MetadataAnswer, MetadataServer, Notice, parse_date
 
 _HEADERS: Final = {"Metadata": "true"}
 _EVENTS: Final = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME: Final = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 _FIRST_ANSWER_S: Final = 150.0
-#: Events that take this process away, with the notice that Azure gives of each.
+#: Events that take this process away, with Azure's notice of each.
 _NOTICE_S: Final = {"Preempt": 30.0, "Terminate": 300.0, "Redeploy": 600.0, "Reboot": 900.0, "Freeze": 900.0}
-#: A machine that is frozen for no longer comes back before its work would have found another place.
+#: Longest freeze that is ignored: the machine comes back before its work would go on elsewhere.
 _FREEZE_S: Final = 10.0
 
 Text = Annotated[str, Meta(max_length=256)]
 
 
 class ScheduledEvent(Struct, frozen=True, rename="pascal"):
-    """`not_before`: as in HTTP; empty once it has begun. `duration_in_seconds`: of the standstill; -1: unknown."""
+    """One event, of this or another machine of its set."""
 
     event_id: Text
     event_type: Text
     event_status: Text = ""
     resources: tuple[str, ...] = ()
-    not_before: Text = ""
-    duration_in_seconds: float = -1
+    not_before: Text = ""  # as in HTTP; empty once it has begun
+    duration_in_seconds: float = -1  # of the standstill; -1: unknown
 
     @property
     def takes_away(self) -> bool:
-        """Whether the machine does not simply go on."""
+        """Whether the event interrupts the machine for long."""
         return self.event_type in _NOTICE_S and (self.event_type != "Freeze" or self.duration_in_seconds > _FREEZE_S)
 
     def affects(self, name: str) -> bool:
-        """Whether machine `name` is meant: machines of one set learn of each other's events."""
+        """Whether machine `name` is concerned."""
         return not name or not self.resources or name.casefold() in map(str.casefold, self.resources)
 
 
@@ -69,7 +68,7 @@ class ScheduledEventsProbe:
         return [_notice(event, answer) for event in taking if event.affects(self._name)]
 
     async def _own_name(self) -> str:
-        """This machine's name; empty if it cannot be had, and then every event is taken for ours."""
+        """This machine's name; empty if the server does not tell: every event counts as this machine's then."""
         try:
             answer = (await self._server.ask("GET", _NAME, _HEADERS)).expect(200)
         except (Unavailable, TimeoutError, aiohttp.ClientError):

@@ -1,24 +1,23 @@
-"""Preemptible and spot machines of Google Cloud: `instance/preempted` turns TRUE 30 s before the end.
+"""Asks Google Cloud about preemptible and spot machines: `instance/preempted` turns TRUE 30 s before the end.
 
-The question hangs until the value changes; its ETag says which value was seen last.
+The server answers when the value changes; the question's ETag names the value seen last.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
 from ebbtide.errors import Unavailable
-from ebbtide.rollout_worker.notices import Notice
-from ebbtide.rollout_worker.notices.metadata import MetadataServer
+from ebbtide.rollout_worker.notices.metadata import MetadataServer, Notice
 
 _HEADERS: Final = {"Metadata-Flavor": "Google"}
 _PATH: Final = "/computeMetadata/v1/instance/preempted"
-#: The server answers after this time even if nothing changed; we wait a little longer.
+#: The server answers after this time even without a change; the probe waits a little longer.
 _HANG_S: Final = 60
 _NOTICE_S: Final = 30.0
 
 
 class PreemptionProbe:
-    #: Against a server that does not hold its answers back. A change meanwhile is answered at once.
+    #: For servers that answer at once. A change meanwhile is answered at once.
     pause_s = 1.0
 
     def __init__(self, server: MetadataServer) -> None:
@@ -26,7 +25,7 @@ class PreemptionProbe:
         self._etag = ""
 
     async def ask(self) -> Sequence[Notice]:
-        known, self._etag = self._etag, ""  # after any failure the plain question comes first
+        known, self._etag = self._etag, ""  # the plain question comes first after a failure
         wait = f"?wait_for_change=true&timeout_sec={_HANG_S}&last_etag={known}" if known else ""
         answer = await self._server.ask("GET", _PATH + wait, _HEADERS, timeout_s=_HANG_S + 10.0 if known else 0.0)
         value = answer.expect(200).body.strip().upper()

@@ -1,4 +1,4 @@
-"""The machine's metadata server, over HTTP as all clouds have it: no proxy, no redirect, no cookie, no long answer."""
+"""Asks a cloud's metadata server over HTTP: no proxy, no redirect, no cookie, no long answer."""
 
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -10,16 +10,23 @@ import aiohttp
 
 from ebbtide.errors import Unavailable
 
-#: No answer that means something is longer.
+#: Longest answer, bytes; valid ones are far shorter.
 _LIMIT: Final = 64 << 10
-#: A connection to a link-local address is there at once or not at all.
+#: A link-local address connects at once or never.
 _CONNECT_S: Final = 2.0
-#: And so is an answer that the server does not mean to hold back.
+#: Answers come at once too, unless the server holds them back on purpose.
 ANSWER_S = 3.0
-#: Kept of the time that a notice gives, for the machine's own end may come early.
+#: Reserved of a notice's time: the machine may end early.
 MARGIN_S: Final = 5.0
-#: The least time given: what is over already may just be late.
+#: The least time that a notice gives; one in the past may just be late.
 _LEAST_S: Final = 2.0
+
+
+class Notice(NamedTuple):
+    """The worker should leave this machine within so many seconds."""
+
+    within_s: float
+    reason: str  # names the one event
 
 
 class MetadataAnswer(NamedTuple):
@@ -34,10 +41,8 @@ class MetadataAnswer(NamedTuple):
         return self
 
     def seconds_until(self, when: datetime | None, *, standard_s: float) -> float:
-        """From this answer to `when` by the server's own clock, less a margin.
-
-        Ours may be wrong. Where the server tells no time, it is the cloud's standard notice.
-        """
+        """From this answer to `when`, less a margin, by the server's clock: this machine's may be wrong. If the server
+        tells no time, the cloud's standard notice."""
         now = parse_date(self.headers.get("Date", ""))
         known = when is not None and now is not None
         left_s = (when - now) / timedelta(seconds=1) if known and when and now else standard_s
@@ -57,7 +62,7 @@ def parse_date(text: str) -> datetime | None:
 
 
 class MetadataServer:
-    """Use as an async context manager."""
+    """A connection to the server; use as an async context manager."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -76,9 +81,9 @@ class MetadataServer:
     async def ask(
         self, method: str, path: str, headers: Mapping[str, str], *, timeout_s: float = 0.0
     ) -> MetadataAnswer:
-        """One question, for `ANSWER_S` or longer. Raises `Unavailable`, `TimeoutError`, `aiohttp.ClientError`."""
+        """Ask once, for `ANSWER_S` or longer. Raises `Unavailable`, `TimeoutError`, `aiohttp.ClientError`."""
         if self._session is None:
-            raise Unavailable("ask within the context")
+            raise Unavailable("the metadata server is asked outside its context: use `async with`")
         timeout = aiohttp.ClientTimeout(total=timeout_s or ANSWER_S, sock_connect=_CONNECT_S)
         async with self._session.request(
             method, self._url + path, headers=headers, timeout=timeout, allow_redirects=False

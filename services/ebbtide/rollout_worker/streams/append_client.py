@@ -1,9 +1,9 @@
-"""The append stream: tokens out, acknowledgements in, opened anew after any failure.
+"""Sends tokens over the append stream, applies acknowledgements, and reopens the stream after any failure.
 
-Invariant: a stream begins again from what was acknowledged last (repeats are harmless at the other end). At most
-`_IN_FLIGHT` messages are unanswered: a slow acknowledgement does not hold back tokens that are due, and a store that
-is away makes messages larger, not more. Answers come in the order of the messages. What this process had in flight
-when it dies was stored or was not; the rollouts go on elsewhere from whichever it is.
+Invariant: a stream begins again after the last acknowledged token (repeats are harmless). At most `_IN_FLIGHT` messages
+are unanswered: a slow acknowledgement does not delay due tokens, and while the store is away messages grow larger, not
+more. Answers come in the order of the messages. When this process dies, messages in flight may or may not be stored;
+the rollouts go on elsewhere from what is.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from ebbtide.wire.append_columns import AppendSender, acks
 
 Translated = Callable[[], AbstractContextManager[None]]
 log = telemetry.get_logger(__name__)
-#: Messages on their way at once: two seconds' worth at four flushes a second.
+#: Messages in flight: two seconds' worth at four flushes a second.
 _IN_FLIGHT: Final = 8
-#: What the newest acknowledgement adds to how long one usually takes.
+#: Weight of the newest acknowledgement in the mean lag.
 _NEWEST: Final = 0.1
-#: A stream that lasted so long was a good one: the next is opened soon.
+#: After a stream of this length, the next one opens soon.
 _LONG_S: Final = 10.0
 
 
@@ -42,10 +42,7 @@ class SentMessage(NamedTuple):
 
 
 class AppendStream:
-    """One append stream: what of it is unanswered, and which finishes are answered and not yet durable.
-
-    `lag`: seconds that an acknowledgement usually takes.
-    """
+    """One append stream, its unanswered messages, and its answered finishes that are not yet durable."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -53,13 +50,13 @@ class AppendStream:
         self._flying: deque[SentMessage] = deque()
         self._finished: dict[int, list[AppendAck]] = {}
         self._answered = asyncio.Event()
-        self.lag = 0.0
+        self.lag = 0.0  # mean seconds to an acknowledgement
 
     async def open(self, session: str) -> None:
         await write(self.call, fleet_pb2.AppendRequest(session=session))
 
     async def room(self) -> None:
-        """Wait until one more message may be on its way."""
+        """Wait until one more message may be sent."""
         while len(self._flying) >= _IN_FLIGHT:
             self._answered.clear()
             await self._answered.wait()
@@ -69,7 +66,8 @@ class AppendStream:
         await write(self.call, self._sender.request(message.number, message.deltas))
 
     def answered(self, response: fleet_pb2.AppendResponse) -> list[AppendAck]:
-        """What is news in an answer. Under `everysec` there are two: one at once, one when it has become durable."""
+        """The new acknowledgements in an answer. Under `everysec` a message has two answers: one at once, one when it
+        is durable."""
         if self._flying and response.sequence == self._flying[0].message.number:
             message, since = self._flying.popleft()
             took = time.monotonic() - since
@@ -84,14 +82,14 @@ class AppendStream:
 
 
 class AppendClient:
-    """Sends what the outbox has, within one session after the other."""
+    """Sends the outbox's messages, in one session after the other."""
 
     def __init__(self, stub: FleetStub, translated: Translated, outbox: Outbox, attempts: LocalAttempts) -> None:
-        """`translated`: turns gRPC's errors inside a block into the coordinator's."""
+        """`translated` turns gRPC's errors inside a block into the coordinator's."""
         self._stub, self._translated, self._outbox, self._attempts = stub, translated, outbox, attempts
 
     async def run(self, session: str) -> None:
-        """One stream after the other, for ever. Raises `NotFound` once the session is over."""
+        """Keep a stream open until the session is over. Raises `NotFound` then."""
         waits = pauses(0.05, 1.0)
         while True:
             began = time.monotonic()
@@ -127,7 +125,7 @@ class AppendClient:
             self._outbox.lag = stream.lag
             if found:
                 self._attempts.settle(found, durable=response.durable)
-                self._attempts.due.set()  # what the store turned out not to have is due
+                self._attempts.due.set()  # tokens that the store lacks are due
         raise Unavailable("the coordinator ended the append stream")
 
     async def _until_due(self) -> None:

@@ -1,9 +1,9 @@
-"""Does what the coordinator tells this worker, and reports its state.
+"""Carries out the coordinator's messages, and reports this worker's state.
 
-Invariant: while `draining`, no attempt is admitted; of all deadlines to leave by, the earliest counts. Messages for the
-coordinator wait in `outgoing` for the control stream of the moment. Messages that a broken stream did not take are
-dropped: the next attach reports everything anew. No message waits for an earlier one: assignments that come during an
-install lie in `_arriving`, and other messages are handled meanwhile.
+Invariant: while `draining`, no attempt is admitted; of several deadlines to leave, the earliest counts. Messages for
+the coordinator wait in `outgoing` for the current control stream. Messages that a broken stream did not take are
+dropped: the next attach reports everything again. No message waits for an earlier one: assignments that come during an
+install wait in `_arriving`, and other messages are handled meanwhile.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from ebbtide.wire.record_conversion import to_proto
 
 log = telemetry.get_logger(__name__)
 
-#: Part of the time given to leave that is kept for goodbyes and the process's own end, but no more than a tenth of it.
+#: Time reserved for goodbyes and the end of the process when leaving, but no more than a tenth of all.
 _MARGIN_S: Final = 2.0
-#: A busy engine may take so long to pause, but no more than a quarter of the time left.
+#: Time for a busy engine to pause, but no more than a quarter of the time left.
 _PAUSE_S: Final = 2.0
-#: A hold for the store is reported when it has lasted so long: on a busy machine there are many short ones.
+#: A hold for the store is reported after this time: on a busy machine there are many short ones.
 _SLOW_S: Final = 0.25
-#: The rate of tokens is measured over at least this time, however often heartbeats go.
+#: The token rate is measured over at least this time, however often heartbeats go.
 _RATE_S: Final = 0.2
 
 
@@ -55,7 +55,7 @@ class ControlOutbox:
         self.put(fleet_pb2.WorkerMessage(released=released))
 
     def end(self) -> None:
-        """Close the stream from this side, behind the queued messages."""
+        """Close the stream from this side, after the queued messages."""
         self.queue.put_nowait(None)
 
     def clear(self) -> None:
@@ -64,7 +64,7 @@ class ControlOutbox:
 
 
 class ControlHandler:
-    """Use-cases of one worker."""
+    """The use cases of one worker."""
 
     def __init__(
         self,
@@ -76,12 +76,12 @@ class ControlHandler:
         outgoing: ControlOutbox,
         borrowing: GuardLink | None,
     ) -> None:
-        """`borrowing`: of a borrowed worker."""
+        """`borrowing`: the guard of a borrowed worker's host."""
         self.settings, self.worker_id = settings, worker_id
         self.outbox, self.attempts, self.installer, self.outgoing = outbox, attempts, installer, outgoing
         self._borrowing = borrowing
-        self.leaving = asyncio.Event()  # set once the worker is to hand over
-        self.reason = ""  # for which it leaves
+        self.leaving = asyncio.Event()  # set when the worker must hand over
+        self.reason = ""  # why it leaves
         self.drained = False
         self.beat = asyncio.Event()  # set when a heartbeat is due at once
         attempts.holds.watch(self._hold_changed)
@@ -97,13 +97,13 @@ class ControlHandler:
 
     @property
     def remaining_s(self) -> float:
-        """Until everything should be handed over."""
+        """Time left to hand over."""
         return max(0.0, self._deadline - time.monotonic())
 
     def attach(self) -> fleet_pb2.WorkerMessage:
-        """The first message of a session; begins `outgoing` anew."""
+        """The first message of a session; clears `outgoing`."""
         self.outgoing.clear()
-        self._arriving.clear()  # they are not reported as held: the coordinator assigns them again
+        self._arriving.clear()  # not reported as held, so the coordinator assigns them again
         if self.draining:
             self._say_draining()
         if self.drained:
@@ -130,7 +130,7 @@ class ControlHandler:
         )
 
     def heartbeat(self) -> fleet_pb2.WorkerMessage:
-        """The worker's state; `tokens_per_s` is a mean of the last moments. Checks the engine, too."""
+        """The worker's state; `tokens_per_s` is a mean since the last measurement. Checks the engine, too."""
         self.attempts.check()
         now, tokens = time.monotonic(), self.attempts.tokens
         if (elapsed := now - self._measured_at) >= _RATE_S:
@@ -154,22 +154,22 @@ class ControlHandler:
         return fleet_pb2.WorkerMessage(heartbeat=beat)
 
     def assign(self, assignments: Iterable[Assignment]) -> None:
-        """Start the assignments that this worker can take, and hand the others back with the reason. During an install
-        they wait."""
+        """Start the assignments that this worker can take, and hand the others back with the reason; after an install,
+        if one is going on."""
         for assignment in assignments:
             if assignment.attempt.attempt_id not in self.attempts:
                 self._arriving[assignment.attempt.attempt_id] = assignment
         self._admit()
 
     def cancel(self, refs: Iterable[AttemptRef]) -> None:
-        """Forget these attempts: they are over, or belong to another worker."""
+        """Forget these attempts: they are over, or another worker's."""
         refs = list(refs)
         for ref in refs:
             self._arriving.pop(ref.attempt_id, None)
         self.attempts.drop(refs, "cancelled")
 
     def forget(self, run_id: str) -> None:
-        """A run is over: drop its attempts, and free what is kept for it."""
+        """A run is over: drop its attempts, and free what it uses."""
         for attempt_id in [one for one, held in self._arriving.items() if held.attempt.run_id == run_id]:
             del self._arriving[attempt_id]
         self.attempts.drop([ref for ref, _ in self.outbox.held() if ref.run_id == run_id], "cancelled")
@@ -184,12 +184,12 @@ class ControlHandler:
         self.attempts.release(refs, why)
 
     def borrow(self, *, wanted: bool, reason: str) -> None:
-        """Told whether this worker's host is to be borrowed."""
+        """Apply the coordinator's decision whether to borrow this host."""
         if self._borrowing is not None:
             self._borrowing.want(wanted=wanted, reason=reason)
 
     def leave(self, within_s: float, reason: str) -> None:
-        """Begin to hand over, to be gone in `within_s` seconds. A later deadline than the one set is ignored."""
+        """Begin to hand over, to be gone in `within_s` seconds. A later deadline than the current one is ignored."""
         deadline = time.monotonic() + within_s - min(_MARGIN_S, within_s / 10)
         if deadline >= self._deadline:
             return
@@ -236,8 +236,7 @@ class ControlHandler:
         self.outgoing.release([ref], why)
 
     async def drain(self) -> bool:
-        """Hand over all attempts and close the streams, once told to leave. Returns whether all tokens were stored in
-        time."""
+        """Hand over all attempts and close the streams. Returns whether all tokens were stored in time."""
         try:
             async with asyncio.timeout(self.remaining_s) as self._limit:
                 why = HandBack(EndCause.WORKER_LEAVES, "drained")
@@ -263,7 +262,7 @@ class ControlHandler:
 
 
 async def throttle(engine: Engine, outbox: Outbox, attempts: LocalAttempts) -> None:
-    """Hold the engine while the outbox is behind, for ever: no more than its window may be lost with this process."""
+    """Hold the engine while the outbox is behind, forever: no more than its window may be lost with this process."""
     pressure = attempts.pressure
     while True:
         await pressure.wait()

@@ -1,8 +1,8 @@
-"""Keeps the control stream and the append stream open, and opens them anew after any failure.
+"""Keeps the control stream and the append stream open, and reopens them after any failure.
 
-Invariant: there is one session at a time. It begins with an attach that names all attempts held. The coordinator's
-answer says which of them go on; all others are dropped. While there is no session, generation goes on as far as
-the outbox allows.
+Invariant: there is one session at a time. It begins with an attach that names all held attempts. The coordinator's
+answer says which of them go on; all others are dropped. Without a session, generation goes on as far as the outbox
+allows.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ from ebbtide.wire.record_conversion import from_proto
 
 log = telemetry.get_logger(__name__)
 
-#: Errors that trying again does not cure.
+#: Errors that a retry does not cure.
 _FATAL: Final = (InvalidRequest, Unauthenticated, PermissionDenied, NotReady, Internal)
 _ATTACH_S: Final = 15.0
-#: Between two tries of a worker that is leaving.
+#: Retry interval of a worker that is leaving.
 _HURRY_S: Final = 0.2
 
 
@@ -59,7 +59,7 @@ class ControlSession:
         self.connected = False
 
     async def run(self) -> None:
-        """Stay attached until the worker has drained. Raises what trying again does not cure."""
+        """Stay attached until the worker has drained. Raises errors that a retry does not cure."""
         waits = pauses(0.1, 2.0)
         while True:
             began = time.monotonic()
@@ -76,12 +76,13 @@ class ControlSession:
             await self._wait(next(waits))
 
     async def _wait(self, pause_s: float) -> None:
-        """A worker that leaves has no time for long pauses."""
-        await race(self._heads.pause(pause_s), self._hurry())
+        """Pause before a retry; briefly if the worker is leaving."""
 
-    async def _hurry(self) -> None:
-        await self._worker.leaving.wait()
-        await asyncio.sleep(_HURRY_S)
+        async def hurry() -> None:
+            await self._worker.leaving.wait()
+            await asyncio.sleep(_HURRY_S)
+
+        await race(self._heads.pause(pause_s), hurry())
 
     async def _attach(self) -> None:
         with self._heads.translated():
@@ -149,7 +150,7 @@ class ControlSession:
             raise Unavailable("the coordinator ended the stream")
 
     def _handle(self, message: fleet_pb2.CoordinatorMessage) -> None:
-        """Returns at once: no message may be stuck behind another."""
+        """Returns at once, so that no message delays the next."""
         worker = self._worker
         match message.WhichOneof("kind"):
             case "assign":
@@ -174,7 +175,7 @@ class ControlSession:
                 log.warning("message not understood", kind=other)
 
     def _readable(self, items: Iterable[fleet_pb2.Assignment]) -> Iterator[Assignment]:
-        """The assignments that can be read. The others are handed back: one rollout must not end the worker."""
+        """The readable assignments. Hands the others back: one rollout must not end the worker."""
         for item in items:
             try:
                 yield from_proto(item, Assignment)

@@ -1,1 +1,1 @@
-"""The vLLM engine: requests, steps under a budget, and memory."""
+"""Runs vLLM as an engine: requests, steps under a budget, and memory."""

@@ -1,4 +1,4 @@
-"""What makes an engine of vLLM a borrowed one: arguments, environment, and a budget of its own while it boots."""
+"""Makes a vLLM engine a borrowed one: arguments, environment, and a budget of its own while it boots."""
 
 import os
 import time
@@ -12,14 +12,13 @@ from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
 from ebbtide.types.grants import Budget
 
-#: The path of the page, for the engine core's process.
+#: Variable with the path of the page, for the engine core's process.
 PAGE: Final = "EBBTIDE_GRANT_PAGE"
-#: The one token of a warm-up is made within this time.
+#: Time for the one token of a warm-up.
 _WARM_UP_S: Final = 120.0
 _SCHEDULER: Final = "ebbtide.rollout_worker.engine.vllm.budgeted_scheduler.BudgetedScheduler"
 _ARGS: Final = "vllm.engine_args"
-#: What the scheduler and its balloon are not made for, by vLLM's names: several steps under way at once, tokens that no
-#: budget counts, and keys and values that live elsewhere.
+#: vLLM's arguments that the scheduler and its balloon do not support, with the reason.
 _REFUSED: Final = {
     "pipeline_parallel_size": "it has several steps under way at once",
     "enable_dbo": "it has several steps under way at once",
@@ -35,21 +34,21 @@ _REFUSED: Final = {
 
 
 class BorrowedEngine:
-    """An engine that computes while the page at `path`, which is made if need be, has a budget and a lease."""
+    """An engine that computes while the page at `path` has a budget and a lease."""
 
     def __init__(self, path: Path, step_tokens: int) -> None:
-        """Raises `InvalidRequest` for a file there that is no page of this user's own."""
+        """Makes the page if there is none. Raises `InvalidRequest` for a file that is no page of this user's own."""
         self.path, self.step_tokens = path, step_tokens
         self.page = Page(path, create=True)
         self.weights_bytes = 0
         self.device = ""  # NVML's id of the GPU; empty: none
 
     def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """These engine arguments with ours. Raises `InvalidRequest` for those that a borrowed engine cannot have."""
+        """Adds a borrowed engine's arguments. Raises `InvalidRequest` for those that it cannot have."""
         fixed = {"scheduler_cls": _SCHEDULER, "async_scheduling": False, "max_num_batched_tokens": self.step_tokens}
         for name in fixed:
             if name in arguments:
-                raise InvalidRequest(f"{name} is not free in a borrowed engine", field=_ARGS)
+                raise InvalidRequest(f"{name} is fixed in a borrowed engine: leave it out", field=_ARGS)
         for name, reason in _REFUSED.items():
             if (value := arguments.get(name)) and (name, value) != ("pipeline_parallel_size", 1):
                 raise InvalidRequest(f"{name} is not for a borrowed engine ({reason}): leave it out", field=_ARGS)
@@ -59,21 +58,21 @@ class BorrowedEngine:
         return {**arguments, **fixed}
 
     def set_environment(self) -> None:
-        """For the engine's processes, forked and spawned ones. Before any of OpenMP is loaded: threads that spin while
-        they wait for work take the processor from the served engine's, whichever of the two it is that computes."""
+        """Prepare the engine's processes, forked and spawned. Must come before OpenMP is loaded: its threads would take
+        the processor from the served engine by spinning while they wait for work."""
         os.environ[PAGE] = str(self.path.absolute())
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("KMP_BLOCKTIME", "0")
 
     def learn(self, root: Path) -> None:
-        """What the guard is told of the engine that boots from the checkpoint at `root`."""
+        """Collect facts for the guard about the engine that boots from the checkpoint at `root`."""
         self.weights_bytes = sum(file.stat().st_size for file in root.glob("*.safetensors"))
         self.device = "" if is_cpu_build() else _device()
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """A budget of the worker's own, before the guard has heard of it: an engine that boots asks nobody, and
-        disturbs who is served beside it, by its warm-up no more than by the loading of its weights."""
+        """Give the engine a budget before the guard knows of it: booting needs no grant, and its warm-up disturbs the
+        served engine no more than the loading of its weights."""
         until = time.monotonic() + _WARM_UP_S
         self.page.write_budget(Budget(self.step_tokens, self.step_tokens, until))
         self.page.renew(until)
@@ -84,13 +83,13 @@ class BorrowedEngine:
             self.page.write_budget(Budget())
 
     def close(self) -> None:
-        """Give the lease back, and remove the page unless it is another worker's by now."""
+        """Give the lease back, and remove the page unless another worker owns it by now."""
         self.page.renew(0.0)
         self.page.remove(self.path)
 
 
 def _device() -> str:
-    """NVML's id of the first GPU that this process may use; empty if it has none that NVML knows."""
+    """NVML's id of the first GPU that this process may use; empty if there is none."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     if first.startswith(("GPU-", "MIG-")):
         return first

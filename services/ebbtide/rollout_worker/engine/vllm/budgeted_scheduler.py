@@ -1,10 +1,10 @@
-"""vLLM's scheduler under a guard's budget: a step begins only while the page of grants has room for it.
+"""Runs vLLM's scheduler under a guard's budget: a step begins only while the page of grants has room for it.
 
-Named by `scheduler_cls`; vLLM makes it in the engine core's process, where the page's path stands in the environment.
-Invariant: `stepping` in the page is set from before a step is scheduled until its tokens are out. One step at a time:
-a borrowed engine schedules synchronously, so that taking it back means waiting for one step and not for two. No step
-has more tokens or requests than its budget; of those running that find no room in it, the ones that waited longest go
-first in the next. While it stands still it sleeps, and looks up so often that the engine core hears what it is told.
+`scheduler_cls` names it; vLLM makes it in the engine core's process, where the environment names the page.
+Invariant: `stepping` in the page is set from before a step is scheduled until its tokens are out. There is one step at
+a time: a borrowed engine schedules synchronously, so that a reclaim waits for one step and not for two. No step has
+more tokens or requests than its budget; of the running requests without room in it, those that waited longest go first
+in the next. Without a budget the scheduler sleeps, but wakes often enough for the engine core to receive messages.
 """
 
 import os
@@ -19,17 +19,17 @@ from ebbtide.rollout_worker.engine.vllm.borrowed_engine import PAGE
 from ebbtide.rollout_worker.engine.vllm.kv_balloon import KvBalloon
 from ebbtide.types.grants import Budget
 
-#: Without a budget the engine core hears what else it is told so often: each time costs it half a millisecond,
+#: Without a budget, the interval at which the engine core reads its messages (half a millisecond each time),
 _LISTEN_S: Final = 0.02
-#: and so often once it has stood still for this long. An install, or a drain, waits so long at most.
+#: and the interval after it has stood still for `_LONG_S`. An install or a drain waits no longer.
 _LISTEN_LONG_S: Final = 0.05
 _LONG_S: Final = 0.25
-#: With a budget of which nothing can be used (no memory for keys and values), this long until the next try.
+#: Pause after a step that could use none of its budget (no memory for keys and values).
 _FRUITLESS_S: Final = 0.01
 
 
 class BudgetedScheduler(Scheduler):  # type: ignore[misc]
-    """See the module. Implements vLLM's `SchedulerInterface`."""
+    """Implements vLLM's `SchedulerInterface`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,13 +40,13 @@ class BudgetedScheduler(Scheduler):  # type: ignore[misc]
         self._page.enter(os.getpid(), blocks, size // blocks)
         most: tuple[int, int] = (self.max_num_scheduled_tokens, self.max_num_active_reqs)  # type: ignore[has-type]
         self._most_tokens, self._most_requests = most
-        self._turns: dict[str, int] = {}  # the last step in which each running request was
-        self._kv_blocks = -1  # as fitted last
+        self._turns: dict[str, int] = {}  # the last step of each running request
+        self._kv_blocks = -1  # at the last fit
         self._stepped_at = 0.0
         self._fruitless = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """What the budget allows; nothing if there is none within a moment."""
+        """Schedule within the budget; nothing if none comes within a moment."""
         waited = self._await() if self.has_unfinished_requests() else Budget()
         self._kv_blocks = self._page.kv_blocks
         self._balloon.fit(self._kv_blocks)
@@ -72,8 +72,8 @@ class BudgetedScheduler(Scheduler):  # type: ignore[misc]
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """What the page does not allow goes here too: without requests nothing is scheduled, and so nothing is cut. But
-        blocks that are held back would be in the reset's way."""
+        """Cut the blocks to the page's limit here too: without requests, no step does it. Blocks that are held back
+        would prevent the reset."""
         self._balloon.squeeze(self._page.kv_blocks)
         self._balloon.deflate()
         try:
@@ -92,16 +92,16 @@ class BudgetedScheduler(Scheduler):  # type: ignore[misc]
         return self._page.await_budget(_LISTEN_S if still_s < _LONG_S else _LISTEN_LONG_S, kv_blocks=self._kv_blocks)
 
     def _fit(self, budget: Budget) -> None:
-        """Let the next step have no more than `budget`."""
+        """Limit the next step to `budget`."""
         self.max_num_scheduled_tokens = min(self._most_tokens, budget.tokens)
         self.max_num_active_reqs = min(self._most_requests, budget.sequences)
         if not budget.tokens:
             return
-        # vLLM goes through them in this order: a long prompt that took all of a step is behind the others in the next.
+        # vLLM takes them in this order: a long prompt that filled a step comes after the others in the next.
         self.running.sort(key=lambda request: self._turns.get(request.request_id, 0))
-        behind = self.current_step + 2  # the step after the one that is about to be scheduled
+        later = self.current_step + 2  # the step after the next
         for place, request in enumerate(self.running):
-            request.next_decode_eligible_step = 0 if place < budget.sequences else behind
+            request.next_decode_eligible_step = 0 if place < budget.sequences else later
 
     def _report(self) -> None:
         running, waiting = self.get_request_counts()

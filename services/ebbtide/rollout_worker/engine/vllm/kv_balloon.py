@@ -1,11 +1,10 @@
-"""Blocks held back in vLLM's pool of keys and values, so that rollouts use no more of it than a guard allows.
+"""Holds blocks of vLLM's pool of keys and values back, so that rollouts use no more of it than a guard allows.
 
-Invariant: behind each `fit`, blocks in use and blocks held make up no more than the pool, and those in use no more than
-allowed. Requests that have to give theirs up lose no token: vLLM preempts them, and computes their keys and values
-again when there is room. Who does is chosen here by the cost of that, also where the pool is full for other reasons:
-vLLM itself would take the youngest. A request that is longer than all that is allowed waits without being in others'
-way. Held blocks are the ones that vLLM would use next for something new, and on a CPU their memory goes back to the
-system.
+Invariant: after each `fit`, used and held blocks together do not exceed the pool, nor used ones the limit. Preempted
+requests lose no token: vLLM computes their keys and values again when there is room. This module chooses the victims by
+that cost, also where the pool is full for other reasons; vLLM itself would take the youngest. A request that is longer
+than the limit waits without blocking others. Held blocks are those that vLLM would use next for new content; on a CPU
+their memory goes back to the system.
 """
 
 import time
@@ -19,7 +18,7 @@ _NULL: Final = 1
 
 
 class KvBalloon:
-    """One for each scheduler, in its process and thread. Only for engines that have one step under way at a time."""
+    """The balloon of one scheduler, in its process and thread. Only for engines with one step at a time."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -32,8 +31,7 @@ class KvBalloon:
         self._pages = KvPages(scheduler.vllm_config, self._pool.num_gpu_blocks)
         self._lost: dict[str, int] = {}  # tokens whose keys and values a waiting request had
         self._parked: list[Any] = []
-        #: Tokens that were computed again.
-        self.recomputed = 0
+        self.recomputed = 0  # tokens that were computed again
 
     @property
     def used(self) -> int:
@@ -41,16 +39,16 @@ class KvBalloon:
         return int(self._pool.num_gpu_blocks - _NULL - self._pool.get_num_free_blocks() - len(self._held))
 
     def fit(self, kv_blocks: int) -> None:
-        """Let no more than `kv_blocks` be used, below 0: all. Comes before each step is scheduled, and `scheduled`
-        behind it."""
+        """Limit the used blocks to `kv_blocks`, below 0: to all. Call it before each step is scheduled, and `scheduled`
+        after it."""
         allowed, total = self.squeeze(kv_blocks), self._pool.num_gpu_blocks - _NULL
         self._make_room()
         self._park(allowed)
-        # What runs may grow by a block each before others come in: or they would be let in and sent away by turns.
+        # Running requests may grow by a block each before others enter: these would be preempted again at once.
         self._manager.watermark_blocks = self._watermark + (len(self._scheduler.running) if allowed < total else 0)
 
     def squeeze(self, kv_blocks: int) -> int:
-        """Hold back what is not allowed; between steps. Returns how many blocks may be used."""
+        """Hold the blocks above the limit back, between steps. Returns how many may be used."""
         total = int(self._pool.num_gpu_blocks - _NULL)
         allowed = total if kv_blocks < 0 else min(kv_blocks, total)
         excess = len(self._held) - (total - allowed)
@@ -62,7 +60,7 @@ class KvBalloon:
         return allowed
 
     def scheduled(self, output: Any) -> None:
-        """Comes behind each step's scheduling, with its output."""
+        """Call it after each step's scheduling, with its output."""
         for request in reversed(self._parked):
             self._scheduler.waiting.prepend_request(request)
         self._parked.clear()
@@ -72,7 +70,7 @@ class KvBalloon:
                 self.recomputed += max(0, self._lost.pop(name) - found)
 
     def preempted(self, request: Any) -> None:
-        """Comes before vLLM takes a request's blocks."""
+        """Call it before vLLM takes a request's blocks."""
         self._lost = {name: lost for name, lost in self._lost.items() if name in self._scheduler.requests}
         self._lost[request.request_id] = max(request.num_computed_tokens, self._lost.get(request.request_id, 0))
 
@@ -90,13 +88,13 @@ class KvBalloon:
         self._pages.release([block.block_id for block in blocks])
 
     def _give_back(self, count: int) -> None:
-        """They have no content: the next ones to be used."""
+        """They have no content: vLLM uses them next."""
         if count:
             self._pool.free_blocks(self._held[-count:])
             del self._held[-count:]
 
     def _make_room(self) -> None:
-        """Let all that runs get the blocks that its next tokens need, or preempt."""
+        """Preempt until all running requests can get the blocks for their next tokens."""
         running = self._scheduler.running
         if self._free_blocks > 2 * (len(running) + self._step_tokens // self._block_size):
             return
@@ -104,27 +102,27 @@ class KvBalloon:
             self._preempt_for(lack, growing=True)
 
     def _growth(self, request: Any) -> int:
-        """Blocks that it lacks for what it computes next."""
+        """Blocks that the request lacks for its next tokens."""
         next_tokens = min(request.num_tokens_with_spec, request.num_computed_tokens + self._step_tokens)
         needed = -(-next_tokens // self._block_size)
         return sum(max(0, needed - len(group)) for group in self._manager.get_blocks(request.request_id).blocks)
 
     def _free(self, wanted: int) -> None:
-        """Preempt until so many blocks are free, or nothing runs."""
+        """Preempt until so many blocks are free, or no request runs."""
         while self._scheduler.running and (lack := wanted - self._free_blocks) > 0:
             self._preempt_for(lack)
 
     def _preempt_for(self, lack: int, *, growing: bool = False) -> None:
-        """Preempt those that free `lack` blocks; `growing`: what a victim would have taken next counts too."""
+        """Preempt requests that free `lack` blocks; `growing`: a victim's next blocks count too."""
         held = [self._describe(request, growing=growing) for request in self._scheduler.running]
-        # Those that share all of theirs with each other free nothing one by one, and yet something together.
+        # Requests that share all their blocks free none one by one, but some together.
         names = choose_victims(held, lack) or [min(held, key=lambda item: item.computed).request]
         for request in [request for request in self._scheduler.running if request.request_id in names]:
             self._preempt(request)
 
     def _preempt(self, request: Any) -> None:
         self._scheduler.running.remove(request)
-        # It may come back in this very step: nothing that the model's runner knows of it holds any more.
+        # It may come back in this very step, when the model runner's state of it is no longer valid.
         self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
         self._scheduler._preempt_request(request, time.monotonic())  # noqa: SLF001 - as vLLM's own subclasses do
 
@@ -141,8 +139,8 @@ class KvBalloon:
         )
 
     def _park(self, allowed: int) -> None:
-        """Take those out of the queue, for one step, that could not run if they had everything: not even a block's
-        worth of tokens beyond those that they have."""
+        """Take requests out of the queue, for one step, that could not make even one more block of tokens with all
+        allowed blocks."""
         waiting = self._scheduler.waiting
         if not waiting or allowed == self._pool.num_gpu_blocks - _NULL:
             return

@@ -1,12 +1,15 @@
-"""Requests into vLLM's parameters, and what it made out of its outputs."""
+"""Converts requests into vLLM's parameters, and its outputs into logprobs and versions."""
 
-from typing import Any
+from typing import Any, Final
 
 from ebbtide.rollout_worker.engine import EngineRequest
 
+#: vLLM's label before the first install.
+_UNLABELLED: Final = "default"
+
 
 def sampling_params(request: EngineRequest) -> Any:
-    """vLLM's parameters for a request: ids and exact logprobs, as they come, and no text."""
+    """vLLM's parameters for a request that streams ids and exact logprobs, and no text."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -18,7 +21,7 @@ def sampling_params(request: EngineRequest) -> Any:
         max_tokens=request.max_tokens,
         min_tokens=request.min_tokens,
         stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # they are among the stop tokens, where they count
+        ignore_eos=True,  # the stop tokens include them where they count
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
@@ -27,6 +30,27 @@ def sampling_params(request: EngineRequest) -> Any:
 
 
 def logprobs(completion: Any) -> list[float]:
-    """One per token: with `logprobs=0` the sampled token's stands first, and alone."""
+    """One per token: with `logprobs=0` only the sampled token's is there."""
     flat = completion.logprobs
     return [flat.logprobs[index] for index in flat.start_indices] if flat is not None else []
+
+
+def token_versions(processor: Any, request_id: str, completion: Any, start: int) -> list[int]:
+    """The version of each token of the completion, the first of which is the request's token `start`.
+
+    vLLM labels a request's outputs as they arrive, but shows the labels only with the last one: until then they are
+    read from its output processor.
+    """
+    count = len(completion.token_ids)
+    if completion.weight_versions is not None:
+        starts = [(span.version, span.start) for span in completion.weight_versions]
+    else:
+        internal = processor.external_req_ids[request_id][0]
+        starts = processor.request_states[internal].weight_version_starts
+    versions, newest = [0] * count, start + count
+    for label, since in reversed(starts):
+        first = max(since, start)
+        for index in range(first - start, newest - start):
+            versions[index] = 0 if label == _UNLABELLED else int(label)
+        newest = min(newest, first)
+    return versions

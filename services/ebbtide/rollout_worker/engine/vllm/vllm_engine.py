@@ -1,10 +1,10 @@
-"""A real engine: vLLM's AsyncLLM, with weights replaced in place.
+"""Runs vLLM's AsyncLLM as an engine, with weights replaced in place.
 
-Invariant: every token is labelled by vLLM itself with the version whose weights made it; labels change only
-while generation is paused and after all layers were replaced. A request that has tokens keeps the keys and values it
-has over an install; nobody else sees those of other weights: the cache's salt changes with each install, and what has
-no token yet begins anew under it. Only this object and its `VersionUpdates` talk to AsyncLLM. If this process dies, by
-whatever signal, so do the engine's own processes.
+Invariant: vLLM itself labels every token with the version whose weights made it; labels change only while generation is
+paused and after all layers were replaced. A request with tokens keeps its keys and values over an install; no other
+request sees those of older weights: the cache's salt changes with each install, and requests without a token start
+again under it. Only this object and its `VersionUpdates` talk to AsyncLLM. If this process dies, by any signal, so do
+the engine's own processes.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
 from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
-from ebbtide.rollout_worker.engine.vllm.vllm_conversions import logprobs, sampling_params
+from ebbtide.rollout_worker.engine.vllm.vllm_conversions import logprobs, sampling_params, token_versions
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.rollout_worker.engine.vllm.weights.version_updates import VersionUpdates
 from ebbtide.rollout_worker.settings import VllmSettings
@@ -32,10 +32,9 @@ from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-#: vLLM's label before any version was installed.
-_UNLABELLED = "default"
+
 _AWAY = "weights away"
-#: For an engine's process that was told to end.
+#: Time for an engine process to end.
 _END_S = 10.0
 _DEAD = "the engine's process died; its log says why"
 
@@ -70,16 +69,16 @@ class VllmEngine:
     async def start(self, *, aside: bool = False) -> EngineInfo:
         self._shapes = checkpoint_facts.tensor_shapes(self._root)
         info, self._llm = await _starts().do(lambda: self._boot(again=True)) if aside else self._boot()
-        self._updates = VersionUpdates(self._llm, self._shapes, checkpoint_facts.tensor_dtypes(self._root))
-        await self._updates.learn()
+        dtypes = checkpoint_facts.tensor_dtypes(self._root)
+        self._updates = await VersionUpdates.learned(self._llm, self._shapes, dtypes)
         with self._borrowed.warming_up() if self._borrowed else nullcontext():
             await self._warm_up()
-        # Not before the engine's processes are there: they may be forked, which threads do not live through.
+        # After the start of the engine's processes: they may be forked, and threads do not survive that.
         self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._root)
         return info
 
     def _boot(self, *, again: bool = False) -> tuple[EngineInfo, Any]:
-        """What the engine is, and vLLM's own object once its processes are up. `again`: there was one before."""
+        """Returns facts of the engine, and vLLM's object after its processes are up. `again`: after another engine."""
         arguments = self._arguments()
         self._environment()
         if self._borrowed:
@@ -112,12 +111,12 @@ class VllmEngine:
             try:
                 async for output in stream:
                     if anew := not made and salt != self._salt:
-                        break  # its prompt was read, or found in the cache, by weights that are no more
+                        break  # older weights read its prompt, or cached it
                     completion = output.outputs[0]
                     ids = completion.token_ids
                     if not ids and not output.finished:
                         continue
-                    versions = self._versions(request.request_id, completion, made, len(ids))
+                    versions = token_versions(self._llm.output_processor, request.request_id, completion, made)
                     made += len(ids)
                     yield TokenDelta(ids, logprobs(completion), versions, _REASONS.get(completion.finish_reason))
             except EngineDeadError as error:
@@ -131,7 +130,7 @@ class VllmEngine:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
-            raise InvalidRequest("needs a tokenizer, which this worker's checkpoint is without", field="sampling.stop")
+            raise InvalidRequest("needs a tokenizer, which this worker's checkpoint lacks", field="sampling.stop")
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
 
@@ -139,7 +138,7 @@ class VllmEngine:
         self.check()
         how = await self._updates.prepare(version, weights, None if self._away else changes)
         start = time.monotonic()
-        # vLLM's own call waits a while longer, for the looks of it alone.
+        # vLLM's own call waits longer, to no purpose here.
         await self._hold("install", self._llm.engine_core.pause_scheduler_async)
         self._salt += 1
         try:
@@ -155,12 +154,11 @@ class VllmEngine:
         return pause_s
 
     async def give_up_cache(self) -> None:
-        """Let what the page no longer allows of keys and values go at once, and all that is cached of them. Requests
-        keep their tokens."""
+        """Free keys and values above the page's limit at once, and all cached ones. Requests keep their tokens."""
         await self._llm.reset_prefix_cache()
 
     async def give_up_weights(self) -> None:
-        """Give their memory back, on a CPU build. Nothing is generated until the next install, of whatever version.
+        """Free the weights' memory, on a CPU build. Generation stands still until the next install of any version.
         Raises `EngineFailed`."""
         await self.pause(_AWAY)
         self._away = True
@@ -195,17 +193,17 @@ class VllmEngine:
             raise EngineFailed(_DEAD)
 
     async def stop(self) -> None:
-        """The process may take seconds to end, while which others of this worker go on."""
+        """End the engine's processes. They may take seconds, while this process goes on."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        # What reads its outputs must not run between the engine's end and its own.
+        # The readers of its outputs must end before the engine does.
         readers = [task for task in (llm.output_handler, llm.engine_core.resources.output_queue_task) if task]
         for task in readers:
             task.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
         await asyncio.to_thread(llm.shutdown)
-        for process in multiprocessing.active_children():  # whoever serves on leaves no dead process behind
+        for process in multiprocessing.active_children():  # a worker that goes on leaves no dead process
             await asyncio.to_thread(process.join, _END_S)
 
     def _arguments(self) -> dict[str, Any]:
@@ -219,9 +217,8 @@ class VllmEngine:
             "max_num_seqs": self._slots,
             "enforce_eager": settings.enforce_eager,
             "kv_cache_memory_bytes": settings.kv_cache_mib << 20 or None,
-            # Fixed by what a rollout is: ids in and out, exact logprobs of what was sampled from, lower
-            # priorities first, sampling as the rollout says and not as the checkpoint suggests, no pickled
-            # weights, our own weight transfer.
+            # Fixed for rollouts: token ids in and out, exact logprobs of the sampled distribution, lower priorities
+            # first, the rollout's sampling and not the checkpoint's, no pickled weights, Ebbtide's weight transfer.
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",
             "scheduling_policy": "priority",
@@ -239,7 +236,7 @@ class VllmEngine:
 
     def _environment(self) -> None:
         os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_NO_USAGE_STATS"] = "1"
-        # vLLM's log records go the way of ours, from its processes too.
+        # vLLM's log records go to Ebbtide's log, from its processes too.
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
         logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
         vllm_plugin.own_engine_processes()
@@ -259,7 +256,7 @@ class VllmEngine:
         )
 
     async def _warm_up(self) -> None:
-        """One token, so that what the first request sets up is not charged to a rollout."""
+        """Generate one token, so that no rollout waits for the setup that the first request causes."""
         request = EngineRequest(
             request_id="warm-up",
             token_ids=[0],
@@ -273,30 +270,10 @@ class VllmEngine:
         async for _ in self.generate(request):
             pass
 
-    def _versions(self, request_id: str, completion: Any, start: int, count: int) -> list[int]:
-        """The version of each of the tokens `start` to `start + count` of a request.
-
-        vLLM labels a request's outputs as they arrive, but shows the labels only with its last one: until then
-        they are read where it keeps them.
-        """
-        if completion.weight_versions is not None:
-            starts = [(span.version, span.start) for span in completion.weight_versions]
-        else:
-            processor = self._llm.output_processor
-            internal = processor.external_req_ids[request_id][0]
-            starts = processor.request_states[internal].weight_version_starts
-        versions, newest = [0] * count, start + count
-        for label, since in reversed(starts):
-            first = max(since, start)
-            for index in range(first - start, newest - start):
-                versions[index] = 0 if label == _UNLABELLED else int(label)
-            newest = min(newest, first)
-        return versions
-
 
 @cache
 def _starts() -> Aside:
-    """Engines die with the thread that started them, so one that lives as long as the process starts them."""
+    """The thread that starts engines. They die with it, so it lives as long as the process."""
     return Aside("engine starts")
 
 

@@ -1,8 +1,8 @@
-"""vLLM's general plugin (entry point `vllm.general_plugins`): it runs in every process that vLLM starts.
+"""Registers the weight transfer as vLLM's general plugin, in every process that vLLM starts.
 
-It names our weight transfer. Below a rollout-worker it also ties each engine process's life to its parent's: a worker
-that is killed takes its engine with it. On CPUs such an engine runs at a lower priority. A serving engine of a local
-cluster is tied too, at its own priority.
+Below a rollout-worker it also ties each engine process's life to its parent's: a killed worker takes its engine with
+it. On CPUs such an engine runs at a lower priority. A serving engine of a local cluster is tied too, at its own
+priority.
 """
 
 import multiprocessing
@@ -13,9 +13,9 @@ from typing import Final
 from ebbtide.rollout_worker.engine.vllm import cpu_build
 
 BACKEND: Final = "ebbtide"
-#: What answers our own calls in each of vLLM's workers.
+#: Answers the calls of `VersionUpdates` in each of vLLM's workers.
 EXTENSION: Final = "ebbtide.rollout_worker.engine.vllm.weights.tile_transfer.WorkerExtension"
-#: Set by the rollout-worker that owns the engine processes below it.
+#: Variable that the rollout-worker sets for the engine processes below it.
 _OWNER: Final = "EBBTIDE_ENGINE_OWNER_PID"
 #: Set for the serving engine of a local cluster.
 _TIED: Final = "EBBTIDE_ENGINE_TIED"
@@ -25,7 +25,7 @@ _registered = False
 
 def register() -> None:
     """Called by vLLM once or more in each of its processes."""
-    global _registered  # noqa: PLW0603 - vLLM may load plugins twice, and refuses a name that is taken
+    global _registered  # noqa: PLW0603 - vLLM may load plugins twice, and refuses a known name
     if not _registered:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -44,14 +44,14 @@ def register() -> None:
 
 
 def own_engine_processes() -> None:
-    """Make this process the owner of the engine processes that it will start, spawned (see `register`) or forked.
+    """Make this process the owner of the engine processes that it starts, spawned (see `register`) or forked.
 
     The kernel ties a child to the thread that started it: start the engine from the main thread.
     """
     from ebbtide.runtime import die_with_parent
 
     if os.environ.get(_OWNER) == str(os.getpid()):
-        return  # for the engine before
+        return  # done for the previous engine
     os.environ[_OWNER] = str(os.getpid())
     parent, on_cpu = [0], cpu_build.is_cpu_build()
 
@@ -62,7 +62,7 @@ def own_engine_processes() -> None:
         die_with_parent(parent[0])
         if on_cpu:
             cpu_build.yield_to(parent[0])
-        # The event loop's wake-up pipe is shared with the parent, which would take the child's signals for its own.
+        # The child shares the event loop's wake-up pipe: the parent would take the child's signals for its own.
         signal.set_wakeup_fd(-1)
 
     os.register_at_fork(before=before, after_in_child=after_in_child)

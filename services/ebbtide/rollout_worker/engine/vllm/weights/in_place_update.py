@@ -1,8 +1,8 @@
-"""Changed elements written into a vLLM model where they lie, in checkpoint coordinates: on a GPU only what changed
-crosses to the device, and nothing is allocated but one group of tensors at a time.
+"""Writes changed elements into a vLLM model in place, in checkpoint coordinates.
 
-Invariant: nothing is written before every rank of an engine was found able (`obstacle`) and the changes were checked
-(`version_files.why_not`). What vLLM refuses all the same before its first write has touched nothing.
+On a GPU only the changes cross to the device, and one group of tensors is allocated at a time.
+Invariant: nothing is written before every rank of an engine reported no `obstacle` and the changes were checked
+(`version_files.why_not`). If vLLM still refuses before its first write, the weights are unchanged.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,21 +22,21 @@ from ebbtide.rollout_worker.engine.vllm.weights.version_files import INDICES, VA
 
 #: Bytes of checkpoint tensors that are staged on the device at once, unless one tensor alone is larger.
 _STAGED: Final = 256 << 20
-#: Elements by which each copy is recognised: enough that weights in another order are never taken for it.
+#: Elements that identify each copy: enough to tell weights in another order apart.
 _SAMPLES: Final = 64
 
 Entry = tuple[torch.dtype, torch.Size]
 
 
 class TornUpdate(Exception):
-    """What vLLM raised after it may have written: the weights are a mixture."""
+    """vLLM failed after it may have written: the weights are a mixture."""
 
 
 def obstacle(model: torch.nn.Module, quantised: bool, seen: LoaderMap, root: Path) -> str:
-    """Why elements cannot be replaced in place in this process; empty if they can. `root`: what the model holds now.
+    """Why elements cannot be replaced in place in this process; empty if they can. `root`: the loaded checkpoint.
 
-    What a model computes from its weights after loading would stay that of the old ones. So every element that a loader
-    copies must be found in the live parameter where the loader puts it, and nothing else may be derived from it.
+    Values that a model computes from its weights after loading would stay those of the old ones. So every element that
+    a loader copies must be in the live parameter where the loader puts it, and nothing may be derived from it.
     """
     if quantised:
         return "its weights are quantised after they were loaded"
@@ -53,7 +53,7 @@ def obstacle(model: torch.nn.Module, quantised: bool, seen: LoaderMap, root: Pat
 
 
 def moved(model: torch.nn.Module, seen: LoaderMap, root: Path) -> str:
-    """A parameter that does not hold the checkpoint's elements where the loader copies them; empty: all do."""
+    """Names a parameter without the checkpoint's elements where the loader copies them; empty: there is none."""
     live = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for file in sorted(root.glob("*.safetensors")):
         with safe_open(file, framework="pt") as checkpoint:
@@ -84,7 +84,7 @@ def _sample(tensor: torch.Tensor, view: LoaderView) -> torch.Tensor | None:
 
 
 class _Watched:
-    """Stands for the model before vLLM's loader, and knows whether a write may have begun."""
+    """Stands in for the model, and notes when vLLM's loader may begin to write."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -98,7 +98,7 @@ class _Watched:
 def apply(model: torch.nn.Module, changes: Path, entries: Mapping[str, Entry], skipped: frozenset[str]) -> str:
     """Write `changes`, relative to tensors of these `entries`; `skipped` names share their parameter with another.
 
-    Returns why vLLM refused before anything was written, empty if all is done. Raises `TornUpdate`.
+    Returns why vLLM refused before its first write; empty if all is written. Raises `TornUpdate`.
     """
     device = next(model.parameters()).device
     watched = _Watched(model)
@@ -116,7 +116,7 @@ def apply(model: torch.nn.Module, changes: Path, entries: Mapping[str, Entry], s
 
 
 def groups(entries: Mapping[str, Entry]) -> Iterator[list[str]]:
-    """Names in lots of at most `_STAGED` bytes of tensors, or of one tensor."""
+    """Names in groups of at most `_STAGED` bytes of tensors, or of one tensor."""
     lot, size = list[str](), 0
     for name, (dtype, shape) in entries.items():
         more = shape.numel() * dtype.itemsize

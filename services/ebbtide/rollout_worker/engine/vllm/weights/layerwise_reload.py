@@ -1,15 +1,18 @@
-"""All weights of a vLLM model from full checkpoint tensors, layer by layer, whatever the model's layers make of them.
+"""Reloads all weights of a vLLM model from full checkpoint tensors, layer by layer, or drops their memory.
 
-vLLM's layerwise reload does it, but for what CPU builds keep beside the parameters and it does not know of:
+vLLM's layerwise reload does most of it, but does not know what CPU builds keep beside the parameters:
 
-- An output layer that is tied to the embedding has no tensor of its own in a checkpoint, so the reload passes it by
-  and its packed copy stays that of the old weights. It is packed like the embedding, which the reload does pack:
-  it uses that copy.
-- Expert layers are packed only when their kernel is first set up; at a reload unpacked weights would be copied over
-  packed ones. Their kernels are set up anew.
-- Input embeddings are packed for a multiplication that never comes, where there is an output layer of its own.
+- An output layer that is tied to the embedding has no tensor of its own in a checkpoint, so the reload skips it and its
+  packed copy would stay that of the old weights. It uses the embedding's packed copy, which the reload does renew.
+- Expert layers are packed only when their kernel is first set up; a reload would copy unpacked weights over packed
+  ones. Their kernels are set up again.
+- Input embeddings are packed in vain where a separate output layer exists.
+
+vLLM's sleep mode only warns on CPU builds. `drop` drops the parameters' pages (MADV_DONTNEED) and frees the packed
+copies; a reload makes all of it again. Nothing may be computed in between.
 """
 
+import ctypes
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,14 +21,16 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from ebbtide.rollout_worker.engine.vllm.kv_pages import drop_pages
+
 Tied = list[tuple[VocabParallelEmbedding, VocabParallelEmbedding]]
 
 
 def tied_layers(model: torch.nn.Module) -> Tied:
     """Output layers with the embedding whose weight they share.
 
-    Raises `ValueError` for one that has parameters besides: a reload would take it for one that was loaded, and copy
-    what was never filled over the shared weight.
+    Raises `ValueError` for one with further parameters: a reload would believe that it was loaded, and copy unfilled
+    memory over the shared weight.
     """
     found: Tied = []
     owners: dict[int, VocabParallelEmbedding] = {}
@@ -35,24 +40,24 @@ def tied_layers(model: torch.nn.Module) -> Tied:
         owner = owners.setdefault(id(layer.weight), layer)
         if owner is not layer:
             if more := [one for one, _ in layer.named_parameters() if one != "weight"]:
-                raise ValueError(f"{name} ties its weight but has {more[0]} of its own, which no reload can do")
+                raise ValueError(f"{name} ties its weight but has {more[0]} of its own, which no reload supports")
             found.append((layer, owner))
     return found
 
 
 def prepare(model: torch.nn.Module, tied: Tied) -> None:
-    """On a CPU build, once after boot: keep no packed weight twice, and none for nothing."""
+    """Free duplicate and useless packed weights, on a CPU build, once after boot."""
     heads = [layer for layer in model.modules() if isinstance(layer, ParallelLMHead)]
     for layer in model.modules():
-        of_use = isinstance(layer, ParallelLMHead) or layer in [owner for _, owner in tied] or not heads
-        if isinstance(layer, VocabParallelEmbedding) and not of_use and hasattr(layer, "cpu_linear"):
+        used = isinstance(layer, ParallelLMHead) or layer in [owner for _, owner in tied] or not heads
+        if isinstance(layer, VocabParallelEmbedding) and not used and hasattr(layer, "cpu_linear"):
             layer.cpu_linear = torch.nn.functional.linear
             layer.quant_method.process_weights_after_loading = _nothing
     _share_packed(tied)
 
 
 def reload(model: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]], tied: Tied) -> None:
-    """Replace all weights. What fails in here leaves a mixture."""
+    """Replace all weights. A failure in here leaves a mixture."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod) and _on_cpu(layer):
@@ -61,6 +66,23 @@ def reload(model: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Ten
     model.load_weights(tensors)
     finalize_layerwise_reload(model, model_config)
     _share_packed(tied)
+
+
+def drop(model: torch.nn.Module) -> None:
+    """Give the memory of all weights of `model` back to the system. They read as zeros, or fail, until a reload."""
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear"):
+            layer.__dict__["cpu_linear"] = _absent  # a plain attribute, whatever its type was
+    for tensor in model.parameters():
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            drop_pages(tensor.data_ptr(), tensor.nbytes)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # the C library would keep the freed packed copies for the next reload
+        libc.malloc_trim(0)
+
+
+def _absent(*_: object) -> torch.Tensor:
+    raise RuntimeError("the weights are away")
 
 
 def _share_packed(tied: Tied) -> None:
@@ -74,4 +96,4 @@ def _on_cpu(layer: torch.nn.Module) -> bool:
 
 
 def _nothing(layer: torch.nn.Module) -> None:
-    """Instead of packing `layer`."""
+    """Replaces the packing of `layer`."""

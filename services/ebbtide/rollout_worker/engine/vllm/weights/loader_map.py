@@ -1,11 +1,11 @@
-"""Which slices of which checkpoint tensors a model's own loader reads, and into which parameters.
+"""Observes which slices of which checkpoint tensors a model's own loader reads, and into which parameters.
 
-The loader is run once on checkpoint tensors and parameters without data (the meta device), and every operation on them
-is observed: whatever reads a view of a checkpoint tensor needs that view, and a plain copy from such a view into a view
-of a parameter is a write that can be repeated for single elements. So fused, tied, sharded and expert weights need no
-table of architectures here, and what a loader does that cannot be described so is told, not guessed.
+The loader runs once on checkpoint tensors and parameters without data (the meta device): every operation on a view of a
+checkpoint tensor needs that view, and a plain copy from such a view into a view of a parameter is a write that can be
+repeated for single elements. So fused, tied, sharded and expert weights need no table of architectures, and loader
+operations of other kinds are reported, not guessed.
 
-Invariant: the model's tensors and their attributes are after a dry run what they were before, also if it fails.
+Invariant: a dry run leaves the model's tensors and their attributes unchanged, also if it fails.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from ebbtide.types.weights import Box
 
 
 class LoaderView(NamedTuple):
-    """Elements of a tensor, as strides tell them."""
+    """Elements of a tensor, by strides."""
 
     offset: int
     size: tuple[int, ...]
@@ -47,10 +47,11 @@ class LoaderWrite(NamedTuple):
 
 @dataclass
 class LoaderMap:
-    """What a dry run saw. `odd`: why a tensor, or a parameter, is not made of plain copies alone, by its name."""
+    """The observations of a dry run."""
 
     reads: dict[str, list[Box]] = field(default_factory=dict)
     writes: list[LoaderWrite] = field(default_factory=list)
+    #: Why a tensor or a parameter is not made of plain copies alone, by its name.
     odd: dict[str, str] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
 
@@ -63,7 +64,7 @@ def observe(model: torch.nn.Module, tensors: Mapping[str, tuple[torch.dtype, Seq
     """Run `model.load_weights` dry on a checkpoint of `tensors` (name: dtype, shape).
 
     Raises `InvalidRequest` naming the tensor at which the loader asks for values, or the parameter that it leaves out:
-    then no more is known than that everything may be needed.
+    everything may be needed then.
     """
     source = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()}
     at = ""
@@ -90,7 +91,7 @@ def observe(model: torch.nn.Module, tensors: Mapping[str, tuple[torch.dtype, Seq
 
 
 def aliases(model: torch.nn.Module) -> dict[str, str]:
-    """Of each parameter that has several names the first one, by each of the others."""
+    """The first name of each parameter that has several, by each of the others."""
     first: dict[int, str] = {}
     names = ((name, first.setdefault(id(one), name)) for name, one in model.named_parameters(remove_duplicate=False))
     return {name: earlier for name, earlier in names if name != earlier}
@@ -98,7 +99,7 @@ def aliases(model: torch.nn.Module) -> dict[str, str]:
 
 @contextmanager
 def _without_data(model: torch.nn.Module) -> Iterator[None]:
-    """Give all layers the tensors that they had before weights were loaded, on the meta device."""
+    """Give all layers the tensors from before the weights were loaded, on the meta device."""
     kept = [
         (layer, dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set))  # noqa: SLF001
         for layer in model.modules()
@@ -111,25 +112,25 @@ def _without_data(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for layer, parameters, buffers, fleeting in kept:
             every: list[tuple[Any, Any]] = [(layer._parameters, parameters), (layer._buffers, buffers)]  # noqa: SLF001
-            for own, before in every:  # the same dictionaries as before: compiled code may know them
+            for own, before in every:  # keeps the dictionaries: compiled code may refer to them
                 own.clear()
                 own.update(before)
             layer._non_persistent_buffers_set = fleeting  # noqa: SLF001
 
 
 def _prepare(layer: torch.nn.Module) -> None:
-    """No tensor of `layer` has data or is the one that vLLM keeps, and each has the loader that it was made with."""
+    """Replace each tensor of `layer` by one without data that vLLM does not keep, with its original loader."""
     every: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)  # noqa: SLF001
     for own in every:
         for name, one in own.items():
             if one is not None:
-                own[name] = to_meta_tensor(one)  # vLLM leaves some where they are, biases for one
+                own[name] = to_meta_tensor(one)  # vLLM leaves some with data, such as biases
                 if hasattr(one, "weight_loader"):
                     own[name].weight_loader = _get_original_loader(one)
 
 
 class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what is read from checkpoint tensors; tensors are known by their storage, which views share."""
+    """Notes reads of checkpoint tensors, which it recognises by their storage, as views share it."""
 
     def __init__(self, checkpoint: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -141,7 +142,7 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._parameters.setdefault(_storage(tensor), name)
 
     def known(self, target: torch.Tensor) -> str | None:
-        """The parameter that `target` is, or is part of, by the first of its names."""
+        """The first name of the parameter that `target` is, or is part of."""
         return self._parameters.get(_storage(target))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,5 +182,5 @@ class _Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Which storage it is: the same for all views of one tensor, and for no other while that one lives."""
+    """Identifies the storage: the same for all views of one tensor, unique while the tensor lives."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001

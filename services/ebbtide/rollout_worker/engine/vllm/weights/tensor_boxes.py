@@ -1,10 +1,10 @@
-"""Slices of tensors: which one a strided view of a tensor is, and what several of them cover together. Pure."""
+"""Computes slices of tensors: the slice that a strided view shows, and the union of several. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from ebbtide.types.weights import Box
 
-#: By tensor: the slices that are read of it; none: it is not read.
+#: The slices that are read of each tensor; none: it is not read.
 Boxes = Mapping[str, tuple[Box, ...]]
 
 
@@ -14,11 +14,9 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def viewed(shape: Sequence[int], offset: int, size: Sequence[int], stride: Sequence[int]) -> Box | None:
-    """The slice of a contiguous tensor of `shape` whose elements the view (offset, size, stride; in elements) shows.
-
-    None if those elements are no slice: with a step, say, or across the ends of rows. However the view orders,
-    splits or merges dimensions, the slice that holds just its elements is found.
-    """
+    """The slice of a contiguous tensor of `shape` with just the elements of the view (offset, size, stride; in
+    elements), however the view orders, splits or merges dimensions. None if those elements are no slice: with a step,
+    for example, or across the ends of rows."""
     if 0 in size:
         return tuple((0, 0) for _ in shape) or None
     strides = _strides(shape)
@@ -32,7 +30,7 @@ def viewed(shape: Sequence[int], offset: int, size: Sequence[int], stride: Seque
 
 
 def union(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """The same elements in fewer slices: what is contained in another goes, what adjoins or overlaps in line is one."""
+    """The same elements in fewer slices: contained ones vanish, adjoining or overlapping ones in line become one."""
     merged: list[Box] = []
     for box in boxes:
         grown = box
@@ -43,7 +41,7 @@ def union(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def together(ranks: Sequence[Boxes | None]) -> Boxes | None:
-    """What all ranks of an engine read; None, everything, as soon as one of them cannot tell."""
+    """The slices that any rank of an engine reads; None, everything, if one of them cannot tell."""
     known = [rank for rank in ranks if rank is not None]
     if len(known) < len(ranks):
         return None
@@ -60,7 +58,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _runs(size: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
-    """What (step, length) pairs make, in one form: two views with the same offset and runs show the same elements."""
+    """The (step, length) pairs in a normal form: two views with the same offset and runs show the same elements."""
     runs: list[tuple[int, int]] = []
     for step, length in sorted(zip(stride, size, strict=True)):
         if length == 1 or step == 0:  # step 0: an expanded dimension shows the same elements again
@@ -73,7 +71,7 @@ def _runs(size: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _joined(one: Box, other: Box) -> Box | None:
-    """One slice for both, if there is one: they differ in one dimension at most, or one contains the other."""
+    """One slice for both, if there is one: they differ in at most one dimension, or one contains the other."""
     hull = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     if hull in {one, other}:
         return hull

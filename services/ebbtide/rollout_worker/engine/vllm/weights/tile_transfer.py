@@ -1,8 +1,8 @@
-"""Weights into a vLLM model from files, inside each engine process.
+"""Loads weights from files into a vLLM model, inside each engine process.
 
-Invariant: files are open from `open_files` to `finish_weight_update` or `close_files` and never besides: who owns them
-may change them then. Nothing is written before the update itself, so what is refused until then has touched nothing.
-What fails while weights are replaced leaves a mixture, from which the worker must not serve again.
+Invariant: files are open only from `open_files` to `finish_weight_update` or `close_files`: their owner may change them
+afterwards. Nothing is written before the update itself, so earlier refusals leave the weights whole. A failure during
+the update leaves a mixture, from which the worker must not serve again.
 """
 
 import logging
@@ -19,33 +19,33 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine.vllm import cpu_build
-from ebbtide.rollout_worker.engine.vllm.weights import in_place_update, layerwise_reload, parameter_memory
-from ebbtide.rollout_worker.engine.vllm.weights.loader_map import LoaderMap, aliases, observe
+from ebbtide.rollout_worker.engine.vllm.weights import in_place_update, layerwise_reload
+from ebbtide.rollout_worker.engine.vllm.weights.loader_map import aliases, observe
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 
 log = logging.getLogger(__name__)
-# It warns of each layer that has no tensors of its own in a checkpoint; that none is missing is checked beforehand.
+# vLLM warns of each layer without tensors of its own in a checkpoint; `version_files` finds missing ones beforehand.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
-#: Bytes that are mapped in one go between two steps of generation: a few milliseconds.
+#: Bytes that are mapped at once between two steps of generation: a few milliseconds.
 _TOUCHED: Final = 32 << 20
 _PAGE: Final = 4096
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # mypy does not follow vLLM
-    """Nothing: what there is to know is in the checkpoint."""
+    """Empty: the checkpoint holds all facts."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """How the files that are open get into the model."""
+    """How the open files get into the model."""
 
     in_place: bool = False
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: steps of our transfer that vLLM has no call for, by name."""
+    """Mixed into vLLM's worker: calls steps of the transfer by name, for which vLLM has no call."""
 
     def ebbtide(self, step: str, **arguments: Any) -> Any:
         return getattr(self.weight_transfer_engine, step)(**arguments)  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self._obstacle = ""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:  # noqa: ARG002 - vLLM's signature
-        """Learn what the model's loader does with the checkpoint that was just loaded."""
+        """Learn how the model's loader treats the checkpoint that was just loaded."""
         root = Path(self.model_config.model)
         self._entries = entries(root)
         self._tied = layerwise_reload.tied_layers(self.model)
@@ -85,17 +85,15 @@ class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             self._obstacle = str(error)
         else:
             self._boxes = seen.boxes
-            self._obstacle = self._in_the_way(seen, root)
-
-    def _in_the_way(self, seen: LoaderMap, root: Path) -> str:
-        return in_place_update.obstacle(self.model, self.vllm_config.quant_config is not None, seen, root)
+            quantised = self.vllm_config.quant_config is not None
+            self._obstacle = in_place_update.obstacle(self.model, quantised, seen, root)
 
     def report(self) -> tuple[Boxes | None, str]:
-        """The slices that this process reads, None for everything; and what is in the way of changes in place."""
+        """The slices that this process reads, None for everything; and the obstacle to changes in place."""
         return self._boxes, self._obstacle
 
     def open_files(self, weights: str, changes: str | None) -> None:
-        """Map the files. Raises if they cannot be, or if tied weights differ."""
+        """Map the files. Raises if that fails, or if tied weights differ."""
         self.close_files()
         self._weights = self._open.enter_context(safe_open(weights, framework="pt"))
         self._changes = Path(changes) if changes else None
@@ -105,7 +103,7 @@ class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self._touching = iter(()) if changes else self._touch()
 
     def touch(self) -> bool:
-        """Map some more of what will be read, so that the update does not wait for it; whether there is more."""
+        """Map some more of the data, so that the update does not wait for it. Returns whether there is more."""
         return next(self._touching, self) is not self
 
     def _touch(self) -> Iterator[None]:
@@ -121,16 +119,16 @@ class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
                     yield
 
     def close_files(self) -> None:
-        """Let the files go, without a trace."""
+        """Close the files."""
         self._touching, self._weights, self._changes = iter(()), None, None
         self._open.close()
 
     def start_weight_update(self) -> None:
-        """Nothing: the files are open already."""
+        """Does nothing: the files are already open."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class ends with an accelerator's synchronise, which CPU builds do not have; loading here is
-        # synchronous, and on an accelerator the copies are ordered before the next step on the same stream.
+        # Skips the base class's final synchronise, which CPU builds lack: loading is synchronous there, and an
+        # accelerator orders the copies before the next step on the same stream.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -146,8 +144,8 @@ class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self.close_files()
 
     def drop(self) -> None:
-        """Give the memory of all weights back to the system. Only an update without `in_place` brings them again."""
-        parameter_memory.drop(self.model)
+        """Give the memory of all weights back to the system. Only an update without `in_place` restores them."""
+        layerwise_reload.drop(self.model)
 
     def shutdown(self) -> None:
         self.close_files()

@@ -1,5 +1,6 @@
-"""The files that a version comes in, checked before anything stands still for it. In the worker's process, by its CPU
-tensors; engine processes read the same files.
+"""Checks the files of a version before generation stops for it, in the worker's process and on its CPU.
+
+Engine processes read the same files.
 
 `weights`: a safetensors file of all tensors. `changes`: per changed tensor NAME the tensors `NAME.indices` (i64, one
 dimension, ascending positions in the flat tensor) and `NAME.values` (its data type), relative to the version before.
@@ -20,21 +21,21 @@ _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class ChangeEntry(NamedTuple):
-    """What a file's header says of one tensor; `dtype` in safetensors' names."""
+    """One tensor, by a file's header."""
 
-    dtype: str
+    dtype: str  # in safetensors' names
     shape: tuple[int, ...]
 
 
 class InstallMethod(NamedTuple):
-    """How a version gets into an engine: in place, or else by a reload, for a `reason` if changes were at hand."""
+    """How a version gets into an engine: in place, or else by a reload."""
 
     in_place: bool
-    reason: str = ""
+    reason: str = ""  # for the reload, if there were changes
 
 
 def how_to_install(changes: str | None, obstacles: Sequence[str]) -> InstallMethod:
-    """`changes`: why they cannot be applied, empty if they can, None if there are none; `obstacles`: each rank's."""
+    """`changes`: why they cannot be applied; empty: they can; None: there are none. `obstacles`: each rank's."""
     if changes is None:
         return InstallMethod(in_place=False)
     reason = next((reason for reason in [*obstacles, changes] if reason), "")
@@ -42,7 +43,7 @@ def how_to_install(changes: str | None, obstacles: Sequence[str]) -> InstallMeth
 
 
 def check_weights(weights: Path, shapes: Shapes, dtypes: Mapping[str, str]) -> dict[str, ChangeEntry]:
-    """What is in `weights`. Raises `InvalidRequest` unless it is complete and has just the tensors that are wanted."""
+    """The tensors in `weights`. Raises `InvalidRequest` unless they are exactly those of the model."""
     try:
         with _open(weights) as file:
             found = {name: _entry(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
@@ -59,7 +60,7 @@ def check_weights(weights: Path, shapes: Shapes, dtypes: Mapping[str, str]) -> d
 def why_not(changes: Path, entries: Mapping[str, ChangeEntry]) -> str:
     """Why `changes` cannot be applied to weights of these `entries` in place; empty if they can.
 
-    What vLLM would find only once it is writing is found here: it marks elements that stay by NaN.
+    This also finds faults that vLLM would find only while it is writing: it marks unchanged elements by NaN.
     """
     try:
         with _open(changes) as file:
@@ -75,14 +76,14 @@ def why_not(changes: Path, entries: Mapping[str, ChangeEntry]) -> str:
 
 
 def _fault(file: Any, name: str, entry: ChangeEntry) -> str:
-    """What is wrong with the changes of one tensor, a verb first; empty if nothing is."""
+    """The fault in the changes of one tensor, a verb first; empty if there is none."""
     import torch
 
     if _entry(file.get_slice(name + VALUES)).dtype != entry.dtype:
         return "are of another type than it"
     indices, values = file.get_tensor(name + INDICES), file.get_tensor(name + VALUES)
     if indices.dtype != torch.int64 or indices.ndim != 1 or indices.shape != values.shape:
-        return "have no position each"
+        return "lack a position for each value"
     if len(indices) and not (
         indices[0] >= 0 and indices[-1] < torch.Size(entry.shape).numel() and (indices[1:] > indices[:-1]).all()
     ):

@@ -1,13 +1,12 @@
-"""Versions into the processes of one vLLM engine, seen from the worker: what is done before generation stops for one,
-what while it stands still, and what after it.
+"""Brings versions into the processes of one vLLM engine: before generation stops, while it stands still, and after.
 
-Invariant: an engine process has a version's files open only between `prepare` and `finish`; nothing is written outside
-`apply`.
+Invariant: an engine process has a version's files open only between `prepare` and `finish`; only `apply` writes.
 """
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
@@ -20,36 +19,39 @@ log = telemetry.get_logger(__name__)
 
 
 class VersionUpdates:
-    """Talks to `transfer.TileTransfer` in each engine process."""
+    """Talks to `TileTransfer` in each engine process."""
 
-    def __init__(self, llm: Any, shapes: Shapes, dtypes: dict[str, str]) -> None:
+    def __init__(
+        self, llm: Any, shapes: Shapes, dtypes: dict[str, str], reports: Sequence[tuple[Boxes | None, str]]
+    ) -> None:
+        """`reports`: of each rank; see `TileTransfer.report`."""
         self._llm = llm
         self._shapes, self._dtypes = shapes, dtypes
-        self._obstacles: list[str] = []
-        self.boxes: Boxes | None = None
-
-    async def learn(self) -> None:
-        """Let the processes find out what they read of a version. Raises `InvalidRequest` if none can be installed."""
-        try:
-            await self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
-            reports = await self._ask("report")
-        except Exception as error:
-            raise InvalidRequest(f"cannot take new weights: {error}", field="model") from error
         self._obstacles = [obstacle for _, obstacle in reports]
         self.boxes = together([None if boxes is None else _as_boxes(boxes) for boxes, _ in reports])
 
-    async def prepare(self, version: int, weights: Path, changes: Path | None) -> InstallMethod:
-        """All checks, and the files mapped, while generation goes on.
+    @classmethod
+    async def learned(cls, llm: Any, shapes: Shapes, dtypes: dict[str, str]) -> Self:
+        """Let the processes learn what they read of a version. Raises `InvalidRequest` if none can be installed."""
+        try:
+            await llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+            return cls(llm, shapes, dtypes, await ask_ranks(llm, "report"))
+        except Exception as error:
+            raise InvalidRequest(f"cannot take new weights: {error}", field="model") from error
 
-        Raises `InvalidRequest`, with nothing open any more, or `EngineFailed` if that cannot be said.
+    async def prepare(self, version: int, weights: Path, changes: Path | None) -> InstallMethod:
+        """Check and map the files, while generation goes on.
+
+        Raises `InvalidRequest` with the files closed again, or `EngineFailed` if they may be open.
         """
         try:
             entries = await asyncio.to_thread(version_files.check_weights, weights, self._shapes, self._dtypes)
             how = await self._how(changes, entries)
             if how.reason:
                 log.info("installing by a reload", version=version, reason=how.reason)
-            await self._ask("open_files", weights=str(weights), changes=str(changes) if how.in_place else None)
-            while any(await self._ask("touch")):
+            given = str(changes) if how.in_place else None
+            await ask_ranks(self._llm, "open_files", weights=str(weights), changes=given)
+            while any(await ask_ranks(self._llm, "touch")):
                 pass
         except Exception as error:
             await self._close(error)
@@ -57,8 +59,7 @@ class VersionUpdates:
         return how
 
     async def apply(self, version: int, how: InstallMethod) -> None:
-        """Replace the weights, and label what they make from now on; generation stands still. What is raised in here
-        leaves a mixture."""
+        """Replace the weights, and label their tokens; generation stands still. An error in here leaves a mixture."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._llm.start_weight_update()
@@ -66,16 +67,16 @@ class VersionUpdates:
         await self._llm.update_weight_version(str(version))
 
     async def finish(self) -> None:
-        """Let the files go."""
+        """Close the files."""
         await self._llm.finish_weight_update()
 
     async def drop(self) -> None:
-        """Give the weights' memory back; generation stands still until all of a version was applied."""
-        await self._ask("drop")
+        """Give the weights' memory back; generation stands still until a whole version is applied."""
+        await ask_ranks(self._llm, "drop")
 
     async def _close(self, refusal: Exception) -> None:
         try:
-            await self._ask("close_files")
+            await ask_ranks(self._llm, "close_files")
         except Exception as error:
             raise EngineFailed(f"a version's files cannot be closed ({error}) after {refusal}") from error
 
@@ -85,12 +86,13 @@ class VersionUpdates:
         refused = await asyncio.to_thread(version_files.why_not, changes, entries)
         return version_files.how_to_install(refused, self._obstacles)
 
-    async def _ask(self, step: str, **arguments: Any) -> list[Any]:
-        """One answer of each rank."""
-        found: list[Any] = await self._llm.collective_rpc("ebbtide", args=(step,), kwargs=arguments)
-        return found
+
+async def ask_ranks(llm: Any, step: str, **arguments: Any) -> list[Any]:
+    """One answer of each rank."""
+    found: list[Any] = await llm.collective_rpc("ebbtide", args=(step,), kwargs=arguments)
+    return found
 
 
 def _as_boxes(found: Any) -> Boxes:
-    """What was sent as lists."""
+    """Boxes that arrived as lists."""
     return {name: tuple(tuple((a, b) for a, b in box) for box in boxes) for name, boxes in found.items()}
