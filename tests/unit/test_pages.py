@@ -1,4 +1,4 @@
-"""Links between the pages lead to a file of the checkout and to a heading that is there."""
+"""Links between the pages lead to a file and a heading that are there, and pages about the code name its files."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,7 @@ ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _CODE: Final = re.compile(r"```.*?```", re.DOTALL)
 _LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
+_FILE: Final = re.compile(r"[\w/]+\.(?:py|lua|proto)\b")
 _HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -28,3 +29,11 @@ def test_every_link_of_a_page_resolves(page: Path) -> None:
         target = page.parent / name if name else page
         assert target.exists(), f"{page.name} links to {link}, and there is no such file"
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, and there is no such heading"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/development.md"])
+def test_every_file_that_a_page_about_the_code_names_is_there(page: str) -> None:
+    tops = ("benchmarks", "common", "examples", "protos", "services", "tests")
+    there = {path.as_posix() for top in tops for path in (ROOT / top).rglob("*.*")}
+    for name in _FILE.findall((ROOT / page).read_text()):
+        assert any(path.endswith(f"/{name}") for path in there), f"{page} names {name}, and there is no such file"
