@@ -140,18 +140,31 @@ async def _assemble(
     lease = DeviceLease(borrowed.page) if borrowed else None
     changing = engine if isinstance(engine, ChangingEngine) else None
     installer = Installer(engine, store, attempts, InstallReports(outgoing.put), lease, changing)
+    sleeping = _sleeping(engine, installer) if borrowed else None
     link = None
     if borrowed and lease:
-        target = socket_path(borrowed.path.parent)
-        stub = GrantsStub(await stack.enter_async_context(open_socket(target)))
-        stack.callback(borrowed.close)
-        sleeping = _sleeping(engine, installer)
-        link = GuardLink(
-            stub, str(target), borrowed, lease, attempts, sleeping, worker_id=worker_id, slots=settings.slots
-        )
-        for work in (link.run(), link.watch(), link.move()):
-            stack.push_async_callback(_end, shutdown.spawn(work, "grants"))
+        link = await _borrow(stack, shutdown, settings, worker_id, borrowed, lease, attempts, sleeping)
     return ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing, link), store
+
+
+async def _borrow(
+    stack: AsyncExitStack,
+    shutdown: Shutdown,
+    settings: WorkerSettings,
+    worker_id: str,
+    borrowed: BorrowedEngine,
+    lease: DeviceLease,
+    attempts: LocalAttempts,
+    sleeping: WeightSleep | None,
+) -> GuardLink:
+    """Begin to borrow from the guard of the host, which need not be there yet."""
+    target = socket_path(borrowed.path.parent)
+    stub = GrantsStub(await stack.enter_async_context(open_socket(target)))
+    stack.callback(borrowed.close)
+    link = GuardLink(stub, str(target), borrowed, lease, attempts, sleeping, worker_id=worker_id, slots=settings.slots)
+    for work in (link.run(), link.watch(), link.move()):
+        stack.push_async_callback(_end, shutdown.spawn(work, "grants"))
+    return link
 
 
 def _sleeping(engine: Engine, installer: Installer) -> WeightSleep | None:
