@@ -93,6 +93,19 @@ async def test_weights_that_do_not_come_back_are_away_still_and_may_be_asked_for
     assert sleeping.residency is AWAKE
 
 
+async def test_each_reason_why_weights_do_not_come_back_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    sleeping = WeightSleep(recorder, recorder)
+    for _ in range(2):
+        recorder.refusals = [Unavailable("the relay is gone"), *[Unavailable("a version is on its way")] * 3]
+        await sleeping.be(AWAY)
+        for _ in range(5):
+            await sleeping.be(AWAKE)
+        assert sleeping.residency is AWAKE
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("do not come back yet") == 4, "two reasons of each sleep"
+
+
 async def test_an_engine_that_is_lost_over_it_is_not_taken_for_one_that_sleeps() -> None:
     recorder = Recorder()
     recorder.refusals = [EngineFailed("a mixture")]

@@ -48,6 +48,7 @@ class WeightSleep:
         self.residency = Residency.AWAKE
         #: Duration of the last wake-up from either level; 0: there was none yet.
         self.wake_host_s = self.wake_away_s = 0.0
+        self._hindrance = ""  # why the weights did not come back lately
 
     async def be(self, wanted: Residency) -> None:
         """Move the weights, if it is possible now: `residency` tells, and callers may try again. Raises `EngineFailed`
@@ -78,9 +79,11 @@ class WeightSleep:
             except EngineFailed:
                 raise
             except EbbtideError as error:
-                log.warning("weights do not come back yet", reason=str(error))
+                if str(error) != self._hindrance:  # each grant asks again, several times a second
+                    self._hindrance = str(error)
+                    log.warning("weights do not come back yet", reason=self._hindrance)
                 return
-        self.residency = Residency.AWAKE
+        self.residency, self._hindrance = Residency.AWAKE, ""
         took_s = time.monotonic() - start
         if was is Residency.AWAY:
             self.wake_away_s = took_s
