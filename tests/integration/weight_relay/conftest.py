@@ -20,8 +20,9 @@ from tests.integration.weight_relay.wire import Wire
 class RelayProcess(ServiceProcess):
     """A weight-relay on a directory of its own; started again, it has the same directory and port."""
 
-    def __init__(self, directory: Path) -> None:
-        self.data = directory / "data"
+    def __init__(self, directory: Path, data: Path | None = None) -> None:
+        """`data`: another directory of a relay."""
+        self.data = data or directory / "data"
         super().__init__("weight_relay", directory, "--data-dir", str(self.data))
 
     def tiles(self) -> set[str]:

@@ -141,9 +141,8 @@ async def test_watchers_see_each_version_once_also_over_a_restart(process: Any, 
 
 async def test_a_second_relay_on_one_directory_is_refused(process: Any, relay: SignedRelay, tmp_path: Any) -> None:
     await relay.publish("run", version(1), weights(1))
-    second = type(process)(tmp_path / "second")
-    second._ready.parent.mkdir()
-    second.data = process.data
+    (tmp_path / "second").mkdir()
+    second = type(process)(tmp_path / "second", process.data)
     start = asyncio.create_task(second.start())
     await wait_until(lambda: second._process is not None and second._process.poll() is not None, timeout=20)
     assert second._process.returncode == 1
