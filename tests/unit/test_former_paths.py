@@ -13,6 +13,7 @@ FORMER = {
     "ebbtide.trainer.base_model_command": "ebbtide.trainer.base_model.__main__",
     "ebbtide.trainer.driver.__main__": "ebbtide.driver.__main__",
     "ebbtide.trainer.environments": "ebbtide.environments",
+    "ebbtide.trainer.environments.splits": "ebbtide.environments.problem_splits",
 }
 
 
