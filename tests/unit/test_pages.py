@@ -11,6 +11,7 @@ PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _CODE: Final = re.compile(r"```.*?```", re.DOTALL)
 _LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 _FILE: Final = re.compile(r"[\w/]+\.(?:py|lua|proto)\b")
+_MODULE: Final = re.compile(r"[a-z]+(?:_[a-z]+)+")
 _HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -37,3 +38,10 @@ def test_every_file_that_a_page_about_the_code_names_is_there(page: str) -> None
     there = {path.as_posix() for top in tops for path in (ROOT / top).rglob("*.*")}
     for name in _FILE.findall((ROOT / page).read_text()):
         assert any(path.endswith(f"/{name}") for path in there), f"{page} names {name}, and there is no such file"
+
+
+def test_every_module_on_the_map_is_there() -> None:
+    tops = (ROOT / "common", ROOT / "services")
+    there = {part for top in tops for path in top.rglob("*.py") for part in path.relative_to(top).with_suffix("").parts}
+    code = _CODE.findall((ROOT / "docs" / "architecture.md").read_text())[0]
+    assert not set(_MODULE.findall(code)) - there
