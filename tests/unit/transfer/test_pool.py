@@ -188,6 +188,28 @@ def test_who_lacks_something_is_passed_over_for_that() -> None:
     assert scene.pool.pick().name == "one"
 
 
+async def test_a_dropped_source_whose_close_is_cancelled_is_closed_with_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(source("a"), source("b"))
+    for _ in range(2):
+        scene.pool.drop(scene.pool.pick(), Unavailable("broken"))
+    closing, close = asyncio.Event(), Mute.close
+
+    async def hanging(_self: Mute) -> None:
+        closing.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Mute, "close", hanging)
+    task = asyncio.create_task(scene.pool.close_dropped())
+    await closing.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    monkeypatch.setattr(Mute, "close", close)
+    await scene.pool.close()
+    assert [opened.closed for opened in scene.opened] == [1, 1]
+
+
 async def test_what_was_opened_is_closed_once() -> None:
     scene = Scene(source("one"), source("two"))
     scene.picked(2)

@@ -275,11 +275,14 @@ class SourcePool:
         self._failed[source.address] = error
 
     async def close_dropped(self) -> None:
-        """Close the failed sources that have no more streams."""
-        idle = [source for source in self._closed if not source.streams]
-        self._closed = [source for source in self._closed if source.streams]
-        for source in idle:
-            await source.source.close()
+        """Close the failed sources that have no more streams. If it is cancelled, `close` closes the rest."""
+        while idle := next((source for source in self._closed if not source.streams), None):
+            self._closed.remove(idle)
+            try:
+                await idle.source.close()
+            except asyncio.CancelledError:
+                self._closed.append(idle)
+                raise
 
     async def close(self) -> None:
         opened = *self._open.values(), *self._closed
