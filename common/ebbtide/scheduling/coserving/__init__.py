@@ -1,1 +1,1 @@
-"""How much rollout work may run beside a serving engine without breaking its SLO."""
+"""Decides how much rollout work may run beside a serving engine without breaking its SLO."""

@@ -1,1 +1,1 @@
-"""Decides the order of queued rollouts, their workers and versions, and their moves."""
+"""Decides which queued rollout goes to which worker, in which order, and which one moves."""

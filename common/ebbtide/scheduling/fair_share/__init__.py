@@ -1,1 +1,1 @@
-"""Shares the fleet: what each run is due, what it got, and which run each worker serves."""
+"""Decides what share of the fleet each run is due, and which run each worker serves."""

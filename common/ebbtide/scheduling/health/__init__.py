@@ -1,1 +1,1 @@
-"""Judges whether workers and coordinators can be trusted: silence, stalled tokens, flapping, leadership."""
+"""Decides which workers and coordinators can be trusted: silence, stalled tokens, flapping, leadership."""

@@ -1,1 +1,1 @@
-"""Selects the serving hosts worth borrowing."""
+"""Decides which serving hosts are worth borrowing."""

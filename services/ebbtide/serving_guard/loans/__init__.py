@@ -1,1 +1,1 @@
-"""What borrowers may do: budgets, memory, and making an engine stand still."""
+"""Limits what borrowers may do: budgets, memory, and making an engine stand still."""

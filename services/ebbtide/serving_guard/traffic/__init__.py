@@ -1,1 +1,1 @@
-"""What the guard knows of served traffic: its events, its figures, and the SLO."""
+"""Keeps what the guard knows of served traffic: its events, its figures, and the SLO."""

@@ -1,1 +1,1 @@
-"""How versions go out: reads, the readers' sources, and the links that carry them."""
+"""Sends versions out: reads, the readers' sources, and the links that carry them."""
