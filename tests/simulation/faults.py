@@ -108,9 +108,14 @@ class Breaker:
             self._loop.outside.after(self._chance.uniform(2.0, 20.0), self._take_place, proc)
 
     def _take_place(self, proc: Proc) -> None:
-        """Somebody starts another process in place of one that does not answer."""
+        """A supervisor starts another process in place of one that does not answer. It ends a coordinator that it
+        replaced once it can: one that lives on keeps the fleet's lease, though nobody reaches it at its address.
+        """
         if proc.alive and self._world.proc[proc.name] is proc:
             self._world.start(proc.name, beside=True)
+            if proc.name in {"coordinator", "standby"}:
+                well_s = max(self.until - self._loop.now, 0.0)
+                self._for(well_s + self._chance.uniform(0.0, 20.0), lambda: self._world.end(proc))
 
     def _partition(self, name: str) -> None:
         network, chance = self._world.network, self._chance

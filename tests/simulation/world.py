@@ -219,6 +219,12 @@ class World:
                 self._forget()
             self.loop.outside.after(self.restart_s(name), self.start, name)
 
+    def end(self, proc: Proc) -> None:
+        """SIGKILL to a process that another has taken the place of."""
+        if proc.alive:
+            self.note("kill", f"the former {proc}")
+            self._gone(proc)
+
     def _forget(self) -> None:
         """The store's newest second or so was not on its disk yet."""
         since = self.loop.now - self.loop.random.uniform(0.0, _UNSYNCED_S)

@@ -113,7 +113,7 @@ async def test_a_frozen_engine_is_seen_to_step_still_and_goes_on_where_it_was(en
     engine.free()
     while True:
         await engine.freeze()
-        if (frozen := page.steps()).stepping:
+        if (frozen := page.steps()).running:  # in mid-step; outside, it is about to withdraw or to count the step
             break
         engine.thaw()
         await engine.steps()
