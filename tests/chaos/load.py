@@ -100,7 +100,7 @@ class Load:
             self.seen[name].append((time.time(), chunk.offset + len(chunk.tokens) // TOKEN_BYTES))
 
     async def keep_open(self, count: int) -> None:
-        """Submit more as others finish, and watch all of them, until cancelled; not in the midst of a submission."""
+        """Submit more as others finish, and watch all of them, until cancelled; not in the middle of a submission."""
         while True:
             if (missing := count - self.open) >= 4:
                 known = len(self.requests)

@@ -1,4 +1,4 @@
-"""A trainer that publishes one version and ends: a process to be killed in the midst of it."""
+"""A trainer that publishes one version and ends: a process to be killed in the middle of it."""
 
 import argparse
 import asyncio

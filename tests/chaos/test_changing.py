@@ -1,4 +1,4 @@
-"""Runs of several architectures on workers that serve one at a time: engines are started anew where that pays."""
+"""Runs of several architectures on workers that serve one at a time: engines are restarted where that pays."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ async def test_one_worker_serves_two_architectures_in_turns(cluster: Cluster, tm
     assert own is not None
     assert own.model == "small"
     assert worker.engine is not None
-    assert cluster.logged("w1", "engine changed"), "it was never started anew"
+    assert cluster.logged("w1", "engine changed"), "it was never started again"
     assert not cluster.logged("coordinator", "lost")
     assert not cluster.logged("coordinator", "suspected")
     assert (await client.run("second")).counters.get("tokens_lost_at_most", 0) == 0

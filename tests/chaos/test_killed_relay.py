@@ -1,4 +1,4 @@
-"""The weight-relay dies in the midst of a pull or a publish: versions arrive whole, and none is taken for another."""
+"""The weight-relay dies in the middle of a pull or a publish: versions arrive whole, and none is taken for another."""
 
 import asyncio
 

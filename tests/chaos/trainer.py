@@ -1,5 +1,5 @@
 """A trainer as small as can be, in a process of its own: step by step it publishes a version and submits rollouts under
-its lease, and waits until they are finished. Started anew it begins at the first step again, which changes nothing.
+its lease, and waits until they are finished. Restarted, it begins at the first step again, which changes nothing.
 """
 
 import argparse

@@ -54,7 +54,7 @@ def check_containers(podman: Podman) -> None:
 
 
 async def run_and_break(podman: Podman, client: Client, steps: int, tell: Callable[[str], None]) -> Run:
-    """Submit a run, kill the worker's container in the midst of its responses and the coordinator's process, and wait
+    """Submit a run, kill the worker's container in the middle of its responses and the coordinator's process, and wait
     for the end. Raises `Failed`."""
     spec: dict[str, Any] = tomllib.loads(SPEC.read_text())
     spec["trainer"]["steps"] = steps
@@ -89,7 +89,7 @@ async def _break(
 
     await wait_until(first_step, _RUN_S, interval=_LOOK_S, what="the first step")
     before = stored()
-    await wait_until(midway, _RUN_S, interval=_LOOK_S, what="a worker in the midst of responses")
+    await wait_until(midway, _RUN_S, interval=_LOOK_S, what="a worker in the middle of responses")
     name = podman.container("worker")
     podman("kill", "--signal", "KILL", name)
     tell(f"killed the worker's container while it generated, {len(progress.steps)} steps done")

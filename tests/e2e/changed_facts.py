@@ -1,4 +1,4 @@
-"""What a real engine did that was started anew for another architecture, as JSON on stdout, in a process of its own.
+"""What a real engine did that was restarted for another architecture, as JSON on stdout, in a process of its own.
 
 Arguments: the checkpoint to begin with, and one of another architecture; with one alone, what an engine does that was
 started for it in the first place.

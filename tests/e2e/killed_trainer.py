@@ -1,4 +1,4 @@
-"""A trainer that publishes what it is told to, one version after another: a process to be killed in the midst of one.
+"""A trainer that publishes what it is told to, one version after another: a process to be killed in the middle of one.
 
 Arguments: coordinator and relay. On stdin, a line each: [run, safetensors file] as JSON. On stdout, a line each: the
 report of the version, once it is announced. It ends with its stdin.

@@ -38,7 +38,7 @@ async def ask(engine: VllmEngine, number: int) -> Facts:
 
 
 async def forced(engine: VllmEngine, weights: Path, changes: Path) -> str:
-    """What is said of changes that are applied although layers are packed, which fails amid writing."""
+    """What is said of changes that are applied although layers are packed, which fails while writing."""
     engine._updates._obstacles = [""]
     try:
         await engine.install(4, weights, changes)

@@ -1,4 +1,4 @@
-"""A worker's engine that is started anew for another architecture is what a fresh one would be, and finds back."""
+"""A worker's engine that is restarted for another architecture is what a fresh one would be, and finds back."""
 
 import asyncio
 from collections.abc import Callable

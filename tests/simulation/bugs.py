@@ -42,7 +42,7 @@ def lua(*edits: tuple[str, str]) -> Bug:
             for old, new in edits:
                 hit = [name for name, one in kept.items() if old.encode() in one.text]
                 if not hit:
-                    raise ValueError(f"no script says {old!r} any more; plant this bug anew")
+                    raise ValueError(f"no script says {old!r} any more; plant this bug again")
                 for name in hit:
                     made = lua_scripts.LuaScript(name, kept[name].text.decode().replace(old, new))
                     vars(kept[name]).update(text=made.text, sha=made.sha)
@@ -188,7 +188,7 @@ BUGS: Final[dict[str, Bug]] = {
             "attempt .. ':' .. (stored > 0 and stored + 1 or 0))\n      redis.call('HSET', ROLLOUT",
         )
     ),
-    "a submit that begins anew": lua(("if known then out", "if known and have[2] == 'queued' then out")),
+    "a submit that begins again": lua(("if known then out", "if known and have[2] == 'queued' then out")),
     "a wake-up that is lost": python((LocalAttempts, "settle", _without_pressure)),
     "a stream that goes on behind what was on its way": python((Outbox, "rewind", _forgets_what_flew)),
     "an acknowledgement before the store": python((AppendTopic, "append", _ahead_of_the_store)),

@@ -1,4 +1,4 @@
-"""The fault matrix: what breaks, how, and in the midst of what; which cells a seed draws; and the breaking itself."""
+"""The fault matrix: what breaks, how, and in the middle of what; which cells a seed draws; and the breaking itself."""
 
 import itertools
 import random

@@ -6,7 +6,7 @@ to run. Which process runs next is drawn from the seed; within one process handl
 one history.
 
 A killed process leaves its handles behind unrun: nothing of it is told, no `finally` is executed, as after a SIGKILL.
-All tasks are kept until the run is over, so that no garbage collector closes one in the midst of it.
+All tasks are kept until the run is over, so that no garbage collector closes one in the middle of it.
 """
 
 import asyncio

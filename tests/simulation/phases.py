@@ -199,7 +199,7 @@ class Chaos:
         self.breaker.strike(chance.choice(("SIGKILL", "SIGKILL", "half-open")), who)
 
     async def _forget_store(self) -> None:
-        """Kill the store, which loses its newest, in the midst of whatever goes on."""
+        """Kill the store, which loses its newest, in the middle of whatever goes on."""
         world, chance = self._world, self._world.loop.random
         for _ in range(chance.choice((1, 2, 3))):
             await asyncio.sleep(chance.uniform(1.0, 20.0))

@@ -57,7 +57,7 @@ appends = telemetry.counter("coordinator_append_acks_total", "deltas answered", 
 append_seconds = telemetry.histogram("coordinator_append_seconds", "append message received to acknowledged")
 placement_seconds = telemetry.histogram("coordinator_placement_seconds", "rollout queued to given to a worker")
 engine_starts = telemetry.counter(
-    "coordinator_engine_starts_total", "engines of workers started anew for another architecture"
+    "coordinator_engine_starts_total", "engines of workers restarted for another architecture"
 )
 install_seconds = telemetry.histogram(
     "coordinator_install_seconds", "policy versions as workers report them", ("phase",)

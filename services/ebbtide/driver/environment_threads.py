@@ -2,7 +2,7 @@
 
 Invariant: at most `threads` calls run whose callers still wait; `_serving` threads wait for calls or run such ones. A
 call that exceeds its time is abandoned: its daemon thread cannot be killed, counts as `stuck` until it returns, and is
-replaced. All of it dies with the process; the driver's replay makes it anew.
+replaced. All of it dies with the process; the driver's replay makes it again.
 """
 
 import asyncio

@@ -91,5 +91,5 @@ class TrainingStart:
         if newest > (state.step if state else 0):
             raise CheckpointError(
                 f"the checkpoint of step {newest} is not there any more ({self._following.checkpoints[newest]}), and "
-                "its trajectories are deleted; restore the checkpoint, or submit the run anew"
+                "its trajectories are deleted; restore the checkpoint, or submit the run again"
             )

@@ -16,7 +16,7 @@ ARRIVALS = telemetry.counter("relay_arrivals_total", "Versions brought from upst
 ARRIVAL_SECONDS = telemetry.histogram(
     "relay_arrival_seconds", "From a version's commit upstream, as it was heard of, to its commit here"
 )
-UPSTREAM_FAILURES = telemetry.counter("relay_upstream_failures_total", "Errors of sources amid arrivals", ("reason",))
+UPSTREAM_FAILURES = telemetry.counter("relay_upstream_failures_total", "Errors of sources during arrivals", ("reason",))
 REFUSALS = telemetry.counter("relay_refusals_total", "What publishers sent and was refused", ("reason",))
 ANCHORS_MADE = telemetry.counter("relay_anchors_made_total", "Versions whose dense tiles were made here from patches")
 COMPOSED = telemetry.counter("relay_composed_patches_total", "Patches of several steps made here")

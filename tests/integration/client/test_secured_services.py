@@ -1,4 +1,4 @@
-"""The real services with roles: mTLS, signed tokens, and all of it replaced in the midst of a run."""
+"""The real services with roles: mTLS, signed tokens, and all of it replaced in the middle of a run."""
 
 import asyncio
 import signal
@@ -96,7 +96,7 @@ async def test_a_run_goes_on_while_authority_certificates_keys_and_tokens_are_re
             first = await lease.publish({"w": np.ones((3, 4), "f4")}, step=0)
             await generate(lease, ["r0", "r1"], first.version)
             await asyncio.to_thread(secured.replace)
-            secured.cluster.coordinator.end(signal.SIGKILL)  # so that everybody has to connect anew
+            secured.cluster.coordinator.end(signal.SIGKILL)  # so that everybody has to connect again
             await secured.cluster.coordinator.start()
             second = await lease.publish({"w": np.zeros((3, 4), "f4")}, step=1, parent=first.version)
             await generate(lease, ["r2", "r3"], second.version)

@@ -59,7 +59,7 @@ async def test_only_the_holder_of_the_trainer_lease_is_told_the_seed(cluster: Cl
     with pytest.raises(InvalidRequest):
         await cluster.call(cluster.runs.ReserveVersion, driver)
     run.lease = trainer
-    await run.claim("host")  # the same holder anew: the former fence is old
+    await run.claim("host")  # the same holder again: the former fence is old
     with pytest.raises(LeaseSuperseded):
         await cluster.call(cluster.runs.ReserveVersion, trainer)
 

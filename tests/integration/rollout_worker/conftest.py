@@ -112,7 +112,7 @@ class House:
         return sum(record.generated for record in read_ledger(self.counter_file))
 
     async def hold_store(self, name: str) -> None:
-        """Stop the store in the midst of rollout `name`, with tokens on their way to it."""
+        """Stop the store in the middle of rollout `name`, with tokens on their way to it."""
         await wait_until(lambda: self.coordinator.length(name) > 4)
         self.coordinator.store_up.clear()
         await wait_until(lambda: self.generated() > self.coordinator.length(name) + 8)

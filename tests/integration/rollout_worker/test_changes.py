@@ -140,7 +140,7 @@ async def test_an_engine_that_may_be_a_mixture_ends_its_worker(
     await install(house, trainer, await trainer.step(), 1)
 
     async def fail(engine: ScriptedEngine, version: int, weights: Path, changes: Path | None = None) -> float:
-        raise EngineFailed("it broke in the midst of the install")
+        raise EngineFailed("it broke in the middle of the install")
 
     monkeypatch.setattr(ScriptedEngine, "install", fail)
     house.coordinator.install(await trainer.step(), publisher=trainer.key)

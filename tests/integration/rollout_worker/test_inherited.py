@@ -1,4 +1,4 @@
-"""What lies in a mirror is not believed for having lain there: changed bytes are fetched anew, and headers mended."""
+"""What lies in a mirror is not believed for having lain there: changed bytes are fetched again, and headers mended."""
 
 import os
 from pathlib import Path

@@ -108,7 +108,7 @@ async def test_a_lost_acknowledgement_is_made_up_for_by_sending_again(house: Hou
     house.coordinator.lossy = True
     await wait_until(lambda: "r1" in house.coordinator.finished)
     assert house.coordinator.ids("r1") == expected(200)
-    assert len(house.coordinator.attaches) == 1, "only the append stream was opened anew"
+    assert len(house.coordinator.attaches) == 1, "only the append stream was opened again"
 
 
 async def test_a_store_that_knows_less_is_sent_what_it_lacks(house: House, expected: Expected) -> None:

@@ -1,4 +1,4 @@
-"""Tokens, keys and certificates are replaced on disk while servers and clients live, and nobody has to start anew."""
+"""Tokens, keys and certificates are replaced on disk while servers and clients live, and nobody has to restart."""
 
 import asyncio
 import datetime as dt
@@ -138,7 +138,7 @@ async def test_a_token_that_was_replaced_is_shown_from_the_next_call_on(cluster:
         await cluster.call(channel, "unary_unary")
     write_file(file, mint(key, Role.TRAINER, ttl_s=60).encode(), mode=0o600)
     assert await cluster.call(channel, "unary_unary")
-    file.unlink()  # in the midst of being replaced: the last one is still good
+    file.unlink()  # in the middle of being replaced: the last one is still good
     assert await cluster.call(channel, "unary_unary")
 
 

@@ -192,7 +192,7 @@ async def test_what_an_engine_may_have_worked_on_is_not_sent_again(monkeypatch: 
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
         await reader.readuntil(b"\r\n\r\n")
-        asked += 1  # and breaks in the midst of it, later than a connection that nobody read
+        asked += 1  # and breaks in the middle of it, later than a connection that nobody read
 
     monkeypatch.setattr(engine_connections, "_UNREAD_S", 0.0)
     async with scripted(serve) as url, standing(url) as stand:

@@ -120,7 +120,7 @@ async def test_a_superseded_coordinator_writes_nothing(old: Store, new: Store, r
 
 
 async def test_it_cannot_take_a_run_back_from_who_is_only_about_to_claim_it(old: Store, new: Store) -> None:
-    """It was frozen in the midst of its own takeover."""
+    """It was frozen in the middle of its own takeover."""
     await new.leadership.seize("new:1", 30.0)
     with pytest.raises(TermSuperseded):
         await old.runs.take_over()

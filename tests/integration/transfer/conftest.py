@@ -109,7 +109,7 @@ class Service:
 
 
 def breaking(after: int) -> Callable[[bytes, bytes], Any]:
-    """A source that breaks once it has sent `after` tiles, and each time anew."""
+    """A source that breaks once it has sent `after` tiles, and each time again."""
     left = after
 
     def mangle(digest: bytes, data: bytes) -> Any:

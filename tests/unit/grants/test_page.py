@@ -81,7 +81,7 @@ def test_times_that_are_none_or_long_ago_give_nothing(page: Page, until: float) 
 
 def test_a_budget_that_its_writer_left_half_written_is_none_until_the_next_one(page: Page) -> None:
     page.write_budget(Budget(16, 4, ahead()))
-    page._words[_VERSION] += 1  # as a writer leaves it that is killed amid
+    page._words[_VERSION] += 1  # as a writer leaves it that is killed in the middle
     assert page.budget() == NONE
     assert page.begin_step() == NONE
     page.write_budget(Budget(8, 2, ahead()))

@@ -1,4 +1,4 @@
-"""A run that is over: what is kept for it is given back, whatever an install of it is in the midst of."""
+"""A run that is over: what is kept for it is given back, whatever an install of it is in the middle of."""
 
 import asyncio
 from collections.abc import AsyncIterator

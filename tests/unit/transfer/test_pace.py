@@ -50,7 +50,7 @@ async def test_a_near_source_that_trickles_is_passed_over_for_a_while(clock: Clo
     assert scene.picked(2) == ["far", "far"]
     clock.now += 31.0
     assert scene.picked(1) == ["near"]
-    assert not scene.pool.lags(near), "it is judged anew"
+    assert not scene.pool.lags(near), "it is judged again"
 
 
 async def test_the_relay_takes_over_from_a_lone_slow_peer_though_it_was_not_listed(clock: Clock) -> None:

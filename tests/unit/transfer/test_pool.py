@@ -92,10 +92,10 @@ def test_when_nobody_is_left_the_relays_own_error_is_raised() -> None:
 def test_what_a_peer_says_last_does_not_count_for_more_than_what_the_relay_says(first: str) -> None:
     scene = Scene(source("peer"))
     peer = scene.pool.pick()
-    failures = [(peer, Internal("a fault of the peer")), (scene.relay, Unavailable("the relay starts anew"))]
+    failures = [(peer, Internal("a fault of the peer")), (scene.relay, Unavailable("the relay restarts"))]
     for failed, error in failures if first == "peer" else reversed(failures):
         scene.pool.drop(failed, error)
-    with pytest.raises(Unavailable, match="the relay starts anew"):
+    with pytest.raises(Unavailable, match="the relay restarts"):
         scene.pool.pick()
 
 

@@ -17,7 +17,7 @@ RUNS = [f"run-{number // MAX_JOINED_OF_RUN}" for number in range(MAX_JOINED)]  #
 
 
 class Sending:
-    """A publisher that stops amid its manifest, or before it, until `rest` is set."""
+    """A publisher that stops in the middle of its manifest, or before it, until `rest` is set."""
 
     def __init__(self, run_id: str = "run", *, silent: bool = False) -> None:
         self.manifest = Line(1, sizes=SMALL, run_id=run_id)[1].manifest

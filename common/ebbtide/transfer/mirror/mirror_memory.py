@@ -1,7 +1,7 @@
 """Provides a mirror's memory: private to this process, or in files that this user's processes share.
 
 Invariant: `weights` is a file of `size` bytes. A shared one has memory reserved for each byte, so that no write to its
-mapping can fail. `table` is all zeros when the weights were laid out anew; it is distrusted before any process sees it
+mapping can fail. `table` is all zeros when the weights were laid out again; it is distrusted before any process sees it
 when they had no user. The header is right when a process has joined. Small files are replaced whole.
 """
 

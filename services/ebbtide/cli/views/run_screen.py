@@ -1,6 +1,6 @@
 """Shows a run on one live screen, or as plain lines where the output is no terminal.
 
-Invariant: a screen only reads the `RunProgress` that it shows. A terminal is drawn anew several times a second; other
+Invariant: a screen only reads the `RunProgress` that it shows. A terminal is drawn again several times a second; other
 outputs get each piece of news once. Nothing is stored.
 """
 

@@ -1,4 +1,4 @@
-"""Shows a changing state: drawn anew on a terminal, as plain lines where the output is none.
+"""Shows a changing state: drawn again on a terminal, as plain lines where the output is none.
 
 Invariant: the loop only reads, and stores nothing.
 """

@@ -164,7 +164,7 @@ class Cut:
 
 
 def _again() -> StoreUnavailable:
-    return StoreUnavailable("the store came back: open the stream anew, and send again what is not durable")
+    return StoreUnavailable("the store came back: open the stream again, and send again what is not durable")
 
 
 async def _twice(answers: Responses, incarnation: StoreIncarnation, link: StoreConnection) -> Responses:

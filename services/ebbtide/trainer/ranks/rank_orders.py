@@ -73,7 +73,7 @@ def unpack(data: bytes) -> Order:
     try:
         order: Order = msgspec.msgpack.decode(data, type=Order)
     except msgspec.MsgspecError as error:
-        raise InvalidRequest(f"no order came from rank 0 ({error}); start all ranks anew", field="ranks") from None
+        raise InvalidRequest(f"no order came from rank 0 ({error}); restart all ranks", field="ranks") from None
     return order
 
 

@@ -129,7 +129,7 @@ def regular(base: np.ndarray) -> dict[str, np.ndarray]:
         "all to one value": np.full_like(base, 7),
         "all moved by one place": np.roll(base, 1),
         "two of four to zero": np.where(np.random.default_rng(2).random(len(base)) < 0.5, 0, base),
-        "the second half anew": np.where(np.arange(len(base)) < len(base) // 2, base, units(2, len(base), 8)),
+        "the second half again": np.where(np.arange(len(base)) < len(base) // 2, base, units(2, len(base), 8)),
     }
 
 
