@@ -1,6 +1,6 @@
 """`python -m tests [PHASE ...] [options of pytest]`: all tests, in phases, each as fast as two cores allow.
 
-`unit`: on two processes. `services`: all others on two processes; a file of tests in one of them.
+`unit`: on two processes. `services`: all others on three, as they often wait; a file of tests in one of them.
 `alone`: what measures time or processors, one test after another. A phase in which no test is left is no failure.
 """
 
@@ -13,12 +13,11 @@ from typing import Final
 import pytest
 
 _BY_DEFAULT: Final = "not nightly and not hosts and not bare and not extras"
-_TWO: Final = ("-n", "2", "--dist")
-#: The longest first, and last what is dealt out test by test: so both processes end at the same time.
+#: The longest first, and last what is dealt out test by test: so all processes end at the same time.
 _SERVICES: Final = tuple(f"tests/{name}" for name in ("e2e", "simulation", "upgrade", "integration", "chaos"))
 PHASES: Final = {
-    "unit": ("tests/unit", *_TWO, "worksteal", "-m", f"{_BY_DEFAULT} and not alone"),
-    "services": (*_SERVICES, *_TWO, "loadfile", "--no-loadscope-reorder", "-m", f"{_BY_DEFAULT} and not alone"),
+    "unit": ("tests/unit", "-n", "2", "--dist", "worksteal", "-m", f"{_BY_DEFAULT} and not alone"),
+    "services": (*_SERVICES, "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-m", f"{_BY_DEFAULT} and not alone"),
     "alone": ("tests", "-m", f"{_BY_DEFAULT} and alone"),
 }
 _FINE: Final = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}

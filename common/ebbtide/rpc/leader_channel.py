@@ -66,7 +66,7 @@ class LeaderChannel(Outer):
         """Raises `InvalidRequest` for a bad or repeated address, a missing token, or no TLS off the loopback."""
         self._coordinators = [_Coordinator(one, open_channel(one, security)) for one in addresses(text, field=field)]
         self._leader = self._coordinators[0]
-        self._news, self._moved_at = asyncio.Event(), float("-inf")
+        self._news, self._moves, self._moved_at = asyncio.Event(), 0, float("-inf")
         self._watchers: list[asyncio.Task[None]] = []
 
     @property
@@ -80,16 +80,17 @@ class LeaderChannel(Outer):
 
     @contextlib.contextmanager
     def translated(self, service: str = "coordinator") -> Iterator[None]:
-        """Raise what the service raised instead of gRPC's errors, and `Unavailable` if another leads by now."""
-        one = self._leader
+        """Raise what the service raised instead of gRPC's errors, and `Unavailable` if the lead moved meanwhile."""
+        one, moves = self._leader, self._moves
         try:
             with translated(service, one.address):
                 yield
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if one is self._leader or task is None or task.cancelling():
+            if moves == self._moves or task is None or task.cancelling():
                 raise
-            raise Unavailable(f"{service} at {one.address} no longer leads; {self._leader.address} does") from None
+            now = "ceased to lead for a while" if one is self._leader else f"no longer leads; {self.target} does"
+            raise Unavailable(f"{service} at {one.address} {now}") from None
 
     async def pause(self, seconds: float) -> None:
         """Wait before a further try, for at most `seconds`: less if a coordinator begins to lead meanwhile."""
@@ -189,7 +190,7 @@ class LeaderChannel(Outer):
         former, self._leader = self._leader, coordinator
         if former is not coordinator:
             log.info("the coordinator at %s leads", coordinator.address)
-            self._moved_at = time.monotonic()
+            self._moves, self._moved_at = self._moves + 1, time.monotonic()
             for call in list(former.calls):
                 call.cancel()
         self._news.set()

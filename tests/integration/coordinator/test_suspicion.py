@@ -81,10 +81,15 @@ async def test_a_rollout_avoids_a_worker_beyond_a_restart_of_the_coordinator(clu
         run, _, second = await silenced(cluster)
         await second.hand_back("a", reason="shutdown")
         await cluster.restart()
-        first, second = [await cluster.worker(name) for name in ("w1", "w2")]
-        first.beats()
+        second = await cluster.worker("w2")  # the first would have it while nobody else is there
         second.beats()
         await second.has("a")
+        first = await cluster.worker("w1")
+        first.beats()
+        await wait_until(lambda: first.installed, what="it has the weights")
+        for _ in range(3):
+            await second.hand_back("a", reason="version 1 is not installed")
+            await second.has("a")
         assert first.assigned == {}
         assert await run.count("finished") == 0
 

@@ -134,6 +134,26 @@ async def test_a_call_that_the_former_leader_never_answers_ends_when_another_lea
     assert await ask_on(heads) == "b"
 
 
+async def test_a_call_ends_as_unavailable_though_its_leader_leads_again_when_it_is_read(
+    two: tuple[Coordinator, Coordinator], heads: LeaderChannel
+) -> None:
+    assert await ask_on(heads) == "a"
+    two[0].answers.clear()
+
+    async def ask_and_read_late() -> None:
+        with heads.translated():
+            call = runs_pb2_grpc.RunsStub(heads).GetRun(runs_pb2.GetRunRequest(), timeout=30)
+            await wait_until(lambda: two[0].asked == 2)
+            for former, leader in (two, two[::-1]):
+                await former.stands_by()
+                await leader.leads()
+                await wait_until(lambda leader=leader: heads.target == leader.server.address)  # type: ignore[misc]
+            await call
+
+    with pytest.raises(Unavailable, match=f"{two[0].server.address} ceased to lead for a while"):
+        await ask_and_read_late()
+
+
 async def test_who_is_cancelled_is_not_told_that_another_leads(
     two: tuple[Coordinator, Coordinator], heads: LeaderChannel
 ) -> None:
