@@ -15,9 +15,11 @@ import pytest
 _BY_DEFAULT: Final = "not nightly and not hosts and not bare and not extras"
 #: The longest first, and last what is dealt out test by test: so all processes end at the same time.
 _SERVICES: Final = tuple(f"tests/{name}" for name in ("e2e", "simulation", "upgrade", "integration", "chaos"))
+_UNIT: Final = ("tests/unit", "-n", "2", "--dist", "worksteal")
+_BY_FILE: Final = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 PHASES: Final = {
-    "unit": ("tests/unit", "-n", "2", "--dist", "worksteal", "-m", f"{_BY_DEFAULT} and not alone"),
-    "services": (*_SERVICES, "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "-m", f"{_BY_DEFAULT} and not alone"),
+    "unit": (*_UNIT, "-m", f"{_BY_DEFAULT} and not alone"),
+    "services": (*_SERVICES, *_BY_FILE, "-m", f"{_BY_DEFAULT} and not alone"),
     "alone": ("tests", "-m", f"{_BY_DEFAULT} and alone"),
 }
 _FINE: Final = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
