@@ -180,11 +180,10 @@ class AttemptSpan(Struct, frozen=True, kw_only=True):
     end: str  # in words, for people
     first_version: int = 0
     last_version: int = 0
-    cause: EndCause | None = None  # derived from `end` if not given: a former release stores `end` alone
+    cause: int | None = None  # an `EndCause`; derived from `end` if unknown: a former release stores `end` alone
 
     def __post_init__(self) -> None:
-        if self.cause is None:
-            force_setattr(self, "cause", cause_of(self.end))
+        force_setattr(self, "cause", EndCause(self.cause) if self.cause in set(EndCause) else cause_of(self.end))
 
     @property
     def finished(self) -> bool:

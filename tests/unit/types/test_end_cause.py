@@ -68,5 +68,7 @@ def test_a_span_of_the_former_release_has_a_cause_too() -> None:
     fields = {"cursor": "1-0", "rollout_id": "a", "attempt_id": "b", "worker_id": "w", "first": 1, "last": 2}
     message = runs_pb2.AttemptSpan(**fields, begin_s=1.0, end_s=2.0, end="moved to w2")  # type: ignore[arg-type]
     assert from_proto(message, AttemptSpan).cause is EndCause.MOVED
+    message.cause = types_pb2.EndCause.ValueType(99)  # of a later release
+    assert from_proto(message, AttemptSpan).cause is EndCause.MOVED
     message.cause = types_pb2.END_CAUSE_FINISHED
     assert from_proto(message, AttemptSpan).finished
