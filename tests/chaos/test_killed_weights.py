@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from ebbtide.client import Client, Lease
+from ebbtide.free_ports import free_port
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from tests.chaos.cluster import TOKEN, Cluster
@@ -152,7 +153,7 @@ async def peer_dies(fleet: Fleet, lease: Lease, boundaries: tuple[int, ...]) -> 
     version = await fleet.publish(lease)
     await fleet.worker("w2", site="far")
     for boundary in boundaries:
-        peer, port = f"peer-{boundary}", _free_port()
+        peer, port = f"peer-{boundary}", free_port()
         way = await Way.open(f"127.0.0.1:{port}")
         fleet.cluster.ways["w2", peer] = way
         await fleet.worker(peer, site="far", peer_listen=f"127.0.0.1:{port}", peer_advertise=way.address)
@@ -204,15 +205,6 @@ async def published(fleet: Fleet, relay: str) -> None:
     assert await trainer.wait() == 0
     await wait_until(lambda: len(fleet.cluster.logged("w1", "weights read")) > before, timeout=60, what="its version")
     assert fleet.cluster.logged("w1", "weights read")[-1]["digest"] == Weights(fleet.step).digest
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def test_a_worker_that_dies_amid_a_version_finds_what_its_mirror_kept(fleet: Fleet, lease: Lease) -> None:

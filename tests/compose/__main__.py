@@ -10,7 +10,6 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import Final
 
 from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
+from ebbtide.free_ports import free_port
 from tests.compose import images, scene
 from tests.compose.podman import Failed, Podman, missing, say
 
@@ -36,14 +36,6 @@ def step(name: str) -> Iterator[None]:
     say(f"{name} ...")
     yield
     say(f"{name}: {time.monotonic() - began:.0f} s")
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def settings(folder: Path, coordinator: int, relay: int) -> dict[str, str]:
@@ -132,7 +124,7 @@ def main() -> int:
 def _guarded(options: argparse.Namespace) -> int:
     _LOG.parent.mkdir(exist_ok=True)
     _LOG.write_text("")
-    began, ports = time.monotonic(), free_ports(2)
+    began, ports = time.monotonic(), (free_port(), free_port())
     with tempfile.TemporaryDirectory(prefix="ebbtide-compose-") as name:
         folder = Path(name)
         podman = Podman(_ROOT.absolute(), f"ebbtide-test-{os.getpid()}", settings(folder, *ports), _LOG.absolute())

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from ebbtide.client import Client, Lease
+from ebbtide.free_ports import free_port
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
@@ -82,7 +82,7 @@ class Fleet:
         self.cluster, self.policy, self.said = cluster, policy, said
         self.living: list[str] = []
         self.patch_bytes = 0
-        self._port = _free_port()
+        self._port = free_port()
         self._engine = cluster.directory / "worker.toml"
 
     async def boot(self) -> None:
@@ -244,10 +244,3 @@ class Run:
 async def stopped(direction: Direction) -> None:
     """Half of the version has passed, and the rest waits."""
     await wait_until(lambda: direction.silent, PATIENCE_S, what="half of a version on its way")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

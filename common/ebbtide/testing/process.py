@@ -84,11 +84,3 @@ class ServerProcess:
             self._process.send_signal(number)
             self._process.wait(30)
             self._process = None
-
-
-def free_port() -> int:
-    """A loopback port that no process listens on now."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port

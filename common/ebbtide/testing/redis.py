@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from ebbtide.free_ports import free_port
 from ebbtide.redis_server import redis_command, sentinel_command
-from ebbtide.testing.process import ServerProcess, free_port
+from ebbtide.testing.process import ServerProcess
 
 #: A unix socket's path must fit into 108 bytes.
 _MAX_SOCKET_PATH: Final = 100

@@ -21,6 +21,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.free_ports import free_port
 from ebbtide.local_cluster.launcher import Launcher, launcher
 from ebbtide.local_cluster.program_process import Program, tethered
 from ebbtide.local_cluster.serving_engine import serving_engine
@@ -272,9 +273,7 @@ def free_address(wanted: str = "127.0.0.1:0") -> str:
     host, _, port = wanted.rpartition(":")
     if port != "0":
         return wanted
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
+    return f"{host}:{free_port(host)}"
 
 
 def _flags(settings: dict[str, object]) -> Iterator[str]:

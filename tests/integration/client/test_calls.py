@@ -1,7 +1,6 @@
 """Calls repeat themselves while the coordinator is away, streams resume, and what cannot be mended is said clearly."""
 
 import asyncio
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.errors import InvalidRequest, Unauthenticated, Unavailable
+from ebbtide.free_ports import free_port
 from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 
@@ -21,13 +21,6 @@ SPEC: dict[str, Any] = {
     "model": "model",
     "environment": {"name": "spell_backward", "params": {"n": 3}},
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def test_a_run_is_submitted_from_a_mapping_or_a_file(client: Client, script: Any, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import VersionUnavailable
+from ebbtide.free_ports import free_port
 from ebbtide.weights import Signer
 from tests.integration.client.reader import Reader
 
@@ -26,9 +26,7 @@ KEY = Signer(bytes(range(32))).public
 
 async def train(folder: Path, relay: str, kinds: str, *flags: str) -> list[tuple[int | None, list[dict[str, Any]]]]:
     """Run `ranks.py` on all ranks; how each ended, and what it said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     script = str(Path(__file__).with_name("ranks.py"))
     environment = {**os.environ, "EBBTIDE_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
 

@@ -1,12 +1,12 @@
 """Whoever is killed at whatever tile of a version: what was verified is kept, and no engine ever reads a mixture."""
 
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ebbtide.free_ports import free_port
 from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from tests.fakes.links import Way
@@ -79,9 +79,7 @@ async def test_a_relay_killed_behind_any_tile_delays_a_version_and_nothing_else(
 async def test_a_peer_killed_behind_any_tile_is_replaced(
     houses: Houses, live: LiveRelay, trainer: Trainer, reads: Reads, tmp_path: Path, tiles: int
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{free.getsockname()[1]}"
+    where = f"127.0.0.1:{free_port()}"
     way = await Way.open(where)
     try:
         first, second = await houses("w1"), await houses("w2")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from ebbtide.client import Client
+from ebbtide.free_ports import free_port
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import Run, RunSpec, RunStatus
 from tests.integration.trainer.conftest import Cluster
@@ -147,11 +147,8 @@ async def test_sigterm_ends_all_ranks_cleanly_and_one_goes_on_and_then_those_of_
     await wait_until(partial(trained, client, "handed-over", 6), timeout=60)
     assert await asyncio.to_thread(trainer.end) == 0
     trainer._flags = (*flags, "--once", "--run-id", "handed-over")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
-    trainer.runner = (*torchrun, "--master-port", port, "-m")
+    trainer.runner = (*torchrun, "--master-port", str(free_port()), "-m")
     await asyncio.to_thread(trainer.start)
     run, events = await ended(client, "handed-over")
     check_books(run, events)

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client.relay_client import RelayClient
 from ebbtide.client.service_peer import ServicePeer
+from ebbtide.free_ports import free_port
 from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.learning.network import load_network, load_tokenizer, save_network
 from ebbtide.trainer.training_checkpoint import CheckpointError
@@ -59,11 +59,13 @@ def together(jobs: list[Job], folder: Path) -> list[Told]:
     """The jobs on two ranks, and what rank 0 was told of each."""
     file = folder / "jobs.json"
     file.write_bytes(msgspec.json.encode(jobs))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     script = [sys.executable, str(Path(__file__).with_name("fixed_training.py")), str(file)]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     ranks = [subprocess.Popen(script, env=os.environ | common | {"RANK": str(rank)}) for rank in range(2)]
     try:

@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 
 from ebbtide.errors import VersionUnavailable
+from ebbtide.free_ports import free_port
 from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
-from ebbtide.testing.process import free_port
 from ebbtide.types.weights import FoundWay, Holder
 from ebbtide.weight_relay.export.__main__ import ExportSettings, export
 from ebbtide.weight_relay.upstream import static_upstream
