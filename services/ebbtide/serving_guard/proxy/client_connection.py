@@ -172,6 +172,8 @@ class ClientConnection(asyncio.Protocol):
                 parser.get_method(), self._target, headers, parser.get_http_version(),
                 keep_alive=parser.should_keep_alive() and not parser.should_upgrade(),
             )  # fmt: skip
+            if parser.should_upgrade() and head.has_body and head.length != 0:  # the parser skips this body
+                raise HeadRefused(501, "a request with a body cannot change the protocol; leave out Upgrade")
             if (head.length or 0) > settings.max_body_bytes:
                 raise self._too_large()
         except HeadRefused as refused:
@@ -211,7 +213,7 @@ class ClientConnection(asyncio.Protocol):
         answer = self._queue.popleft()
         self._held, self._pace.heard_at = False, time.monotonic()
         if close or (self._clients.draining and not self._queue):
-            self._end(linger=answer is self._incoming or bool(self._queue))
+            self._end(linger=answer is self._incoming or bool(self._queue) or self._discarding)
             return
         if self._queue:
             self._begin()

@@ -130,7 +130,7 @@ class EngineConnection(asyncio.Protocol):
             self._problem = self._problem or f"its answer is not HTTP/1.1 ({type(error).__name__})"
         if not self._headed and self._head_bytes > _LONGEST_HEAD:
             self._problem = "the head of its answer is too long"
-        if self._problem and not self._complete:
+        if self._problem and not (self._headed and self._complete):
             self._end_broken(self._problem)
             return
         if self._headed:
@@ -190,11 +190,14 @@ class EngineConnection(asyncio.Protocol):
             if status == _SWITCHED:
                 self._problem = "it switched protocols without a request to do so"
             return
+        codings = [value.lower() for name, value in self._headers if name.lower() == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            self._problem = "its answer has a Transfer-Encoding other than chunked"
+            return
         self._headed = True
         # After an answer to HEAD the parser waits for a body of the announced length, so it reads no other answer.
         self._keeps = self._parser.should_keep_alive() and not self._asker.head_only
-        names = {name.lower() for name, _ in self._headers}
-        bounded = not names.isdisjoint((b"content-length", b"transfer-encoding"))
+        bounded = codings or any(name.lower() == b"content-length" for name, _ in self._headers)
         empty = status in {204, 304} or self._asker.head_only
         self._until_close = not bounded and not empty
         self._asker.answered(status, self._reason, self._headers)
