@@ -15,7 +15,9 @@ import pytest
 _BY_DEFAULT: Final = "not nightly and not hosts and not bare and not extras"
 _TWO: Final = ("-n", "2", "--dist")
 #: The longest first, and last what is dealt out test by test: so both processes end at the same time.
-_SERVICES: Final = tuple(f"tests/{name}" for name in ("e2e", "simulation", "upgrade", "integration", "http_fuzz", "chaos"))
+_SERVICES: Final = tuple(
+    f"tests/{name}" for name in ("e2e", "simulation", "upgrade", "integration", "http_fuzz", "chaos")
+)
 PHASES: Final = {
     "unit": ("tests/unit", *_TWO, "worksteal", "-m", f"{_BY_DEFAULT} and not alone"),
     "services": (*_SERVICES, *_TWO, "loadfile", "--no-loadscope-reorder", "-m", f"{_BY_DEFAULT} and not alone"),

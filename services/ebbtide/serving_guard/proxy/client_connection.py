@@ -102,8 +102,8 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self.refuse(HeadRefused(400, f"this is not a valid HTTP/1.1 request: {error}"))
         if self._incoming is not None:
-            if self._incoming is incoming:
-                self._count_framing(len(data) - (self._pace.body_bytes - body_bytes))
+            within = self._incoming is incoming  # whether all that was read is of this body
+            self._count_framing(len(data) - (self._pace.body_bytes - body_bytes) if within else 0)
         elif incoming is None and self._pace.in_head:
             self._head_bytes += len(data)
             if self._head_bytes > 2 * self._settings.max_header_bytes:  # one line that does not end
@@ -170,10 +170,8 @@ class ClientConnection(asyncio.Protocol):
         try:
             head = http_heads.read_head(
                 parser.get_method(), self._target, headers, parser.get_http_version(),
-                keep_alive=parser.should_keep_alive() and not parser.should_upgrade(),
+                keep_alive=parser.should_keep_alive(), upgrades=parser.should_upgrade(),
             )  # fmt: skip
-            if parser.should_upgrade() and head.has_body and head.length != 0:  # the parser skips this body
-                raise HeadRefused(501, "a request with a body cannot change the protocol; leave out Upgrade")
             if (head.length or 0) > settings.max_body_bytes:
                 raise self._too_large()
         except HeadRefused as refused:

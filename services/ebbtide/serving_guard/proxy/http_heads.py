@@ -56,8 +56,13 @@ class RequestHead(Struct, frozen=True):
         return b"%b %b HTTP/1.1\r\n%b%b" % (self.method, self.target, self.lines, end)
 
 
-def read_head(method: bytes, target: bytes, headers: list[Header], version: str, *, keep_alive: bool) -> RequestHead:
-    """Check a request's head. Raises `HeadRefused` for anything that two hosts could read in different ways."""
+def read_head(
+    method: bytes, target: bytes, headers: list[Header], version: str, *, keep_alive: bool, upgrades: bool
+) -> RequestHead:
+    """Check a request's head. Raises `HeadRefused` for anything that two hosts could read in different ways.
+
+    `keep_alive`: another request may follow. `upgrades`: the request asks for another protocol.
+    """
     if version not in {"1.0", "1.1"}:
         raise HeadRefused(505, f"HTTP/{version} is not supported; use HTTP/1.1")
     seen: dict[bytes, list[bytes]] = {}
@@ -73,14 +78,16 @@ def read_head(method: bytes, target: bytes, headers: list[Header], version: str,
         raise HeadRefused(400, "there must be one Host header")
     _refuse_upgrades(method, seen)
     length, chunked = _framing(seen, modern=modern)
+    if upgrades and (chunked or length):  # the parser would skip it
+        raise HeadRefused(501, "a request with a body cannot change the protocol; leave out Upgrade")
     host, target = origin_form(target)
     if host or not hosts:  # HTTP/1.0 may lack it, while the engine gets 1.1
         own = [(b"Host", host or b"localhost")]
         headers = own + [(name, value) for name, value in headers if name.lower() != b"host"]
     lines = b"".join([line + b"\r\n" for line in _lines(headers, _NOT_FORWARDED)])
     expects = modern and b"100-continue" in [value.lower() for value in seen.get(b"expect", [])]
-    has_body = chunked or length is not None
-    return RequestHead(method, target, lines, modern, keep_alive and modern, has_body, length, expects)
+    has_body, keep_alive = chunked or length is not None, keep_alive and modern and not upgrades
+    return RequestHead(method, target, lines, modern, keep_alive, has_body, length, expects)
 
 
 def _framing(seen: dict[bytes, list[bytes]], *, modern: bool) -> tuple[int | None, bool]:
