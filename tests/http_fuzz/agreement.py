@@ -39,10 +39,16 @@ def _without_repeats(served: Sequence[Served]) -> list[Served]:
     """The requests without first attempts that got no answer, where the request may be repeated."""
     kept: list[Served] = []
     for one in served:
-        if kept and not kept[-1].plan.whole and one.message == kept[-1].message and _repeatable(one.message):
+        if kept and _repeats(kept[-1], one):
             kept.pop()
         kept.append(one)
     return kept
+
+
+def _repeats(former: Served, one: Served) -> bool:
+    """A proxy repeats what it sent on a kept connection, once and on a new one."""
+    unanswered = not former.plan.whole and not former.fresh and one.fresh
+    return unanswered and one.message == former.message and _repeatable(one.message)
 
 
 def _repeatable(message: HttpMessage) -> bool:

@@ -16,6 +16,7 @@ class Served(Struct):
 
     message: HttpMessage
     plan: AnswerPlan
+    fresh: bool  # whether it was the first on its connection
     sent: bool = False  # whether the answer is written
 
 
@@ -66,7 +67,7 @@ class _EngineSide(asyncio.Protocol):
         engine = self._engine
         for message in self._reader.feed(data):
             if not self._waiting or self._waiting[-1].message is not message:
-                self._waiting.append(Served(message, engine.plan(message)))
+                self._waiting.append(Served(message, engine.plan(message), fresh=message is self._reader.messages[0]))
                 engine.served.append(self._waiting[-1])
         if self._reader.error:
             engine.errors.append(self._reader.error)

@@ -111,7 +111,8 @@ def _body(rng: random.Random, kinds: list[str], *, may_chunk: bool) -> tuple[byt
         return b"Content-Length: %d\r\n" % size, content
     kinds.append("chunked")
     most = rng.choice((1, 2, 100, 1 << 16)) if size <= 3000 else 1 << 15
-    out, at = [], 0
+    out: list[bytes] = []
+    at = 0
     extended, padded = rng.random() < 0.2, rng.random() < 0.1
     kinds += ["tiny chunks"] * (most <= 2 and size > 100) + ["extensions"] * extended
     while at < size:
