@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from aiohttp import web
 
+from ebbtide.serving_guard.proxy import request_timing
 from ebbtide.testing import wait_until
 from tests.integration.serving_guard.stand import COMPLETIONS, Stand, begin, many, on_uvloop, standing
 
@@ -129,3 +130,24 @@ async def test_a_long_prompt_goes_no_faster_than_the_engine_reads() -> None:
         assert any(one._paused for one in stand.proxy.clients._open)
         stand.engine.go_on.set()
         assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+
+
+@on_uvloop
+async def test_answers_kept_for_their_token_counts_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def half(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        await response.write(b" " * 6000)
+        await stand.engine.go_on.wait()
+        return response
+
+    monkeypatch.setattr(request_timing, "_KEPT_ANSWERS", 15_000)
+    async with standing() as stand, many(stand, 5) as clients:
+        stand.engine.handler = half
+        for reader, writer in clients:
+            writer.write(POST + b"Content-Length: 2\r\n\r\n{}")
+            await reader.readuntil(b" " * 6000)
+        assert stand.proxy.listener.kept_bytes == 12_000
+        stand.engine.go_on.set()
+        await stand.told_all()
+        assert stand.proxy.listener.kept_bytes == 0

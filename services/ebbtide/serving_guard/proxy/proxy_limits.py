@@ -10,7 +10,8 @@ class ProxySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     One client's connection holds at most twice `max_header_bytes`, `keep_body_bytes`, twice `buffer_bytes`, and what
     one read brings (256 KiB). All connections together hold at most `max_held_bytes`, and 16 KiB each that are not
-    counted. The kernel's socket buffers come on top.
+    counted. Answers that are kept to read the engine's token counts (16 MiB), and the kernel's socket buffers, come on
+    top.
     """
 
     max_header_bytes: Annotated[
