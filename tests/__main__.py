@@ -14,7 +14,9 @@ import pytest
 
 _BY_DEFAULT: Final = "not nightly and not hosts and not bare and not extras"
 #: The longest first, and last what is dealt out test by test: so all processes end at the same time.
-_SERVICES: Final = tuple(f"tests/{name}" for name in ("e2e", "simulation", "upgrade", "integration", "chaos"))
+_SERVICES: Final = tuple(
+    f"tests/{name}" for name in ("e2e", "simulation", "upgrade", "integration", "http_fuzz", "chaos")
+)
 _UNIT: Final = ("tests/unit", "-n", "2", "--dist", "worksteal")
 _BY_FILE: Final = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 PHASES: Final = {

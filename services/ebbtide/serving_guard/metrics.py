@@ -29,7 +29,9 @@ HELD_SECONDS = telemetry.histogram("guard_held_seconds", "requests held back for
 OBSERVE_FAILURES = telemetry.counter("guard_observe_failures_total", "failed reads of the engine's metrics")
 REFUSED = telemetry.counter("guard_refused_total", "requests and connections that the proxy refused", ("status",))
 CLIENTS_CUT = telemetry.counter(
-    "guard_clients_cut_total", "connections closed to make room, or because an answer was left unread", ("reason",)
+    "guard_clients_cut_total",
+    "connections ended for room or memory, or over an unread answer",
+    ("reason",),
 )
 CANCELLED = telemetry.counter("guard_cancelled_total", "requests whose client left before the end of the answer")
 ENGINE_CONNECTS = telemetry.counter("guard_engine_connects_total", "connections opened to the serving engine")

@@ -64,6 +64,8 @@ SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
         b"GET / HTTP/3.0\r\nHost: a\r\n\r\n" + SMUGGLED,
         b"GET /a b HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
         b"GET nonsense HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
+        b"GET /a#b HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
+        b"GET http://user@a/ HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
         b"GARBAGE\r\n\r\n" + SMUGGLED,
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + SMUGGLED,
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SMUGGLED,
@@ -93,6 +95,49 @@ async def test_no_header_is_injected_by_a_target() -> None:
         stand.engine.handler = handler
         await stand.say(b"GET http://evil/a%20HTTP/1.1%0dX:%201?b HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         assert seen == [("/a%20HTTP/1.1%0dX:%201?b", ["Host"])]
+
+
+@on_uvloop
+async def test_trailers_do_not_become_headers() -> None:
+    seen: list[list[str]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(list(request.headers))
+        assert await request.read() == b"{}"
+        return web.Response()
+
+    trailers = b"Host: evil\r\nAuthorization: Bearer other\r\nX-User: admin\r\n\r\n"
+    async with standing() as stand:
+        stand.engine.handler = handler
+        for path in (b"/v1/completions", b"/v1/files"):
+            answer = await stand.say(
+                b"POST %b HTTP/1.1\r\nHost: a\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n" % path
+                + b"2\r\n{}\r\n0\r\n" + trailers
+            )  # fmt: skip
+            assert answer.startswith(b"HTTP/1.1 200 ")
+        assert seen == [["Host", "Content-Length"], ["Host", "Transfer-Encoding"]]
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "path"),
+    [
+        (b"http://b:81/x?y", "b:81", "/x?y"),
+        (b"HTTP://b", "b", "/"),
+        (b"http://b?to=/v1/files", "b", "/?to=/v1/files"),
+    ],
+)
+@on_uvloop
+async def test_a_url_as_target_determines_host_and_path(target: bytes, host: str, path: str) -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((request.headers["Host"], request.raw_path))
+        return web.Response()
+
+    async with standing() as stand:
+        stand.engine.handler = handler
+        await stand.say(b"GET %b HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" % target)
+        assert seen == [(host, path)]
 
 
 @on_uvloop

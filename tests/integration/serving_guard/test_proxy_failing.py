@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+import time
 
 import aiohttp
 import pytest
@@ -184,7 +186,7 @@ def test_an_upstream_that_cannot_be_is_refused(url: str) -> None:
 
 
 @on_uvloop
-async def test_what_an_engine_may_have_worked_on_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_post_that_the_engine_may_have_read_is_not_sent_again() -> None:
     asked = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -192,14 +194,27 @@ async def test_what_an_engine_may_have_worked_on_is_not_sent_again(monkeypatch: 
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
         await reader.readuntil(b"\r\n\r\n")
-        asked += 1  # and breaks in the middle of it, later than a connection that nobody read
+        asked += 1  # it breaks in the middle of it
 
-    monkeypatch.setattr(engine_connections, "_UNREAD_S", 0.0)
     async with scripted(serve) as url, standing(url) as stand:
         assert (await stand.session.get("/")).status == 200
         status, body = await stand.chat()
         assert (status, json.loads(body)["error"]["type"]) == (502, "upstream_failed")
         assert asked == 1
+
+
+@on_uvloop
+async def test_a_kept_connection_is_not_used_once_the_engine_has_closed_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        pool = engine_connections.EnginePool(f"http://127.0.0.1:{engine.getsockname()[1]}", ProxySettings())
+        kept = await pool.connect()
+        kept.idle_since = time.monotonic()
+        pool.put(kept)
+        assert pool.idle() is kept
+        pool.put(kept)
+        engine.accept()[0].close()
+        assert pool.idle() is None  # though the event loop has not read its end yet
+        await pool.empty.wait()
 
 
 @on_uvloop
@@ -235,8 +250,8 @@ class Deaf:
 
     def passed(self, data: bytes, *, last: bool) -> None: ...
 
-    def broken(self, reason: str, *, untouched: bool) -> None:
-        assert not untouched
+    def broken(self, reason: str, *, stale: bool) -> None:
+        assert not stale
         self.ends.append(reason)
 
     def pause(self) -> None: ...

@@ -15,6 +15,7 @@ from ebbtide import telemetry
 from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.proxy import http_heads
 from ebbtide.serving_guard.proxy.http_heads import Header, HeadRefused
+from ebbtide.serving_guard.proxy.request_pace import RequestPace
 
 if TYPE_CHECKING:
     from ebbtide.serving_guard.proxy.client_table import ClientTable
@@ -23,6 +24,13 @@ log = telemetry.get_logger(__name__)
 
 #: After a refusal, further bytes are discarded for this long, so that the client can read the reason.
 _LINGER_S: Final = 2.0
+#: Bytes of chunk headers for each chunk of a body that are not counted as its framing; others' are shorter.
+_CHUNK_HEAD: Final = 16
+#: Bytes of a header's or a request's objects, roughly.
+_HEADER_OBJECTS: Final = 176
+_REQUEST_OBJECTS: Final = 2048
+#: An answer's unread bytes up to this are not counted, because counting takes longer than sending them.
+_UNCOUNTED: Final = 16 << 10
 #: Requests on one connection that wait for their turn. Only a client that does not read answers sends more.
 _PIPELINED: Final = 64
 
@@ -34,8 +42,11 @@ class RequestAnswerer(Protocol):
 
     @property
     def waits_for_client(self) -> bool: ...
+    @property
+    def held_bytes(self) -> int: ...
     def begin(self) -> None: ...
     def body(self, data: bytes) -> None: ...
+    def flush(self) -> None: ...
     def complete(self) -> None: ...
     def cancel(self) -> None: ...
     def clogged(self, is_clogged: bool) -> None: ...
@@ -51,12 +62,11 @@ class ClientConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._queue: deque[RequestAnswerer] = deque()
         self._incoming: RequestAnswerer | None = None  # the request whose body is being read
-        self._body_bytes = 0
         self._expected = False  # whether the client waits for "100 Continue" before it sends that body
         self._target = b""
         self._headers: list[Header] = []
-        self._head_bytes = 0
-        self._head_since = 0.0
+        self._head_bytes = 0  # of the head, then of the trailers
+        self._framing_bytes = 0  # of the chunks' extensions, and of trailers
         self._refusal = b""
         self._discarding = False  # whether further bytes are discarded
         self._paused = False  # whether reading is paused
@@ -64,7 +74,8 @@ class ClientConnection(asyncio.Protocol):
         self.is_clogged = False
         self._lingers_until = 0.0
         self._unread, self._unread_since = 0, 0.0
-        self._heard_at = time.monotonic()
+        self._pace = RequestPace(self._settings, time.monotonic())
+        self.counted_bytes = 0  # the clients' table's: what it counted last of `held_bytes`
 
     # -- asyncio -------------------------------------------------------------------------------------------------
 
@@ -80,8 +91,7 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._discarding:
             return
-        self._heard_at = time.monotonic()
-        in_head = self._incoming is None
+        incoming, body_bytes = self._incoming, self._pace.body_bytes
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -91,11 +101,17 @@ class ClientConnection(asyncio.Protocol):
             self.refuse(HeadRefused(500, "the serving-guard failed; its log says why", "internal_error"))
         except httptools.HttpParserError as error:
             self.refuse(HeadRefused(400, f"this is not a valid HTTP/1.1 request: {error}"))
-        if in_head and self._incoming is None and self._head_since:
+        if self._incoming is not None:
+            within = self._incoming is incoming  # whether all that was read is of this body
+            self._count_framing(len(data) - (self._pace.body_bytes - body_bytes) if within else 0)
+        elif incoming is None and self._pace.in_head:
             self._head_bytes += len(data)
             if self._head_bytes > 2 * self._settings.max_header_bytes:  # one line that does not end
                 self._refuse_head()
+        if self._incoming is not None:
+            self._incoming.flush()
         self._keep_order()
+        self._clients.count(self)
 
     def eof_received(self) -> bool:
         if self._queue:
@@ -124,8 +140,8 @@ class ClientConnection(asyncio.Protocol):
     # -- the parser ----------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._target, self._headers, self._head_bytes = b"", [], 0
-        self._head_since = time.monotonic()
+        self._target, self._head_bytes = b"", 0
+        self._pace.head_began(time.monotonic())
 
     def on_url(self, target: bytes) -> None:
         self._target += target
@@ -136,29 +152,31 @@ class ClientConnection(asyncio.Protocol):
         if self._discarding:
             return
         self._head_bytes += len(name) + len(value)
-        self._headers.append((name, value))
+        if self._incoming is None:
+            self._headers.append((name, value))  # and a trailer, which no check has seen, is dropped
         if self._head_bytes > self._settings.max_header_bytes or len(self._headers) > self._settings.max_headers:
             self._refuse_head()
 
     def on_headers_complete(self) -> None:
         if self._discarding:
             return
-        self._head_since = 0.0
+        headers, self._headers = self._headers, []
+        self._head_bytes = self._framing_bytes = 0
+        self._pace.body_began(time.monotonic())
         if len(self._queue) >= _PIPELINED:
             self.refuse(HeadRefused(429, f"more than {_PIPELINED} requests wait on one connection", "rate_limit_error"))
             return
         parser, settings = self._parser, self._settings
         try:
             head = http_heads.read_head(
-                parser.get_method(), self._target, self._headers, parser.get_http_version(),
-                keep_alive=parser.should_keep_alive() and not parser.should_upgrade(),
+                parser.get_method(), self._target, headers, parser.get_http_version(),
+                keep_alive=parser.should_keep_alive(), upgrades=parser.should_upgrade(),
             )  # fmt: skip
             if (head.length or 0) > settings.max_body_bytes:
                 raise self._too_large()
         except HeadRefused as refused:
             self.refuse(refused)
             return
-        self._body_bytes = 0
         answer = self._clients.answers(self, head)
         self._incoming = answer
         self._queue.append(answer)
@@ -169,8 +187,9 @@ class ClientConnection(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         if self._discarding or self._incoming is None:
             return
-        self._body_bytes += len(data)
-        if self._body_bytes > self._settings.max_body_bytes:
+        self._pace.body_came(len(data), time.monotonic())
+        self._framing_bytes -= _CHUNK_HEAD
+        if self._pace.body_bytes > self._settings.max_body_bytes:
             self.refuse(self._too_large())
             return
         self._incoming.body(data)
@@ -178,18 +197,21 @@ class ClientConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if not self._discarding and (answer := self._incoming) is not None:
             self._incoming = None
+            self._pace.ended(time.monotonic())
             answer.complete()
 
     # -- called by answers ---------------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
         self.transport.write(data)
+        if self.transport.get_write_buffer_size() > _UNCOUNTED:
+            self._clients.count(self)
 
     def done(self, *, close: bool) -> None:
         answer = self._queue.popleft()
-        self._held, self._heard_at = False, time.monotonic()
+        self._held, self._pace.heard_at = False, time.monotonic()
         if close or (self._clients.draining and not self._queue):
-            self._end(linger=answer is self._incoming or bool(self._queue))
+            self._end(linger=answer is self._incoming or bool(self._queue) or self._discarding)
             return
         if self._queue:
             self._begin()
@@ -225,7 +247,23 @@ class ClientConnection(asyncio.Protocol):
     @property
     def spare_since(self) -> float | None:
         """Since when the connection only waits for its client; None: a request is under way."""
-        return self._heard_at if not self._queue or self._queue[0].waits_for_client else None
+        return self._pace.heard_at if not self._queue or self._queue[0].waits_for_client else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that this client's requests and unread answers hold, roughly."""
+        held = self._head_bytes + self._framing_bytes + len(self._headers) * _HEADER_OBJECTS
+        for answer in self._queue:
+            held += answer.held_bytes + _REQUEST_OBJECTS
+        return held + self.transport.get_write_buffer_size()
+
+    def give_up(self) -> None:
+        """Hold nothing any more: refuse a request that is not answered yet, with the reason, or end the connection."""
+        if len(self._queue) == 1 and self._queue[0] is self._incoming and not self._incoming.answering:
+            message = f"all clients hold {self._settings.max_held_bytes} bytes; try later"
+            self.refuse(HeadRefused(503, message, "overloaded"))
+        else:
+            self.transport.abort()
 
     def close_if_idle(self) -> None:
         if not self._queue and not self._lingers_until:
@@ -243,13 +281,9 @@ class ClientConnection(asyncio.Protocol):
         elif unread and now - self._unread_since > settings.stall_timeout_s:
             metrics.CLIENTS_CUT.labels("unread").inc()
             self.transport.abort()
-        elif self._head_since and not self._paused and now - self._head_since > settings.header_timeout_s:
-            self.refuse(
-                HeadRefused(408, f"the headers were not complete within {settings.header_timeout_s:g} s", "timeout")
-            )
-        elif self._incoming and not self._paused and now - self._heard_at > settings.body_timeout_s:
-            self.refuse(HeadRefused(408, f"no part of the body came for {settings.body_timeout_s:g} s", "timeout"))
-        elif not self._queue and not self._head_since and now - self._heard_at > settings.idle_timeout_s:
+        elif (refused := self._pace.overdue(now)) is not None:
+            self.refuse(refused)
+        elif not self._queue and not self._pace.in_head and now - self._pace.heard_at > settings.idle_timeout_s:
             self.transport.close()
 
     def _begin(self) -> None:
@@ -259,6 +293,13 @@ class ClientConnection(asyncio.Protocol):
             self._expected = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         answer.begin()
+
+    def _count_framing(self, count: int) -> None:
+        """Count what a read brought of a body beside its content: chunk extensions and trailers."""
+        self._framing_bytes = max(0, self._framing_bytes + count)
+        if self._framing_bytes > self._settings.max_header_bytes:
+            message = f"extensions and trailers are longer than {self._settings.max_header_bytes} bytes"
+            self.refuse(HeadRefused(400, message))
 
     def _refuse_head(self) -> None:
         settings = self._settings
@@ -295,8 +336,8 @@ class ClientConnection(asyncio.Protocol):
             return
         self._paused = paused
         if paused:
+            self._pace.paused(time.monotonic())
             self.transport.pause_reading()
         else:
-            self._heard_at = time.monotonic()
-            self._head_since = self._head_since and self._heard_at  # the pause was not the client's
+            self._pace.resumed(time.monotonic())
             self.transport.resume_reading()

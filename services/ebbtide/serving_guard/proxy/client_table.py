@@ -1,7 +1,7 @@
 """Admits clients' connections, closes idle ones to make room, and picks what answers a request.
 
 Invariant: there are never more than `max_connections`, plus those that are being refused. A request that is complete
-is never given up to make room.
+is never given up to make room for another client; only memory that clients hold ends it.
 """
 
 import asyncio
@@ -26,6 +26,8 @@ log = telemetry.get_logger(__name__)
 HEALTH: Final = b"/ebbtide/health"
 #: Connections closed at once to make room, because finding them looks at all connections.
 _ROOM: Final = 32
+#: Part of the bound on held bytes that is set free at once, because finding it looks at all connections.
+_RELIEF: Final = 1 / 16
 
 
 class ClientTable:
@@ -36,6 +38,7 @@ class ClientTable:
         self.empty.set()
         self._open: set[ClientConnection] = set()
         self._of_address: Counter[str] = Counter()
+        self._held_bytes = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -60,11 +63,22 @@ class ClientTable:
         if client not in self._open:  # it was closed to make room
             return
         self._open.discard(client)
+        self._held_bytes -= client.counted_bytes
         if not self._open:
             self.empty.set()
         self._of_address[client.address] -= 1
         if self._of_address[client.address] <= 0:
             del self._of_address[client.address]
+
+    def count(self, client: ClientConnection) -> None:
+        """Count anew what the client holds; beyond the bound, those that hold most are given up."""
+        if client not in self._open:
+            return
+        held, counted = client.held_bytes, client.counted_bytes
+        client.counted_bytes = held
+        self._held_bytes += held - counted
+        if self._held_bytes > self.settings.max_held_bytes:
+            self._relieve()
 
     def answers(self, client: ClientConnection, head: RequestHead) -> RequestAnswerer:
         """Make what answers this request."""
@@ -92,6 +106,22 @@ class ClientTable:
         for client in list(self._open):
             client.transport.abort()
 
+    def _relieve(self) -> None:
+        """Count all clients, whose buffers drain uncounted. Give up the largest of the addresses that hold most."""
+        of_address: Counter[str] = Counter()
+        for client in self._open:
+            client.counted_bytes = client.held_bytes
+            of_address[client.address] += client.counted_bytes
+        self._held_bytes = of_address.total()
+        enough = round(self.settings.max_held_bytes * (1 - _RELIEF))
+        for client in sorted(self._open, key=lambda one: (of_address[one.address], one.counted_bytes), reverse=True):
+            if self._held_bytes <= enough:
+                break
+            metrics.CLIENTS_CUT.labels("memory").inc()
+            client.give_up()
+            self._held_bytes -= client.counted_bytes
+            client.counted_bytes = 0
+
     def _make_room(self, newcomer: ClientConnection) -> bool:
         spare = [(since, id(client), client) for client in self._open if (since := client.spare_since) is not None]
         oldest = [client for _, _, client in heapq.nsmallest(_ROOM, spare) if client is not newcomer]
@@ -111,6 +141,7 @@ class EngineHealth:
         self._client, self._pool, self._head, self._draining = client, pool, head, draining
         self._task: asyncio.Task[None] | None = None
         self.answering = self.waits_for_client = False
+        self.held_bytes = 0
 
     def begin(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._answer())
@@ -129,6 +160,8 @@ class EngineHealth:
         self._client.done(close=close)
 
     def body(self, data: bytes) -> None: ...
+
+    def flush(self) -> None: ...
 
     def complete(self) -> None: ...
 

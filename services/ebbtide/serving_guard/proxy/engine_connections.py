@@ -5,6 +5,7 @@ complete answer. Anything else closes it, which tells the engine to stop work fo
 """
 
 import asyncio
+import select
 import time
 from collections import deque
 from typing import Final, Protocol, cast
@@ -20,9 +21,6 @@ from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 #: Bytes of an answer's whole head.
 _LONGEST_HEAD: Final = 256 << 10
 _SWITCHED: Final = 101
-#: If the engine had closed a kept connection, the request fails within one round trip. If it fails later, the engine
-#: may have worked on it without sending anything, as in a prefill.
-_UNREAD_S: Final = 0.1
 #: A health check uses the result of an earlier one for this long.
 _FRESH_S: Final = 0.5
 _PROBE_S: Final = 1.0
@@ -39,8 +37,9 @@ class AnswerReceiver(Protocol):
     def passed(self, data: bytes, *, last: bool) -> None:
         """Take new bytes of the body; `last`: the answer is complete."""
 
-    def broken(self, reason: str, *, untouched: bool) -> None:
-        """The answer will not complete. `untouched`: the engine had closed a kept connection, and has read nothing."""
+    def broken(self, reason: str, *, stale: bool) -> None:
+        """The answer will not complete. `stale`: nothing of it came, and the connection was kept from an earlier
+        request, so the engine may have closed it. Whether it has read this request is uncertain."""
 
     def pause(self) -> None:
         """Send no more of the request's body for now."""
@@ -56,9 +55,9 @@ class EngineConnection(asyncio.Protocol):
         self.transport: asyncio.Transport
         self.idle_since = 0.0  # when its last answer was complete
         self._asker: AnswerReceiver | None = None
-        self._asked_at = 0.0
-        self._used = False  # whether it carried a request before
+        self.kept = False  # whether it carried a request before
         self._lost = False
+        self._poll = select.poll()
         self._parser = httptools.HttpResponseParser(self)
         self._reset()
 
@@ -74,7 +73,7 @@ class EngineConnection(asyncio.Protocol):
     def ask(self, asker: AnswerReceiver, head: bytes) -> None:
         """Send a request's head and the part of the body that is there; the rest follows by `send`."""
         self._reset()
-        self._asker, self._asked_at = asker, time.monotonic()
+        self._asker = asker
         if self._lost:  # it closed while it had no asker
             asyncio.get_running_loop().call_soon(self._end_broken, "it closed the connection")
             return
@@ -82,6 +81,15 @@ class EngineConnection(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         self.transport.write(data)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self.transport.get_write_buffer_size()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the engine has neither closed it nor sent anything that the event loop has not read yet."""
+        return not self.transport.is_closing() and not self._poll.poll(0)
 
     def read_on(self, wanted: bool) -> None:
         """Read more of the answer, or stop reading while its client leaves too much unread."""
@@ -95,7 +103,7 @@ class EngineConnection(asyncio.Protocol):
         """Go back to the pool, or close: the asker needs it no longer."""
         self._asker = None
         if reusable and not self.transport.is_closing() and self._keeps:
-            self._used, self.idle_since = True, time.monotonic()
+            self.kept, self.idle_since = True, time.monotonic()
             self.read_on(True)
             self._pool.put(self)
         else:
@@ -106,6 +114,7 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         self.transport.set_write_buffer_limits(high=self._pool.settings.buffer_bytes)
+        self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN | select.POLLRDHUP)
 
     def data_received(self, data: bytes) -> None:
         asker = self._asker
@@ -121,7 +130,7 @@ class EngineConnection(asyncio.Protocol):
             self._problem = self._problem or f"its answer is not HTTP/1.1 ({type(error).__name__})"
         if not self._headed and self._head_bytes > _LONGEST_HEAD:
             self._problem = "the head of its answer is too long"
-        if self._problem and not self._complete:
+        if self._problem and not (self._headed and self._complete):
             self._end_broken(self._problem)
             return
         if self._headed:
@@ -149,8 +158,7 @@ class EngineConnection(asyncio.Protocol):
         asker, self._asker = self._asker, None
         self.transport.abort()
         if asker is not None:
-            soon = time.monotonic() - self._asked_at < _UNREAD_S
-            asker.broken(reason, untouched=self._used and not self._received and soon)
+            asker.broken(reason, stale=self.kept and not self._received)
 
     def pause_writing(self) -> None:
         if self._asker is not None:
@@ -170,7 +178,8 @@ class EngineConnection(asyncio.Protocol):
         self._reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name, value))
+        if not self._headed:  # trailers are dropped
+            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -181,11 +190,14 @@ class EngineConnection(asyncio.Protocol):
             if status == _SWITCHED:
                 self._problem = "it switched protocols without a request to do so"
             return
+        codings = [value.lower() for name, value in self._headers if name.lower() == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            self._problem = "its answer has a Transfer-Encoding other than chunked"
+            return
         self._headed = True
         # After an answer to HEAD the parser waits for a body of the announced length, so it reads no other answer.
         self._keeps = self._parser.should_keep_alive() and not self._asker.head_only
-        names = {name.lower() for name, _ in self._headers}
-        bounded = not names.isdisjoint((b"content-length", b"transfer-encoding"))
+        bounded = codings or any(name.lower() == b"content-length" for name, _ in self._headers)
         empty = status in {204, 304} or self._asker.head_only
         self._until_close = not bounded and not empty
         self._asker.answered(status, self._reason, self._headers)
@@ -224,7 +236,7 @@ class EnginePool:
         oldest = time.monotonic() - self.settings.keep_upstream_s
         while self._idle:
             connection = self._idle.pop()
-            if connection.idle_since >= oldest and not connection.transport.is_closing():
+            if connection.idle_since >= oldest and connection.is_silent:
                 return connection
             connection.transport.abort()
         return None

@@ -4,6 +4,7 @@ A hop-by-hop header (RFC 9110, 7.6.1) is not passed on. The proxy writes the len
 both sides always agree where a message ends.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import Final
@@ -23,6 +24,8 @@ _HOP: Final = frozenset(
 _NOT_FORWARDED: Final = _HOP | {b"content-length", b"expect"}
 #: Headers of a request that decide whether it may pass.
 _CHECKED: Final = frozenset({b"host", b"content-length", b"transfer-encoding", b"upgrade", b"expect"})
+#: An http URL: its host, and what follows.
+_URL: Final = re.compile(rb"(?i:https?)://([^/?@]+)([/?].*)?")
 #: Headers that a `Connection` header cannot remove.
 _KEPT: Final = frozenset({b"host", b"content-length", b"content-type", b"authorization"})
 
@@ -40,7 +43,7 @@ class RequestHead(Struct, frozen=True):
 
     method: bytes
     target: bytes
-    headers: list[Header]
+    lines: bytes  # the headers that are passed on, as they are sent
     modern: bool  # HTTP/1.1, not 1.0
     keep_alive: bool
     has_body: bool
@@ -49,14 +52,17 @@ class RequestHead(Struct, frozen=True):
 
     def forwarded(self, framing: bytes) -> bytes:
         """The head for the engine; `framing` is the header with the body's length, or empty."""
-        lines = [self.method + b" " + self.target + b" HTTP/1.1", *_lines(self.headers, _NOT_FORWARDED)]
-        if framing:
-            lines.append(framing)
-        return b"\r\n".join([*lines, b"\r\n"])
+        end = framing + b"\r\n\r\n" if framing else b"\r\n"
+        return b"%b %b HTTP/1.1\r\n%b%b" % (self.method, self.target, self.lines, end)
 
 
-def read_head(method: bytes, target: bytes, headers: list[Header], version: str, *, keep_alive: bool) -> RequestHead:
-    """Check a request's head. Raises `HeadRefused` for anything that two hosts could read in different ways."""
+def read_head(
+    method: bytes, target: bytes, headers: list[Header], version: str, *, keep_alive: bool, upgrades: bool
+) -> RequestHead:
+    """Check a request's head. Raises `HeadRefused` for anything that two hosts could read in different ways.
+
+    `keep_alive`: another request may follow. `upgrades`: the request asks for another protocol.
+    """
     if version not in {"1.0", "1.1"}:
         raise HeadRefused(505, f"HTTP/{version} is not supported; use HTTP/1.1")
     seen: dict[bytes, list[bytes]] = {}
@@ -70,17 +76,18 @@ def read_head(method: bytes, target: bytes, headers: list[Header], version: str,
     hosts = seen.get(b"host", [])
     if len(hosts) > 1 or (modern and not hosts):
         raise HeadRefused(400, "there must be one Host header")
-    if not hosts:  # HTTP/1.0, while the engine gets 1.1
-        headers = [(b"Host", b"localhost"), *headers]
     _refuse_upgrades(method, seen)
     length, chunked = _framing(seen, modern=modern)
-    target = origin_form(target)
-    if not target:
-        raise HeadRefused(400, "the target is neither a path nor an http URL")
+    if upgrades and (chunked or length):  # the parser would skip it
+        raise HeadRefused(501, "a request with a body cannot change the protocol; leave out Upgrade")
+    host, target = origin_form(target)
+    if host or not hosts:  # HTTP/1.0 may lack it, while the engine gets 1.1
+        own = [(b"Host", host or b"localhost")]
+        headers = own + [(name, value) for name, value in headers if name.lower() != b"host"]
+    lines = b"".join([line + b"\r\n" for line in _lines(headers, _NOT_FORWARDED)])
     expects = modern and b"100-continue" in [value.lower() for value in seen.get(b"expect", [])]
-    return RequestHead(
-        method, target, headers, modern, keep_alive and modern, chunked or length is not None, length, expects
-    )
+    has_body, keep_alive = chunked or length is not None, keep_alive and modern and not upgrades
+    return RequestHead(method, target, lines, modern, keep_alive, has_body, length, expects)
 
 
 def _framing(seen: dict[bytes, list[bytes]], *, modern: bool) -> tuple[int | None, bool]:
@@ -129,18 +136,23 @@ def value_of(headers: Iterable[Header], wanted: bytes) -> bytes:
 
 
 def path_of(target: bytes) -> bytes:
-    return target.partition(b"?")[0].partition(b"#")[0]
+    return target.partition(b"?")[0]
 
 
-def origin_form(target: bytes) -> bytes:
-    """The target without scheme and host, which clients of forward proxies include."""
+def origin_form(target: bytes) -> tuple[bytes, bytes]:
+    """The host that a URL names (empty: the target is a path), and the target without it (RFC 9112, 3.2.2).
+
+    Raises `HeadRefused` for any other form, and for a fragment, which hosts treat in different ways.
+    """
+    if b"#" in target:
+        raise HeadRefused(400, "the target has a fragment; leave out '#' and what follows")
     if target.startswith(b"/") or target == b"*":
-        return target
-    scheme, found, rest = target.partition(b"://")
-    if not found or scheme.lower() not in {b"http", b"https"}:
-        return b""
-    slash = rest.find(b"/")
-    return rest[slash:] if slash >= 0 else b"/"
+        return b"", target
+    parts = _URL.fullmatch(target)
+    if parts is None:
+        raise HeadRefused(400, "the target is neither a path nor an http URL")
+    host, rest = parts.groups(b"")
+    return host, rest if rest.startswith(b"/") else b"/" + rest
 
 
 def chunk(data: bytes) -> bytes:

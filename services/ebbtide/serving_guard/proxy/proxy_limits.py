@@ -8,8 +8,10 @@ from msgspec import Meta, Struct
 class ProxySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of the proxy. Durations are seconds, sizes bytes.
 
-    One client connection holds in memory at most `max_header_bytes`, `keep_body_bytes`, twice `buffer_bytes` and the
-    kernel's socket buffers.
+    One client's connection holds at most twice `max_header_bytes`, `keep_body_bytes`, twice `buffer_bytes`, and what
+    one read brings (256 KiB). All connections together hold at most `max_held_bytes`, and 16 KiB each that are not
+    counted. Answers that are kept to read the engine's token counts (16 MiB), and the kernel's socket buffers, come on
+    top.
     """
 
     max_header_bytes: Annotated[
@@ -26,12 +28,21 @@ class ProxySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         int,
         Meta(ge=4096, description="bytes waiting for one slow reader before the engine's answer is read no further"),
     ] = 256 << 10
+    max_held_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="bytes held for all clients; beyond, those who hold most are cut")
+    ] = 512 << 20
     header_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds from a request's first byte, or from connecting, to its headers' end")
+        float, Meta(gt=0, description="seconds from a request's first byte to its headers' end; then 408")
     ] = 10.0
     body_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds in which a body that is not complete brings nothing; then 408")
     ] = 30.0
+    min_body_rate: Annotated[
+        int,
+        Meta(
+            ge=0, description="bytes per second that a body brings on average, after body_timeout_s; 0: any; else 408"
+        ),
+    ] = 256
     idle_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds for which a connection without a request is kept")
     ] = 75.0

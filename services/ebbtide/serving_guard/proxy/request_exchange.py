@@ -26,6 +26,9 @@ _INFERENCE: Final = frozenset((
     b"/v1/audio/translations", b"/inference/v1/generate", b"/cohere/v2/chat", b"/invocations", b"/pooling",
     b"/classify", b"/rerank", b"/score", b"/generative_scoring", b"/generate",
 ))  # fmt: skip
+#: Methods of requests that may be sent a second time, because doing them twice changes nothing (RFC 9110, 9.2.2). An
+#: engine that sent nothing may still have read a POST.
+_IDEMPOTENT: Final = frozenset((b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"))
 
 
 class RequestOrigin(Protocol):
@@ -63,15 +66,13 @@ class RequestExchange:
         self.head = head
         self.head_only = head.method == b"HEAD"
         self._timed: TimedRequest | None = None
-        self._kept: list[bytes] = []  # the body so far, until there is a connection to send it on
-        self._kept_bytes = 0
+        self._kept = bytearray()  # of the body: what one read brought, or all until there is a connection
         self._whole_request = not head.has_body
-        self._sent = b""  # the whole request, if it was sent at once: it may be sent again
+        self._again = b""  # the whole request, while it may be sent again
         self._connection: EngineConnection | None = None
         self._task: asyncio.Task[None] | None = None
         self._held: asyncio.Future[None] | None = None
         self._out = b""  # the answer's head, until its body begins
-        self._resent = False  # whether it was sent a second time
         self._turn = False  # whether earlier requests on the client's connection are answered
         self._going = False  # whether it is being forwarded
         self._chunked = self._close = False  # how the answer goes to the client
@@ -84,6 +85,11 @@ class RequestExchange:
         """Whether the rest of the request has to come before it is forwarded."""
         return not self._going
 
+    @property
+    def held_bytes(self) -> int:
+        sent = self._connection.unsent_bytes if self._connection is not None else 0
+        return len(self.head.lines) + len(self._kept) + len(self._again) + sent
+
     # -- the client's side ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -92,24 +98,27 @@ class RequestExchange:
         self._consider()
 
     def body(self, data: bytes) -> None:
+        if not self.over:
+            self._kept += data  # tiny chunks are put together, because each object of its own takes 50 bytes
+
+    def flush(self) -> None:
+        """What the client's connection has read is here: send it on, if this request is being forwarded."""
         if self.over:
             return
-        if self._connection is not None:
-            self._connection.send(self._framed(data))
-            return
-        self._kept.append(data)
-        self._kept_bytes += len(data)
-        self._consider()
+        if self._connection is None:
+            self._consider()
+        elif self._kept:
+            self._connection.send(self._framed(self._taken()))
 
     def complete(self) -> None:
         if self._whole_request or self.over:
             return
+        self.flush()
         self._whole_request = True
-        if self._connection is not None:
-            if self.head.length is None:
-                self._connection.send(b"0\r\n\r\n")
-        else:
+        if self._connection is None:
             self._consider()
+        elif self.head.length is None:
+            self._connection.send(b"0\r\n\r\n")
 
     def cancel(self) -> None:
         """The client has left: end the request at the engine too."""
@@ -129,7 +138,7 @@ class RequestExchange:
         if not self._turn or self.over:
             return
         keep_bytes = self._settings.keep_body_bytes
-        ample = self._kept_bytes > (keep_bytes if self.inference else self._settings.buffer_bytes)
+        ample = len(self._kept) > (keep_bytes if self.inference else self._settings.buffer_bytes)
         if not self._going:
             short = not ample and (self.head.length or 0) <= keep_bytes
             if not (self.inference and short and not self._whole_request):
@@ -151,8 +160,8 @@ class RequestExchange:
 
     def _asked(self) -> PromptEstimate:
         if self._whole_request:
-            return prompt_estimate.read(b"".join(self._kept))
-        return PromptEstimate(text_bytes=max(self.head.length or 0, self._kept_bytes))
+            return prompt_estimate.read(bytes(self._kept))
+        return PromptEstimate(text_bytes=max(self.head.length or 0, len(self._kept)))
 
     def _start(self, opening: Coroutine[Any, Any, None]) -> None:
         self._task = asyncio.get_running_loop().create_task(opening)
@@ -191,16 +200,19 @@ class RequestExchange:
 
     def _send(self, connection: EngineConnection) -> None:
         self._connection = connection
-        data = self._sent
+        data, self._again = self._again, b""
         if not data:
-            body = b"".join(self._kept)
-            self._kept, self._kept_bytes = [], 0
+            body = self._taken()
             data = self.head.forwarded(self._framing(len(body))) + (body if self._whole_request else self._framed(body))
-        if self._whole_request:
-            self._sent = data
+            if connection.kept and self._whole_request and self.head.method in _IDEMPOTENT:
+                self._again = data
+        self._client.hold(False)  # first, for the connection may ask for it while it takes the data
         connection.ask(self, data)
         connection.read_on(not self._client.is_clogged)
-        self._client.hold(False)
+
+    def _taken(self) -> bytes:
+        data, self._kept = bytes(self._kept), bytearray()
+        return data
 
     def _framing(self, body_bytes: int) -> bytes:
         """The header with the body's length."""
@@ -215,7 +227,7 @@ class RequestExchange:
     # -- the engine's side ---------------------------------------------------------------------------------------
 
     def answered(self, status: int, reason: bytes, headers: list[Header]) -> None:
-        self.answering = True
+        self.answering, self._again = True, b""
         empty = self.head_only or status in {204, 304}
         sized = empty or any(name.lower() == b"content-length" for name, _ in headers)
         self._chunked = not sized and self.head.modern
@@ -244,10 +256,9 @@ class RequestExchange:
             self._finish(whole=True)
             self._client.done(close=self._close)
 
-    def broken(self, reason: str, *, untouched: bool) -> None:
+    def broken(self, reason: str, *, stale: bool) -> None:
         self._connection = None
-        if untouched and self._sent and not self._resent:
-            self._resent = True  # the engine may close a kept connection at any time
+        if stale and self._again:
             self._start(self._open(fresh=True))
         elif self.answering and not self._out:
             self._finish(whole=False)
@@ -271,7 +282,7 @@ class RequestExchange:
     def _finish(self, *, whole: bool) -> None:
         """Release everything. If the answer is incomplete, this closes the engine's connection, which ends its work."""
         self.over = True
-        self._kept = []
+        self._kept, self._again = bytearray(), b""
         if self._held is not None and not self._held.done():
             self._held.cancel()
         if self._task is not None and not self._task.done() and self._task is not asyncio.current_task():

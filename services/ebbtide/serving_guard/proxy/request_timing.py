@@ -19,6 +19,8 @@ log = telemetry.get_logger(__name__)
 
 #: A longer answer in one piece is not kept to read its `usage`.
 _KEPT_ANSWER: Final = 256 << 10
+#: Nor is one that comes while others of this size together are kept.
+_KEPT_ANSWERS: Final = 16 << 20
 
 
 class RequestListener:
@@ -28,6 +30,7 @@ class RequestListener:
         self.traffic = traffic
         self.estimator = PromptEstimator()
         self.ids = itertools.count(1)
+        self.kept_bytes = 0  # of all answers that are kept now
         self._logged: set[str] = set()
 
     def call(self, what: Callable[..., Any], *values: object) -> Any:
@@ -51,8 +54,7 @@ class TimedRequest:
         self.id = str(next(listener.ids))
         self._listener, self._traffic, self._asked = listener, listener.traffic, asked
         self._events: SseTokenCounter | None = None
-        self._answer: list[bytes] | None = None
-        self._answer_bytes = 0
+        self._answer: bytearray | None = None
         self._status = 0
         self._over = False
         tokens = listener.estimator.tokens(asked)
@@ -70,7 +72,7 @@ class TimedRequest:
         if kind.startswith(b"text/event-stream"):
             self._events = SseTokenCounter()
         elif kind.startswith(b"application/json"):
-            self._answer = []
+            self._answer = bytearray()
 
     def body(self, data: bytes) -> None:
         """Read bytes of the answer as they arrive."""
@@ -80,11 +82,10 @@ class TimedRequest:
             if tokens := self._events.feed(data):
                 self._listener.call(self._traffic.produced, self.id, tokens, time.monotonic())
         elif self._answer is not None:
-            self._answer_bytes += len(data)
-            if self._answer_bytes > _KEPT_ANSWER:
-                self._answer = None
-            else:
-                self._answer.append(data)
+            self._answer += data
+            self._listener.kept_bytes += len(data)
+            if len(self._answer) > _KEPT_ANSWER or self._listener.kept_bytes > _KEPT_ANSWERS:
+                self._release()
 
     def end(self, *, whole: bool) -> None:
         """The answer is complete (`whole`), or never will be."""
@@ -97,10 +98,15 @@ class TimedRequest:
             self._learn()
             if self._events is None and not self._asked.streamed:  # otherwise it would count as a first token
                 self._listener.call(self._traffic.produced, self.id, 1, now)
+        self._release()
         self._listener.call(self._traffic.ended, self.id, ok, now)
+
+    def _release(self) -> None:
+        self._listener.kept_bytes -= len(self._answer or b"")
+        self._answer = None
 
     def _learn(self) -> None:
         prompt = self._events.prompt_tokens if self._events else 0
-        if self._answer and (usage := prompt_estimate.usage(b"".join(self._answer))) is not None:
+        if self._answer and (usage := prompt_estimate.usage(bytes(self._answer))) is not None:
             prompt = usage.prompt
         self._listener.estimator.learn(self._asked, prompt)
