@@ -38,7 +38,7 @@ def _check_root(path: str, roots: Sequence[str], *, field: str, setting: str) ->
         raise InvalidRequest(f"{path[:200]!r} is no path: {error}", field=field) from None
     if not any(place.is_relative_to(Path(root).resolve()) for root in roots):
         raise InvalidRequest(
-            f"{str(place)!r} is not below {', '.join(roots) or 'any folder'}; choose another place, or have it added to "
-            f"{setting} (EBBTIDE_{setting.upper()}) of driver and trainer",
+            f"{str(place)!r} is not below {', '.join(roots) or 'any folder'}; choose another place, or have it added "
+            f"to {setting} (EBBTIDE_{setting.upper()}) of driver and trainer",
             field=field,
         )

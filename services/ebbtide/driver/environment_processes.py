@@ -104,19 +104,24 @@ class EnvironmentProcesses:
             ) from None
         except (HostEnded, TookTooLong, OSError) as error:
             raise RunFailed(f"no process for environment {environment.name!r} could be started: {error}") from error
+        try:
+            await self._load(process)
+        except BaseException:
+            await process.end()
+            raise
+        return process
+
+    async def _load(self, process: HostProcess) -> None:
+        environment = self._spec.environment
         request = LoadSource(environment.name, environment.params, self._spec.seed)
         try:
             reply = await process.call(request, timeout_s=LOADING_S)
-        except TookTooLong:
-            raise RunFailed(f"environment {environment.name!r} was not ready in {LOADING_S:g} s") from None
         except HostEnded as error:
             raise RunFailed(f"environment {environment.name!r} cannot be made: {error}") from None
+        if reply.error and reply.field is not None:
+            raise InvalidRequest(reply.error, field=reply.field)
         if reply.error:
-            await process.end()
-            if reply.field is not None:
-                raise InvalidRequest(reply.error, field=reply.field)
             raise RunFailed(f"environment {environment.name!r} cannot be made: {reply.error}")
-        return process
 
 
 class ProcessEpisode:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Final, Self
@@ -81,11 +82,24 @@ def _variables(settings: DriverSettings) -> dict[str, str]:
     return {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", **kept, **threads, **own}  # noqa: S108 - its own
 
 
+def _start_keeper(settings: DriverSettings, plan: HostPlan, connection: int) -> "subprocess.Popen[bytes]":
+    """Starts the keeper by vfork, as `Popen` does: in a child of fork, gRPC's threads would start again and crash."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", _KEEPER, str(connection), msgspec.json.encode(plan).decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=_variables(settings),
+        pass_fds=(connection,),
+        start_new_session=True,
+    )
+
+
 class HostProcess:
     """A started process; `hosted` lists the episodes that it ever had."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._process = process
         self._reader = reader
@@ -100,15 +114,7 @@ class HostProcess:
         """Raises `IsolationRefused`, or `HostEnded` if the process does not come up."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", _KEEPER, str(theirs.fileno()), msgspec.json.encode(plan).decode()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=_variables(settings),
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            process = await asyncio.to_thread(_start_keeper, settings, plan, theirs.fileno())
         made = cls(process, *await asyncio.open_connection(sock=ours))
         started = msgspec.msgpack.decode(await made._exchange(b"", _STARTING_S), type=HostStarted)
         if started.refused:
@@ -130,19 +136,19 @@ class HostProcess:
     def abandon(self) -> None:
         """Has the keeper kill the process, without waiting for it."""
         self._writer.close()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        assert self._process.stdin is not None  # noqa: S101 - it is a pipe
+        self._process.stdin.close()
 
     async def end(self) -> int:
         """Ends the process and waits until it is gone. Returns its exit status."""
         self.abandon()
         try:
-            async with asyncio.timeout(_ENDING_S):
-                status = await self._process.wait()
-        except TimeoutError:
+            status = await asyncio.to_thread(self._process.wait, _ENDING_S)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-            status = await self._process.wait()
+            status = await asyncio.to_thread(self._process.wait)
         self._listening.cancel()
+        await asyncio.wait({self._listening})
         return status
 
     async def _exchange(self, message: bytes, timeout_s: float) -> bytes:
@@ -151,9 +157,7 @@ class HostProcess:
                 self._writer.write(message)
                 await self._writer.drain()
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                if length > MAX_FRAME:
-                    raise ConnectionError(f"an answer of {length} bytes")
-                return await self._reader.readexactly(length)
+                body = await self._reader.readexactly(length) if length <= MAX_FRAME else b""
         except TimeoutError:
             self.abandon()
             raise TookTooLong from None
@@ -162,12 +166,16 @@ class HostProcess:
         except asyncio.CancelledError:
             self.abandon()
             raise
+        return body
 
     async def _listen(self) -> None:
         """Keeps the end of what the process prints."""
-        assert self._process.stdout is not None  # noqa: S101 - it is a pipe
-        while chunk := await self._process.stdout.read(1 << 16):
-            self._tail = (self._tail + chunk)[-_TAIL:]
+        reader = asyncio.StreamReader()
+        protocol, loop = asyncio.StreamReaderProtocol(reader), asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: protocol, self._process.stdout)
+        with contextlib.closing(transport):
+            while chunk := await reader.read(1 << 16):
+                self._tail = (self._tail + chunk)[-_TAIL:]
 
     def _told(self, status: int) -> str:
         how = f"status {status}"

@@ -89,11 +89,11 @@ class Cluster:
         scripted = ("--scripted-vocab-size", "100", "--scripted-step-s", "0.002", "--scripted-mean-length", "12")
         worker = ("--engine", "scripted", "--model", str(model), "--slots", "64", *scripted)
         cpu = ("--threads", "1", "--device", "cpu")
-        permitted = ("--environments-allowed", ALLOWED, "--output-roots", "/")
+        runs = (*where, "--environments-allowed", ALLOWED, "--output-roots", "/")
         self.programs = {
             "worker": Program("rollout_worker", self.directory, *where, *worker),
-            "trainer": Program("trainer", self.directory, *where, *cpu, *permitted, "--holder", "trainer", *self._trainer),
-            "driver": Program("driver", self.directory, *where, *permitted, *_trust(), "--holder", "driver"),
+            "trainer": Program("trainer", self.directory, *runs, *cpu, "--holder", "trainer", *self._trainer),
+            "driver": Program("driver", self.directory, *runs, *_trust(), "--holder", "driver"),
         }
         for program in self.programs.values():
             program.launch()

@@ -30,7 +30,7 @@ def _search(pid: str) -> str:
 
 def _entries(folder: Path) -> list[str]:
     try:
-        return os.listdir(folder)
+        return [entry.name for entry in folder.iterdir()]
     except OSError:
         return []
 
@@ -97,7 +97,7 @@ _DEEDS: Final[dict[str, Callable[[str], str]]] = {
 
 def _is_socket(descriptor: int) -> bool:
     try:
-        return os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith("socket:")
     except OSError:
         return False
 

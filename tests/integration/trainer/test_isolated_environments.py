@@ -86,7 +86,7 @@ async def test_the_token_is_in_no_file_variable_or_process_that_the_code_reaches
     episode = await opened(environments)
     assert TOKEN in (tmp_path / "token").read_text()
     for deed in (f"read {tmp_path / 'token'}", f"read /proc/{os.getpid()}/environ", f"kill {os.getpid()}"):
-        with pytest.raises(EnvironmentFailed, match="NotFound|PermissionError|ProcessLookup"):
+        with pytest.raises(EnvironmentFailed, match=r"NotFound|PermissionError|ProcessLookup"):
             await done(episode, deed)
     for deed in ("variables", "search self", "search-all", f"search {os.getpid()}", f"search {os.getppid()}"):
         said = await done(episode, deed)
@@ -100,9 +100,7 @@ async def test_a_token_in_a_folder_that_the_code_may_read_is_covered(
     made = settings(tmp_path)
     named = made.environments.paths
     shown = msgspec.structs.replace(made.environments, paths=(*named, str(tmp_path)))
-    environments = await isolated(
-        monkeypatch, msgspec.structs.replace(made, environments=shown), "a user namespace"
-    )
+    environments = await isolated(monkeypatch, msgspec.structs.replace(made, environments=shown), "a user namespace")
     try:
         assert not await done(await opened(environments), f"read {tmp_path / 'token'}")
     finally:
@@ -112,14 +110,13 @@ async def test_a_token_in_a_folder_that_the_code_may_read_is_covered(
 async def test_the_code_changes_no_file_and_reaches_no_port_of_the_host(environments: EnvironmentProcesses) -> None:
     episode = await opened(environments)
     for path in (__file__, "/etc/passwd", "/usr/lib/new"):
-        with pytest.raises(EnvironmentFailed, match="OSError|PermissionError"):
+        with pytest.raises(EnvironmentFailed, match=r"OSError|PermissionError"):
             await done(episode, f"write {path}")
     assert await done(episode, "write /tmp/own") == "7"
-    with pytest.raises(EnvironmentFailed, match="PermissionError|Invalid argument"):
+    with pytest.raises(EnvironmentFailed, match=r"PermissionError|Invalid argument"):
         await done(episode, "root")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with pytest.raises(EnvironmentFailed, match="Refused|Unreachable"):
-            await done(episode, "connect {}:{}".format(*server.getsockname()))
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(EnvironmentFailed, match="Refused"):
+        await done(episode, "connect {}:{}".format(*server.getsockname()))
 
 
 async def test_native_code_that_crashes_fails_its_own_episode_only(environments: EnvironmentProcesses) -> None:
@@ -145,7 +142,7 @@ async def test_memory_and_time_are_limited_and_the_error_says_so(environments: E
 async def test_a_process_that_breaks_the_conversation_fails_its_episode(environments: EnvironmentProcesses) -> None:
     episode = await opened(environments)
     own = await done(episode, "sockets")
-    with pytest.raises(EnvironmentFailed, match="the environment's process ended"):
+    with pytest.raises(EnvironmentFailed, match="the environment's process gave no answer"):
         await done(episode, f"talk {own}")
 
 

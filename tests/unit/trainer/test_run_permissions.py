@@ -64,7 +64,7 @@ def test_submit_refuses_what_a_trainer_here_would(tiny_model: Path, monkeypatch:
     with pytest.raises(InvalidRequest, match="EBBTIDE_ENVIRONMENTS_ALLOWED"):
         check_deeply(make_spec(tiny_model, environment=POPEN))
     monkeypatch.setenv("EBBTIDE_MODEL_ROOTS", str(tiny_model / "elsewhere"))
-    with pytest.raises(InvalidRequest, match="model: .*EBBTIDE_MODEL_ROOTS"):
+    with pytest.raises(InvalidRequest, match=r"model: .*EBBTIDE_MODEL_ROOTS"):
         check_deeply(make_spec(tiny_model))
 
 

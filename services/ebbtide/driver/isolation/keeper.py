@@ -136,16 +136,13 @@ def _raise_loopback(plan: HostPlan) -> None:
 
 
 def _limit(plan: HostPlan) -> None:
-    for kind, most in (
-        (resource.RLIMIT_AS, plan.memory_bytes),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, _MAX_FILES),
-    ):
-        _, hard = resource.getrlimit(kind)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+    limits = {resource.RLIMIT_AS: plan.memory_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: _MAX_FILES}
     if plan.isolated:  # it counts all tasks of the user, which here is the environment's alone
-        resource.setrlimit(resource.RLIMIT_NPROC, (_MAX_TASKS, _MAX_TASKS))
+        limits[resource.RLIMIT_NPROC] = _MAX_TASKS
+    for kind, wanted in limits.items():
+        _, hard = resource.getrlimit(kind)
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def _become(user: _User | None) -> None:

@@ -33,6 +33,10 @@ def enter_private_root(readable: Sequence[str], secrets: Sequence[str]) -> None:
     """
     linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("tmpfs", _PLACE, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _WRITABLE)
+    for name in ("dev", "dev/shm", "proc", "tmp"):
+        Path(_PLACE, name).mkdir()
+    for name in ("dev/shm", "tmp"):
+        Path(_PLACE, name).chmod(0o1777)
     for path in (*_SYSTEM, *(f"/etc/{name}" for name in _ETC)):
         _show(path)
     for path in sorted({*readable, *map(os.path.realpath, readable)}):  # a folder before what lies in it
@@ -40,10 +44,6 @@ def enter_private_root(readable: Sequence[str], secrets: Sequence[str]) -> None:
     _devices()
     for secret in secrets:
         _cover(secret)
-    Path(_PLACE, "tmp").mkdir(mode=0o1777, exist_ok=True)
-    for name in ("tmp", "dev/shm"):
-        Path(_PLACE, name).chmod(0o1777)
-    Path(_PLACE, "proc").mkdir()
     with contextlib.suppress(OSError):  # refused where parts of the present one are covered, as in containers
         linux.mount("proc", f"{_PLACE}/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
     linux.enter_root(_PLACE)
@@ -69,7 +69,6 @@ def _show(path: str, *, devices: bool = False) -> None:
 def _devices() -> None:
     for name in _DEVICES:
         _show(f"/dev/{name}", devices=True)
-    Path(_PLACE, "dev/shm").mkdir()
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         Path(_PLACE, "dev", name).symlink_to(f"/proc/self/{target}")
 
