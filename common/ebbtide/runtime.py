@@ -38,6 +38,7 @@ _expires = telemetry.gauge(
     ("kind",),
 )
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
 #: After a crash, the main function may take this long to end by itself.
 _CRASH_GRACE_S: Final = 10.0
 
@@ -195,6 +196,15 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def hide_memory() -> None:
+    """Keep other processes of this user from reading this one's memory and environment (/proc/PID), and write no core
+    dumps. Programs that this process starts are not affected.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
 
 
 async def race(*works: Awaitable[Any]) -> int:

@@ -2,8 +2,9 @@
 
 A field `flush_tokens` of the program `worker` is the flag `--flush-tokens`, the variable `EBBTIDE_WORKER_FLUSH_TOKENS`
 and the key `flush_tokens`, at the file's top or in its table `[worker]`. A nested struct's name comes first
-(`--server-listen`, `[worker.server]`). Fields marked as shared are read from `EBBTIDE_<FIELD>`, too. Fields marked as
-secret have no flag, because process lists show flags. Unknown names are refused; empty variables are ignored.
+(`--server-listen`, `[worker.server]`). Fields marked as shared are read from `EBBTIDE_<FIELD>`, too, or from
+`EBBTIDE_<NAME>` if the mark is a name. Fields marked as secret have no flag, because process lists show flags. Unknown
+names are refused; empty variables are ignored.
 """
 
 import argparse
@@ -67,11 +68,12 @@ class _Field(NamedTuple):
         return ".".join(self.path)
 
     def variables(self, prefix: str) -> list[str]:
-        own = prefix + "_".join(self.path).upper()
-        return [own, f"EBBTIDE_{self.path[-1].upper()}"] if self.marked("shared") else [own]
+        own, shared = prefix + "_".join(self.path).upper(), self.mark("shared")
+        name = shared if isinstance(shared, str) else self.path[-1]
+        return [own, f"EBBTIDE_{name.upper()}"] if shared else [own]
 
-    def marked(self, what: str) -> bool:
-        return bool((self.meta.extra or {}).get(what))
+    def mark(self, what: str) -> Any:
+        return (self.meta.extra or {}).get(what)
 
 
 Values = dict[tuple[str, ...], Any]
@@ -88,7 +90,7 @@ class _Source:
         parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env EBBTIDE_CONFIG)")
         for field in self.fields:
-            if not field.marked("secret"):
+            if not field.mark("secret"):
                 _add_flag(parser, field, self.prefix)
         given, unknown = parser.parse_known_args(argv)
         known = {field.flag: field for field in self.fields}
@@ -177,7 +179,7 @@ def _build(kind: type[S], values: Values, prefix: str) -> S:
     missing = [f for f in _fields(kind) if f.default is NODEFAULT and f.path not in values]
     if missing:
         first = missing[0]
-        ways = [*([] if first.marked("secret") else [first.flag]), *first.variables(prefix)]
+        ways = [*([] if first.mark("secret") else [first.flag]), *first.variables(prefix)]
         raise InvalidRequest(f"is required: set {' or '.join(ways)}", field=first.key)
     tree: dict[str, Any] = {}
     for field in _fields(kind):

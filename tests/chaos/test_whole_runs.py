@@ -30,6 +30,7 @@ class House:
     async def _start(self, name: str) -> None:
         services = {"coordinator": self.cluster.process["coordinator"], "relay": self.cluster.process["relay"]}
         where: dict[str, Any] = {key: process.address for key, process in services.items()}
+        where["output_roots"] = self.output
         if name == "trainer":
             where |= {"threads": 1, "device": "cpu", "keep_checkpoints": 99}
         await self.cluster.start(name, name, holder=name, **where)

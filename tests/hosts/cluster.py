@@ -124,6 +124,7 @@ class Cluster:
     def environment(self, name: str) -> dict[str, str]:
         """What a program is told by its environment: where the others are, and who it is."""
         paths = {"PYTHONPATH": str(ROOT), "EBBTIDE_COORDINATOR": self.coordinator, "EBBTIDE_RELAY": self.relay}
+        paths["EBBTIDE_OUTPUT_ROOTS"] = str(self.directory)
         return {**_INHERITED, "OMP_WAIT_POLICY": "PASSIVE", **paths, **self.identities.environment(name)}
 
     async def ask(

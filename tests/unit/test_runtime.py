@@ -291,3 +291,9 @@ def test_a_service_manager_that_does_not_listen_harms_nobody(
     assert first_line(process).startswith("READY probe")
     process.terminate()
     assert process.wait(60) == 0
+
+
+def test_a_process_that_hides_its_memory_can_be_read_by_none_of_its_users() -> None:
+    code = "import ctypes; from ebbtide.runtime import hide_memory; hide_memory(); print(ctypes.CDLL(None).prctl(3))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout == "0\n"  # PR_GET_DUMPABLE

@@ -29,6 +29,7 @@ from ebbtide.demo.demo_report import DemoReport, KillRecord, make_report, summar
 from ebbtide.demo.report_picture import terminal_curve, write_picture
 from ebbtide.demo.token_accounts import TokenAccounts, read_attempts, settle
 from ebbtide.demo.worker_kills import WorkerKills
+from ebbtide.environments import BUILT_IN
 from ebbtide.errors import EbbtideError
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, base_model, free_address, local_cluster
 from ebbtide.types.run import Run, RunSpec, RunStatus, check_spec, to_mapping
@@ -159,8 +160,15 @@ class _Demo:
         spec = await with_base_model(self._spec, self._cluster, options.cache, screen, "base model")
         screen.phase("boot")
         address, relay = free_address(), free_address()
-        model = Path(spec.model)
-        await self._cluster.boot(ClusterShape(model=model, workers=options.workers, coordinator=address, relay=relay))
+        name = spec.environment.name
+        shape = ClusterShape(
+            model=Path(spec.model),
+            workers=options.workers,
+            coordinator=address,
+            relay=relay,
+            environments=() if name in BUILT_IN else (name,),
+        )
+        await self._cluster.boot(shape)
         token = self._cluster.token_file.read_text()
         async with Client(address, relay, token=token) as client:
             screen.phase("run")

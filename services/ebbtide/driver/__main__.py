@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ebbtide.driver.settings import DriverSettings
-from ebbtide.runtime import Shutdown, run
+from ebbtide.runtime import Shutdown, hide_memory, run
 from ebbtide.settings import load
 
 
@@ -17,6 +17,7 @@ async def serve(settings: DriverSettings, shutdown: Shutdown) -> None:
     from ebbtide.claimed_runs import run_loop
     from ebbtide.driver.service import drive
 
+    hide_memory()  # environment code may run as this user, if `environments.trust` says so
     await run_loop.serve(settings, shutdown, "driver", lambda client, lease: drive(client, lease, settings))
 
 

@@ -1,21 +1,21 @@
 """Plays one episode: steps an environment through its turns, and has each response generated as a rollout."""
 
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from ebbtide.claimed_runs.conversation import Conversations
+from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
-from ebbtide.driver.environment_threads import EnvironmentHangs, EnvironmentThreads, TookTooLong
-from ebbtide.environments import Environment, EnvironmentSource, Message, Split, StepResult
+from ebbtide.driver.environment_calls import Environments, EpisodeClock, EpisodeEnvironment
+from ebbtide.driver.environment_processes import EnvironmentFailed
+from ebbtide.driver.environment_threads import TookTooLong
+from ebbtide.environments import Split, StepResult
 from ebbtide.errors import AlreadyExists, InvalidRequest
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.telemetry import counter, histogram
+from ebbtide.telemetry import counter
 from ebbtide.types.rollout import DropReason, FinishedRollout, FinishReason, RolloutKind, RolloutRequest, Trajectory
 from ebbtide.types.run import RunSpec
 from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids, unpack_tokens
@@ -26,7 +26,6 @@ T = TypeVar("T")
 PROMPT_REFUSED: Final = "environment_prompt_refused"
 
 _episodes = counter("driver_episodes_total", "Episodes ended", ("kind", "outcome"))
-_environment_s = histogram("driver_environment_seconds", "Duration of calls of environment code")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,30 +121,32 @@ class EpisodePlayer:
     def __init__(
         self,
         spec: RunSpec,
-        source: EnvironmentSource,
+        environments: Environments,
         conversations: Conversations,
-        sandbox: EnvironmentThreads,
         exchange: CoordinatorTraffic,
     ) -> None:
         self.spec = spec
-        self._source = source
+        self._environments = environments
         self._conversations = conversations
-        self._sandbox = sandbox
         self._exchange = exchange
 
     async def play(self, plan: EpisodePlan) -> EpisodeEnding:
         """Plays the episode from reset to end. Failures become its ending; only `AlreadyCompleted` is raised."""
         rollouts: list[str] = []
+        environment = self._environments.episode(plan.split, plan.index)
         try:
-            ending = EpisodeEnding(plan=plan, trajectory=await self._turns(plan, rollouts), rollout_ids=tuple(rollouts))
+            trajectory = await self._turns(plan, environment, rollouts)
+            ending = EpisodeEnding(plan=plan, trajectory=trajectory, rollout_ids=tuple(rollouts))
         except EpisodeFailed as failed:
             ending = EpisodeEnding(plan=plan, rollout_ids=tuple(rollouts), failure=failed.reason, message=str(failed))
+        finally:
+            environment.close()
         _episodes.labels(plan.kind.name.lower(), "failed" if ending.failure else "scored").inc()
         return ending
 
-    async def _turns(self, plan: EpisodePlan, rollouts: list[str]) -> Trajectory:
-        clock = _Clock(self.spec.batch.episode_timeout_s)
-        environment, opening = await self._environment(clock, partial(_open, self._source, plan))
+    async def _turns(self, plan: EpisodePlan, environment: EpisodeEnvironment, rollouts: list[str]) -> Trajectory:
+        clock = EpisodeClock(self.spec.batch.episode_timeout_s)
+        opening = await self._called(environment.reset(clock))
         transcript = _Transcript(self._templated(self._conversations.opening, opening))
         following: list[int] = []
         ending = _Tally()
@@ -153,7 +154,7 @@ class EpisodePlayer:
             transcript.written(following)
             finished = await self._generate(plan, turn, transcript, rollouts)
             response = transcript.sampled(unpack_tokens(finished.tokens))
-            result = await self._environment(clock, partial(_step, environment, self._conversations.text(response)))
+            result = await self._called(environment.step(clock, self._conversations.text(response)))
             ending.add(result)
             if result.done:
                 ending.truncated = finished.reason is FinishReason.LENGTH
@@ -169,15 +170,17 @@ class EpisodePlayer:
         except InvalidRequest as error:
             raise EpisodeFailed(PROMPT_REFUSED, str(error)) from error
 
-    async def _environment(self, clock: "_Clock", function: Callable[[], T]) -> T:
-        """Calls the environment's code, on the episode's time."""
+    async def _called(self, call: Awaitable[T]) -> T:
+        """Awaits a call of the environment's code."""
         try:
-            return await self._sandbox.call(partial(clock.measure, function), timeout_s=clock.left_s)
-        except EnvironmentHangs:
+            return await call
+        except RunFailed:
             raise
         except TookTooLong:
             limit = self.spec.batch.episode_timeout_s
             raise EpisodeFailed(DropReason.TIMEOUT, f"the environment took more than {limit:g} s") from None
+        except EnvironmentFailed as error:
+            raise EpisodeFailed(DropReason.ENVIRONMENT, str(error)) from error
         except Exception as error:
             raise EpisodeFailed(DropReason.ENVIRONMENT, f"{type(error).__name__}: {error}") from error
 
@@ -209,34 +212,3 @@ class EpisodePlayer:
         if finished.reason is FinishReason.CANCELLED:
             raise EpisodeFailed(DropReason.CANCELLED, finished.message)
         return finished
-
-
-class _Clock:
-    """Measures the time left to an episode's environment code; waiting for tokens or threads does not count."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.left_s = limit_s
-
-    def measure(self, function: Callable[[], T]) -> T:
-        began = time.monotonic()
-        try:
-            return function()
-        finally:
-            took = time.monotonic() - began
-            self.left_s -= took
-            _environment_s.observe(took)
-
-
-def _open(source: EnvironmentSource, plan: EpisodePlan) -> tuple[Environment, list[Message]]:
-    environment = source.make(plan.split, plan.index)
-    return environment, environment.reset()
-
-
-def _step(environment: Environment, response: str) -> StepResult:
-    """Plays a turn and checks its result: a malformed one is the environment's failure, like an exception."""
-    result = environment.step(response)
-    reward = 0.0 if result.reward is None else float(result.reward)
-    info = {str(name): float(value) for name, value in result.info.items()}
-    if not all(math.isfinite(value) for value in (reward, *info.values())):
-        raise ValueError(f"the environment gave numbers that are not finite: reward {reward}, info {info}")
-    return StepResult(tuple(result.messages), reward, bool(result.done), info)

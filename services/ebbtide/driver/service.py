@@ -1,19 +1,21 @@
-"""Drives one run, after a check of its environment and tokens."""
+"""Drives one run, after a check of what it names, its environment and its tokens."""
 
 import asyncio
 from functools import partial
-from typing import Final
 
 from ebbtide.claimed_runs.conversation import Conversations, load_conversations
 from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.claimed_runs.run_follower import RunFollower
+from ebbtide.claimed_runs.run_permissions import check_permitted
 from ebbtide.client import Client, Lease
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
-from ebbtide.driver.environment_threads import EnvironmentThreads, TookTooLong
+from ebbtide.driver.environment_calls import LOADING_S, Environments, EpisodeClock, ThreadedEnvironments
+from ebbtide.driver.environment_processes import EnvironmentProcesses
+from ebbtide.driver.environment_threads import TookTooLong
 from ebbtide.driver.episode_player import EpisodePlayer
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.driver.step_submitter import StepSubmitter
-from ebbtide.environments import EnvironmentSource, load_source
+from ebbtide.environments import EnvironmentSource, load_source, needs_isolation
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import race
 from ebbtide.telemetry import get_logger
@@ -21,39 +23,43 @@ from ebbtide.types.run import RunSpec
 
 log = get_logger(__name__)
 
-#: Loading an environment's data may take minutes; longer means that it hangs.
-_LOADING_S: Final = 600.0
-
 
 async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
     """Drives the lease's run to its end. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
-    spec, sandbox = lease.run.spec, EnvironmentThreads(settings.environment_threads)
+    spec = lease.run.spec
+    await asyncio.to_thread(check_permitted, spec, settings)
+    environments = _environments(spec, settings)
     following = RunFollower(client, lease.run_id)
     exchange = CoordinatorTraffic(lease, lambda request: request.priority <= max(following.versions, default=0))
     try:
-        source, conversations = await _prepare(spec, sandbox)
-        player = EpisodePlayer(spec, source, conversations, sandbox, exchange)
+        player = EpisodePlayer(spec, environments, await _prepare(spec, environments), exchange)
         await race(following.run(), exchange.run(), StepSubmitter(lease, player, exchange, following).run())
     finally:
-        sandbox.close()
+        await environments.close()
 
 
-async def _prepare(spec: RunSpec, sandbox: EnvironmentThreads) -> tuple[EnvironmentSource, Conversations]:
-    """Loads the run's environments and tokenizer. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
+def _environments(spec: RunSpec, settings: DriverSettings) -> Environments:
+    """Ebbtide's own environments run in this process, all others in processes without its rights."""
+    if needs_isolation(spec.environment.name, spec.environment.params):
+        return EnvironmentProcesses(spec, settings)
+    return ThreadedEnvironments(partial(_load_source, spec), settings.environment_threads)
+
+
+async def _prepare(spec: RunSpec, environments: Environments) -> Conversations:
+    """Loads the run's tokenizer and environments. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
     tokens = partial(load_conversations, spec.model, stop_token_ids=spec.sampling.stop_token_ids)
     conversations = await asyncio.to_thread(tokens)
     try:
-        source = await sandbox.call(partial(_load_source, spec), timeout_s=_LOADING_S)
+        await environments.load()
     except TookTooLong:
-        raise RunFailed(f"environment {spec.environment.name!r} was not ready in {_LOADING_S:g} s") from None
+        raise RunFailed(f"environment {spec.environment.name!r} was not ready in {LOADING_S:g} s") from None
     try:
-        attempt = partial(_try_out, spec, source, conversations)
-        await sandbox.call(attempt, timeout_s=spec.batch.episode_timeout_s)
-    except InvalidRequest:
+        await _try_out(spec, environments, conversations)
+    except (InvalidRequest, RunFailed):
         raise
     except Exception as error:  # noqa: BLE001 - user code; it fails single episodes
         log.warning("the environment failed when tried out", reason=f"{type(error).__name__}: {error}")
-    return source, conversations
+    return conversations
 
 
 def _load_source(spec: RunSpec) -> EnvironmentSource:
@@ -66,8 +72,15 @@ def _load_source(spec: RunSpec) -> EnvironmentSource:
         raise RunFailed(f"environment {spec.environment.name!r} cannot be made: {reason}") from error
 
 
-def _try_out(spec: RunSpec, source: EnvironmentSource, conversations: Conversations) -> None:
-    """Makes the first prompt, and the last problem of evaluation."""
-    if spec.evaluation.problems:
-        source.make("eval", spec.evaluation.problems - 1)
-    conversations.opening(source.make("train", 0).reset())
+async def _try_out(spec: RunSpec, environments: Environments, conversations: Conversations) -> None:
+    """Makes the last problem of evaluation, and the first prompt."""
+    clock, problems = EpisodeClock(spec.batch.episode_timeout_s), spec.evaluation.problems
+    last = environments.episode("eval", problems - 1)
+    first = environments.episode("train", 0)
+    try:
+        if problems:
+            await last.reset(clock)
+        conversations.opening(await first.reset(clock))
+    finally:
+        last.close()
+        first.close()

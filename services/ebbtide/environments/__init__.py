@@ -5,9 +5,10 @@ that it gets. So a restarted driver rebuilds an episode by stepping a new enviro
 """
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -17,6 +18,11 @@ from ebbtide.types.parse import parse
 #: `train` is for training, `check` for decisions while training (when to stop), `eval` for reported results.
 Split = Literal["train", "check", "eval"]
 P = TypeVar("P", bound=msgspec.Struct)
+#: name -> factory. Their code is Ebbtide's own.
+BUILT_IN: Final = {
+    "number_guessing": "ebbtide.environments.number_guessing:NumberGuessingSource",
+    "reasoning_gym": "ebbtide.environments.reasoning_gym:ReasoningGymSource",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +86,33 @@ class ExampleSource(Protocol):
 def load_source(name: str, params: Mapping[str, Any], seed: int) -> EnvironmentSource:
     """Loads the source `name`: a built-in one, or `package.module:factory`, called as `factory(params, seed)`.
 
-    So a run's submitter can call any factory that the driver can import. Raises `InvalidRequest` naming the field.
+    It imports and calls whatever it is given: check a run's name before
+    (`ebbtide.claimed_runs.run_permissions`). Raises `InvalidRequest` naming the field.
     """
-    if name == "reasoning_gym":
-        from ebbtide.environments.reasoning_gym import ReasoningGymSource
-
-        return ReasoningGymSource(params, seed)
-    if name == "number_guessing":
-        from ebbtide.environments.number_guessing import NumberGuessingSource
-
-        return NumberGuessingSource(params, seed)
-    if ":" not in name:
+    if name not in BUILT_IN and ":" not in name:
         raise InvalidRequest(
-            f"unknown environment {name!r}; use reasoning_gym, number_guessing, or package.module:factory",
+            f"unknown environment {name!r}; use {', '.join(sorted(BUILT_IN))}, or package.module:factory",
             field="environment.name",
         )
-    return _import_factory(name)(params, seed)
+    return _import_factory(BUILT_IN.get(name, name))(params, seed)
+
+
+def checked_result(result: StepResult) -> StepResult:
+    """Returns a result of plain types. Raises for a malformed one: that is the environment's failure."""
+    reward = 0.0 if result.reward is None else float(result.reward)
+    info = {str(name): float(value) for name, value in result.info.items()}
+    if not all(math.isfinite(value) for value in (reward, *info.values())):
+        raise ValueError(f"the environment gave numbers that are not finite: reward {reward}, info {info}")
+    return StepResult(tuple(result.messages), reward, bool(result.done), info)
+
+
+def needs_isolation(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether this environment brings code of others: its own, or responses that a verifier evaluates as Python."""
+    if name == "reasoning_gym":
+        from ebbtide.environments.reasoning_gym import EVALUATING
+
+        return params.get("dataset") in EVALUATING
+    return name not in BUILT_IN
 
 
 def parse_params(kind: type[P], params: Mapping[str, Any]) -> P:

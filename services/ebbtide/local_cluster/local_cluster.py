@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from ebbtide.environments import BUILT_IN
 from ebbtide.errors import InvalidRequest
 from ebbtide.free_ports import free_port
 from ebbtide.local_cluster.launcher import Launcher, launcher
@@ -53,12 +54,18 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     flush_interval_ms: int = 100
     worker_config: Path | None = None  # TOML file of settings for the workers
     borrowed: bool = False  # the workers run beside a serving engine, by grants of its guard
+    environments: tuple[str, ...] = ()  # that runs may name beside the built-in ones: the user's own code
     lease_ttl_s: float = 10.0  # silence after which a trainer loses its run
 
     @property
     def coordinators(self) -> str:
         """The coordinators' addresses, as programs take them."""
         return ",".join(filter(None, (self.coordinator, self.standby)))
+
+    @property
+    def allowed_environments(self) -> str:
+        """The environments that runs may name, as programs take them."""
+        return ",".join([*BUILT_IN, *self.environments])
 
 
 class LocalCluster:
@@ -160,10 +167,17 @@ class LocalCluster:
     def _trainer(self) -> Program:
         ranks = self.shape.ranks
         threads = max(1, (os.cpu_count() or 1) // ranks)
-        return self._service("trainer", "ebbtide.trainer", _RUN, holder="trainer", threads=threads, ranks=ranks)
+        return self._service(
+            "trainer", "ebbtide.trainer", _RUN, threads=threads, ranks=ranks, **self._permissions("trainer")
+        )
 
     def _driver(self) -> Program:
-        return self._service("driver", "ebbtide.driver", _RUN, holder="driver")
+        own = {"environments_trust": True} if self.shape.environments else {}
+        return self._service("driver", "ebbtide.driver", _RUN, **own, **self._permissions("driver"))
+
+    def _permissions(self, holder: str) -> dict[str, object]:
+        """Settings that trainer and driver share. The cluster serves its user alone, whose files runs may use."""
+        return {"holder": holder, "environments_allowed": self.shape.allowed_environments, "output_roots": "/"}
 
     def _next_worker(self) -> Program:
         self._workers += 1

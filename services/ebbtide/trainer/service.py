@@ -4,14 +4,14 @@ import asyncio
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.claimed_runs.run_permissions import check_listed, check_permitted
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest, PermissionDenied
-from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.trainer.settings import GRPO, TrainerSettings
+from ebbtide.types.run import RunSpec
 
 if TYPE_CHECKING:
     from ebbtide.trainer.ranks.rank_group import RankGroup
-
-GRPO = "grpo"
 
 
 async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "RankGroup | None" = None) -> None:
@@ -19,6 +19,7 @@ async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "
     name = lease.run.spec.trainer.name
     if lease.run.spec.external:
         raise PermissionDenied(f"run {lease.run_id} brings its own trainer; give another run_id, or none")
+    await asyncio.to_thread(check_trainable, lease.run.spec, settings)
     if name != GRPO:
         await load_trainer(name)(client, lease, lease.run)
         await lease.lost.wait()  # the trainer is done; the run ends when its driver is
@@ -26,6 +27,13 @@ async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "
     from ebbtide.trainer.training import train_run
 
     await train_run(client, lease, settings, crew)
+
+
+def check_trainable(spec: RunSpec, settings: TrainerSettings) -> None:
+    """Raises `InvalidRequest` naming the spec's field and the setting for what the settings do not allow."""
+    check_permitted(spec, settings)
+    setting = "allowed_trainers (EBBTIDE_ALLOWED_TRAINERS) of the trainer"
+    check_listed(spec.trainer.name, settings.allowed_trainers, field="trainer.name", setting=setting)
 
 
 def load_trainer(name: str) -> Any:

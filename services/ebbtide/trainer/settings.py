@@ -1,13 +1,20 @@
 """Defines the settings of the trainer."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
 from ebbtide.claimed_runs.settings import WorkSettings
 
+#: The `trainer.name` of the built-in trainer.
+GRPO: Final = "grpo"
+
 
 class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    allowed_trainers: Annotated[
+        tuple[str, ...],
+        Meta(description="trainers that runs may name; * stands for any characters", extra={"shared": True}),
+    ] = (GRPO,)
     threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0: torch's choice")] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda if there is one")] = "auto"
     ranks: Annotated[

@@ -1,7 +1,8 @@
 """Checks a run's model, trainer and environment before submit: `python -m ebbtide.trainer.trainer_preflight SPEC.json`.
 
-It runs as a process of its own, as the command line may be installed without the trainer. Exit status 0: accepted; 2:
-refused, with {"field", "message"} as JSON on stdout; 3: the trainer is not installed.
+It runs as a process of its own, as the command line may be installed without the trainer. What runs may name it reads
+where a trainer started here would. Exit status 0: accepted; 2: refused, with {"field", "message"} as JSON on stdout; 3:
+the trainer is not installed.
 """
 
 import json
@@ -9,22 +10,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from ebbtide.claimed_runs.conversation import load_conversations
 from ebbtide.claimed_runs.model_directory import check_model_directory
 from ebbtide.client.client import read_spec
 from ebbtide.environments import Message
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.service import GRPO, load_trainer
+from ebbtide.settings import read
+from ebbtide.trainer.service import check_trainable, load_trainer
+from ebbtide.trainer.settings import GRPO, TrainerSettings
 from ebbtide.types.run import RunSpec
 
 
-def check(spec: RunSpec) -> None:
+def check(spec: RunSpec, settings: TrainerSettings) -> None:
     """Raises `InvalidRequest` naming the spec's field. Of an external run it checks only the model."""
     from ebbtide.environments import load_source
 
     check_model_directory(Path(spec.model))
     if spec.external:
         return
+    check_trainable(spec, settings)
     if spec.trainer.name != GRPO:
         load_trainer(spec.trainer.name)
     source = load_source(spec.environment.name, spec.environment.params, spec.seed)
@@ -46,10 +52,20 @@ def _check_room(spec: RunSpec, opening: Sequence[Message]) -> None:
         )
 
 
+def _settings() -> TrainerSettings:
+    """Reads the trainer's settings. Relative roots are left out: they lie in the trainer's working directory."""
+    settings = read(TrainerSettings, prog="ebbtide trainer", argv=[])
+    roots = {
+        name: tuple(root for root in getattr(settings, name) if Path(root).is_absolute()) or ("/",)
+        for name in ("model_roots", "output_roots")
+    }
+    return msgspec.structs.replace(settings, **roots)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     (path,) = sys.argv[1:] if argv is None else argv
     try:
-        check(read_spec(json.loads(Path(path).read_text())))
+        check(read_spec(json.loads(Path(path).read_text())), _settings())
     except InvalidRequest as error:
         print(json.dumps({"field": error.field, "message": str(error)}))  # noqa: T201 - the answer
         sys.exit(2)

@@ -15,11 +15,14 @@ import pytest
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
+from ebbtide.driver.host_process import HostProcess, IsolationRefused, host_plan
+from ebbtide.driver.settings import DriverSettings
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import RunSpec
 
 TOKEN = "a-token-of-tests"
 ENVIRONMENT = "environments_for_tests:make_source"
+ALLOWED = "environments_for_tests:*,nowhere:*,reasoning_gym"
 #: Ends a scripted response.
 SCRIPTED_END = 1
 
@@ -86,10 +89,11 @@ class Cluster:
         scripted = ("--scripted-vocab-size", "100", "--scripted-step-s", "0.002", "--scripted-mean-length", "12")
         worker = ("--engine", "scripted", "--model", str(model), "--slots", "64", *scripted)
         cpu = ("--threads", "1", "--device", "cpu")
+        runs = (*where, "--environments-allowed", ALLOWED, "--output-roots", "/")
         self.programs = {
             "worker": Program("rollout_worker", self.directory, *where, *worker),
-            "trainer": Program("trainer", self.directory, *where, *cpu, "--holder", "trainer", *self._trainer),
-            "driver": Program("driver", self.directory, *where, "--holder", "driver"),
+            "trainer": Program("trainer", self.directory, *runs, *cpu, "--holder", "trainer", *self._trainer),
+            "driver": Program("driver", self.directory, *runs, *_trust(), "--holder", "driver"),
         }
         for program in self.programs.values():
             program.launch()
@@ -113,6 +117,20 @@ class Cluster:
                 self.programs[name].end()
         self.relay.end()
         self.coordinator.end()
+
+
+def _trust() -> tuple[str, ...]:
+    """Runs environments isolated, unless this host does not allow it."""
+
+    async def isolate() -> None:
+        settings = DriverSettings()
+        await (await HostProcess.start(settings, host_plan(settings))).end()
+
+    try:
+        asyncio.run(isolate())
+    except IsolationRefused:
+        return ("--environments-trust",)
+    return ()
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""Environments for the driver's process: rewards that differ, several turns, crashes and stalls on demand."""
+"""Environments with rewards that differ, several turns, and failures, crashes and stalls on demand."""
 
+import ctypes
 import time
 import zlib
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from ebbtide.environments import Message, Split, StepResult
 
 
 class Source:
-    """Params: `turns`, and the indices of train problems that `crash` or `stall`."""
+    """Params: `turns`, and the indices of train problems that `crash`, `segfault` or `stall`."""
 
     identity = "for tests"
 
@@ -34,6 +35,8 @@ class Scored:
         self._turn += 1
         if self._split == "train" and self._index in self._params.get("crash", ()):
             raise RuntimeError(f"problem {self._index} is broken")
+        if self._split == "train" and self._index in self._params.get("segfault", ()):
+            ctypes.string_at(0)
         if self._split == "train" and self._index in self._params.get("stall", ()):
             time.sleep(60)
         score = zlib.crc32(response.encode()) % 5 / 4

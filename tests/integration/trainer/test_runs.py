@@ -85,17 +85,17 @@ async def test_a_driver_with_broken_and_stalling_environments_still_ends_its_run
     cluster: Any, client: Client, make_spec: MakeSpec
 ) -> None:
     spec = make_spec(
-        environment={"params": {"turns": 2, "crash": [1], "stall": [6]}},
+        environment={"params": {"turns": 2, "crash": [1], "stall": [6], "segfault": [9]}},
         batch={"episode_timeout_s": 0.5, "incomplete_group": "replace"},
         trainer={"steps": 3},
     )
     run, events = await ended(client, (await client.submit(spec)).run_id)
     check_books(run, events)
-    # Each sample of the two bad problems was tried three times, for one turn.
-    assert run.dropped == {"environment_failure": 12, "episode_timeout": 12}
-    assert run.counters["trained"] == 2 * 4 * (4 * 3 - 2)
+    # Each sample of the three bad problems was tried three times, for one turn.
+    assert run.dropped == {"environment_failure": 24, "episode_timeout": 12}
+    assert run.counters["trained"] == 2 * 4 * (4 * 3 - 3)
     dropped = [event for event in events if event.kind == "group_dropped"]
-    assert {event.key for event in dropped} == {"s0.g1", "s1.g2"}
+    assert {event.key for event in dropped} == {"s0.g1", "s1.g2", "s2.g1"}
     assert "problem 1 is broken" in dropped[0].message
 
 
@@ -114,7 +114,8 @@ async def test_generation_runs_ahead_within_the_staleness_allowed(
     ("changes", "message"),
     [
         ({"environment": {"name": "reasoning_gym", "params": {"dataset": "nope"}}}, "environment.params.dataset"),
-        ({"environment": {"name": "nowhere:at_all"}}, "environment.name"),
+        ({"environment": {"name": "nowhere:at_all"}}, "environment.name: cannot import"),
+        ({"environment": {"name": "subprocess:Popen"}}, r"environments\.allowed"),
         ({"model": "no-such-directory"}, "model"),
         ({"environment": {"params": {"crash": [0, 1, 2, 3]}}}, "problem . is broken"),
     ],

@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ebbtide.claimed_runs.conversation import load_conversations
 from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.driver.service import drive
-from ebbtide.driver.settings import DriverSettings
-from ebbtide.environments import Message, Split, StepResult
+from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
+from ebbtide.environments import BUILT_IN, Message, Split, StepResult
 from ebbtide.errors import InvalidRequest
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest, TrajectoryOutcome
@@ -24,6 +25,7 @@ from ebbtide.types.tokens import unpack_ids, unpack_tokens
 END = 2
 A, B = 50, 51
 HERE = "environment_for_tests"
+SETTINGS = DriverSettings(environments=EnvironmentSettings(allowed=("*",)))
 
 
 class Behaviour:
@@ -82,16 +84,15 @@ def behaviour(monkeypatch: pytest.MonkeyPatch) -> Behaviour:
 
     module.factory = factory  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, HERE, module)
+    monkeypatch.setitem(BUILT_IN, HERE, f"{HERE}:factory")  # so that it runs in this process
     return behaviour
 
 
 def make_spec(directory: Path, **changes: Any) -> RunSpec:
-    import msgspec
-
     base: dict[str, Any] = {
         "name": "run",
         "model": str(directory),
-        "environment": {"name": f"{HERE}:factory"},
+        "environment": {"name": HERE},
         "batch": {"groups_per_step": 2, "group_size": 3, "episode_timeout_s": 5.0},
         "trainer": {"steps": 2},
         "evaluation": {"problems": 4},
@@ -124,7 +125,7 @@ async def consume(cluster: Any, *, until_step: int) -> None:
 
 async def drive_to_end(cluster: Any, client: Any, **settings: Any) -> None:
     steps = cluster.run.spec.trainer.steps
-    driver = drive(client, cluster.lease("driver"), DriverSettings(**settings))
+    driver = drive(client, cluster.lease("driver"), msgspec.structs.replace(SETTINGS, **settings))
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         tasks.create_task(driver)
         tasks.create_task(consume(cluster, until_step=steps))
@@ -217,7 +218,7 @@ async def test_an_environment_that_always_fails_fails_the_run_with_its_message(
     cluster = make_cluster(make_spec(tiny_model, evaluation={"problems": 0}), echo)
     cluster.announce(0)
     with pytest.raises(RunFailed, match=r"every episode of step 0 failed.*RuntimeError: boom"):
-        await drive(make_client(cluster), cluster.lease("driver"), DriverSettings())
+        await drive(make_client(cluster), cluster.lease("driver"), SETTINGS)
     assert cluster.dropped["environment_failure"] == 2 * 3 * 3
 
 
@@ -234,7 +235,7 @@ async def test_bad_specs_are_refused_by_field_before_anything_is_submitted(
 ) -> None:
     cluster = make_cluster(make_spec(tiny_model, **changes), echo)
     with pytest.raises(InvalidRequest) as caught:
-        await drive(make_client(cluster), cluster.lease("driver"), DriverSettings())
+        await drive(make_client(cluster), cluster.lease("driver"), SETTINGS)
     assert caught.value.field == field
     assert not cluster.rollouts
 
@@ -259,12 +260,12 @@ async def test_a_driver_that_starts_again_at_any_deed_submits_the_same_and_loses
         client = make_client(cluster)
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
             tasks.create_task(consume(cluster, until_step=2))
-            first = asyncio.create_task(drive(client, cluster.lease("driver"), DriverSettings()))
+            first = asyncio.create_task(drive(client, cluster.lease("driver"), SETTINGS))
             await wait_until(partial(reached, cluster, first, stop_after))
             first.cancel()
             await asyncio.wait({first})
             if not cluster.run.status.ended:
-                await drive(client, cluster.lease("driver"), DriverSettings())
+                await drive(client, cluster.lease("driver"), SETTINGS)
         assert cluster.run.status is RunStatus.FINISHED
         assert cluster.rollouts == whole.rollouts
         assert cluster.counters["trained"] == whole.counters["trained"]
@@ -305,7 +306,7 @@ async def test_a_driver_killed_while_a_group_is_stored_leaves_one_that_becomes_w
     for stop_after in range(1, deeds(whole)):
         cluster = make_cluster(spec, poisoned)
         cluster.announce(0)
-        first = asyncio.create_task(drive(make_client(cluster), cluster.lease("driver"), DriverSettings()))
+        first = asyncio.create_task(drive(make_client(cluster), cluster.lease("driver"), SETTINGS))
         await wait_until(partial(reached, cluster, first, stop_after), interval=0)
         first.cancel()
         await asyncio.wait({first})
@@ -320,7 +321,7 @@ async def test_a_cancelled_run_ends_the_driver(
 ) -> None:
     cluster = make_cluster(make_spec(tiny_model), lambda request: None)
     cluster.announce(0)
-    driver = asyncio.create_task(drive(make_client(cluster), cluster.lease("driver"), DriverSettings()))
+    driver = asyncio.create_task(drive(make_client(cluster), cluster.lease("driver"), SETTINGS))
     await wait_until(lambda: len(cluster.rollouts) == 10)
     cluster.finish(RunStatus.CANCELLED, "cancelled")
     async with asyncio.timeout(5):

@@ -15,7 +15,10 @@ from ebbtide.cli.submit_preflight import check_deeply
 from ebbtide.environments.number_guessing import NumberGuessingSource
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import trainer_preflight
+from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.run import RunSpec, to_mapping
+
+SETTINGS = TrainerSettings(allowed_trainers=("*",))
 
 
 def make_spec(model: Path, **changes: Any) -> RunSpec:
@@ -25,7 +28,7 @@ def make_spec(model: Path, **changes: Any) -> RunSpec:
 
 def refusal(spec: RunSpec) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        trainer_preflight.check(spec)
+        trainer_preflight.check(spec, SETTINGS)
     return caught.value
 
 
@@ -33,7 +36,7 @@ def test_responses_that_do_not_fit_behind_a_prompt_are_refused_by_field(tiny_mod
     conversations = load_conversations(str(tiny_model))
     prompt = len(conversations.opening(NumberGuessingSource({}, 0).make("train", 0).reset()))
     room = conversations.context - prompt
-    trainer_preflight.check(make_spec(tiny_model, sampling={"max_tokens": room}))
+    trainer_preflight.check(make_spec(tiny_model, sampling={"max_tokens": room}), SETTINGS)
     error = refusal(make_spec(tiny_model, sampling={"max_tokens": room + 1}))
     assert error.field == "sampling.max_tokens"
     assert f"at most {room} do" in str(error)
@@ -48,14 +51,14 @@ def test_a_trainer_that_cannot_be_imported_is_refused_by_field(
     module = ModuleType("trainer_for_tests")
     module.train = _train  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    trainer_preflight.check(make_spec(tiny_model, trainer={"name": "trainer_for_tests:train"}))
+    trainer_preflight.check(make_spec(tiny_model, trainer={"name": "trainer_for_tests:train"}), SETTINGS)
     for name in ("trainer_for_tests:other", "nowhere:train", "gpro"):
         assert refusal(make_spec(tiny_model, trainer={"name": name})).field == "trainer.name"
 
 
 def test_of_a_run_that_brings_its_own_trainer_only_the_model_is_looked_at(tiny_model: Path) -> None:
     outside = {"trainer": {"name": "external"}, "environment": {"name": "a name for people"}}
-    trainer_preflight.check(make_spec(tiny_model, **outside))
+    trainer_preflight.check(make_spec(tiny_model, **outside), SETTINGS)
     assert refusal(make_spec(tiny_model / "nowhere", **outside)).field == "model"
 
 
@@ -117,6 +120,7 @@ def test_an_environment_that_talks_or_hangs_is_told_by_field(
 ) -> None:
     (tmp_path / "talkative.py").write_text(ENVIRONMENT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("EBBTIDE_ENVIRONMENTS_ALLOWED", "talkative:*")
     with pytest.raises(InvalidRequest) as refused:
         check_deeply(make_spec(tiny_model, environment={"name": f"talkative:{factory}"}), patience_s)
     assert refused.value.field == field

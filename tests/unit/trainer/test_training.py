@@ -21,7 +21,7 @@ from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunEvent, RunSpec, RunStatus
 from ebbtide.types.tokens import pack_ids, pack_tokens
 
-SETTINGS = TrainerSettings(device="cpu", threads=1)
+SETTINGS = TrainerSettings(device="cpu", threads=1, output_roots=("/",), allowed_trainers=("*",))
 DEEDS = ("trainer:publish", "trainer:announce", "trainer:report", "trainer:commit")
 
 

@@ -102,6 +102,10 @@ def up(
     worker_config: Annotated[
         Path | None, typer.Option(help="TOML file of settings for the workers (see ebbtide rollout-worker --help).")
     ] = None,
+    environment: Annotated[
+        list[str] | None,
+        typer.Option(help="package.module:factory that runs may name too; its code runs as you. May be repeated."),
+    ] = None,
 ) -> None:
     """Run a cluster on this machine until Ctrl-C. Programs that die are started again."""
     from ebbtide.cli.commands.up_command import run
@@ -116,6 +120,7 @@ def up(
         standby=f"{coordinator.rpartition(':')[0]}:0" if standby else "",
         relay=relay,
         worker_config=worker_config,
+        environments=tuple(environment or ()),
     )
     raise typer.Exit(run(shape, run_dir, cache))
 

@@ -1,6 +1,7 @@
 """Runs `ebbtide up`: a local cluster that stays until it is interrupted."""
 
 import asyncio
+import shlex
 import sys
 from pathlib import Path
 
@@ -47,6 +48,7 @@ async def _boot(cluster: LocalCluster, shape: ClusterShape, cache: Path, console
         "EBBTIDE_COORDINATOR": shape.coordinators,
         "EBBTIDE_RELAY": shape.relay,
         "EBBTIDE_TOKEN_FILE": str(cluster.token_file.resolve()),
+        "EBBTIDE_ENVIRONMENTS_ALLOWED": shlex.quote(shape.allowed_environments),  # for the check at submit
     }
     file = cluster.directory / _ENVIRONMENT
     file.write_text("".join(f"export {name}={value}\n" for name, value in exports.items()))

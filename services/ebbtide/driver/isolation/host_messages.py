@@ -1,0 +1,78 @@
+"""Defines what the driver and a process of environment code say to each other: frames of msgpack on a socket.
+
+Frames from the process are outside data: they are bounded, and checked when they are parsed.
+"""
+
+import struct
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from ebbtide.environments import Split
+
+#: Bytes of one frame; a longer one ends the process.
+MAX_FRAME: Final = 16 << 20
+LENGTH: Final = struct.Struct("<I")
+
+
+class HostPlan(Struct, frozen=True, kw_only=True):
+    """Says how a process of environment code is made. It travels as an argument, so it holds no secret."""
+
+    isolated: bool
+    user: str  # that it becomes if it starts as root
+    readable: tuple[str, ...] = ()  # absolute paths
+    secrets: tuple[str, ...] = ()  # absolute paths of files that it must not be able to read
+    network: bool = False
+    memory_bytes: int
+    as_root: bool | None = None  # None: as this process is; tests say otherwise
+
+
+class HostStarted(Struct, frozen=True, kw_only=True):
+    """The first frame of a process."""
+
+    refused: str = ""  # why the host does not allow the isolation; empty: it is in place
+
+
+class LoadSource(Struct, frozen=True, tag="load"):
+    name: str
+    params: dict[str, Any]
+    seed: int
+
+
+class OpenEpisode(Struct, frozen=True, tag="open"):
+    """Makes an environment and resets it."""
+
+    episode: int
+    split: Split
+    index: int
+
+
+class StepEpisode(Struct, frozen=True, tag="step"):
+    episode: int
+    response: str
+
+
+Request = LoadSource | OpenEpisode | StepEpisode
+
+
+class HostCall(Struct, frozen=True):
+    request: Request
+    closed: tuple[int, ...] = ()  # episodes that are over
+
+
+class HostReply(Struct, frozen=True, kw_only=True):
+    """The answer to a call: what the environment gave, or why it failed."""
+
+    error: str = ""
+    field: str | None = None  # of an `InvalidRequest`
+    exhausted: bool = False  # it ran out of memory, so the process should go
+    messages: tuple[tuple[str, str], ...] = ()  # role and content
+    reward: float | None = None
+    done: bool = False
+    info: dict[str, float] = {}
+
+
+def frame(message: Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
