@@ -61,17 +61,28 @@ def truncated_support(logits: Tensor, tokens: Tensor, *, top_p: float = 1.0, top
 
 
 def token_logprobs(
-    logits: Tensor, tokens: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    barred: Tensor | None = None,
+    early: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns each token's logprob under its sampling distribution, and that distribution's entropy; both (n,).
 
-    `logits` (n, v) in any float dtype, `tokens` (n,) int64. The gradient flows through the logits inside the
-    truncated support, which itself is constant. The entropy carries none. Raises `InvalidRequest` for a temperature
-    of 0, at which nothing is sampled.
+    `logits` (n, v) in any float dtype, `tokens` (n,) int64. `early` (n,) bool says where the ids in `barred` (e,) int64
+    could not be sampled; where one was sampled all the same, none counts as barred. The gradient flows through the
+    logits inside the truncated support, which itself is constant. The entropy carries none. Raises `InvalidRequest` for
+    a temperature of 0, at which nothing is sampled.
     """
     if temperature <= 0:
         raise InvalidRequest("must be above 0: greedy responses cannot be trained on", field="sampling.temperature")
     scaled = logits.float() / temperature
+    if barred is not None and early is not None:
+        rows = (early & ~torch.isin(tokens, barred)).nonzero()
+        scaled[rows, barred] = -torch.inf  # (rows, 1) and (e,): all barred ids of these rows
     if top_p < 1.0 or top_k > 0:
         scaled = scaled.masked_fill(~truncated_support(scaled, tokens, top_p=top_p, top_k=top_k), -torch.inf)
     logprobs = scaled.log_softmax(-1)

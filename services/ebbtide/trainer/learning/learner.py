@@ -67,6 +67,8 @@ class LearnerSettings:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()  # that workers do not sample within the first `min_tokens` tokens of a response
 
 
 @dataclass
@@ -151,13 +153,16 @@ class Learner:
 
     def logprobs(self, network: Network, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Returns logprob and entropy at each of the batch's sampled tokens under `network`; both (n,)."""
-        settings = self.settings
+        settings, logits = self.settings, batch.logits(network)
+        ends = [token for token in settings.end_ids if token < logits.shape[1]]
         return token_logprobs(
-            batch.logits(network),
+            logits,
             batch.targets,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
+            barred=torch.tensor(ends, dtype=torch.int64, device=logits.device),
+            early=batch.positions < settings.min_tokens,
         )
 
     def _own(self, samples: Sequence[TrainingSample]) -> list[TrainingBatch | None]:

@@ -30,6 +30,7 @@ from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.runtime import Aside
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
+from ebbtide.weights import end_tokens
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -251,7 +252,7 @@ class VllmEngine:
             model=self._root.name,
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
-            eos_token_ids=checkpoint_facts.end_tokens(self._root),
+            eos_token_ids=end_tokens(self._root),
             architecture=checkpoint_facts.architecture(self._shapes),
         )
 
