@@ -10,7 +10,7 @@ parameters and optimiser. A process that dies loses the step; the caller's check
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -146,8 +146,7 @@ class Learner:
         proximal = [[self._proximal(batch) for batch in part] for part in batches] if stale else None
         sums = _Sums()
         for number, part in enumerate(batches):
-            normalizer = sum(sample.sampled for sample in parts[number])
-            self._update(part, proximal[number] if proximal else [None] * len(part), normalizer, sums)
+            self._update(part, proximal[number] if proximal else [None] * len(part), _tokens(parts[number]), sums)
         self._scheduler.step()
         return _stats(self._added_up(sums), StepStats(tokens, stale, rate))
 
@@ -188,13 +187,13 @@ class Learner:
         return torch.where(batch.versions == self.version, batch.behaviour, now)
 
     def _update(
-        self, batches: Sequence[TrainingBatch | None], proximal: Sequence[Tensor | None], normalizer: int, sums: _Sums
+        self, batches: Sequence[TrainingBatch | None], proximal: Sequence[Tensor | None], tokens: "_Tokens", sums: _Sums
     ) -> None:
-        """Takes an optimiser step on the micro-batches of one minibatch of `normalizer` tokens on all ranks."""
+        """Takes an optimiser step on the micro-batches of one minibatch, which has `tokens` on all ranks."""
         self._optimizer.zero_grad()
         for batch, anchor in zip(batches, proximal, strict=True):
             if batch is not None:
-                self._pass(batch, anchor, normalizer, sums)
+                self._pass(batch, anchor, tokens, sums)
                 continue
             nothing = self._idle(self.network)
             if self._refers:
@@ -206,7 +205,7 @@ class Learner:
         sums.updates += 1
         sums.norm += norm.item()
 
-    def _pass(self, batch: TrainingBatch, anchor: Tensor | None, normalizer: int, sums: _Sums) -> None:
+    def _pass(self, batch: TrainingBatch, anchor: Tensor | None, tokens: "_Tokens", sums: _Sums) -> None:
         """Runs one micro-batch forward and backward."""
         settings = self.settings
         logprobs, entropy = self.logprobs(self.network, batch)
@@ -214,7 +213,8 @@ class Learner:
             logprobs,
             batch.behaviour,
             batch.advantages,
-            normalizer=normalizer,
+            normalizer=tokens.teaching,
+            kl_normalizer=tokens.sampled,
             proximal=anchor,
             reference=self._reference_logprobs(batch),
             clip_low=settings.clip_low,
@@ -248,6 +248,18 @@ class Learner:
         passes, gap_tokens, *rest = self._ranks.add_up([float(sums.passes), float(sums.gap_tokens), *values])
         named = dict(zip(sums.values, rest, strict=True))
         return _Sums(int(passes), sums.updates, int(gap_tokens), sums.norm, named)
+
+
+class _Tokens(NamedTuple):
+    """Tokens of a minibatch."""
+
+    teaching: int  # with an advantage; at least 1
+    sampled: int
+
+
+def _tokens(samples: Sequence[TrainingSample]) -> _Tokens:
+    teaching = sum(sample.sampled for sample in samples if sample.advantage)
+    return _Tokens(max(1, teaching), sum(sample.sampled for sample in samples))
 
 
 def _stats(sums: _Sums, stats: StepStats) -> StepStats:
