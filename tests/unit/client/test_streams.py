@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -68,8 +69,10 @@ class Absences:
     async def first(self) -> str:
         """The stream's first message; the service is there for good at last."""
         self.streams.append(QuietStream(self.clock, 1.0, None))
-        async with aclosing(self.peer.follow(self._next)) as messages:  # type: ignore[arg-type]
-            return await anext(messages)
+        resume: Any = self._next
+        async with aclosing(self.peer.follow(resume)) as messages:
+            first: str = await anext(messages)
+            return first
 
 
 async def test_patience_begins_anew_with_each_absence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ MAX_COPIES: Final = 1 << 16
 MAX_HAVE: Final = 64
 #: Copies of a run that are shown, the latest ones: with the longest names they fit into a message.
 MAX_SHOWN: Final = 1000
+_RunCopies = OrderedDict[tuple[Node, str], VersionCopy]  # by version and name of the holder
 
 
 class HolderTable:
@@ -38,7 +39,7 @@ class HolderTable:
         self._static = [BlobSource(name=url, address=url, static=True) for url in copies]
         self._versions: dict[Node, VersionCopies] = {}
         #: The copies of each run, those heard of longest ago first.
-        self._runs: dict[str, OrderedDict[tuple[Node, str], VersionCopy]] = {}
+        self._runs: dict[str, _RunCopies] = {}
         self._count = 0  # of all copies
         self._complaints = SourceComplaints()
         self._order = 0
@@ -73,7 +74,7 @@ class HolderTable:
 
     def forget(self, run_id: str) -> None:
         """Forget all holders of a run that has ended."""
-        for node, name in list(self._runs.get(run_id, ())):
+        for node, name in list(self._of(run_id)):
             self._drop(node, name)
         metrics.HOLDERS.set(self._count)
 
@@ -103,7 +104,7 @@ class HolderTable:
     def states(self, run_id: str) -> tuple[list[HolderState], int]:
         """The copies of a run's versions by policy, version and name, and the number of those left out."""
         self._forget_lost()
-        now, copies = self._clock(), self._runs.get(run_id, {})
+        now, copies = self._clock(), self._of(run_id)
         shown = islice(reversed(copies.items()), MAX_SHOWN)
         states = [
             HolderState(
@@ -118,9 +119,12 @@ class HolderTable:
         ]
         return states, len(copies) - len(states)
 
+    def _of(self, run_id: str) -> _RunCopies:
+        return self._runs.get(run_id, _RunCopies())
+
     def _copy(self, request: WayRequest, holder: Holder, node: Node, now: float) -> VersionCopy:
         run_id, key = request.run_id, (node, holder.name)
-        copy = self._runs.get(run_id, {}).get(key)
+        copy = self._of(run_id).get(key)
         if copy is None and self._count >= MAX_COPIES:
             self._make_room(run_id)
         if copy is None or (copy.done and not request.done):
@@ -129,7 +133,7 @@ class HolderTable:
             self._order += 1
             copy = VersionCopy(holder=holder, order=self._order, seen=now)
             self._versions.setdefault(node, VersionCopies()).add(copy)
-            self._runs.setdefault(run_id, OrderedDict())[key] = copy
+            self._runs.setdefault(run_id, _RunCopies())[key] = copy
             self._count += 1
         self._runs[run_id].move_to_end(key)
         self._versions[node].update(copy, holder, done=request.done)
@@ -143,14 +147,14 @@ class HolderTable:
         """Forget the copy that was heard of longest ago, of the run with the most. Raises `NoCapacity` if none has more
         than `run_id`."""
         most = max(self._runs, key=lambda run: len(self._runs[run]))
-        if len(self._runs[most]) <= len(self._runs.get(run_id, ())) + 1:
+        if len(self._runs[most]) <= len(self._of(run_id)) + 1:
             raise NoCapacity(f"{MAX_COPIES} copies are known to this relay; add relays", retry_after_s=AGAIN_S)
         self._drop(*next(iter(self._runs[most])))
 
     def _drop(self, node: Node, name: str) -> None:
         """Forget a copy, if it is known."""
         run_id = node[0][0]
-        copies = self._runs.get(run_id, OrderedDict())
+        copies = self._of(run_id)
         if copies.pop((node, name), None) is None:
             return
         self._count -= 1

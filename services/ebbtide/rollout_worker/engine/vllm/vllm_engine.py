@@ -97,7 +97,10 @@ class VllmEngine:
             cpu_build.start_by_spawn()
         elif cpu_build.is_cpu_build():
             cpu_build.start_by_fork()
-        return info, AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
+        llm = AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
+        # Within `min_tokens` vLLM would bar the checkpoint's end tokens even where a request ignores them.
+        llm.input_processor.generation_config_fields = {}
+        return info, llm
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         from vllm.exceptions import VLLMClientError
