@@ -39,13 +39,15 @@ def step(name: str) -> Iterator[None]:
 
 
 def settings(folder: Path, coordinator: int, relay: int) -> dict[str, str]:
-    """What docker-compose.yml is filled in with. The folder is this user's alone; the token in it, containers' too."""
-    token = folder / "token"
-    token.write_text(secrets.token_urlsafe(32))
-    token.chmod(0o644)
+    """What docker-compose.yml is filled in with. The folder is this user's alone; its secrets, containers' too."""
+    token, password = folder / "token", folder / "store-password"
+    for secret in (token, password):
+        secret.write_text(secrets.token_urlsafe(32))
+        secret.chmod(0o644)
     return {
         "EBBTIDE_IMAGES": _IMAGES,
         "EBBTIDE_TOKEN_SOURCE": str(token),
+        "EBBTIDE_STORE_PASSWORD_SOURCE": str(password),
         "EBBTIDE_PUBLISH_COORDINATOR": str(coordinator),
         "EBBTIDE_PUBLISH_RELAY": str(relay),
     }

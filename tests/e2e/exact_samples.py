@@ -1,5 +1,6 @@
-"""Responses sampled at temperature 1 by a real engine, whole ones and ones that are cut and go on again and again, as
-JSON on stdout. Run in a process of its own: the engine's processes are forked from it.
+"""Responses sampled at temperature 1 by a real engine, as JSON on stdout: whole ones, ones that are cut and go on again
+and again, and cut ones that may not end within `MIN_TOKENS`. Run in a process of its own: the engine's processes are
+forked from it.
 
 Arguments: the checkpoint, how many responses of each kind, and their length.
 """
@@ -20,6 +21,10 @@ from ebbtide.types.tokens import pack_ids, unpack_tokens
 
 SETTINGS: Final = VllmSettings(dtype="float32", max_model_len=128, enforce_eager=True, threads=1, kv_cache_mib=64)
 PROMPT: Final = [3, 1, 4, 1, 5]
+#: No response of the last kind samples the end token before this many others; it is a likely one.
+MIN_TOKENS: Final = 24
+END: Final = 2
+_HELD: Final = 64
 _AT_ONCE: Final = 64
 #: Tokens of an attempt before it is cut, on average; of its last ones, up to so many were not stored.
 _MEAN: Final = 6
@@ -27,9 +32,9 @@ _UNSTORED: Final = 2
 
 
 class Sampler:
-    def __init__(self, engine: VllmEngine, info: EngineInfo, length: int) -> None:
+    def __init__(self, engine: VllmEngine, info: EngineInfo, length: int, **sampling: Any) -> None:
         self._engine, self._info = engine, info
-        self._sampling = Sampling(temperature=1.0, max_tokens=length, ignore_eos=True)
+        self._sampling = Sampling(temperature=1.0, max_tokens=length, ignore_eos=True, **sampling)
         self._room = asyncio.Semaphore(_AT_ONCE)
         self._random = Random(0)
 
@@ -44,10 +49,15 @@ class Sampler:
             while (count := len(unpack_tokens(stored))) < self._sampling.max_tokens:
                 take = min(1 + int(self._random.expovariate(1 / _MEAN)), self._sampling.max_tokens - count)
                 made = await self._attempt(f"{name}-{count}-{len(cuts)}", stored, take)
-                rest = take if take + count == self._sampling.max_tokens else self._stored(take)
-                stored += made[: 12 * rest]
                 cuts.append(count)
+                if self._ended(made) or take + count == self._sampling.max_tokens:
+                    stored += made
+                    break
+                stored += made[: 12 * self._stored(take)]
         return _facts(stored, cuts[1:])
+
+    def _ended(self, made: bytes) -> bool:
+        return int(unpack_tokens(made)["id"][-1]) in self._sampling.stop_token_ids
 
     def _stored(self, made: int) -> int:
         return max(1, made - self._random.randrange(_UNSTORED + 1))
@@ -79,10 +89,13 @@ def _facts(tokens: bytes, cuts: list[int]) -> dict[str, Any]:
 async def main(checkpoint: str, responses: int, length: int) -> None:
     engine = VllmEngine(checkpoint, _AT_ONCE, SETTINGS)
     try:
-        sampler = Sampler(engine, await engine.start(), length)
+        info = await engine.start()
+        sampler = Sampler(engine, info, length)
         whole = await asyncio.gather(*(sampler.whole(f"w{number}") for number in range(responses)))
         cut = await asyncio.gather(*(sampler.cut(f"c{number}") for number in range(responses)))
-        print(json.dumps({"prompt": PROMPT, "whole": whole, "cut": cut}))  # noqa: T201 - the test reads it
+        sampler = Sampler(engine, info, length, min_tokens=MIN_TOKENS, stop_token_ids=(END,))
+        held = await asyncio.gather(*(sampler.cut(f"h{number}") for number in range(_HELD)))
+        print(json.dumps({"prompt": PROMPT, "whole": whole, "cut": cut, "held": held}))  # noqa: T201 - the test reads it
     finally:
         await engine.stop()
 

@@ -7,12 +7,14 @@ is chi-square distributed with one degree of freedom less than the vocabulary ha
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from random import Random
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.e2e import exact_samples
 from tests.e2e.facts import facts_of
 
 #: Responses of each kind, and tokens of each: enough to see one token in a hundred that is not the one it should be.
@@ -61,12 +63,18 @@ def chance(deviation: Array, covariance: Array) -> float:
     return float(torch.special.gammaincc(torch.tensor((VOCABULARY - 1) / 2), torch.tensor(square / 2)))
 
 
-def probabilities(checkpoint: Path, prompt: list[int], ids: npt.NDArray[np.int64]) -> Array:
-    """What the network says of each token of each response: (responses, length, V)."""
+def load(checkpoint: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True, dtype=torch.float32)
+
+
+def probabilities(checkpoint: Path, prompt: list[int], ids: npt.NDArray[np.int64]) -> Array:
+    """What the network says of each token of each response: (responses, length, V)."""
+    import torch
+
+    network = load(checkpoint)
     prompts = np.broadcast_to(np.array(prompt), (len(ids), len(prompt)))
     with torch.no_grad():
         whole = torch.from_numpy(np.concatenate([prompts, ids], axis=1))
@@ -78,7 +86,7 @@ def probabilities(checkpoint: Path, prompt: list[int], ids: npt.NDArray[np.int64
 class Samples:
     def __init__(self, checkpoint: Path, responses: int, length: int) -> None:
         facts = facts_of("exact_samples", checkpoint, responses, length, within_s=900.0)
-        self._facts = facts
+        self._checkpoint, self._facts = checkpoint, facts
         self.whole, self.cut = (self._sample(checkpoint, kind) for kind in ("whole", "cut"))
         first = np.zeros((responses, length), bool)
         for row, response in zip(first, facts["cut"], strict=True):
@@ -97,6 +105,22 @@ class Samples:
             said = np.array([response["logprobs"] for response in self._facts[kind]]).ravel()
             gaps.append(np.abs(said - np.log(sample.probable[np.arange(len(said)), sample.ids])).max())
         return float(max(gaps))
+
+    def trainers_gap(self, **settings: Any) -> float:
+        """What the trainer reports as the mean gap to the workers' logprobs, over responses with `MIN_TOKENS`."""
+        from ebbtide.trainer.learning.learner import Learner, LearnerSettings
+        from ebbtide.trainer.learning.training_batches import TrainingSample
+
+        samples = []
+        for response in self._facts["held"]:
+            count = len(response["ids"])
+            ids = np.array([*self._facts["prompt"], *response["ids"]])
+            said, versions = np.array(response["logprobs"], np.float32), np.zeros(count, np.int64)
+            samples.append(TrainingSample(ids, np.ones(count, np.bool_), said, versions, 1.0))
+        learner = Learner(load(self._checkpoint), LearnerSettings(**settings), version=0)
+        gap = learner.step(samples, Random(0)).logprob_gap
+        assert gap is not None
+        return gap
 
 
 @pytest.fixture(
@@ -124,6 +148,11 @@ def test_a_shift_of_one_percent_would_be_seen(samples: Samples) -> None:
     random = np.random.default_rng(0)
     seen = [samples.cut.shifted(random).chance() <= ALPHA for _ in range(100)]
     assert sum(seen) >= 95
+
+
+def test_the_trainer_bars_end_tokens_where_engines_did(samples: Samples) -> None:
+    assert samples.trainers_gap(min_tokens=exact_samples.MIN_TOKENS, end_ids=(exact_samples.END,)) <= 1e-4
+    assert samples.trainers_gap() > 0.01, "the end token is a likely one"
 
 
 def test_engines_say_the_networks_logprobs_of_what_they_sampled(samples: Samples) -> None:

@@ -68,8 +68,10 @@ def test_a_port_is_published_on_the_loopback_alone(name: str) -> None:
         assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port)
 
 
-def test_the_store_is_reached_from_inside_alone() -> None:
+def test_the_store_is_reached_from_inside_alone_with_a_password_that_the_coordinator_has() -> None:
     assert "ports" not in SERVICES["redis"]
+    assert SERVICES["redis"]["secrets"] == ["store-password"]
+    assert loaded("coordinator").store_password_file == "/run/secrets/store-password"
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -108,14 +110,15 @@ def test_a_service_finds_the_token_and_the_others_by_their_names(name: str) -> N
     security = next(getattr(settings, field) for field in ("server", "client", "security") if hasattr(settings, field))
     assert security.token == ""
     assert security.token_file == "/run/secrets/token"
-    assert SERVICES[name]["secrets"] == ["token"]
+    passwords = ["store-password"] if name == "coordinator" else []
+    assert SERVICES[name]["secrets"] == ["token", *passwords]
     for field in {"coordinator", "relay"} & set(settings.__struct_fields__):
         host, _, port = getattr(settings, field).rpartition(":")
         assert SERVICES[host]["ports"][0].endswith(f":{port}")
 
 
 def test_there_is_no_secret_in_the_file() -> None:
-    assert FILE["secrets"] == {"token": {"file": "./runs/compose/token"}}
+    assert FILE["secrets"] == {name: {"file": f"./runs/compose/{name}"} for name in ("token", "store-password")}
     assert "EBBTIDE_TOKEN:" not in (ROOT / "docker-compose.yml").read_text()
 
 
@@ -149,7 +152,7 @@ def test_a_servers_health_is_asked_where_it_listens(name: str, port: int) -> Non
 
 
 def test_the_store_writes_before_it_answers() -> None:
-    command = SERVICES["redis"]["command"]
+    (command,) = SERVICES["redis"]["command"]
     assert "--appendonly yes" in command
     assert "--appendfsync always" in command
     assert "--maxmemory-policy noeviction" in command

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide import ledger as module
 from ebbtide.errors import InvalidRequest
 from ebbtide.ledger import AttemptRecord, Ledger, read_ledger
 from ebbtide.types.fleet import AttemptRef
@@ -55,6 +56,40 @@ def test_it_grows_and_keeps_open_entries_valid(tmp_path: Path) -> None:
     records = read_ledger(tmp_path / "ledger")
     assert [record.generated for record in records] == list(range(3000))
     assert records[2999].rollout_id == "s0.g2999.0.t0"
+
+
+def test_it_is_bounded_and_forgets_the_oldest_attempts_that_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_RECORDS", 1024)
+    path = tmp_path / "ledger"
+    with Ledger(path) as ledger:
+        lasting = ledger.open(ref(0), 0)
+        size = path.stat().st_size
+        for number in range(1, 3000):
+            ledger.end(entry := ledger.open(ref(number), number))
+            ledger.add(lasting, 1)
+            ledger.add(entry, 1)
+    for number in range(3000, 3003):  # so do workers that are started again
+        with Ledger(path) as ledger:
+            ledger.open(ref(number), number)
+    assert path.stat().st_size == size
+    records = read_ledger(path)
+    assert sorted(record.start for record in records) == [0, *range(1980, 3003)]
+    assert [record.start for record in records if record.start] == list(range(1980, 3003)), "oldest first"
+    assert {record.generated for record in records if not record.start} == {2999}
+    assert [record.start for record in read_ledger(path, newest=2)] == [3001, 3002]
+
+
+def test_while_more_attempts_run_than_it_keeps_none_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_RECORDS", 8)
+    with Ledger(tmp_path / "ledger") as ledger:
+        entries = [ledger.open(ref(number), 0) for number in range(20)]
+        for number, entry in enumerate(entries):
+            ledger.add(entry, number)
+    assert [record.generated for record in read_ledger(tmp_path / "ledger")] == list(range(20))
 
 
 def test_a_restarted_worker_appends_to_its_ledger(tmp_path: Path) -> None:

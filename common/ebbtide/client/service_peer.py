@@ -4,6 +4,7 @@ All calls that the SDK makes are idempotent. An error that outlasts the patience
 remedy.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 import grpc
 
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.errors import EbbtideError, StoreUnavailable, Unavailable
 from ebbtide.rpc.backoff import pauses, retrying
 from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S
 from ebbtide.rpc.leader_channel import LeaderChannel
@@ -21,8 +22,10 @@ T = TypeVar("T")
 Request_contra = TypeVar("Request_contra", contravariant=True)
 Response_co = TypeVar("Response_co", covariant=True)
 
-#: A stream that lasted longer was connected: keepalive ends a dead one sooner.
-_CONNECTED_S: Final = 30.0
+#: A stream that was connected for so long was served: a service refuses sooner,
+_SERVED_S: Final = 5.0
+#: except when its store is away, for which it may wait.
+_STORE_AWAY_S: Final = 30.0
 
 
 class Unary(Protocol[Request_contra, Response_co]):
@@ -67,25 +70,33 @@ class ServicePeer:
     async def follow(self, resume: Callable[[], "grpc.aio.UnaryStreamCall[Any, T]"]) -> AsyncGenerator[T, None]:
         """Yield the messages of a stream until the service ends it; `resume` opens it after the last message seen.
 
-        Raises the service's error after `patience_s` without it, and any error except `Unavailable` at once.
+        Raises the service's error after `patience_s` without it, and any error except `Unavailable` at once. Patience
+        begins anew whenever the service came back, though it sent no message.
         """
         give_up: float | None = None
         waits = pauses()
         while True:
-            opened = time.monotonic()
             stream = resume()
+            connecting = asyncio.create_task(self._connected_at())
             try:
                 with self.translated():
                     async for message in stream:
                         give_up, waits = None, pauses()
                         yield message
                     return
-            except Unavailable:
+            except Unavailable as error:
                 now, wait = time.monotonic(), next(waits)
-                if give_up is None or now - opened > _CONNECTED_S:
-                    give_up = now + self.patience_s
+                served_s = _STORE_AWAY_S if isinstance(error, StoreUnavailable) else _SERVED_S
+                if give_up is None or (connecting.done() and now - await connecting >= served_s):
+                    give_up, waits = now + self.patience_s, pauses()
                 if now + wait > give_up:
                     raise
             finally:
+                connecting.cancel()
                 stream.cancel()
             await self.channel.pause(wait)
+
+    async def _connected_at(self) -> float:
+        """Wait until the service is connected. Returns that time (seconds, monotonic)."""
+        await self.channel.channel_ready()
+        return time.monotonic()

@@ -1,6 +1,7 @@
 """Turns weights into bytes: tensors with safetensors' dtypes, cut into tiles, listed in a manifest under a root digest.
 
-Pure functions over numpy arrays and bytes: nothing here waits or reads a clock, and only `read_config` reads files.
+Pure functions over numpy arrays and bytes: nothing here waits or reads a clock, and only `read_config` and `end_tokens`
+read files.
 """
 
 from ebbtide.weights.fetch_plan import Place, Planner, TileTask, Way, places
@@ -30,7 +31,7 @@ from ebbtide.weights.manifest.patch_manifest import (
     seal_patch,
 )
 from ebbtide.weights.missing import mark_missing, read_missing, staged_sizes
-from ebbtide.weights.model_config import check_config, read_config
+from ebbtide.weights.model_config import check_config, end_tokens, read_config
 from ebbtide.weights.signing import Signer, check_patch_signature, check_signature
 from ebbtide.weights.tensors import NamedTensor, as_array, named_tensor
 from ebbtide.weights.tiles import check_tile, describe, slice_tiles, tile_digest, tile_size, tile_sizes
@@ -58,6 +59,7 @@ __all__ = [
     "check_signature",
     "check_tile",
     "describe",
+    "end_tokens",
     "mark_missing",
     "named_tensor",
     "patch_root",

@@ -55,22 +55,34 @@ def read_config(model: Path) -> bytes:
     if not path.is_file():
         return b""
     config = check_config(path.read_bytes())
-    ends = _ends(config)
-    if (extra := model / "generation_config.json").is_file():
-        try:
-            generation = msgspec.json.decode(extra.read_bytes())
-        except msgspec.DecodeError as error:
-            raise InvalidRequest(f"{extra.name} is not JSON: {error}", field="config") from None
-        ends |= _ends(generation) if isinstance(generation, Mapping) else set()
-    if len(ends) > 1:
-        config["eos_token_id"] = sorted(ends)
+    if len(ends := end_tokens(model)) > 1:
+        config["eos_token_id"] = ends
     return msgspec.json.encode(config, order="deterministic")
 
 
-def _ends(config: Mapping[str, Any]) -> set[int]:
-    value = config.get("eos_token_id")
-    values = value if isinstance(value, list) else [value]
-    return {one for one in values if isinstance(one, int)}
+def end_tokens(model: Path) -> tuple[int, ...]:
+    """Read the end-of-sequence token ids that a checkpoint directory's config.json and generation_config.json name.
+
+    They are sorted. Raises `InvalidRequest` for a file that is not JSON, `OSError` for unreadable files.
+    """
+    config = _decode(model / "config.json")
+    parts = (config, config.get("text_config"), _decode(model / "generation_config.json"))
+    found: set[int] = set()
+    for part in parts:
+        value = part.get("eos_token_id") if isinstance(part, Mapping) else None
+        found.update(one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int))
+    return tuple(sorted(found))
+
+
+def _decode(path: Path) -> Mapping[str, Any]:
+    """Read a JSON file. Empty if there is none, or it holds no object."""
+    if not path.is_file():
+        return {}
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}", field="model") from None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _is(pattern: re.Pattern[str], value: Any) -> bool:

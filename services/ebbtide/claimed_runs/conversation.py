@@ -9,11 +9,12 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ebbtide.claimed_runs.model_directory import check_model_directory
 from ebbtide.environments import Message
 from ebbtide.errors import InvalidRequest
+from ebbtide.weights import end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,11 +93,9 @@ def load_conversations(model: str, *, stop_token_ids: Sequence[int] = ()) -> Con
     folder = Path(model)
     check_model_directory(folder)
     tokenizer = _load_tokenizer(folder)
-    config = _read_json(folder / "config.json")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config", config)
-    generation = _read_json(folder / "generation_config.json")
-    ends = [tokenizer.eos_token_id, *stop_token_ids]
-    ends += _as_list(generation.get("eos_token_id")) + _as_list(text_config.get("eos_token_id"))
+    ends = (tokenizer.eos_token_id, *stop_token_ids, *end_tokens(folder))
     return Conversations(
         tokenizer,
         context=int(text_config.get("max_position_embeddings") or 0),
@@ -116,12 +115,3 @@ def _load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidRequest(f"no tokenizer can be loaded from {str(folder)!r}: {error}", field="model") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return content
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -47,7 +47,7 @@ class Coordinator:
         """`link`: the connection to the store; None: that of the settings."""
         self._settings = settings
         self.link = link or StoreConnection(
-            settings.store_url, patience_s=settings.store_patience_s, replicas=settings.store_replicas
+            settings.dialled_url(), patience_s=settings.store_patience_s, replicas=settings.store_replicas
         )
         self.store = Store(self.link, new_fence())
         self.state = CoordinatorState()

@@ -5,8 +5,10 @@ from typing import Annotated
 from msgspec import Meta
 
 from ebbtide.auth.security import ServerSettings
+from ebbtide.auth.tls import read_file
 from ebbtide.runtime import ProcessSettings
 from ebbtide.scheduling.health.liveness import TIMEOUT_S
+from ebbtide.store.link.dialer import with_password
 
 
 class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,6 +23,9 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
             extra={"shared": True},
         ),
     ] = "redis://127.0.0.1:6379/0"
+    store_password_file: Annotated[
+        str, Meta(description="file that holds the store's password, in place of one in store_url; read at the start")
+    ] = ""
     store_patience_s: Annotated[
         float, Meta(gt=0, description="how long a call waits for a store that is away, before it fails")
     ] = 3.0
@@ -53,3 +58,10 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
         Meta(gt=0, description="turns of runs at one worker last about so long, or ten times what a change takes"),
     ] = 2.0
     keep_ended_s: Annotated[float, Meta(ge=1, description="how long an ended run's record is kept")] = 7 * 86400.0
+
+    def dialled_url(self) -> str:
+        """The store's URL, with the password of `store_password_file` in it. Raises `InvalidRequest`."""
+        if not self.store_password_file:
+            return self.store_url
+        password = read_file(self.store_password_file, "store_password_file").decode(errors="replace").strip()
+        return with_password(self.store_url, password, field="store_password_file")

@@ -77,15 +77,12 @@ class InFlightTokens:
     def __init__(self, ledger: Path) -> None:
         self._ledger = ledger
         self._before: dict[str, int] = {}
-        self._begun = 0
 
     def look(self, tokens: range) -> int:
         """Counts rollouts that grew since the last look and have so many tokens, among the newest attempts."""
         if not self._ledger.exists():
             return 0
-        skip = max(0, self._begun - _NEWEST)
-        records = read_ledger(self._ledger, skip=skip)
-        self._begun = skip + len(records)
+        records = read_ledger(self._ledger, newest=_NEWEST)
         grown = [record for record in records if self._grew(record) and record.start + record.generated in tokens]
         self._before = {record.attempt_id: record.generated for record in records}
         return sum(record.rollout_id.startswith(TRAINING_PREFIX) for record in grown)

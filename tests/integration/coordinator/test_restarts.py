@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
 
 from ebbtide.errors import Draining, StoreUnavailable, Unavailable
@@ -153,6 +154,7 @@ async def test_a_store_restart_loses_nothing_acknowledged_and_holds_up_appends_a
         own_redis.start()
         ack = await appending
         assert (ack.status, ack.stored) == (AppendAck.STATUS_STORED, 12)
+        await worker.open_append()
         assert await run.submit("d") == [1]
         assert (await worker.add("a", 12, 1, STOP)).finished
         await worker.has("c")
@@ -162,6 +164,28 @@ async def test_a_store_restart_loses_nothing_acknowledged_and_holds_up_appends_a
         assert {name: record.counters[name] for name in ("submitted", "queued", "running", "finished")} == {
             "submitted": 4, "queued": 1, "running": 2, "finished": 1,
         }  # fmt: skip
+
+
+async def test_a_finish_in_flight_across_a_store_restart_is_called_durable_in_the_end(
+    cluster_with: Any, own_redis: Any
+) -> None:
+    async with cluster_with(own_redis.url) as cluster:
+        run = await cluster.run()
+        worker = await cluster.worker("w1")
+        await run.submit("a")
+        await worker.has("a")
+        own_redis.kill()
+        finishing = asyncio.create_task(worker.add("a", 0, 4, STOP))
+        await wait_until(lambda: any(session.storing for session in cluster.coordinator.state.sessions.values()))
+        own_redis.start()
+        assert (await finishing).finished
+        assert not worker.durable, "the answer began before the restart"
+        async with asyncio.timeout(10):
+            with pytest.raises(grpc.aio.AioRpcError, match="send again what is not durable"):
+                await worker._append.read()
+        await worker.open_append()
+        assert (await worker.add("a", 0, 4, STOP)).finished
+        assert worker.durable
 
 
 async def test_a_full_store_pushes_back_and_deletions_make_room(cluster_with: Any, own_redis: Any) -> None:

@@ -1,10 +1,12 @@
 """Who reads from whom: near before far, once over each slow link, never in a circle."""
 
 import random
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 
 import pytest
 
+from ebbtide.scheduling.distribution import version_copies
 from ebbtide.scheduling.distribution.source_ranking import (
     FEW,
     MOST_FAILED,
@@ -14,9 +16,9 @@ from ebbtide.scheduling.distribution.source_ranking import (
     BlobOrigin,
     SourceComplaints,
     VersionCopy,
-    choose_sources,
-    lasting_copies,
+    lasts,
 )
+from ebbtide.scheduling.distribution.version_copies import VersionCopies
 from ebbtide.types.weights import Holder
 
 TRAINERS = BlobOrigin(site="home", trainers=True)
@@ -30,35 +32,45 @@ def copy(
     return VersionCopy(holder=holder, order=order, seen=0.0, done=done)
 
 
+def choose(
+    asked: VersionCopy, copies: Iterable[VersionCopy], origin: BlobOrigin, quarantined: Collection[str]
+) -> list[str]:
+    """What `asked` is told among `copies`."""
+    table = VersionCopies()
+    for one in sorted({one.holder.name: one for one in [*copies, asked]}.values(), key=lambda one: one.order):
+        table.add(one)
+    return table.choose(asked, origin, quarantined)
+
+
 def joined(copies: Iterable[VersionCopy], origin: BlobOrigin = TRAINERS) -> list[VersionCopy]:
     """Each asks once, in order."""
     copies = list(copies)
     for number, one in enumerate(copies):
-        choose_sources(one, copies[: number + 1], origin, ())
+        choose(one, copies[: number + 1], origin, ())
     return copies
 
 
 def test_same_host_comes_before_same_site_before_the_origin() -> None:
     asked = copy("asked", 9, host="h")
     others = [copy("site", 0), copy("host", 1, host="h"), copy("far", 2, "b", done=True)]
-    assert choose_sources(asked, [*others, asked], TRAINERS, ()) == ["host", "site", ORIGIN]
+    assert choose(asked, [*others, asked], TRAINERS, ()) == ["host", "site", ORIGIN]
 
 
 def test_a_sites_first_goes_to_whole_copies_of_other_sites_and_to_the_trainers_relay_last() -> None:
     others = [copy("whole", 0, "b", done=True), copy("arriving", 1, "b")]
-    assert choose_sources(copy("asked", 2), others, TRAINERS, ()) == ["whole", ORIGIN]
-    assert choose_sources(copy("asked", 2), others, BlobOrigin(site="b", trainers=False), ()) == [ORIGIN, "whole"]
+    assert choose(copy("asked", 2), others, TRAINERS, ()) == ["whole", ORIGIN]
+    assert choose(copy("asked", 2), others, BlobOrigin(site="b", trainers=False), ()) == [ORIGIN, "whole"]
 
 
 def test_only_those_who_came_before_or_are_whole_may_be_read_from() -> None:
     others = [copy("before", 0), copy("behind", 2), copy("behind-but-whole", 3, done=True)]
-    assert set(choose_sources(copy("asked", 1), others, TRAINERS, ())) == {"before", "behind-but-whole", ORIGIN}
+    assert set(choose(copy("asked", 1), others, TRAINERS, ())) == {"before", "behind-but-whole", ORIGIN}
 
 
 def test_who_serves_nothing_or_is_shunned_is_not_named() -> None:
     mute = VersionCopy(holder=Holder(name="mute", site="a"), order=0, seen=0.0, done=True)
     others = [mute, copy("broken", 1), copy("good", 2)]
-    assert choose_sources(copy("asked", 3), others, TRAINERS, {"broken:1"}) == ["good", ORIGIN]
+    assert choose(copy("asked", 3), others, TRAINERS, {"broken:1"}) == ["good", ORIGIN]
 
 
 def test_readers_of_one_site_form_a_tree_with_few_readers_each_and_one_at_the_origin() -> None:
@@ -67,6 +79,17 @@ def test_readers_of_one_site_form_a_tree_with_few_readers_each_and_one_at_the_or
     assert sources.count(ORIGIN) == 1
     assert max(sources.count(one.holder.name) for one in copies) <= FEW
     assert max(one.depth for one in copies) <= 5
+
+
+def test_a_thousand_readers_form_as_even_a_tree_as_a_few() -> None:
+    table = VersionCopies()
+    for number in range(1000):
+        table.add(newest := copy(f"w{number}", number))
+        table.choose(newest, TRAINERS, ())
+    readers = Counter(one.source for one in table.by_name.values())
+    assert readers[ORIGIN] == 1
+    assert max(readers.values()) <= FEW
+    assert max(one.depth for one in table.by_name.values()) <= 9
 
 
 def test_whole_copies_share_their_readers_evenly() -> None:
@@ -85,13 +108,13 @@ def test_a_reader_stays_with_its_source_until_it_is_shunned() -> None:
     last = copies[-1]
     first = last.source
     copies[-2].source = first  # one more reader there
-    assert choose_sources(last, copies, TRAINERS, ())[0] == first
-    assert choose_sources(last, copies, TRAINERS, {f"{first}:1"})[0] != first
+    assert choose(last, copies, TRAINERS, ())[0] == first
+    assert choose(last, copies, TRAINERS, {f"{first}:1"})[0] != first
 
 
 def test_copies_on_spot_machines_are_not_counted_as_safe() -> None:
     copies = [copy("spot", 0, done=True, lasting=False), copy("kept", 1, done=True), copy("arriving", 2)]
-    assert lasting_copies(copies) == 1
+    assert [one.holder.name for one in copies if lasts(one)] == ["kept"]
 
 
 def test_a_source_that_failed_one_is_quarantined_for_it_alone_and_after_several_for_all() -> None:
@@ -124,7 +147,8 @@ class World:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.origin = self.rng.choice([TRAINERS, SITES_OWN])
-        self.copies: dict[str, VersionCopy] = {}
+        self.table = VersionCopies()
+        self.copies = self.table.by_name
         self.reads: dict[str, list[str]] = {}
         self.order = 0
 
@@ -134,7 +158,7 @@ class World:
             name = f"w{self.rng.randrange(12)}"  # one that died may come back under its old name
             if name not in self.copies:
                 site, host = self.rng.choice(["a", "a", "b", "home"]), self.rng.choice(["", "h1", "h2"])
-                self.copies[name] = copy(name, self.order, site, host=host and f"{site}-{host}")
+                self.table.add(copy(name, self.order, site, host=host and f"{site}-{host}"))
                 self.order += 1
                 self.ask(name)
         elif self.copies:
@@ -143,16 +167,16 @@ class World:
 
     def ask(self, name: str) -> None:
         if not self.copies[name].done:
-            self.reads[name] = choose_sources(self.copies[name], list(self.copies.values()), self.origin, ())
+            self.reads[name] = self.table.choose(self.copies[name], self.origin, ())
 
     def die(self, name: str) -> None:
-        del self.copies[name]
+        self.table.remove(name)
         self.reads.pop(name, None)
         for reader in [reader for reader, sources in self.reads.items() if name in sources]:
             self.ask(reader)
 
     def finish(self, name: str) -> None:
-        self.copies[name].done = True
+        self.table.update(self.copies[name], self.copies[name].holder, done=True)
         self.reads.pop(name, None)
 
     def check(self) -> None:
@@ -180,7 +204,10 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_however_holders_come_and_go_none_wait_in_a_circle_and_each_link_is_crossed_once(seed: int) -> None:
+def test_however_holders_come_and_go_none_wait_in_a_circle_and_each_link_is_crossed_once(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_copies, "OFFERED", 1 + seed % 4)  # few, as among very many copies
     world = World(seed)
     for _ in range(300):
         world.step()

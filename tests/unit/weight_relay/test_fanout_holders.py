@@ -1,5 +1,7 @@
 """What holders tell is kept while it is fresh, and who failed is passed over."""
 
+import time
+
 import pytest
 
 from ebbtide.errors import InvalidRequest, NoCapacity
@@ -25,9 +27,11 @@ def holders(clock: SetClock) -> HolderTable:
     return HolderTable(BlobOrigin(site="home", trainers=True), clock=clock)
 
 
-def ask(name: str, *, site: str = "a", done: bool = False, lasting: bool = False, **more: object) -> WayRequest:
+def ask(
+    name: str, *, run: str = "run", site: str = "a", done: bool = False, lasting: bool = False, **more: object
+) -> WayRequest:
     holder = Holder(name=name, site=site, address=f"{name}:1", lasting=lasting)
-    return WayRequest(run_id="run", policy="policy", holder=holder, done=done, **more)  # type: ignore[arg-type]
+    return WayRequest(run_id=run, policy="policy", holder=holder, done=done, **more)  # type: ignore[arg-type]
 
 
 def addresses(holders: HolderTable, request: WayRequest) -> list[str]:
@@ -157,3 +161,39 @@ def test_holders_are_bounded(holders: HolderTable, clock: SetClock, monkeypatch:
     assert {state.holder.name for state in holders.states("run")[0]} == {"w0", "w1", "w2"}
     clock.now += LOST_S
     holders.told(ask("w3"), 5)
+
+
+def test_the_many_holders_of_one_run_keep_those_of_no_other_run_out(
+    holders: HolderTable, clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_COPIES", 6)
+    for number in range(6):
+        holders.told(ask(f"fake{number}", run="greedy"), 5)
+        clock.now += 0.1
+    holders.told(ask("fake0", run="greedy"), 5)
+    for number in range(3):
+        holders.told(ask(f"w{number}"), 5)
+    kept = {run: {state.holder.name for state in holders.states(run)[0]} for run in ("greedy", "run")}
+    assert kept == {"greedy": {"fake0", "fake4", "fake5"}, "run": {"w0", "w1", "w2"}}, "those heard of last stay"
+    for run in ("greedy", "run"):
+        with pytest.raises(NoCapacity):
+            holders.told(ask("more", run=run), 5)
+    assert addresses(holders, ask("w1")) == ["w0:1"]
+
+
+def test_an_answer_costs_no_more_among_very_many_holders(holders: HolderTable) -> None:
+    def cost_s(asker: str) -> float:
+        """The least of a few: other processes disturb some."""
+        costs = []
+        for _ in range(20):
+            began = time.thread_time()
+            holders.told(ask(asker, site="b"), 5)
+            costs.append(time.thread_time() - began)
+        return min(costs)
+
+    for number in range(100):
+        holders.told(ask(f"w{number}", site="ab"[number % 2], done=number % 3 == 0), 5)
+    few = cost_s("w1")
+    for number in range(5000):
+        holders.told(ask(f"fake{number}", site=f"{number % 7}", done=number % 3 == 0), 5)
+    assert cost_s("w1") < 5 * few

@@ -40,6 +40,7 @@ class VersionCopy(Struct, kw_only=True):
     source: str | None = None  # named first to the holder lately; None: none yet
     depth: int = 0  # copies between it and the origin, itself included
     install_s: float = 0.0
+    have: tuple[int, ...] = ()  # versions that the holder has
 
 
 class BlobOrigin(Struct, frozen=True, kw_only=True):
@@ -50,15 +51,19 @@ class BlobOrigin(Struct, frozen=True, kw_only=True):
 
 
 def choose_sources(
-    requester: VersionCopy, copies: Collection[VersionCopy], origin: BlobOrigin, quarantined: Collection[str]
+    requester: VersionCopy,
+    copies: Collection[VersionCopy],
+    readers: Counter[str | None],
+    origin: BlobOrigin,
+    quarantined: Collection[str],
 ) -> list[str]:
     """Name the holders to read from, best first, with `ORIGIN` among them. Sets the requester's `source` and `depth`.
 
-    `copies`: the live ones of the wanted version. Addresses in `quarantined` are passed over.
+    `copies`: live ones of the wanted version. `readers`: the arriving copies of each source, without the requester.
+    Addresses in `quarantined` are passed over.
     """
     usable = [copy for copy in copies if _may_serve(copy, requester) and copy.holder.address not in quarantined]
     near = [copy for copy in usable if distance(copy.holder, requester.holder) != FAR]
-    readers = Counter(copy.source for copy in copies if not copy.done and copy.holder.name != requester.holder.name)
     if near:
         names = _ranked(requester, near, readers)
         names.insert(_place_of_origin(requester, near, names, readers, origin), ORIGIN)
@@ -100,9 +105,12 @@ def _forget_oldest(items: dict[str, Any], most: int) -> None:
         del items[key]
 
 
-def lasting_copies(copies: Iterable[VersionCopy]) -> int:
-    """Count the safe whole copies. Spot machines may go at any moment, and copies without an address lie in engines."""
-    return sum(1 for copy in copies if copy.done and copy.holder.lasting and copy.holder.address)
+def lasts(copy: VersionCopy) -> bool:
+    """Whether it is whole and safe.
+
+    Spot machines may go at any moment, and copies without an address lie in engines.
+    """
+    return copy.done and copy.holder.lasting and bool(copy.holder.address)
 
 
 def _may_serve(copy: VersionCopy, requester: VersionCopy) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 from typing import Any, Final, Protocol, cast
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import redis.exceptions
 from redis.asyncio import ConnectionPool
@@ -190,6 +190,19 @@ def info(text: bytes) -> dict[str, str]:
 def _once() -> Retry:
     """No retries: the caller dials again."""
     return Retry(NoBackoff(), 0)
+
+
+def with_password(url: str, password: str, *, field: str) -> str:
+    """Put a password into a store's URL. Raises `InvalidRequest` naming `field` if it is empty, or the URL has one."""
+    scheme, separator, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    login, _, hosts = authority.rpartition("@")
+    user, colon, _ = login.partition(":")
+    if not password:
+        raise InvalidRequest("the file is empty; put the store's password into it", field=field)
+    if colon:
+        raise InvalidRequest("store_url has a password already; leave one out", field=field)
+    return f"{scheme}{separator}{user}:{quote(password, safe='')}@{hosts}{slash}{path}"
 
 
 def _public(url: str) -> str:

@@ -56,7 +56,7 @@ class StoreIncarnations:
             self._doubt()
             for run in state.runs.values():
                 run.reconciled.clear()
-            for session in state.sessions.values() if former.durable_after_s else ():
+            for session in state.sessions.values():  # answers begun before are not durable, and would not be confirmed
                 session.resend.set()
             log.warning("the store came back", at=link.where, runs=len(state.runs))
         for run in state.runs.values():

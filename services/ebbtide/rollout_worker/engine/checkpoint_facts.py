@@ -56,29 +56,6 @@ def misfits(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[in
     return ", ".join(names[:3])
 
 
-def end_tokens(root: Path) -> tuple[int, ...]:
-    """The end-of-sequence token ids that `generation_config.json` and `config.json` name, sorted."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        ids.update(_ids(_json(root / name).get("eos_token_id")))
-    ids.update(_ids(_json(root / "config.json").get("text_config", {}).get("eos_token_id")))
-    return tuple(sorted(ids))
-
-
-def _ids(value: Any) -> list[int]:
-    return [value] if isinstance(value, int) else list(value or ())
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise InvalidRequest(f"{path} is not JSON: {error}", field="model") from None
-    return found
-
-
 def header(file: Path) -> dict[str, Any]:
     """The header of a safetensors file. Raises `InvalidRequest` for any other file."""
     try:

@@ -161,6 +161,8 @@ class LocalAttempts:
                 log.debug("attempt ended", run_id=ref.run_id, rollout_id=ref.rollout_id, outcome=outcome)
                 if held.task is not None:
                     held.task.cancel()
+                elif self._ledger:
+                    self._ledger.end(held.entry)
         if not self._held:
             self.empty.set()
         self.pressure.set()
@@ -272,6 +274,8 @@ class LocalAttempts:
     def _ended(self, held: LocalAttempt, task: asyncio.Task[None]) -> None:
         """Runs outside the task: a task that is cancelled before its first step runs no code."""
         held.task = None
+        if self._ledger and held.assignment.attempt.attempt_id not in self._held:
+            self._ledger.end(held.entry)
         if self._busy_since and not self.running:
             self._busy_s, self._busy_since = self.busy_s, 0.0
         if not task.cancelled() and (error := task.exception()) is not None:

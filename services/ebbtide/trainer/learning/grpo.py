@@ -61,17 +61,28 @@ def truncated_support(logits: Tensor, tokens: Tensor, *, top_p: float = 1.0, top
 
 
 def token_logprobs(
-    logits: Tensor, tokens: Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    barred: Tensor | None = None,
+    early: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns each token's logprob under its sampling distribution, and that distribution's entropy; both (n,).
 
-    `logits` (n, v) in any float dtype, `tokens` (n,) int64. The gradient flows through the logits inside the
-    truncated support, which itself is constant. The entropy carries none. Raises `InvalidRequest` for a temperature
-    of 0, at which nothing is sampled.
+    `logits` (n, v) in any float dtype, `tokens` (n,) int64. `early` (n,) bool says where the ids in `barred` (e,) int64
+    could not be sampled; where one was sampled all the same, none counts as barred. The gradient flows through the
+    logits inside the truncated support, which itself is constant. The entropy carries none. Raises `InvalidRequest` for
+    a temperature of 0, at which nothing is sampled.
     """
     if temperature <= 0:
         raise InvalidRequest("must be above 0: greedy responses cannot be trained on", field="sampling.temperature")
     scaled = logits.float() / temperature
+    if barred is not None and early is not None:
+        rows = (early & ~torch.isin(tokens, barred)).nonzero()
+        scaled[rows, barred] = -torch.inf  # (rows, 1) and (e,): all barred ids of these rows
     if top_p < 1.0 or top_k > 0:
         scaled = scaled.masked_fill(~truncated_support(scaled, tokens, top_p=top_p, top_k=top_k), -torch.inf)
     logprobs = scaled.log_softmax(-1)
@@ -97,6 +108,7 @@ def policy_loss(
     advantages: Tensor,
     *,
     normalizer: float,
+    kl_normalizer: float | None = None,
     proximal: Tensor | None = None,
     reference: Tensor | None = None,
     clip_low: float = 0.2,
@@ -113,25 +125,26 @@ def policy_loss(
     with the two roles apart as in decoupled PPO (arXiv 2110.00641, section 3). Clip bounds may differ (DAPO, arXiv
     2503.14476, section 3.1).
 
-    Every token counts alike: the sum is divided by `normalizer`, the sampled tokens of the whole minibatch (DAPO,
-    section 3.3), not per response first as in GRPO, which favours short right and long wrong responses (Dr. GRPO,
-    section 3.1).
+    Every token counts alike: the sum is divided by `normalizer`, the minibatch's sampled tokens with an advantage other
+    than 0 (DAPO, sections 3.2 and 3.3), not per response first as in GRPO, which favours short right and long wrong
+    responses (Dr. GRPO, section 3.1).
 
     `kl_coefficient` adds the k3 estimate of KL(now || reference), exp(d) - d - 1 with d = reference - now (GRPO, eq.
-    4).
+    4). Its sum is divided by `kl_normalizer`, all sampled tokens of the minibatch (None: `normalizer`), so the term
+    does not change what a token's advantage weighs.
     """
     anchor = behaviour if proximal is None else proximal
     weight = (anchor - behaviour).exp().clamp_max(importance_cap)
     ratio = (logprobs - anchor).exp()
     plain, bounded = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss = -(weight * torch.minimum(plain, bounded)).sum()
+    loss = -(weight * torch.minimum(plain, bounded)).sum() / normalizer
     kl = torch.zeros(())
     if reference is not None:
         gap = reference - logprobs
         kl = (gap.exp() - gap - 1).sum()
-        loss = loss + kl_coefficient * kl
+        loss = loss + kl_coefficient * kl / (kl_normalizer or normalizer)
     return LossParts(
-        loss=loss / normalizer,
+        loss=loss,
         tokens=logprobs.numel(),
         clipped=float((bounded < plain).sum()),
         kl=kl.item(),

@@ -10,7 +10,7 @@ parameters and optimiser. A process that dies loses the step; the caller's check
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ class LearnerSettings:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()  # that workers do not sample within the first `min_tokens` tokens of a response
 
 
 @dataclass
@@ -144,20 +146,22 @@ class Learner:
         proximal = [[self._proximal(batch) for batch in part] for part in batches] if stale else None
         sums = _Sums()
         for number, part in enumerate(batches):
-            normalizer = sum(sample.sampled for sample in parts[number])
-            self._update(part, proximal[number] if proximal else [None] * len(part), normalizer, sums)
+            self._update(part, proximal[number] if proximal else [None] * len(part), _tokens(parts[number]), sums)
         self._scheduler.step()
         return _stats(self._added_up(sums), StepStats(tokens, stale, rate))
 
     def logprobs(self, network: Network, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Returns logprob and entropy at each of the batch's sampled tokens under `network`; both (n,)."""
-        settings = self.settings
+        settings, logits = self.settings, batch.logits(network)
+        ends = [token for token in settings.end_ids if token < logits.shape[1]]
         return token_logprobs(
-            batch.logits(network),
+            logits,
             batch.targets,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
+            barred=torch.tensor(ends, dtype=torch.int64, device=logits.device),
+            early=batch.positions < settings.min_tokens,
         )
 
     def _own(self, samples: Sequence[TrainingSample]) -> list[TrainingBatch | None]:
@@ -183,13 +187,13 @@ class Learner:
         return torch.where(batch.versions == self.version, batch.behaviour, now)
 
     def _update(
-        self, batches: Sequence[TrainingBatch | None], proximal: Sequence[Tensor | None], normalizer: int, sums: _Sums
+        self, batches: Sequence[TrainingBatch | None], proximal: Sequence[Tensor | None], tokens: "_Tokens", sums: _Sums
     ) -> None:
-        """Takes an optimiser step on the micro-batches of one minibatch of `normalizer` tokens on all ranks."""
+        """Takes an optimiser step on the micro-batches of one minibatch, which has `tokens` on all ranks."""
         self._optimizer.zero_grad()
         for batch, anchor in zip(batches, proximal, strict=True):
             if batch is not None:
-                self._pass(batch, anchor, normalizer, sums)
+                self._pass(batch, anchor, tokens, sums)
                 continue
             nothing = self._idle(self.network)
             if self._refers:
@@ -201,7 +205,7 @@ class Learner:
         sums.updates += 1
         sums.norm += norm.item()
 
-    def _pass(self, batch: TrainingBatch, anchor: Tensor | None, normalizer: int, sums: _Sums) -> None:
+    def _pass(self, batch: TrainingBatch, anchor: Tensor | None, tokens: "_Tokens", sums: _Sums) -> None:
         """Runs one micro-batch forward and backward."""
         settings = self.settings
         logprobs, entropy = self.logprobs(self.network, batch)
@@ -209,7 +213,8 @@ class Learner:
             logprobs,
             batch.behaviour,
             batch.advantages,
-            normalizer=normalizer,
+            normalizer=tokens.teaching,
+            kl_normalizer=tokens.sampled,
             proximal=anchor,
             reference=self._reference_logprobs(batch),
             clip_low=settings.clip_low,
@@ -243,6 +248,18 @@ class Learner:
         passes, gap_tokens, *rest = self._ranks.add_up([float(sums.passes), float(sums.gap_tokens), *values])
         named = dict(zip(sums.values, rest, strict=True))
         return _Sums(int(passes), sums.updates, int(gap_tokens), sums.norm, named)
+
+
+class _Tokens(NamedTuple):
+    """Tokens of a minibatch."""
+
+    teaching: int  # with an advantage; at least 1
+    sampled: int
+
+
+def _tokens(samples: Sequence[TrainingSample]) -> _Tokens:
+    teaching = sum(sample.sampled for sample in samples if sample.advantage)
+    return _Tokens(max(1, teaching), sum(sample.sampled for sample in samples))
 
 
 def _stats(sums: _Sums, stats: StepStats) -> StepStats:

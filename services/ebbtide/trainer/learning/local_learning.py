@@ -29,6 +29,7 @@ from ebbtide.trainer.ranks.sharded_loading import load_sharded
 from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec
+from ebbtide.weights import end_tokens
 
 
 class LocalLearning:
@@ -54,7 +55,8 @@ class LocalLearning:
         reference = None
         if spec.trainer.kl_coefficient:
             reference = self._place(Path(spec.model)).requires_grad_(False)
-        self._learner = Learner(self._network, _settings(spec), version=0, reference=reference, ranks=world)
+        settings = _settings(spec, end_tokens(source))
+        self._learner = Learner(self._network, settings, version=0, reference=reference, ranks=world)
         self._keeps: bool | None = None if keep_published else False  # None: unknown
 
     def _place(self, source: Path) -> Network:
@@ -138,9 +140,11 @@ def choose_device(wish: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if wish == "auto" else wish
 
 
-def _settings(spec: RunSpec) -> LearnerSettings:
+def _settings(spec: RunSpec, ends: Sequence[int]) -> LearnerSettings:
+    """The learner's settings; `ends`: the end-of-sequence tokens of the model."""
     given = {name: getattr(spec.trainer, name) for name in spec.trainer.__struct_fields__}
-    given |= {name: getattr(spec.sampling, name) for name in ("temperature", "top_p", "top_k")}
+    given |= {name: getattr(spec.sampling, name) for name in ("temperature", "top_p", "top_k", "min_tokens")}
+    given["end_ids"] = (*spec.sampling.stop_token_ids, *(() if spec.sampling.ignore_eos else ends))
     known = {field.name for field in fields(LearnerSettings)}
     return LearnerSettings(**{name: value for name, value in given.items() if name in known})
 

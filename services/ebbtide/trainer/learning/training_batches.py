@@ -24,6 +24,14 @@ class TrainingSample:
     def sampled(self) -> int:
         return int(self.mask.sum())
 
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Each sampled token's position in its response, (sampled,), from 0; an environment's tokens end a response."""
+        order = np.arange(len(self.mask))
+        written = np.maximum.accumulate(np.where(self.mask, -1, order))
+        positions: npt.NDArray[np.int64] = (order - written - 1)[self.mask]
+        return positions
+
 
 @dataclass(frozen=True)
 class TrainingBatch:
@@ -32,6 +40,7 @@ class TrainingBatch:
     ids: Tensor  # (b, t) int64
     mask: Tensor  # (b, t) bool, true at sampled tokens
     targets: Tensor  # (n,), as all below
+    positions: Tensor  # in their responses, from 0
     behaviour: Tensor
     versions: Tensor
     advantages: Tensor
@@ -65,6 +74,7 @@ def collate(samples: Sequence[TrainingSample], *, pad_id: int = 0) -> TrainingBa
         ids=torch.from_numpy(ids),
         mask=torch.from_numpy(mask),
         targets=torch.from_numpy(ids[mask]),
+        positions=torch.from_numpy(np.concatenate([s.positions for s in samples])),
         behaviour=torch.from_numpy(np.concatenate([s.logprobs[s.mask] for s in samples]).astype(np.float32)),
         versions=torch.from_numpy(np.concatenate([s.versions[s.mask] for s in samples]).astype(np.int64)),
         advantages=torch.from_numpy(np.repeat([s.advantage for s in samples], [s.sampled for s in samples])).float(),

@@ -130,6 +130,20 @@ def test_the_kl_term_holds_the_policy_at_its_reference(network: Network) -> None
     assert 0 < moved[50.0] < moved[0.0] / 2
 
 
+def test_a_kl_term_does_not_change_how_much_a_token_teaches(network: Network) -> None:
+    reference = Qwen3ForCausalLM(network.config)
+    reference.load_state_dict(network.state_dict())
+    teaching, idle = recorded(network, sample(12, 5)), recorded(network, sample(30, 9, advantage=0.0))
+    norms = []
+    # Without a KL term, the trainer leaves out what teaches nothing.
+    for coefficient, samples in ((0.0, [teaching]), (1e-9, [teaching, idle])):
+        twin = Qwen3ForCausalLM(network.config)
+        twin.load_state_dict(network.state_dict())
+        settings = LearnerSettings(kl_coefficient=coefficient)
+        norms.append(Learner(twin, settings, version=3, reference=reference).step(samples, Random(0)).grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
 def test_a_restored_learner_goes_on_exactly(network: Network) -> None:
     samples = [recorded(network, sample(12, 5, advantage=1.0)), recorded(network, sample(13, 5, advantage=-1.0))]
     settings = LearnerSettings(learning_rate=1e-3, warmup_steps=3)

@@ -1,16 +1,18 @@
-"""What a training hands over to be published: all of its weights, or what changed in those that it keeps."""
+"""What a training learns from, and what it hands over to be published: all of its weights, or what changed in them."""
 
 from pathlib import Path
 from random import Random
 
 import msgspec
 import pytest
+import torch
 
 from ebbtide.client.publisher.tensor_snapshots import TensorKeeper, TensorSnapshot
 from ebbtide.trainer.learning import gpu_changes
 from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.learning.network import load_network
 from ebbtide.types.rollout import Trajectory
-from ebbtide.types.run import RunSpec
+from ebbtide.types.run import RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids, pack_tokens
 from ebbtide.weights.version_encoding import Described, Encoding
 
@@ -71,6 +73,55 @@ def test_what_is_kept_once_a_step_was_trained_publishes_what_copies_do(
         for one in learnings:
             one.step(trajectories(step), step=step, steps={1: step}, version=1)
     assert 0 < kept.result().changed <= kept.result().elements
+
+
+class MaskingSampler:
+    """Samples as workers do: within the first `least` tokens of a response, none of `ends`."""
+
+    def __init__(self, checkpoint: Path, ends: list[int], least: int) -> None:
+        self._network, self._ends, self._least = load_network(checkpoint), ends, least
+        self._draw = torch.Generator().manual_seed(0)
+
+    def _response(self, before: list[int], length: int) -> tuple[list[int], list[float]]:
+        ids, said = list(before), []
+        for place in range(length):
+            with torch.no_grad():
+                logits = self._network(torch.tensor([ids])).logits[0, -1]
+            if place < self._least:
+                logits[self._ends] = -torch.inf
+            logprobs = logits.log_softmax(-1)
+            ids.append(int(torch.multinomial(logprobs.exp(), 1, generator=self._draw)))
+            said.append(logprobs[ids[-1]].item())
+        return ids[len(before) :], said
+
+    def episode(self, number: int) -> Trajectory:
+        """Two responses, with what an environment wrote between them."""
+        prompt, between = [3, 4], [11, 12]
+        first, of_first = self._response(prompt, 6)
+        second, of_second = self._response(prompt + first + between, 7)
+        return Trajectory(
+            episode_id=f"e{number}",
+            group_id="g",
+            step=1,
+            group_size=4,
+            prompt_ids=pack_ids(prompt),
+            tokens=pack_tokens(first + between + second, [*of_first, 0.0, 0.0, *of_second], 1),
+            loss_mask=b"\x01" * 6 + b"\x00" * 2 + b"\x01" * 7,
+            reward=float(number),
+        )
+
+
+def test_end_tokens_that_min_tokens_barred_at_the_worker_leave_no_logprob_gap(checkpoint: Path) -> None:
+    network = load_network(checkpoint)
+    likely = network(torch.tensor([[3, 4]])).logits[0, -1].topk(2).indices.tolist()
+    (checkpoint / "generation_config.json").write_text(f'{{"eos_token_id": {likely[0]}}}')
+    sampling = Sampling(min_tokens=4, stop_token_ids=(likely[1],))
+    spec = msgspec.structs.replace(make_spec(checkpoint, "float32"), sampling=sampling)
+    sampler = MaskingSampler(checkpoint, likely, least=4)
+    values = LocalLearning(spec, source=checkpoint, device="cpu").step(
+        [sampler.episode(number) for number in range(4)], step=1, steps={1: 0}, version=1
+    )
+    assert values["logprob_gap"] == pytest.approx(0.0, abs=1e-5)
 
 
 def test_nothing_is_kept_where_there_is_no_room(checkpoint: Path) -> None:

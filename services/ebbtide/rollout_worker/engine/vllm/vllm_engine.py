@@ -30,6 +30,7 @@ from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.runtime import Aside
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
+from ebbtide.weights import end_tokens
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -96,7 +97,10 @@ class VllmEngine:
             cpu_build.start_by_spawn()
         elif cpu_build.is_cpu_build():
             cpu_build.start_by_fork()
-        return info, AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
+        llm = AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
+        # Within `min_tokens` vLLM would bar the checkpoint's end tokens even where a request ignores them.
+        llm.input_processor.generation_config_fields = {}
+        return info, llm
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         from vllm.exceptions import VLLMClientError
@@ -251,7 +255,7 @@ class VllmEngine:
             model=self._root.name,
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
-            eos_token_ids=checkpoint_facts.end_tokens(self._root),
+            eos_token_ids=end_tokens(self._root),
             architecture=checkpoint_facts.architecture(self._shapes),
         )
 
