@@ -41,6 +41,10 @@ class RunService:
     def incarnation(self) -> StoreIncarnation:
         return self._state.incarnation
 
+    def durability_lag_s(self) -> float:
+        """What was acknowledged so many seconds ago is durable."""
+        return self._store.link.durability.lag_s()
+
     async def submit(self, run_id: str, spec: RunSpec) -> Run:
         """Create a run, once per id. Raises `NotReady` if its floor cannot be promised."""
         check_id(run_id, field="run_id")

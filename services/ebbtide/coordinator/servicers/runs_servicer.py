@@ -64,7 +64,7 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
             ttl_s=self._ttl_s,
             run=to_proto(run, runs_pb2.Run),
             store_life=incarnation.name,
-            durable_after_s=incarnation.durable_after_s,
+            durable_after_s=self._runs.durability_lag_s(),
         )
 
     async def ReleaseLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Empty:
