@@ -67,8 +67,8 @@ def seen(said: Mapping[str, str], settings: Mapping[str, str], *, sent: float) -
 class DurabilityPromise(Struct, frozen=True):
     """How long an acknowledged write may be lost, at least (seconds); 0: it is durable at once."""
 
-    synced_after_s: float = 0.0  # by a crash of the server alone
-    durable_after_s: float = 0.0  # by that, or by the promotion of a replica
+    synced_after_s: float  # by a crash of the server alone
+    durable_after_s: float  # by that, or by the promotion of a replica
 
 
 class _Replica(Struct):
@@ -86,7 +86,7 @@ class DurabilityHorizon:
         self._replicas: dict[str, _Replica] = {}
         self._proven = -math.inf
         self.promotes = False  # a replica may take the server's place that lacks acknowledged writes
-        self.promise = DurabilityPromise()
+        self.promise = DurabilityPromise(_UNSYNCED_S, _UNSYNCED_S)  # until the first look
         self.synced = -math.inf  # writes acknowledged before this time survive a crash of the server alone
         self.before = -math.inf  # writes acknowledged before this time are durable
         self.before_ms = 0  # the same by the store's clock, for writes that it stamped
