@@ -96,12 +96,9 @@ class StoreIncarnations:
     def _unfinish(self, run: RunState) -> set[RunningAttempt]:
         """Treat attempts as running whose finish may be forgotten and whose workers still have them."""
         taken: set[RunningAttempt] = set()
+        durable_before = self._store.link.durability.former_before
         for attempt, session, at in run.volatile_finishes:
-            if (
-                at >= self._store.link.durability.former_before
-                and not session.gone
-                and attempt.rollout.rollout_id not in run.running
-            ):
+            if at >= durable_before and not session.gone and attempt.rollout.rollout_id not in run.running:
                 attempt.assign(session)
                 run.running[attempt.rollout.rollout_id] = attempt
                 taken.add(attempt)

@@ -113,7 +113,7 @@ class StoreIncarnation:
 
     def __init__(self, name: str = "", durable_after_s: float = 0.0) -> None:
         self.name = name  # of the server and its data, as `StoreConnection.incarnation`
-        #: At least so long the store may forget an acknowledged write; 0: never. `DurabilityWatch` tells how long it does.
+        #: The store may forget an acknowledged write for at least so long; 0: never. See `DurabilityWatch`.
         self.durable_after_s = durable_after_s
         #: Set once the store came back, or another took its place: that one may know less.
         self.over = asyncio.Event()
