@@ -258,12 +258,14 @@ async def test_appends_are_no_longer_called_durable_at_once_when_the_store_stops
 async def test_a_store_that_refuses_at_once_is_not_asked_all_the_time(
     cluster_with: Any, own_redis: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setitem(_FSYNC_S, "everysec", 1.0)
+    monkeypatch.setitem(_FSYNC_S, "everysec", 0.1)
     own_redis.command("CONFIG", "SET", "appendfsync", "everysec")
     async with cluster_with(own_redis.url) as cluster:
         run, worker = await cluster.run(), await cluster.worker("w1")
         await run.submit("a")
         await worker.has("a")
+        monkeypatch.setitem(_FSYNC_S, "everysec", 1.0)
+        await wait_until(lambda: cluster.coordinator.link.durable_after_s == 1.0)
         await worker._append.write(worker.message(worker.delta("a", 0, 4, STOP)))
         assert not (await worker._append.read()).durable
         own_redis.command("CONFIG", "SET", "dbfilename", "missing")
