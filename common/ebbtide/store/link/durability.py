@@ -48,7 +48,8 @@ def seen(said: Mapping[str, str], settings: Mapping[str, str], *, sent: float) -
     """The look in the values of `INFO` and of `CONFIG GET *append*`."""
     fsync = settings.get("appendfsync", "off") if settings.get("appendonly") == "yes" else "off"
     count = int(said.get("connected_slaves", 0))
-    rows = (dict(part.partition("=")[::2] for part in said.get(f"slave{i}", "").split(",")) for i in range(count))
+    rows = [dict(part.partition("=")[::2] for part in said.get(f"slave{i}", "").split(",")) for i in range(count)]
+    online = [row for row in rows if row.get("state") == "online"]
     version = tuple(int(part) for part in said.get("redis_version", "0").split(".")[:2])
     return StoreLook(
         sent=sent,
@@ -58,7 +59,9 @@ def seen(said: Mapping[str, str], settings: Mapping[str, str], *, sent: float) -
         syncing=said.get("aof_pending_bio_fsync", "0") != "0",
         writes=said.get("aof_last_write_status", "ok") == "ok",
         offset=int(said.get("master_repl_offset", 0)),
-        replicas={f"{r['ip']}:{r['port']}": int(r["offset"]) for r in rows if r.get("state") == "online"},
+        replicas={
+            f"{r.get('ip')}:{r.get('port')}": int(r.get("offset", 0)) for r in rows if r.get("state") == "online"
+        },
         followed=count > 0 or said.get("repl_backlog_active", "0") != "0",
         waits=fsync in _FSYNC_S and version >= _WAITAOF,
     )

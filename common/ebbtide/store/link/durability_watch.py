@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol, Self
 
-from ebbtide.errors import EbbtideError, StoreUnavailable
+from ebbtide.errors import EbbtideError, Internal, StoreUnavailable
 from ebbtide.store.link.dialer import info
 from ebbtide.store.link.durability import DurabilityHorizon, StoreLook, seen
 from ebbtide.store.record_codec import text_pairs
@@ -20,6 +20,8 @@ from ebbtide.store.store_keys import SYNCED
 #: Between looks while writes wait to be durable, and while each is durable at once.
 _LOOK_S: Final = 0.25
 _SELDOM_S: Final = 1.0
+#: At least so long between two looks: each costs store and coordinator a fifth of a millisecond.
+_REST_S: Final = 0.05
 #: Longest single wait for the server's fsync.
 _WAITAOF_MS: Final = 1000
 #: What `lag_s` says while nothing is known.
@@ -75,6 +77,10 @@ class DurabilityWatch:
         self._hurry.set()
         self._wake()
 
+    def look_soon(self) -> None:
+        """Look without waiting for the next turn, as somebody waits whom it would delay."""
+        self._hurry.set()
+
     def lag_s(self) -> float:
         """Writes acknowledged so many seconds ago are durable."""
         return 0.0 if self.horizon.at_once else min(time.monotonic() - self.horizon.before, _UNKNOWN_S)
@@ -93,7 +99,6 @@ class DurabilityWatch:
         `synced`: it is enough that they survive a crash of the server. Raises `StoreUnavailable` if the store has
         another incarnation meanwhile, which may have forgotten them, or is away for longer than the link's patience.
         """
-        self._hurry.set()
         while True:
             if incarnation != self._link.incarnation:
                 raise StoreUnavailable("the store came back and may know less; ask again")
@@ -113,8 +118,9 @@ class DurabilityWatch:
                 self._hurry.clear()
                 with suppress(EbbtideError):  # the store is away, or refuses: nothing becomes durable meanwhile
                     self._keep_proving(await self.look())
+                await asyncio.sleep(_REST_S)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_SELDOM_S if self.horizon.at_once else _LOOK_S):
+                    async with asyncio.timeout(_SELDOM_S if self.horizon.at_once else _LOOK_S - _REST_S):
                         await self._hurry.wait()
         finally:
             if self._prover is not None:
@@ -131,9 +137,10 @@ class DurabilityWatch:
         look = seen(info(said), dict(text_pairs(settings)), sent=sent)
         if incarnation != link.incarnation:
             raise StoreUnavailable("the store came back while it was looked at; ask again")
-        was = self.horizon.promise
+        was, reached = self.horizon.promise, (self.before(), self.horizon.synced)
         self.horizon.note(look)
-        self._wake()
+        if reached != (self.before(), self.horizon.synced):
+            self._wake()
         if self.horizon.promise != was:
             for changed in self._listeners:
                 changed()
@@ -153,16 +160,20 @@ class DurabilityWatch:
 
     async def _prove(self) -> None:
         """Write something, and wait until the server has synced it: then it has synced all that came before."""
-        link = self._link.another()
-        await link.open()
-        try:
-            while True:
-                asked, incarnation, horizon = time.monotonic(), self._of, self.horizon
-                with suppress(StoreUnavailable):
+        while True:
+            link = self._link.another()
+            try:
+                await link.open()
+                while True:
+                    asked, incarnation, horizon = time.monotonic(), self._of, self.horizon
                     await link.call("SET", SYNCED, round(asked * 1000), incarnation=incarnation)
                     synced, _ = await link.call("WAITAOF", 1, 0, _WAITAOF_MS, incarnation=incarnation)
                     if synced:
                         horizon.prove(asked)
+                    await asyncio.sleep(_LOOK_S)
+            except StoreUnavailable:  # away, or another incarnation by now
                 await asyncio.sleep(_LOOK_S)
-        finally:
-            await link.close()
+            except Internal:  # it does not know the command after all: the looks have to do
+                return
+            finally:
+                await link.close()

@@ -127,6 +127,7 @@ class StoreConnection:
         horizon, asked, incarnation = self.durability.horizon, time.monotonic(), self.incarnation
         if horizon.at_once:
             return
+        self.durability.look_soon()
         replicas = horizon.replicas
         has = replicas and await self.call("WAIT", replicas, _RARE_MS, incarnation=incarnation) >= replicas
         await self.durability.until(asked, incarnation=incarnation, synced=bool(has))
