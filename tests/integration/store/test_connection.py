@@ -171,6 +171,7 @@ async def test_nothing_is_durable_while_an_fsync_does_not_end(tmp_path: Any, mon
     link = StoreConnection(server.url, patience_s=10)
     try:
         await link.open()
+        assert (await Store(link, "term").condition()).durable_after_s == 2.0
         disk.stall()
         await link.call("SET", "k", "1")
         waiting = asyncio.create_task(link.durable())

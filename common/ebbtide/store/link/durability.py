@@ -59,9 +59,7 @@ def seen(said: Mapping[str, str], settings: Mapping[str, str], *, sent: float) -
         syncing=said.get("aof_pending_bio_fsync", "0") != "0",
         writes=said.get("aof_last_write_status", "ok") == "ok",
         offset=int(said.get("master_repl_offset", 0)),
-        replicas={
-            f"{r.get('ip')}:{r.get('port')}": int(r.get("offset", 0)) for r in rows if r.get("state") == "online"
-        },
+        replicas={f"{row.get('ip')}:{row.get('port')}": int(row.get("offset", 0)) for row in online},
         followed=count > 0 or said.get("repl_backlog_active", "0") != "0",
         waits=fsync in _FSYNC_S and version >= _WAITAOF,
     )
