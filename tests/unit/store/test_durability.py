@@ -22,7 +22,8 @@ def looked(seen: DurabilityHorizon, until: float, *, since: float = 0.0, every: 
     """Looks at a store that answers at once, and says this all the time."""
     for number in range(round((until - since) / every) + 1):
         at = since + number * every
-        seen.note(StoreLook(**{"sent": at, "store_ms": round(at * 1000), "fsync": "everysec"} | said))
+        fields: dict[str, Any] = {"sent": at, "store_ms": round(at * 1000), "fsync": "everysec"}
+        seen.note(StoreLook(**(fields | said)))
 
 
 def test_each_write_is_durable_at_once_where_each_is_synced() -> None:
