@@ -113,10 +113,10 @@ class RunService:
         """
         place = check_number(cursor, math.inf if newest_first else -math.inf)
         while found := await self._store.runs.listed(place, _LIST_AT_ONCE, newest_first=newest_first):
-            for run in await asyncio.gather(*(self._listed(run_id) for _, run_id in found)):
+            runs = await asyncio.gather(*(self._listed(run_id) for _, run_id in found))
+            for (place, _), run in zip(found, runs, strict=True):
                 if run is not None:
-                    yield str(next(at for at, run_id in found if run_id == run.run_id)), run
-            place = found[-1][0]
+                    yield str(place), run
 
     async def _listed(self, run_id: str) -> Run | None:
         try:
