@@ -101,16 +101,19 @@ async def test_a_failover_without_confirmation_may_lose_the_newest_seconds(pair:
         await link.close()
 
 
-async def test_behind_a_plain_address_a_write_is_durable_once_the_replica_has_it(pair: Any) -> None:
+async def test_behind_a_plain_address_a_write_is_durable_once_the_replica_has_it(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.store.link.durability._UNCONFIRMED_S", 1.0)
     primary, replica = pair
     link = StoreConnection(primary.url, patience_s=10)
     await link.open()
-    assert (await Store(link, "term").condition()).durable_after_s == 5.0
+    assert (await Store(link, "term").condition()).durable_after_s == 1.0
     replica.freeze()
     try:
         await link.call("SET", "k", "1")
         waiting = asyncio.create_task(link.durable())
-        await asyncio.wait([waiting], timeout=6.0)
+        await asyncio.wait([waiting], timeout=2.0)
         assert not waiting.done()
     finally:
         replica.thaw()

@@ -111,7 +111,10 @@ class StoreConnection:
 
     async def lost(self) -> None:
         """Wait until a task of the open connection fails, and raise its error: the store is lost for good."""
-        await asyncio.shield(asyncio.gather(*self._tasks))
+        if self._tasks:
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
 
     async def run(self, script: LuaScript, prefix: str, *args: Argument, patience_s: float | None = None) -> Any:
         """Run a script on the keys of `prefix`. Raises `StoreRefused`, `TermSuperseded`, `StoreUnavailable`."""
