@@ -7,6 +7,7 @@ replaying the commands before it. What was asked for when the kill came was done
 import asyncio
 import time
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import hiredis
@@ -84,11 +85,11 @@ class Server:
     def execute(self, command: list[bytes]) -> bytes:
         name = command[0].upper()
         if name == b"INFO":
-            return encode(b"# Server\r\nredis_version:6.2.0\r\nrole:master\r\nrun_id:%d\r\n" % self._lives)
+            said = b"# Server\r\nredis_version:6.2.0\r\nrole:master\r\nrun_id:%d\r\nserver_time_usec:%d\r\n"
+            return encode(said % (self._lives, time.time() * 1e6))
         if name == b"CONFIG":
-            return encode(
-                [part for key, value in self.config.items() if key == command[2].lower() for part in (key, value)]
-            )
+            asked = command[2].lower()
+            return encode([part for pair in self.config.items() if fnmatchcase(pair[0], asked) for part in pair])
         if name in (b"CLIENT", b"SELECT"):
             return b"+OK\r\n"
         self._socket.reply = None

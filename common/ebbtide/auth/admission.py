@@ -29,6 +29,15 @@ _SCHEME: Final = "Bearer "
 _CALLER_ROLES: Final[ContextVar[frozenset[Role] | None]] = ContextVar("caller_roles", default=None)
 
 
+#: Name in the token of the present call's caller; empty if it has none.
+_CALLER_NAME: Final[ContextVar[str]] = ContextVar("caller_name", default="")
+
+
+def caller_name() -> str:
+    """The name of the present call's caller, as its token has it."""
+    return _CALLER_NAME.get()
+
+
 def is_among_peers() -> bool:
     """Whether workers may fetch from the present call's caller, and show it their tokens."""
     roles = _CALLER_ROLES.get()
@@ -72,6 +81,7 @@ class Admission:
         roles = roles_of_peer(context.auth_context()) if self._certificates else None
         _check_certificate(method, claims, roles)
         _CALLER_ROLES.set(roles if claims is None else frozenset({claims.role}))
+        _CALLER_NAME.set(claims.name if claims else "")
         if claims is None or not claims.run_id or is_open(method):
             return request
         if hasattr(request, "__aiter__"):

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 Role = Literal["trainer", "driver"]
 COORDINATOR = "127.0.0.1:7600"
 RELAY = "127.0.0.1:7610"
+#: Entries per page of a list.
+_PAGE = 500
 
 
 class Client:
@@ -100,7 +102,8 @@ class Client:
     async def submit(self, spec: RunSpec | Mapping[str, Any] | str | Path, run_id: str | None = None) -> Run:
         """Submit a run: a spec, a mapping, or the path of a TOML file. Idempotent if `run_id` is given.
 
-        Raises `InvalidRequest` naming the wrong field, or `AlreadyExists` if `run_id` belongs to another run.
+        Raises `InvalidRequest` naming the wrong field, `AlreadyExists` if `run_id` belongs to another run, and
+        `NoCapacity` if the caller has as many live runs as the coordinator's `max_runs_per_user`.
         """
         checked = check_spec(read_spec(spec))
         request = runs_pb2.SubmitRunRequest(
@@ -113,8 +116,14 @@ class Client:
         return from_proto(await self._coordinator.call(self._runs.GetRun, runs_pb2.GetRunRequest(run_id=run_id)), Run)
 
     async def runs(self) -> list[Run]:
-        answer = await self._coordinator.call(self._runs.ListRuns, runs_pb2.ListRunsRequest())
-        return [from_proto(run, Run) for run in answer.runs]
+        """Return all runs that have a record, oldest first."""
+        request, found = runs_pb2.ListRunsRequest(page_size=_PAGE), list[Run]()
+        while True:
+            answer = await self._coordinator.call(self._runs.ListRuns, request)
+            found += [from_proto(run, Run) for run in answer.runs]
+            if not answer.next:
+                return found
+            request.cursor = answer.next
 
     async def cancel(self, run_id: str) -> Run:
         """End a run; its live rollouts are dropped. Raises `NotFound`."""
@@ -129,9 +138,15 @@ class Client:
             yield from_proto(message, RunEvent)
 
     async def workers(self) -> list[Worker]:
+        """Return the attached workers, and those lost lately, by their ids."""
         stub = FleetStub(self._coordinator.channel)
-        answer = await self._coordinator.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())
-        return [from_proto(worker, Worker) for worker in answer.workers]
+        request, found = fleet_pb2.ListWorkersRequest(page_size=_PAGE), list[Worker]()
+        while True:
+            answer = await self._coordinator.call(stub.ListWorkers, request)
+            found += [from_proto(worker, Worker) for worker in answer.workers]
+            if not answer.next:
+                return found
+            request.cursor = answer.next
 
     async def drain_worker(self, worker_id: str, within_s: float = 30.0) -> int:
         """Tell a worker to hand over its rollouts within `within_s` seconds and leave; returns their number.

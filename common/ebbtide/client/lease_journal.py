@@ -58,13 +58,13 @@ class LeaseJournal:
 
     def renewed(self, incarnation: str, durable_after_s: float, asked: float) -> None:
         """Note a renewal that was requested at `asked` and answered by this incarnation of the store. All entries are
-        owed if it is a new one; otherwise those that are durable by now leave.
+        owed if it is a new one; otherwise those that are durable by now leave, by the longer of the last two times.
         """
         if incarnation != self._incarnation and self._incarnation:
             for entry in self._entries:
                 entry.owed = True
         else:
-            durable = asked - self._durable_after_s
+            durable = asked - max(self._durable_after_s, durable_after_s)
             self._entries = [entry for entry in self._entries if entry.owed or entry.at > durable]
             self._size = sum(entry.size for entry in self._entries)
         self._from = 0

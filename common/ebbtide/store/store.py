@@ -20,13 +20,6 @@ from ebbtide.store.topics.trajectory_topic import TrajectoryTopic
 
 #: The first version whose XRANGE takes exclusive bounds, with which the scripts read on after a cursor.
 OLDEST_REDIS: Final = (6, 2)
-#: By `fsync`: how long the server may still lose an acknowledged write, with a margin for a slow disk.
-_FSYNC_S: Final = {"always": 0.0, "everysec": 2.0}
-#: For other values of `fsync`: how long the kernel may take to write to the disk.
-_UNSYNCED_S: Final = 30.0
-#: With Sentinels and without confirmation by replicas: how far a replica may lag, and how long a replaced primary may
-#: take writes before the coordinator notices.
-_UNCONFIRMED_S: Final = 5.0
 
 
 class Condition(Struct, frozen=True):
@@ -35,7 +28,10 @@ class Condition(Struct, frozen=True):
     version: str
     fsync: str  # "always", "everysec", "no", or "off" without an append-only file
     evicts: bool
-    durable_after_s: float = 0.0  # a restarted store may have forgotten writes that were acknowledged within this time
+    #: The store may lose writes that were acknowledged within this time, at least: see `DurabilityPromise`.
+    durable_after_s: float = 0.0
+    skips_fsync: bool = False  # it does not sync while it rewrites its append-only file or saves
+    promotes: bool = False  # it has replicas that do not confirm each write, and one may take its place
     wipes: bool = False  # it would restart empty, and empty its replicas
 
 
@@ -74,18 +70,17 @@ class Store:
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
             wanted = ".".join(map(str, OLDEST_REDIS))
             raise StoreUnavailable(f"the store at {self.link.where} is Redis {version}; {wanted} or newer is needed")
-        settings = await self._settings("appendonly", "appendfsync", "save", "maxmemory", "maxmemory-policy")
-        fsync = settings.get("appendfsync", "off") if settings.get("appendonly") == "yes" else "off"
-        synced_s = lasts_s = _FSYNC_S.get(fsync, _UNSYNCED_S)
-        if self.link.sentinel and not self.link.replicas:
-            lasts_s = max(lasts_s, _UNCONFIRMED_S)
-        self.link.promise(synced_after_s=synced_s, durable_after_s=lasts_s)
+        settings = await self._settings("save", "maxmemory", "maxmemory-policy")
+        look = await self.link.durability.look()
+        promise = self.link.durability.horizon.promise
         return Condition(
             version=version,
-            fsync=fsync,
+            fsync=look.fsync,
             evicts=settings.get("maxmemory", "0") != "0" and settings.get("maxmemory-policy") != "noeviction",
-            durable_after_s=lasts_s,
-            wipes=fsync == "off" and not settings.get("save") and said.get("connected_slaves", "0") != "0",
+            durable_after_s=promise.durable_after_s,
+            skips_fsync=look.skips_fsync and look.fsync in {"always", "everysec"},
+            promotes=self.link.durability.horizon.promotes,
+            wipes=look.fsync == "off" and not settings.get("save") and said.get("connected_slaves", "0") != "0",
         )
 
     async def room(self) -> Room:

@@ -1,8 +1,9 @@
 """Names every key in Redis, with its type, the scripts that write it, and its end.
 
 All keys of a run have the run id as hash tag. Scripts get the prefix of the run (or the fleet) as their only key, and
-the names below as Lua constants, so keys are named here alone. Only a coordinator writes, and only through scripts that
-check its term: the run's, or the fleet's if the run has none yet. "The run's end" is FinishRun or CancelRun.
+the names below as Lua constants, so keys are named here alone. Only a coordinator writes, and, except SYNCED, only
+through scripts that check its term: the run's, or the fleet's if the run has none yet. "The run's end" is FinishRun or
+CancelRun.
 """
 
 from typing import Final
@@ -24,14 +25,17 @@ LIFE: Final = FLEET + "life"
 #: string: 32 bytes from which all runs' publisher keys are derived. The first coordinator makes it; never changes or
 #: ends.
 PUBLISHERS: Final = FLEET + "publishers"
+#: string that nobody reads: a coordinator writes it, also while it stands by, to learn what the server has synced; see
+#: `durability_watch`. Never ends.
+SYNCED: Final = FLEET + "synced"
 #: zset: run id -> order of submission. A run enters with its record, and leaves after that has expired.
 INDEX: Final = FLEET + "runs"
 
 #: Name -> suffix after the run's prefix.
 RUN_KEYS: Final[dict[str, str]] = {
     # hash: spec, status, message, created (ms, the store's clock), seq (next place in the queue), version (last one
-    # reserved), events (last number used), newest, newest_record. Owner: submit_run, lease_claim, announce_version,
-    # end_run. Expires some days after the run's end.
+    # reserved), events (last number used), newest, newest_record, submitter (a name; 0.2.0 wrote none). Owner:
+    # submit_run, lease_claim, announce_version, end_run. Expires some days after the run's end.
     "RUN": "run",
     # hash: counter or `dropped:REASON` -> integer. The script of a transition changes its counters. Expires with RUN.
     "COUNT": "count",

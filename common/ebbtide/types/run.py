@@ -21,7 +21,7 @@ EXTERNAL: Final = "external"
 #: Stop strings and token ids travel with every assignment of a rollout.
 MAX_STOPS: Final = 128
 MAX_STOP_LENGTH: Final = 128
-#: Bytes of a spec as JSON: one message lists all runs.
+#: Bytes of a spec as JSON: a message lists several runs.
 MAX_SPEC_BYTES: Final = 32 << 10
 
 
@@ -154,6 +154,7 @@ class Run(Struct, frozen=True, kw_only=True):
     dropped: dict[str, int] = {}
     holders: dict[str, str] = {}
     share: RunShare | None = None
+    submitter: str = ""  # the name in the token of who submitted it
 
 
 class RunEvent(Struct, frozen=True, kw_only=True):

@@ -113,6 +113,7 @@ class Coordinator:
         # Renewed meanwhile: if reading outlasted the lease, another would take it, and read as long.
         await race(self._take_over(), self.leading.keep(_nobody))
         self.link.watch(self._incarnations.link_opened)
+        self.link.durability.listen(self._incarnations.promise_changed)
         return self.services
 
     async def _take_over(self) -> None:
@@ -149,7 +150,9 @@ def _judge(condition: Condition, link: StoreConnection) -> None:
         )
     if condition.fsync in {"off", "no"}:
         log.warning("the store's restart may lose what was acknowledged: turn on appendonly, with appendfsync always")
-    if link.sentinel and not link.replicas:
-        log.warning("a failover may lose what was acknowledged last, until it is sent again: set store_replicas to 1")
+    if condition.skips_fsync:
+        log.warning("the store syncs nothing while it rewrites its file: set no-appendfsync-on-rewrite to no")
+    if condition.promotes:
+        log.warning("a failover may lose what was acknowledged last, until it is sent again: raise store_replicas")
     if condition.evicts:
         log.warning("the store evicts keys when it is full, rollouts among them: set maxmemory-policy to noeviction")

@@ -49,6 +49,9 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
     ] = 5.0
     lease_ttl_s: Annotated[float, Meta(gt=0, description="a lease not renewed for so long may be claimed")] = 10.0
     max_open: Annotated[int, Meta(ge=1, description="rollouts queued and running, per run")] = 65536
+    max_runs_per_user: Annotated[
+        int, Meta(ge=1, description="live runs per user, by the name in the token; callers without a name count as one")
+    ] = 100
     barren_attempts: Annotated[
         int, Meta(ge=1, description="attempts in a row without a new token that make a rollout a dead letter")
     ] = 5

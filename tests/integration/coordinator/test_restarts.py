@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from ebbtide.errors import Draining, StoreUnavailable, Unavailable
-from ebbtide.store.store import _FSYNC_S
+from ebbtide.store.link.durability import _FSYNC_S
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, types_pb2
 from ebbtide.v1.fleet_pb2 import AppendAck
@@ -255,6 +255,51 @@ async def test_under_everysec_an_answer_is_called_durable_only_once_it_is(
         while len(answers) < 2:
             answers += [one for one in [await worker._append.read()] if one.sequence == request.sequence]
         assert [(one.durable, list(one.others)) for one in answers] == [(False, []), (True, [])]
+
+
+async def test_appends_are_no_longer_called_durable_at_once_when_the_store_stops_to_sync_each(
+    cluster_with: Any, own_redis: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("ebbtide.store.link.durability._UNSYNCED_S", 0.2)
+    async with cluster_with(own_redis.url) as cluster:
+        run, worker = await cluster.run(), await cluster.worker("w1")
+        await run.submit("a")
+        await worker.has("a")
+        await worker.add("a", 0, 4)
+        assert worker.durable
+        own_redis.command("CONFIG", "SET", "no-appendfsync-on-rewrite", "yes")
+        async with asyncio.timeout(5):
+            with pytest.raises(grpc.aio.AioRpcError, match="send again what is not durable"):
+                await worker._append.read()
+        await worker.open_append()
+        await worker.exchange(worker.message(worker.delta("a", 4, 1, STOP)))
+        assert not worker.durable
+        async with asyncio.timeout(5):
+            assert (await worker._append.read()).durable
+
+
+async def test_a_store_that_refuses_at_once_is_not_asked_all_the_time(
+    cluster_with: Any, own_redis: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(_FSYNC_S, "everysec", 0.1)
+    own_redis.command("CONFIG", "SET", "appendfsync", "everysec")
+    async with cluster_with(own_redis.url) as cluster:
+        run, worker = await cluster.run(), await cluster.worker("w1")
+        await run.submit("a")
+        await worker.has("a")
+        monkeypatch.setitem(_FSYNC_S, "everysec", 1.0)
+        await wait_until(lambda: cluster.coordinator.link.durable_after_s == 1.0)
+        await worker._append.write(worker.message(worker.delta("a", 0, 4, STOP)))
+        assert not (await worker._append.read()).durable
+        own_redis.command("CONFIG", "SET", "dbfilename", "missing")
+        own_redis.command("CONFIG", "SET", "save", "3600 1")
+        own_redis.directory.joinpath("missing").mkdir()
+        own_redis.command("BGSAVE")  # fails, and from then on writes are refused, and PING
+        await wait_until(lambda: own_redis.command("PING").startswith(b"-MISCONF"))
+        before = int(own_redis.info("total_commands_processed"))
+        async with asyncio.timeout(5):
+            assert (await worker._append.read()).durable
+        assert int(own_redis.info("total_commands_processed")) - before < 100
 
 
 async def test_a_worker_that_has_another_version_than_thought_is_told_to_install_again(cluster: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import InvalidRequest, StoreUnavailable, Unavailable
-from ebbtide.store.store import _FSYNC_S
+from ebbtide.store.link.durability import _FSYNC_S, DurabilityPromise
 from ebbtide.store.store_keys import RUN_KEYS, run_key, run_prefix
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.fleet import AppendStatus
@@ -28,14 +28,21 @@ class Rig:
         self.redis, self.cluster = redis, cluster
         self._mark = 0
 
+    def promise(self, seconds: float) -> None:
+        """Have the store say so at the next look, and take it as said now."""
+        _FSYNC_S["always"] = seconds
+        self.cluster.coordinator.link.durability.horizon.promise = DurabilityPromise(seconds, seconds)
+        self.cluster.coordinator.state.incarnation.durable_after_s = seconds
+
     def mark(self) -> None:
         self._mark = self.redis.journal.stat().st_size
-        self.cluster.coordinator.state.incarnation.durable_after_s = 30.0  # however long the test takes
+        self.promise(30.0)  # however long the test takes
 
     async def forget(self) -> None:
         """Come back with what was there at the mark; the coordinator has noticed."""
         state = self.cluster.coordinator.state
         life = state.incarnation
+        _FSYNC_S["always"] = 0.2
         self.redis.come_back(knowing=self._mark)
         await wait_until(life.over.is_set, what="the coordinator noticing")
 
@@ -218,21 +225,18 @@ async def test_a_forgotten_finish_does_not_keep_an_episode_from_being_completed(
     assert (await run.finish()).counters["trained"] == 2
 
 
-async def test_a_trajectory_is_shown_once_it_cannot_be_forgotten(rig: Rig, monkeypatch: Any) -> None:
+async def test_a_trajectory_is_shown_once_it_cannot_be_forgotten(rig: Rig) -> None:
     run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
     await run.submit("a")
     await worker.has("a")
     await worker.add("a", 0, 4, STOP)
     store = rig.cluster.coordinator.store
-    store.link.durable_after_s = 30.0
     rig.mark()
     await run.complete("e.a", "a")
     assert await store.trajectories.page("r", "") == []
-    store.link.durable_after_s = 0.2
     await rig.forget()
     await run.complete("e.a", "a")
     assert [one.episode_id for one in await run.trajectories(1)] == ["e.a"]
-    await wait_until(lambda: store.link.durable_after_s == 0.2)
     assert await run.count("trajectories") == 1
 
 
@@ -242,9 +246,9 @@ async def test_a_trajectory_from_the_future_of_the_stores_clock_is_shown(rig: Ri
     await run.submit("a")
     await worker.has("a")
     await worker.add("a", 0, 4, STOP)
+    rig.promise(30.0)
     await run.complete("e.a", "a")
     store, key = rig.cluster.coordinator.store, run_prefix("r") + RUN_KEYS["TRAJECTORIES"]
-    store.link.durable_after_s = 30.0
     assert await store.trajectories.page("r", "") == []
     ((cursor, fields),) = await store.link.call("XRANGE", key, "-", "+")
     said = dict(zip(fields[::2], fields[1::2], strict=True))
@@ -254,20 +258,16 @@ async def test_a_trajectory_from_the_future_of_the_stores_clock_is_shown(rig: Ri
     assert [one.episode_id for one in await store.trajectories.page("r", "")] == ["e.a"]
 
 
-async def test_finishes_become_durable_at_a_store_that_came_back_with_weaker_promises(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_finishes_become_durable_at_a_store_that_came_back_with_weaker_promises(rig: Rig) -> None:
     run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
     await run.submit("a")
     await worker.has("a")
-    rig.cluster.coordinator.state.incarnation.durable_after_s = 0.0
+    rig.promise(0.0)
     await worker.open_append()
     await worker.add("a", 0, 4)
     assert worker.durable
     rig.mark()
-    rig.cluster.coordinator.state.incarnation.durable_after_s = 0.0
-    rig.cluster.coordinator.store.link.durable_after_s = 0.0
-    monkeypatch.setitem(_FSYNC_S, "always", 0.3)
+    rig.promise(0.0)
     await rig.forget()
     await rig.again(worker)
     await worker.exchange(worker.message(worker.delta("a", 4, 1, STOP)))
@@ -315,6 +315,7 @@ async def test_store_and_coordinator_come_back_together_and_the_workers_know_mor
     held = [{"attempt": given.attempt, "offset": 3} for given in worker.assigned.values()]
     version = types_pb2.PolicyVersion(policy="policy", version=1, step=0, root=bytes([1]) * 32)
     await rig.cluster.stop()
+    rig.promise(0.2)
     rig.redis.come_back(knowing=rig._mark)
     await rig.cluster.start()
     back = await rig.cluster.worker("w1", held=held, installed=[version])

@@ -210,3 +210,26 @@ async def test_turns_of_one_episode_prefer_one_worker(cluster: Any) -> None:
         await run.submit(f"t{turn}", episode_id="e")
         await home.has(f"t{turn}")
         await home.add(f"t{turn}", 0, 1, STOP)
+
+
+async def test_the_stores_answer_to_a_placement_is_bounded_in_bytes(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.store.topics.rollout_topic._PLACE_BYTES", 500, raising=False)
+    rollouts, answers = cluster.coordinator.store.rollouts, list[int]()
+    place = rollouts.place
+
+    async def noted(*asked: Any) -> Any:
+        placed = await place(*asked)
+        answers.append(len(placed))
+        return placed
+
+    monkeypatch.setattr(rollouts, "place", noted)
+    run, names = await cluster.run(), [f"a{number}" for number in range(6)]
+    await run.submit(*names, prompt_ids=pack_ids([1] * 100))
+    worker = await cluster.worker("w1")
+    await worker.has(*names)
+    assert sum(answers) == 6
+    assert max(answers) <= 2
+    for name in names:
+        assert (await worker.add(name, 0, 2, STOP)).finished

@@ -10,6 +10,8 @@ from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.lua_scripts import LuaScript
 from ebbtide.store.store import Store
 from ebbtide.testing import EmbeddedRedis, wait_until
+from tests.fakes.clocks import compiler
+from tests.fakes.disks import StallingDisk
 
 
 @pytest.fixture
@@ -134,7 +136,11 @@ async def test_the_condition_of_a_store_is_told(link: Any) -> None:
     await link.call("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     await link.call("CONFIG", "SET", "appendfsync", "everysec")
     condition = await Store(link, "term").condition()
-    assert (condition.fsync, condition.evicts) == ("everysec", True)
+    assert (condition.fsync, condition.evicts, condition.skips_fsync) == ("everysec", True, False)
+    await link.call("CONFIG", "SET", "no-appendfsync-on-rewrite", "yes")
+    await link.call("CONFIG", "SET", "appendfsync", "always")
+    condition = await Store(link, "term").condition()
+    assert (condition.durable_after_s, condition.skips_fsync) == (30.0, True)
 
 
 async def test_a_connection_that_is_cut_before_its_first_answer_is_given_up(
@@ -153,3 +159,26 @@ async def test_a_connection_that_is_cut_before_its_first_answer_is_given_up(
     await link.close()
     assert len(silent) == 1
     silent[0].close()
+
+
+@pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+async def test_nothing_is_durable_while_an_fsync_does_not_end(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = StallingDisk(tmp_path)
+    with monkeypatch.context() as patch:
+        for name, value in disk.environment.items():
+            patch.setenv(name, value)
+        server = EmbeddedRedis(tmp_path / "slow", fsync="everysec").start()
+    link = StoreConnection(server.url, patience_s=10)
+    try:
+        await link.open()
+        assert (await Store(link, "term").condition()).durable_after_s == 2.0
+        disk.stall()
+        await link.call("SET", "k", "1")
+        waiting = asyncio.create_task(link.durable())
+        await asyncio.wait([waiting], timeout=3.0)
+        assert not waiting.done()
+        disk.go_on()
+        await waiting
+    finally:
+        await link.close()
+        server.close()

@@ -101,6 +101,36 @@ async def test_a_failover_without_confirmation_may_lose_the_newest_seconds(pair:
         await link.close()
 
 
+async def test_behind_a_plain_address_a_write_is_durable_once_the_replica_has_it(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.store.link.durability._UNCONFIRMED_S", 1.0)
+    primary, replica = pair
+    link = StoreConnection(primary.url, patience_s=10)
+    await link.open()
+    assert (await Store(link, "term").condition()).durable_after_s == 1.0
+    replica.freeze()
+    try:
+        await link.call("SET", "k", "1")
+        waiting = asyncio.create_task(link.durable())
+        await asyncio.wait([waiting], timeout=2.0)
+        assert not waiting.done()
+    finally:
+        replica.thaw()
+    await waiting
+    await link.close()
+
+
+async def test_one_replica_that_confirms_does_not_speak_for_another(pair: Any, tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path / "c", replica_of=pair[0]) as other:
+        await wait_until(lambda: other.info("master_link_status") == "up", what="the second replica in step")
+        for replicas, claim in ((1, 5.0), (2, 0.0)):
+            link = StoreConnection(pair[0].url, patience_s=10, replicas=replicas)
+            await link.open()
+            assert (await Store(link, "term").condition()).durable_after_s == claim
+            await link.close()
+
+
 async def test_a_store_that_would_wipe_its_replicas_is_found_out(pair: Any) -> None:
     pair[0].command("CONFIG", "SET", "appendonly", "no")
     link = StoreConnection(pair[0].url, patience_s=10)

@@ -91,3 +91,12 @@ async def test_what_is_owed_is_found_without_a_look_at_all_that_was_sent_again()
     assert journal.owed() is None
     journal.renewed("C", 2.0, 1.8)
     assert (await all_owed(journal, 1.9))[-1] == "b"
+
+
+async def test_while_an_fsync_of_the_store_lasts_more_is_kept() -> None:
+    journal = filled("abcde")
+    journal.renewed("A", 4.0, 5.5)  # only what was acknowledged up to 1.5 s is durable
+    assert len(journal) == 4
+    journal.renewed("A", 2.0, 6.0)
+    journal.renewed("B", 2.0, 7.0)
+    assert await all_owed(journal, 7.1) == ["c", "d", "e"]

@@ -1,6 +1,8 @@
 """Messages of one run share calls of the store, and each gets its own answer."""
 
 import asyncio
+import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +29,7 @@ class Store:
         self.go.set()
         self.errors: list[Exception] = []
         self.appends = self
+        self.link = SimpleNamespace(durability=SimpleNamespace(before=lambda: math.inf))
 
     async def append(self, _run_id: str, deltas: AppendColumns) -> dict[int, AppendAck]:
         self.calls.append(deltas)

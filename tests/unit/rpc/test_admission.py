@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from ebbtide.auth.admission import Admission, is_among_peers
+from ebbtide.auth.admission import Admission, caller_name, is_among_peers
 from ebbtide.auth.role_tokens import SKEW_S, key_id, mint, public_keys, signing_key, unverified, verify
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity, ServerSettings
@@ -154,6 +154,14 @@ def test_the_texts_of_refusals_tell_no_other_run(keys: str) -> None:
         admission.checked(GET, GetRunRequest(run_id="run-b"), context)
     assert "run-a" not in str(refused.value)
     assert "run-b" not in str(refused.value)
+
+
+def test_the_name_of_the_caller_is_that_in_the_token(keys: str) -> None:
+    admission = ServerSettings(token_keys=keys).admission()
+    for name in ("ann", ""):
+        metadata = bearing(mint(KEY, Role.USER, ttl_s=60, name=name))
+        admission.checked(LIST, "request", SimpleNamespace(invocation_metadata=lambda given=metadata: given))
+        assert caller_name() == name
 
 
 def test_a_certificate_of_a_role_narrows_the_shared_secret_and_one_without_does_not() -> None:

@@ -5,7 +5,7 @@ Invariant: commands go out in the order of `call`, and replies come back in that
 fails; each caller sends again on the next link of the same incarnation, so every command must be safe to repeat: reads,
 and fenced scripts. Another incarnation may have forgotten what the caller relied on: the call fails, and the caller
 decides. With `replicas`, a reply is returned only after so many of them confirmed all writes before it. Nothing
-outlives the process; commands on a broken link may or may not have run.
+outlives the process; commands on a broken link may or may not have run. `durability` tells what would survive a crash.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from redis.asyncio.connection import AbstractConnection
 
 from ebbtide.errors import StoreUnavailable
 from ebbtide.store.link.dialer import dialer, greet
+from ebbtide.store.link.durability_watch import DurabilityWatch
 from ebbtide.store.link.store_faults import TermSuperseded, estranges, fault
 from ebbtide.store.lua_scripts import LuaScript
 
@@ -35,7 +36,7 @@ _GATHER_S: Final = 0.002
 _LOOK_S: Final = 1.0
 #: Longest single wait for replicas; after it they count as away, and the next wait begins.
 _CONFIRM_MS: Final = 500
-#: `durable` waits so long for a replica that could spare it the full wait.
+#: `durable` waits so long for replicas that could spare it the full wait.
 _RARE_MS: Final = 200
 
 
@@ -46,17 +47,19 @@ class _LinkBroke(Exception):
 class StoreConnection:
     """`await call("GET", key)`; `await run(script, prefix, ...)`. Start it with `open`, end it with `close`."""
 
-    def __init__(self, url: str, *, patience_s: float = 3.0, replicas: int = 0) -> None:
-        """`patience_s`: how long a call waits for an absent store before it raises `StoreUnavailable`.
+    def __init__(self, url: str, *, patience_s: float = 3.0, replicas: int = 0, watched: bool = True) -> None:
+        """`patience_s`: how long a call waits for an absent store before it raises `StoreUnavailable`. `watched`: false
+        for a connection that is never asked for `durability`.
 
         Raises `InvalidRequest` for a URL that names no Redis.
         """
+        self._url, self._watched = url, watched
         self._dialer = dialer(url)
         self.where = self._dialer.where  # no password in messages
         self.sentinel = self._dialer.sentinel
         self.patience_s, self.replicas = patience_s, replicas
         self.incarnation = ""  # the store's latest incarnation; empty before the first link
-        self.durable_after_s = self._synced_after_s = 0.0  # see `promise`
+        self.durability = DurabilityWatch(self)
         self._watchers: list[Callable[[], None]] = []
         self.superseded = asyncio.Event()  # set once another coordinator has the store
         self._up = asyncio.Event()
@@ -67,11 +70,13 @@ class StoreConnection:
         self._held: list[tuple[asyncio.Future[Any], Any]] = []  # answered, but not yet confirmed by the replicas
         self._confirming: asyncio.Future[int] | None = None
         self._heard = 0.0  # when the store last answered, or was first asked after that
-        self._keeper: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, *, patience_s: float | None = None) -> None:
         """Connect, and wait until the store answers. Raises `StoreUnavailable` when patience ends."""
-        self._keeper = asyncio.create_task(self._keep(), name="store connection")
+        self._tasks = [asyncio.create_task(self._keep(), name="store connection")]
+        if self._watched:
+            self._tasks.append(asyncio.create_task(self.durability.run(), name="store durability"))
         try:
             await self.call("PING", patience_s=patience_s)
         except BaseException:
@@ -79,21 +84,25 @@ class StoreConnection:
             raise
 
     async def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
-            self._keeper = None
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
             await self._dialer.close()
+
+    def another(self) -> "StoreConnection":
+        """A second connection to the store, not open yet, for commands that block."""
+        return StoreConnection(self._url, patience_s=self.patience_s, watched=False)
 
     def watch(self, came: Callable[[], None]) -> None:
         """Have `came` called whenever a link came up from now on, before any call goes on: earlier ones may be lost."""
         self._watchers.append(came)
 
-    def promise(self, *, synced_after_s: float, durable_after_s: float) -> None:
-        """Take in what was learnt of the store: how long after its acknowledgement a write survives the store's server,
-        and how long until it survives whatever takes that server's place.
-        """
-        self._synced_after_s, self.durable_after_s = synced_after_s, durable_after_s
+    @property
+    def durable_after_s(self) -> float:
+        """How long the store may lose an acknowledged write, at least; 0: each write is durable at once."""
+        return self.durability.horizon.promise.durable_after_s
 
     @property
     def away_s(self) -> float:
@@ -101,9 +110,11 @@ class StoreConnection:
         return time.monotonic() - self._heard if self._heard and (self._sent or not self._up.is_set()) else 0.0
 
     async def lost(self) -> None:
-        """Wait until the open connection's task fails, and raise its error: the store is lost for good."""
-        if self._keeper is not None:
-            await asyncio.shield(self._keeper)
+        """Wait until a task of the open connection fails, and raise its error: the store is lost for good."""
+        if self._tasks:
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
 
     async def run(self, script: LuaScript, prefix: str, *args: Argument, patience_s: float | None = None) -> Any:
         """Run a script on the keys of `prefix`. Raises `StoreRefused`, `TermSuperseded`, `StoreUnavailable`."""
@@ -114,14 +125,15 @@ class StoreConnection:
 
     async def durable(self) -> None:
         """Wait until all answered writes would survive a crash of the store. Raises `StoreUnavailable` if the store has
-        a new incarnation meanwhile, which may have forgotten them.
+        a new incarnation meanwhile, which may have forgotten them, or goes away.
         """
-        if self.durable_after_s:
-            incarnation, rest_s = self.incarnation, self.durable_after_s
-            if self._synced_after_s < rest_s and await self.call("WAIT", 1, _RARE_MS, incarnation=incarnation):
-                rest_s = self._synced_after_s
-            await asyncio.sleep(rest_s)
-            await self.call("PING", incarnation=incarnation)
+        horizon, asked, incarnation = self.durability.horizon, time.monotonic(), self.incarnation
+        if horizon.at_once:
+            return
+        self.durability.look_soon()
+        replicas = horizon.replicas
+        has = replicas and await self.call("WAIT", replicas, _RARE_MS, incarnation=incarnation) >= replicas
+        await self.durability.until(asked, incarnation=incarnation, synced=bool(has))
 
     async def call(self, *command: Argument, patience_s: float | None = None, incarnation: str = "") -> Any:
         """Send one command, again after each broken link, and return its reply. `incarnation`: the one that the caller
@@ -190,6 +202,7 @@ class StoreConnection:
     async def _serve(self, link: AbstractConnection) -> None:
         """Use the link until it breaks, and raise the reason."""
         self._up.set()
+        self.durability.began()
         for came in self._watchers:
             came()
         tasks = [asyncio.create_task(work) for work in (self._write(link), self._read(link), self._watch())]

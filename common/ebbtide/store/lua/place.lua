@@ -1,8 +1,10 @@
--- ARGV: term, then id, attempt, worker of each. Gives queued rollouts to workers; a repeat of the same attempt gets the same answer.
--- Returns per rollout {req, prompt, tokens so far, attempts}, or 0 if it is no longer queued.
+-- ARGV: term, most bytes, then id, attempt, worker of each. Gives queued rollouts to workers; a repeat of the same attempt gets the same
+-- answer. Returns per rollout {req, prompt, tokens so far, attempts}, or 0 if it is no longer queued. It ends after the rollout that makes
+-- the bytes full; the rest stay queued.
 local bad = barred(ARGV[1]); if bad then return bad end
-local out = {}
-for at = 2, #ARGV, 3 do
+local out, bytes = {}, 0
+for at = 3, #ARGV, 3 do
+  if bytes >= tonumber(ARGV[2]) then break end
   local id, attempt, worker = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'attempt', 'attempts', 'worker', 'req', 'prompt')
   if r[1] == 'queued' or (r[1] == 'running' and r[2] == attempt) then
@@ -23,6 +25,7 @@ for at = 2, #ARGV, 3 do
       end
     end
     out[#out + 1] = {r[5], r[6], tokens, attempts}
+    bytes = bytes + #r[5] + #r[6] + #tokens
   else
     out[#out + 1] = 0
   end

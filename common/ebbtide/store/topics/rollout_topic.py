@@ -24,6 +24,8 @@ from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import LeaseRef
 
 _PAGE: Final = 256
+#: Bytes of rollouts that one call places, but for the last one: the store builds and sends the answer in one go.
+_PLACE_BYTES: Final = 1 << 20
 #: Callers retry a full run after this time: about one flush of finished rollouts.
 _RETRY_AFTER_S: Final = 1.0
 
@@ -55,8 +57,12 @@ class RolloutTopic(Topic):
         return [_accepted(outcome, rest) for outcome, rest in found]
 
     async def place(self, run_id: str, placements: Sequence[tuple[str, str, str]]) -> list[PlacedRollout | None]:
-        """Give queued rollouts to workers, as (rollout, attempt, worker). None: the rollout is no longer queued."""
-        found = await self._write("place", run_id, *(part for placement in placements for part in placement))
+        """Give queued rollouts to workers, as (rollout, attempt, worker). None: the rollout is no longer queued.
+
+        Prompts and partials come back, so the answer ends after the rollout that fills it, and the rest stay queued.
+        """
+        flat = (part for placement in placements for part in placement)
+        found = await self._write("place", run_id, _PLACE_BYTES, *flat)
         return [None if row == 0 else _placed(*row) for row in found]
 
     async def requeue(

@@ -7,7 +7,7 @@ import msgspec
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, StoreUnavailable
 from ebbtide.store.link.store_faults import StoreRefused
 from ebbtide.store.lua_scripts import script
-from ebbtide.store.record_codec import json_record, pack, pairs, unpack
+from ebbtide.store.record_codec import json_record, pack, pairs, text_pairs, unpack
 from ebbtide.store.store_keys import FLEET, INDEX, LIFE, PUBLISHERS, run_key
 from ebbtide.store.topics.topic import Topic, no_run
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
@@ -49,10 +49,17 @@ class RunTopic(Topic):
         """All runs with a record, oldest first."""
         return [member.decode() for member in await self._link.call("ZRANGE", INDEX, 0, -1)]
 
-    async def submit(self, run_id: str, spec: RunSpec) -> bool:
+    async def listed(self, cursor: float, count: int, *, newest_first: bool = False) -> list[tuple[int, str]]:
+        """Places and ids of runs with a record beyond the place `cursor`, by the order of their submission."""
+        ends = (f"({cursor}", "-inf") if newest_first else (f"({cursor}", "+inf")
+        command = "ZREVRANGEBYSCORE" if newest_first else "ZRANGEBYSCORE"
+        found = text_pairs(await self._link.call(command, INDEX, *ends, "WITHSCORES", "LIMIT", 0, count))
+        return [(int(float(place)), run_id) for run_id, place in found]
+
+    async def submit(self, run_id: str, spec: RunSpec, submitter: str = "") -> bool:
         """Create the run; False if it exists. Raises `AlreadyExists` if it exists with another spec."""
         try:
-            made = bool(await self._write("submit_run", run_id, run_id, json_record(spec)))
+            made = bool(await self._write("submit_run", run_id, run_id, json_record(spec), submitter))
         except StoreRefused:
             made = False
             if (await self.read(run_id)).spec != spec:  # an older release wrote it without the newer fields
@@ -87,6 +94,7 @@ class RunTopic(Topic):
             spec=_spec(run_id, have["spec"]),
             status=RunStatus[have["status"].decode()],
             message=have["message"].decode(),
+            submitter=have.get("submitter", b"").decode(),
             age_s=age_ms / 1000,
             newest=unpack(have["newest_record"], PolicyVersion) if "newest_record" in have else None,
             counters={name: value for name, value in counters.items() if not name.startswith(_DROPPED)},

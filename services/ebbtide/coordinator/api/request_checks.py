@@ -16,6 +16,8 @@ from ebbtide.types.tokens import TOKEN_BYTES, unpack_ids
 MAX_BATCH: Final = 4096
 #: A rollout's prompt and tokens travel in one message when it is resumed or finished; messages are at most 4 MiB.
 _MAX_BYTES: Final = (4 << 20) - (128 << 10)
+#: Digits of a place in a list, which the store keeps as a double.
+_DIGITS: Final = 15
 
 
 def check_batch(items: Sequence[object], *, field: str) -> None:
@@ -79,6 +81,13 @@ def _check_prompt(request: RolloutRequest, field: str, context: int, vocabulary:
     longest = min(request.sampling.max_tokens, context or request.sampling.max_tokens)
     if len(request.prompt_ids) + longest * TOKEN_BYTES > _MAX_BYTES:
         raise InvalidRequest("prompt and response would not fit into one message", field=f"{field}.sampling.max_tokens")
+
+
+def check_number(cursor: str, default: float) -> float:
+    """The number that a cursor of a list holds; `default` for an empty one."""
+    if cursor and not (cursor.isdecimal() and len(cursor) <= _DIGITS):
+        raise InvalidRequest("is none that was given out here; leave it empty to begin", field="cursor")
+    return float(cursor or default)
 
 
 def check_cursor(cursor: str, *, field: str = "cursor") -> str:

@@ -1,13 +1,16 @@
 """Implements the `Runs` service: runs and their leases."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import PurePath
+from typing import Final
 
 import msgspec
 
 from ebbtide import telemetry
-from ebbtide.coordinator.api.request_checks import check_batch, check_lease
+from ebbtide.coordinator.api.request_checks import check_batch, check_lease, check_number
+from ebbtide.coordinator.api.run_quota import RunQuota
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.state.coordinator_state import StoreIncarnation
 from ebbtide.coordinator.state.notifier import follow
@@ -21,6 +24,8 @@ from ebbtide.types.run import ROLES, AttemptSpan, LeaseRef, Run, RunEvent, RunSh
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 
 log = telemetry.get_logger(__name__)
+#: Runs that are read together for a list.
+_LIST_AT_ONCE: Final = 64
 
 
 class RunService:
@@ -36,32 +41,41 @@ class RunService:
         self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
         self._publishers = parts.publishers
         self._promising = asyncio.Lock()
+        self._quota = RunQuota(parts.state, parts.store, limit=parts.settings.max_runs_per_user)
 
     @property
     def incarnation(self) -> StoreIncarnation:
         return self._state.incarnation
 
-    async def submit(self, run_id: str, spec: RunSpec) -> Run:
-        """Create a run, once per id. Raises `NotReady` if its floor cannot be promised."""
+    def durability_lag_s(self) -> float:
+        """What was acknowledged so many seconds ago is durable."""
+        return self._store.link.durability.lag_s()
+
+    async def submit(self, run_id: str, spec: RunSpec, submitter: str = "") -> Run:
+        """Create a run, once per id. Raises `NotReady` if its floor cannot be promised, and `NoCapacity` if the
+        submitter has too many live runs.
+        """
         check_id(run_id, field="run_id")
         check_spec(spec)
         await self._publishers.keep()
-        if spec.share.floor:
-            async with self._promising:  # no other floor is promised between the check and the submit
-                await self._check_floor(run_id, spec)
-                made = await self._store.runs.submit(run_id, spec)
-        else:
-            made = await self._store.runs.submit(run_id, spec)
-        run = await self._store.runs.read(run_id)
-        if not run.status.ended:
-            await self._recovery.add(run)
+        with self._quota.submitting(run_id, submitter):
+            await self._quota.check(run_id, submitter)
+            if spec.share.floor:
+                async with self._promising:  # no other floor is promised between the check and the submit
+                    await self._check_floor(run_id, spec)
+                    made = await self._store.runs.submit(run_id, spec, submitter)
+            else:
+                made = await self._store.runs.submit(run_id, spec, submitter)
+            run = await self._store.runs.read(run_id)
+            if not run.status.ended:
+                await self._recovery.add(run)
         if made:
             log.info("run submitted", run_id=run_id, model=spec.model)
             await self._hint(run)
         return run
 
     async def _check_floor(self, run_id: str, spec: RunSpec) -> None:
-        runs = await self.list()
+        runs = [run async for _, run in self.list()]
         if all(run.run_id != run_id for run in runs):
             floors = {run.run_id: run.spec.share.floor for run in runs if not run.status.ended}
             check_floor(run_id, spec.share.floor, floors)
@@ -93,20 +107,26 @@ class RunService:
             return "waits for its first policy version"
         return self._fleet.lacking()
 
-    async def list(self) -> list[Run]:
-        """All runs with a record, oldest first; those with an expired record leave the list. Ended runs that another
-        release wrote, and this one cannot read, are skipped.
+    async def list(self, cursor: str = "", *, newest_first: bool = False) -> AsyncGenerator[tuple[str, Run], None]:
+        """Runs with a record beyond `cursor`, each with its own cursor, oldest first by default. Those with an expired
+        record leave the list. Ended runs that another release wrote, and this one cannot read, are skipped.
         """
-        runs = []
-        for run_id in await self._store.runs.ids():
-            try:
-                run = await self._store.runs.read(run_id)
-                runs.append(msgspec.structs.replace(run, share=self._share(run)))
-            except NotFound:
-                await self._store.runs.forget(run_id)
-            except NotReady as error:
-                log.warning("run not listed", run_id=run_id, reason=str(error))
-        return runs
+        place = check_number(cursor, math.inf if newest_first else -math.inf)
+        while found := await self._store.runs.listed(place, _LIST_AT_ONCE, newest_first=newest_first):
+            runs = await asyncio.gather(*(self._listed(run_id) for _, run_id in found))
+            for (place, _), run in zip(found, runs, strict=True):
+                if run is not None:
+                    yield str(place), run
+
+    async def _listed(self, run_id: str) -> Run | None:
+        try:
+            run = await self._store.runs.read(run_id)
+            return msgspec.structs.replace(run, share=self._share(run))
+        except NotFound:
+            await self._store.runs.forget(run_id)
+        except NotReady as error:
+            log.warning("run not listed", run_id=run_id, reason=str(error))
+        return None
 
     async def cancel(self, run_id: str) -> Run:
         check_id(run_id, field="run_id")

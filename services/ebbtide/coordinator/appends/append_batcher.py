@@ -159,9 +159,9 @@ class AppendBatcher:
             elif ack.status is AppendStatus.SUPERSEDED:
                 self._disowned(run, deltas.attempts[i])
         over = (deltas.attempts[i] for i in ended)
-        lasts_s = self._state.incarnation.durable_after_s
+        before = self._store.link.durability.before()
         finished = [
-            attempt for ref in over if (attempt := run.finish(ref.rollout_id, ref.attempt_id, durable_after_s=lasts_s))
+            attempt for ref in over if (attempt := run.finish(ref.rollout_id, ref.attempt_id, durable_before=before))
         ]
         self._notifier.notify_all("tokens", run.run_id, (ref.rollout_id for ref in deltas.attempts))
         if finished:

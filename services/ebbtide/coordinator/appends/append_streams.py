@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, Self
 
@@ -35,6 +35,8 @@ from ebbtide.v1 import fleet_pb2
 from ebbtide.wire.append_columns import AppendReceiver, finishes
 
 Responses = AsyncIterator[fleet_pb2.AppendResponse]
+#: Pause while the store is away.
+_AWAY_S: Final = 0.2
 _OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for status in AppendStatus}
 
 
@@ -170,30 +172,31 @@ def _again() -> StoreUnavailable:
 async def _twice(answers: Responses, incarnation: StoreIncarnation, link: StoreConnection) -> Responses:
     """Each answer at once, and again, by its number only, when it has become durable."""
     out: asyncio.Queue[fleet_pb2.AppendResponse | None] = asyncio.Queue()
-    unsure: deque[tuple[float, int]] = deque()  # when a message becomes durable if the store stays up, and its number
+    unsure: deque[tuple[float, int]] = deque()  # when a message was stored, and its number
     came = asyncio.Event()
 
     async def read() -> None:
         try:
             async for answer in answers:
                 out.put_nowait(answer)
-                unsure.append((time.monotonic() + incarnation.durable_after_s, answer.sequence))
+                unsure.append((time.monotonic(), answer.sequence))
                 came.set()
         finally:
             out.put_nowait(None)
 
     async def confirm() -> None:
-        """Confirm only after the store answered: one that died before the write was durable has forgotten it."""
+        """Confirm what a later look at the store shows to be durable."""
         while not incarnation.over.is_set():  # else the stream ends, and the worker sends again
             came.clear()
             if not unsure:
                 await came.wait()
-            await asyncio.sleep(max(0.0, unsure[0][0] - time.monotonic()))
-            asked = time.monotonic()
-            with suppress(StoreUnavailable):
-                await link.call("PING", incarnation=incarnation.name)
-                while unsure and unsure[0][0] <= asked:
-                    out.put_nowait(fleet_pb2.AppendResponse(sequence=unsure.popleft()[1], durable=True))
+            try:
+                before = await link.durability.until(unsure[0][0], incarnation=incarnation.name)
+            except StoreUnavailable:
+                await asyncio.sleep(_AWAY_S)
+                continue
+            while unsure and unsure[0][0] <= before:
+                out.put_nowait(fleet_pb2.AppendResponse(sequence=unsure.popleft()[1], durable=True))
 
     reader, confirmer = asyncio.create_task(read()), asyncio.create_task(confirm())
     try:

@@ -32,7 +32,6 @@ class StoreIncarnations:
         self._state, self._store, self._lease_ttl_s = state, store, lease_ttl_s
         self._reconciled = ""  # the incarnation that all runs are reconciled with, as the store knows
         self._asked = ""  # the incarnation whose condition is known
-        self._came = 0.0  # when it came up
 
     async def begin(self) -> None:
         """Find out at the coordinator's start, with the store's condition known, whether the store came back since."""
@@ -51,7 +50,6 @@ class StoreIncarnations:
         state, link = self._state, self._store.link
         if link.incarnation != state.incarnation.name:
             former, state.incarnation = state.incarnation, StoreIncarnation(link.incarnation, link.durable_after_s)
-            self._came = time.monotonic()
             former.over.set()
             self._doubt()
             for run in state.runs.values():
@@ -63,16 +61,22 @@ class StoreIncarnations:
             run.stale = True
         state.wake.set()
 
+    def promise_changed(self) -> None:
+        """End the append streams if the store becomes durable at once, or no longer is: they confirm otherwise."""
+        now, lasts_s = self._state.incarnation, self._store.link.durable_after_s
+        was, now.durable_after_s = now.durable_after_s, lasts_s
+        if bool(was) is not bool(lasts_s):
+            log.warning("the store's durability changed", durable_after_s=lasts_s)
+            for session in self._state.sessions.values():
+                session.resend.set()
+
     async def reconcile(self, run: RunState) -> bool:
         """Tell the store of the live attempts. False if the run is over. Call with the run's lock held."""
         now = self._state.incarnation
         if self._asked != now.name:
-            was, now.durable_after_s = now.durable_after_s, (await self._store.condition()).durable_after_s
+            await self._store.link.durability.look()  # `promise_changed`
             self._asked = now.name
             self._doubt()
-            if now.durable_after_s != was:  # an append stream confirms durability in the way it was opened with
-                for session in self._state.sessions.values():
-                    session.resend.set()
         if self._reconciled != now.name and not await self._store.runs.settle(run.run_id, self._lease_ttl_s):
             return False
         ended = self._unfinish(run)
@@ -92,8 +96,9 @@ class StoreIncarnations:
     def _unfinish(self, run: RunState) -> set[RunningAttempt]:
         """Treat attempts as running whose finish may be forgotten and whose workers still have them."""
         taken: set[RunningAttempt] = set()
-        for attempt, session, until in run.volatile_finishes:
-            if until > self._came and not session.gone and attempt.rollout.rollout_id not in run.running:
+        durable_before = self._store.link.durability.former_before
+        for attempt, session, at in run.volatile_finishes:
+            if at >= durable_before and not session.gone and attempt.rollout.rollout_id not in run.running:
                 attempt.assign(session)
                 run.running[attempt.rollout.rollout_id] = attempt
                 taken.add(attempt)

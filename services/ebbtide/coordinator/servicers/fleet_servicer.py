@@ -11,6 +11,7 @@ import msgspec
 
 from ebbtide.coordinator.appends.append_streams import AppendStreams
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.servicers.list_page import ListPage
 from ebbtide.coordinator.state.coordinator_state import WorkerSession
 from ebbtide.coordinator.state.worker_reports import (
     AttachReport,
@@ -99,7 +100,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     async def ListWorkers(
         self, request: fleet_pb2.ListWorkersRequest, context: Context
     ) -> fleet_pb2.ListWorkersResponse:
-        return fleet_pb2.ListWorkersResponse(workers=[to_proto(one, fleet_pb2.Worker) for one in self._fleet.workers()])
+        page = ListPage(fleet_pb2.Worker, request.page_size)
+        for worker in self._fleet.workers():
+            if worker.worker_id > request.cursor and not page.add(worker.worker_id, worker):
+                break
+        return fleet_pb2.ListWorkersResponse(workers=page.messages, next=page.next)
 
     async def DrainWorker(
         self, request: fleet_pb2.DrainWorkerRequest, context: Context

@@ -3,12 +3,15 @@
 
 import math
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
 
+from ebbtide.auth.admission import caller_name
 from ebbtide.coordinator.api.request_checks import check_cursor
 from ebbtide.coordinator.api.run_service import RunService
+from ebbtide.coordinator.servicers.list_page import ListPage
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import LeaseRef, Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
@@ -27,13 +30,20 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
 
     async def SubmitRun(self, request: runs_pb2.SubmitRunRequest, context: Context) -> runs_pb2.Run:
         spec = from_proto(request.spec, RunSpec, field="spec")
-        return to_proto(await self._runs.submit(request.run_id, spec), runs_pb2.Run)
+        return to_proto(await self._runs.submit(request.run_id, spec, caller_name()), runs_pb2.Run)
 
     async def GetRun(self, request: runs_pb2.GetRunRequest, context: Context) -> runs_pb2.Run:
         return to_proto(await self._runs.get(request.run_id), runs_pb2.Run)
 
     async def ListRuns(self, request: runs_pb2.ListRunsRequest, context: Context) -> runs_pb2.ListRunsResponse:
-        return runs_pb2.ListRunsResponse(runs=[to_proto(run, runs_pb2.Run) for run in await self._runs.list()])
+        page = ListPage(runs_pb2.Run, request.page_size)
+        async with aclosing(self._runs.list(request.cursor, newest_first=not request.page_size)) as runs:
+            async for cursor, run in runs:
+                if not page.add(cursor, run):
+                    break
+        if request.page_size:
+            return runs_pb2.ListRunsResponse(runs=page.messages, next=page.next)
+        return runs_pb2.ListRunsResponse(runs=page.messages[::-1])
 
     async def CancelRun(self, request: runs_pb2.CancelRunRequest, context: Context) -> runs_pb2.Run:
         return to_proto(await self._runs.cancel(request.run_id), runs_pb2.Run)
@@ -64,7 +74,7 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
             ttl_s=self._ttl_s,
             run=to_proto(run, runs_pb2.Run),
             store_life=incarnation.name,
-            durable_after_s=incarnation.durable_after_s,
+            durable_after_s=self._runs.durability_lag_s(),
         )
 
     async def ReleaseLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Empty:

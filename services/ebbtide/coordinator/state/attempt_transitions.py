@@ -80,12 +80,14 @@ class AttemptTransitions:
         self._ending: set[asyncio.Future[None]] = set()  # calls that end runs
 
     async def start(self, run: RunState, placements: Sequence[Placement], by_worker: dict[str, WorkerSession]) -> None:
-        """Assign queued rollouts to workers. Call with the run's lock held."""
+        """Assign queued rollouts to workers; those for which the store's answer has no room stay queued. Call with the
+        run's lock held.
+        """
         chosen = [(one.rollout_id, new_fence(), by_worker[one.worker_id]) for one in placements]
         rows = [(rollout_id, attempt_id, session.worker_id) for rollout_id, attempt_id, session in chosen]
         placed = await self._store.rollouts.place(run.run_id, rows)
         batches: dict[WorkerSession, list[fleet_pb2.Assignment]] = defaultdict(list)
-        for (rollout_id, attempt_id, session), given in zip(chosen, placed, strict=True):
+        for (rollout_id, attempt_id, session), given in zip(chosen, placed, strict=False):
             queued = run.queue.take(rollout_id)
             if given is None or queued is None:
                 run.stale |= queued is not None  # the store no longer has it as queued: read it again

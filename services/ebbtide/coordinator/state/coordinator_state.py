@@ -9,6 +9,7 @@ runs back, and workers attach again with their attempts.
 """
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -112,7 +113,7 @@ class StoreIncarnation:
 
     def __init__(self, name: str = "", durable_after_s: float = 0.0) -> None:
         self.name = name  # of the server and its data, as `StoreConnection.incarnation`
-        #: A write survives the store so long after it was acknowledged, unless the incarnation is over by then.
+        #: The store may forget an acknowledged write for at least so long; 0: never. See `DurabilityWatch`.
         self.durable_after_s = durable_after_s
         #: Set once the store came back, or another took its place: that one may know less.
         self.over = asyncio.Event()
@@ -133,7 +134,7 @@ class UnconfirmedAttempt(Struct, frozen=True):
 class FinishedAttempt(NamedTuple):
     attempt: RunningAttempt
     session: "WorkerSession"
-    until: float  # until then the store may forget the finish (seconds, monotonic)
+    at: float  # when the store had acknowledged it (seconds, monotonic)
 
 
 class RunState:
@@ -195,18 +196,19 @@ class RunState:
             attempt.unassign()
         return attempt
 
-    def finish(self, rollout_id: str, attempt_id: str, *, durable_after_s: float = 0.0) -> RunningAttempt | None:
-        """Note that the store finished a rollout with this attempt, and may forget that for so long. None if known."""
+    def finish(self, rollout_id: str, attempt_id: str, *, durable_before: float = math.inf) -> RunningAttempt | None:
+        """Note that the store finished a rollout with this attempt. The store may still forget what was acknowledged
+        since `durable_before`. None if known.
+        """
         running = self.running.get(rollout_id)
         session = running.session if running else None
         attempt = self.end(rollout_id, attempt_id)
         if attempt is not None:
             self.lengths.finished(attempt.stored)
-            if durable_after_s and session is not None:
-                now = time.monotonic()
-                while self.volatile_finishes and self.volatile_finishes[0].until <= now:
-                    self.volatile_finishes.popleft()
-                self.volatile_finishes.append(FinishedAttempt(attempt, session, now + durable_after_s))
+            while self.volatile_finishes and self.volatile_finishes[0].at < durable_before:
+                self.volatile_finishes.popleft()
+            if durable_before < math.inf and session is not None:
+                self.volatile_finishes.append(FinishedAttempt(attempt, session, time.monotonic()))
         return attempt
 
     def group_place(self, group_id: str, place: int) -> int:
