@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests.simulation.bugs import BUGS
 from tests.simulation.faults import CELLS, IN_TURN, draw
 from tests.simulation.plan import Plan
 
@@ -80,7 +81,7 @@ def test_five_thousand_seeds_hold() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
-def test_nineteen_of_twenty_planted_bugs_are_found() -> None:
+def test_all_planted_bugs_but_one_are_found() -> None:
     _, found, said = run("--bugs", "--seeds", "0:100", "--jobs", "2", timeout=6 * 3600)
-    assert len(found["found"]) == 20
+    assert {*found["found"], *found["missed"]} == {*BUGS}
     assert len(found["missed"]) <= 1, said
