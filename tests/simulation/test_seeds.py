@@ -14,7 +14,12 @@ from tests.simulation.plan import Plan
 
 #: So many in turn draw every cell of the matrix at least once.
 FIXED: Final = len(CELLS) // IN_TURN
-_QUICK_BUGS: Final = ("a finish that leaves its fence", "a requeue that loses tokens", "a resume one token too far")
+_QUICK_BUGS: Final = (
+    "a finish that leaves its fence",
+    "a mark that goes before its step is over",
+    "a requeue that loses tokens",
+    "a resume one token too far",
+)
 
 
 def run(*arguments: str, timeout: float) -> tuple[int, dict[str, Any], str]:

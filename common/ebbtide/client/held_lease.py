@@ -148,7 +148,10 @@ class HeldLease:
     async def _kept(
         self, method: "Unary[Message_contra, Response_co]", request: "Message_contra", number: int = 0
     ) -> Response_co:
-        """Make a call that is repeated if the store forgets it. Waits while the journal is full. `number`: a submit's."""
+        """Make a call that is repeated if the store forgets it. Waits while the journal is full.
+
+        `number`: that the journal gave a submit.
+        """
         while not self._journal.room.is_set():
             self._hurry.set()
             await self._pause(_HURRY_S)

@@ -63,8 +63,8 @@ RUN_KEYS: Final[dict[str, str]] = {
     "OPEN": "open",
     # hash per rollout: req (msgpack, without the prompt), prompt, digest, kind, state, attempt, attempts, worker,
     # from, begin (ms since submission), barren, evidence, avoid (workers, a comma after each), reason, message,
-    # cursor, step (if it has one). Owner: submit .. complete. Deleted when acknowledged, completed, cancelled, or at the
-    # run's end.
+    # cursor, step (if it has one). Owner: submit .. complete. Deleted when acknowledged, completed, cancelled, or at
+    # the run's end.
     "ROLLOUT": "rollout:",
     # string per rollout: its token records so far. Owner: append. Ends with ROLLOUT.
     "TOKENS": "tokens:",

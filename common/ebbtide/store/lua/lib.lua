@@ -131,11 +131,12 @@ local function trim_chatter(bytes)
   for _ = 1, DROPPED_AT_ONCE do
     if redis.call('XLEN', CHATTER) <= kept() / KEPT_PER_CHATTER and bytes <= kept() * CHATTER_BYTES then return end
     local oldest = redis.call('XRANGE', CHATTER, '-', '+', 'COUNT', 1)[1]
+    if not oldest then return redis.call('HSET', RUN, 'chatter', 0) end  -- the former release trimmed, and did not count
     local f = oldest[2]
     redis.call('XDEL', CHATTER, oldest[1])
     redis.call('SREM', EVENT_KEYS, f[2] .. ':' .. f[4])
     local less = event_bytes({f[2], f[4], f[6], f[8], f[10]}, 1)
-    bytes = redis.call('HINCRBY', RUN, 'chatter', -math.min(bytes, less))  -- the former release did not count its own
+    bytes = redis.call('HINCRBY', RUN, 'chatter', -math.min(bytes, less))
   end
 end
 
