@@ -1,4 +1,4 @@
-"""Twenty planted bugs: each a mistake that somebody could make, put into the code under test for a few runs.
+"""Twenty-one planted bugs: each a mistake that somebody could make, put into the code under test for a few runs.
 
 A test of the tests: the simulation must find them. In scripts a piece of text is replaced, which must be there; in
 Python a method. All of them do harm only when something else fails at the wrong moment.
@@ -26,8 +26,8 @@ from ebbtide.types.tokens import TOKEN_BYTES
 Bug = Callable[[], Any]
 #: Scripts whose text is edited, where it is found; `lib` is part of all of them.
 _NAMES: Final = (
-    "acknowledge", "append", "cancel", "commit", "complete", "dead_letter", "place", "requeue", "submit",
-    "reserve_version", "announce_version",
+    "acknowledge", "adopt", "append", "cancel", "commit", "complete", "dead_letter", "end_run", "lease_claim", "place",
+    "report", "requeue", "submit", "submit_run", "reserve_version", "announce_version",
 )  # fmt: skip
 
 
@@ -175,7 +175,10 @@ BUGS: Final[dict[str, Bug]] = {
             "local function finish(id, state, reason, message)",
         )
     ),
-    "a rollout that is forgotten and not marked as over": lua(("  redis.call('SADD', DONE, 'r:' .. id)\n", "")),
+    "a rollout that is forgotten and not marked as over": lua(("  mark_over('r:' .. id, r[4])\n", "")),
+    "a mark that goes before its step is over": lua(
+        ("if of ~= '' and tonumber(of) >= first_step then return end", "if of == '' then return end")
+    ),
     "a requeue that loses tokens": lua(
         (
             "redis.call('HSET', ROLLOUT .. id, 'state', 'queued', 'barren'",

@@ -14,7 +14,7 @@ from ebbtide.store.store_keys import run_key
 from ebbtide.types.tokens import TOKEN, TOKEN_BYTES
 from tests.simulation.engine import TAG_MASK, tag_of
 from tests.simulation.loop import Proc, SimLoop
-from tests.simulation.plan import Plan, Wanted
+from tests.simulation.plan import Plan, Wanted, batch_of
 from tests.simulation.store import Server
 from tests.simulation.trainer import RUN, Journal
 
@@ -72,7 +72,7 @@ class Monitor:
         self._fenced = False
         self._fence = run_key(RUN, "FENCE").encode()
         self._versions = run_key(RUN, "VERSIONS").encode()
-        self._done = run_key(RUN, "DONE").encode()
+        self._done, self._run = run_key(RUN, "DONE").encode(), run_key(RUN, "RUN").encode()
         self._count = run_key(RUN, "COUNT").encode()
         self._stale = ""
         self._old: dict[int, str] = {}
@@ -170,8 +170,10 @@ class Monitor:
     def _over(self, name: str) -> bool:
         assert self.store is not None
         data = self.store.data
-        done = data.get(self._done)
-        return self._fence not in data or (done is not None and b"r:" + name.encode() in done.value)
+        done, run = data.get(self._done), data.get(self._run)
+        first_step = int(run.value._values.get(b"first_step", 0)) if run is not None else 0
+        marked = done is not None and b"r:" + name.encode() in done.value
+        return self._fence not in data or marked or batch_of(name) < first_step
 
     def _check_tokens(self, name: str, one: Seen, tokens: bytes) -> None:
         new = np.frombuffer(tokens, dtype=TOKEN)[one.stored :]

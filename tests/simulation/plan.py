@@ -34,6 +34,11 @@ class Wanted(Struct, frozen=True):
         return len(self.ids)
 
 
+def batch_of(name: str) -> int:
+    """The batch of a rollout, by its id: also the step that it is submitted for."""
+    return int(name[1:].partition(".")[0])
+
+
 class Plan:
     def __init__(self, seed: int) -> None:
         chance = random.Random(seed ^ 0x5EED)

@@ -7,6 +7,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from tests.simulation.bugs import lua
 from tests.simulation.loop import Stuck
 from tests.simulation.phases import Chaos
 from tests.simulation.verdict import judge
@@ -15,6 +16,11 @@ from tests.simulation.world import World
 #: Virtual seconds that a run may take, whatever is done to it, and once nothing is done to it any more.
 _LIMIT_S: Final = 900.0
 _CALM_S: Final = 150.0
+#: So little is kept of the past that what goes with it is missed.
+_LITTLE_KEPT: Final = lua(
+    ("LEAST_KEPT, MOST_KEPT, QUOTA_OF_ONE = 256, 16384,", "LEAST_KEPT, MOST_KEPT, QUOTA_OF_ONE = 8, 8,"),
+    ("REMEMBERED_S = 10", "REMEMBERED_S = 0"),
+)
 
 
 class Outcome(Struct, kw_only=True):
@@ -36,7 +42,8 @@ def simulate(seed: int, *, trace: bool = False, faults: bool = True) -> Outcome:
     gc.disable()
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
-        return _simulate(seed, trace=trace, faults=faults)
+        with _LITTLE_KEPT():
+            return _simulate(seed, trace=trace, faults=faults)
     finally:
         gc.collect()  # what processes left is closed here, and some of it protests
         gc.enable()

@@ -8,12 +8,18 @@ from typing import Any, Final
 
 import pytest
 
+from tests.simulation.bugs import BUGS
 from tests.simulation.faults import CELLS, IN_TURN, draw
 from tests.simulation.plan import Plan
 
 #: So many in turn draw every cell of the matrix at least once.
 FIXED: Final = len(CELLS) // IN_TURN
-_QUICK_BUGS: Final = ("a finish that leaves its fence", "a requeue that loses tokens", "a resume one token too far")
+_QUICK_BUGS: Final = (
+    "a finish that leaves its fence",
+    "a mark that goes before its step is over",
+    "a requeue that loses tokens",
+    "a resume one token too far",
+)
 
 
 def run(*arguments: str, timeout: float) -> tuple[int, dict[str, Any], str]:
@@ -80,7 +86,7 @@ def test_five_thousand_seeds_hold() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)
-def test_nineteen_of_twenty_planted_bugs_are_found() -> None:
+def test_all_planted_bugs_but_one_are_found() -> None:
     _, found, said = run("--bugs", "--seeds", "0:100", "--jobs", "2", timeout=6 * 3600)
-    assert len(found["found"]) == 20
+    assert {*found["found"], *found["missed"]} == {*BUGS}
     assert len(found["missed"]) <= 1, said

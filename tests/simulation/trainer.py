@@ -28,7 +28,7 @@ from ebbtide.types.rollout import (
 )
 from ebbtide.types.run import Run
 from ebbtide.types.tokens import token_count
-from tests.simulation.plan import Plan, Wanted
+from tests.simulation.plan import MOST, Plan, Wanted
 
 RUN: Final = "r"
 TOKEN: Final = "a-token-of-tests"
@@ -111,7 +111,8 @@ class Trainer:
             else:
                 bounds = {"min_version": max(1, newest.version - 1)}
             journal.requests.setdefault(request.rollout_id, msgspec.structs.replace(request, **bounds))
-        outcomes = await lease.submit_rollouts(journal.requests[one.request.rollout_id] for one in batch)
+        requests = [journal.requests[one.request.rollout_id] for one in batch]
+        outcomes = await lease.submit_rollouts(requests, step=number, first_step=min(number, self._first_open()))
         for one, outcome in zip(batch, outcomes, strict=True):
             if outcome is SubmitOutcome.COMPLETED:
                 self._ended([one.request.rollout_id])
@@ -124,6 +125,14 @@ class Trainer:
             await asyncio.sleep(0.5)
             await lease.cancel_rollouts(open_)
             self._ended(open_)
+
+    def _first_open(self) -> int:
+        """The first batch that is not over."""
+        over = self._journal.over
+        batches = enumerate(self._plan.batches)
+        return next(
+            (number for number, batch in batches if any(one.request.rollout_id not in over for one in batch)), MOST
+        )
 
     async def _until_over(self, batch: list[Wanted], *, leave: bool) -> None:
         """Wait for the batch, or, with `leave`, for most of it: then the next one begins beside its rest."""

@@ -145,13 +145,19 @@ class HeldLease:
             self._lose(str(error))
             raise
 
-    async def _kept(self, method: "Unary[Message_contra, Response_co]", request: "Message_contra") -> Response_co:
-        """Make a call that is repeated if the store forgets it. Waits while the journal is full."""
+    async def _kept(
+        self, method: "Unary[Message_contra, Response_co]", request: "Message_contra", number: int = 0
+    ) -> Response_co:
+        """Make a call that is repeated if the store forgets it. Waits while the journal is full.
+
+        `number`: that the journal gave a submit.
+        """
         while not self._journal.room.is_set():
             self._hurry.set()
             await self._pause(_HURRY_S)
         answer = await self._call(method, request)
-        self._journal.add(lambda: method(request, timeout=DEFAULT_TIMEOUT_S), request.ByteSize(), time.monotonic())
+        again, size = (lambda: method(request, timeout=DEFAULT_TIMEOUT_S)), request.ByteSize()
+        self._journal.add(again, size, time.monotonic(), number)
         return answer
 
     def _result(self, done: asyncio.Future[T]) -> T:

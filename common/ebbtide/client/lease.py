@@ -13,6 +13,7 @@ from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
     RolloutRequest,
+    SubmitOrder,
     SubmitOutcome,
     Trajectory,
     TrajectoryOutcome,
@@ -54,20 +55,27 @@ class Lease(HeldLease):
 
     # -- rollouts ------------------------------------------------------------------------------------------------
 
-    async def submit_rollouts(self, rollouts: Iterable[RolloutRequest], *, wait: bool = True) -> list[SubmitOutcome]:
+    async def submit_rollouts(
+        self, rollouts: Iterable[RolloutRequest], *, wait: bool = True, step: int | None = None, first_step: int = 0
+    ) -> list[SubmitOutcome]:
         """Queue rollouts, idempotent by id; returns an outcome for each, in order.
 
         With `wait`, waits for room in the queue or quota as long as the lease lasts; otherwise raises `NoCapacity`.
         Raises `InvalidRequest` naming the field, `AlreadyExists` for the id of another rollout.
+
+        `step`: that the rollouts are for, the same whenever they are asked for. `first_step`: no holder submits more
+        rollouts of lower steps to the run. Both let a later holder that submits the same ids again learn what is over,
+        however long ago that was. Without a step it learns this of the ids that ended last.
         """
         outcomes: list[SubmitOutcome] = []
         for batch in _batches(rollouts, lambda item: len(item.prompt_ids) + 256):
             request = rollouts_pb2.SubmitRequest(
-                lease=self._fence, rollouts=[to_proto(item, rollouts_pb2.RolloutRequest) for item in batch]
+                lease=self._fence,
+                rollouts=[to_proto(item, rollouts_pb2.RolloutRequest) for item in batch],
             )
             while True:
                 try:
-                    answer = await self._kept(self._rollouts.Submit, request)
+                    answer = await self._submit(request, self._journal.order(step=step, first_step=first_step))
                     break
                 except NoCapacity as error:
                     if not wait:
@@ -75,6 +83,17 @@ class Lease(HeldLease):
                     await self._pause(error.retry_after_s)
             outcomes.extend(SubmitOutcome(outcome) for outcome in answer.outcomes)
         return outcomes
+
+    async def _submit(self, request: rollouts_pb2.SubmitRequest, order: SubmitOrder) -> rollouts_pb2.SubmitResponse:
+        """Submit under a number that no other submit has: what was refused comes again under another one."""
+        request.sequence, request.settled, request.first_step = order.sequence, order.settled, order.first_step
+        if order.step is not None:
+            request.step = order.step
+        try:
+            return await self._kept(self._rollouts.Submit, request, order.sequence)
+        except BaseException:
+            self._journal.settle(order.sequence)
+            raise
 
     async def finished(self, cursor: str = "") -> AsyncGenerator[FinishedRollout, None]:
         """Yield finished rollouts after `cursor`, oldest first, then new ones; a reconnect can repeat some."""

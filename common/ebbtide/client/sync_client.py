@@ -184,8 +184,11 @@ class SyncLease:
     def lost(self) -> bool:
         return self._lease.lost.is_set()
 
-    def submit_rollouts(self, rollouts: Iterable[RolloutRequest], *, wait: bool = True) -> list[SubmitOutcome]:
-        return self._loop.call(self._lease.submit_rollouts(rollouts, wait=wait))
+    def submit_rollouts(
+        self, rollouts: Iterable[RolloutRequest], *, wait: bool = True, step: int | None = None, first_step: int = 0
+    ) -> list[SubmitOutcome]:
+        call = self._lease.submit_rollouts(rollouts, wait=wait, step=step, first_step=first_step)
+        return self._loop.call(call)
 
     def finished(self, cursor: str = "") -> Iterator[FinishedRollout]:
         return self._loop.iterate(self._lease.finished(cursor))

@@ -33,29 +33,34 @@ INDEX: Final = FLEET + "runs"
 
 #: Name -> suffix after the run's prefix.
 RUN_KEYS: Final[dict[str, str]] = {
-    # hash: spec, status, message, created (ms, the store's clock), seq (next place in the queue), version (last one
-    # reserved), events (last number used), newest, newest_record, submitter (a name; 0.2.0 wrote none). Owner:
-    # submit_run, lease_claim, announce_version, end_run. Expires some days after the run's end.
+    # hash: spec, status, message, created and ended (ms, the store's clock), seq (next place in the queue), version
+    # (last one reserved), events (last number used), newest, newest_record, kept (entries of spans and of ids that are
+    # over), first_step (lower steps are over), facts and chatter (bytes of events), submitter (a name; 0.2.0 wrote
+    # none). Owner: submit_run, submit, lease_claim, announce_version, lib, end_run. Expires some days after the run's
+    # end.
     "RUN": "run",
     # hash: counter or `dropped:REASON` -> integer. The script of a transition changes its counters. Expires with RUN.
     "COUNT": "count",
     # stream: k(ind), key, m(essage), v(alues) and l(abels) as JSON, at (ms since submission); of the facts in lib.lua.
     # Expires with RUN.
     "EVENTS": "events",
-    # stream like EVENTS, of all other events. Capped. Expires with RUN.
+    # stream like EVENTS, of all other events. Capped. Expires with RUN, or goes when ended runs take too much.
     "CHATTER": "chatter",
-    # set: `kind:key` of events, to drop repeats. Expires with RUN.
+    # set: `kind:key` of events, to drop repeats. A key leaves with its event. Deleted at the run's end.
     "EVENT_KEYS": "eventkeys",
     # stream: r(ollout), a(ttempt), w(orker), f(irst) and l(ast) token, b(egin) and e(nd) in ms since submission, why,
     # v(ersions of its first and last token, u32 each), c(ause, a number of `EndCause`; 0.1.0 wrote none): an entry per
-    # attempt that has ended. Capped. Owner: lib. Expires with RUN.
+    # attempt that has ended. Capped. Owner: lib. Expires with RUN, or goes when ended runs take too much.
     "SPANS": "spans",
-    # hash: term, `lease:ROLE` -> fence, and `r:ROLLOUT` -> "ATTEMPT:stored" for each running rollout: what every
-    # write compares. Owner: claim_term, lease_*, place, append, requeue. Deleted at the run's end, which bars all
-    # further writes.
+    # hash: term, `lease:ROLE` -> fence, `settled:ROLE` -> "FENCE NUMBER" (submits under that lease with a lower number
+    # are settled), and `r:ROLLOUT` -> "ATTEMPT:stored" for each running rollout: what every write compares. Owner:
+    # claim_term, lease_*, submit, place, append, requeue. Deleted at the run's end, which bars all further writes.
     "FENCE": "fence",
     # string per role, with an expiry: the role's holder; gone unless the lease is renewed in time.
     "CLAIM": "claim:",
+    # zset per role: number -> the same, of submits that were taken and are not settled. Owner: submit. Deleted at the
+    # run's end.
+    "SUBMITS": "submits:",
     # hash: announced version -> msgpack of its PolicyVersion. Deleted at the run's end.
     "VERSIONS": "versions",
     # zset: rollout -> place in the queue, of queued and running ones. A member leaves when it finishes, is cancelled
@@ -63,15 +68,19 @@ RUN_KEYS: Final[dict[str, str]] = {
     "OPEN": "open",
     # hash per rollout: req (msgpack, without the prompt), prompt, digest, kind, state, attempt, attempts, worker,
     # from, begin (ms since submission), barren, evidence, avoid (workers, a comma after each), reason, message,
-    # cursor. Owner: submit .. complete. Deleted when acknowledged, completed, cancelled, or at the run's end.
+    # cursor, step (if it has one). Owner: submit .. complete. Deleted when acknowledged, completed, cancelled, or at
+    # the run's end.
     "ROLLOUT": "rollout:",
     # string per rollout: its token records so far. Owner: append. Ends with ROLLOUT.
     "TOKENS": "tokens:",
     # stream: id -> finished rollout that is neither acknowledged nor completed. An entry ends with ROLLOUT.
     "FINISHED": "finished",
-    # set: `r:ROLLOUT` and `e:EPISODE` that are over, to recognise late repeats. Some 50 bytes each. Deleted at the
-    # run's end.
+    # set: `r:ROLLOUT` and `e:EPISODE` that are over, to recognise late repeats: the newest ones, and those of the
+    # steps from `first_step` on. Deleted at the run's end.
     "DONE": "done",
+    # list: "STEP SECONDS MEMBER" of DONE, oldest first: its step, if it has one, and when it was over, since the run's
+    # submission. 0.2.0 wrote none, so what it marked stays. Deleted at the run's end.
+    "DONE_ORDER": "doneorder",
     # stream: n (its training rollouts), data (msgpack of the Trajectory), at (ms). Deleted when committed.
     "TRAJECTORIES": "trajectories",
 }

@@ -7,6 +7,11 @@ from msgspec import Struct
 
 from ebbtide.types.run import Sampling
 
+#: Submits under one lease that may be under way, or not durable, at a time.
+MAX_UNSETTLED: Final = 1 << 15
+#: Lua counts exactly up to here.
+MAX_NUMBER: Final = 1 << 53
+
 
 class RolloutKind(IntEnum):
     TRAIN = 1
@@ -51,6 +56,15 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     min_version: int = 0  # 0: no bound
     max_version: int = 0  # 0: no bound
     priority: int = 0
+
+
+class SubmitOrder(Struct, frozen=True, kw_only=True):
+    """By what a submit is recognised as late, for as long as its run lives. Numbers are below `MAX_NUMBER`."""
+
+    sequence: int = 0  # its number among the submits under its lease, from 1 on, and in each repeat; 0: none
+    settled: int = 0  # no submit with a lower number comes for the first time, or is still waited for
+    step: int | None = None  # that its rollouts are for; a caller that restarts asks for them again under the same ids
+    first_step: int = 0  # no more rollouts of lower steps are submitted
 
 
 class FinishedRollout(Struct, frozen=True, kw_only=True):

@@ -52,9 +52,13 @@ class Coordinator:
         self.store = Store(self.link, new_fence())
         self.state = CoordinatorState()
         self._notifier = Notifier()
-        limit, keep_s = settings.barren_attempts, settings.keep_ended_s
         self._attempts = AttemptTransitions(
-            self.state, self.store, self._notifier, no_progress_limit=limit, keep_ended_s=keep_s
+            self.state,
+            self.store,
+            self._notifier,
+            no_progress_limit=settings.barren_attempts,
+            keep_ended_s=settings.keep_ended_s,
+            keep_ended_bytes=settings.keep_ended_bytes,
         )
         self._run_events = RunEventWriter(self.state, self.store, self._notifier)
         self.fleet = WorkerRegistry(settings, self.state, self._attempts, self._run_events)

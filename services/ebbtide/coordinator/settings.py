@@ -61,6 +61,9 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
         Meta(gt=0, description="turns of runs at one worker last about so long, or ten times what a change takes"),
     ] = 2.0
     keep_ended_s: Annotated[float, Meta(ge=1, description="how long an ended run's record is kept")] = 7 * 86400.0
+    keep_ended_bytes: Annotated[
+        int, Meta(ge=0, description="bytes of events and timelines that all ended runs keep together")
+    ] = 256 << 20
 
     def dialled_url(self) -> str:
         """The store's URL, with the password of `store_password_file` in it. Raises `InvalidRequest`."""

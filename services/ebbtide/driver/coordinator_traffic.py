@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.client import Lease
@@ -25,6 +25,11 @@ _FULL_S: Final = 300.0
 
 class AlreadyCompleted(EbbtideError):
     """A former driver has completed the rollout's episode."""
+
+
+class _Asked(NamedTuple):
+    request: RolloutRequest
+    step: int | None
 
 
 class CallBatches(Generic[A, R]):
@@ -76,16 +81,18 @@ class CoordinatorTraffic:
         """`urgent` selects requests that training waits for now; the others go in calls of their own."""
         self._lease = lease
         self._urgent = urgent
-        self._submits: dict[bool, CallBatches[RolloutRequest, SubmitOutcome]] = {
+        self._submits: dict[bool, CallBatches[_Asked, SubmitOutcome]] = {
             lane: CallBatches(partial(self._submit, lane)) for lane in (True, False)
         }
         self._episodes: CallBatches[Episode, None] = CallBatches(self._complete)
         self._waiting: dict[str, asyncio.Future[FinishedRollout]] = {}
         self._in_flight = 0
+        #: No more rollouts of lower steps are submitted, by this driver or a later one.
+        self.first_step = 0
         self.orphans: dict[str, FinishedRollout] = {}
 
-    async def generate(self, request: RolloutRequest) -> FinishedRollout:
-        """Submits `request` and waits for its end, without a time limit.
+    async def generate(self, request: RolloutRequest, *, step: int | None = None) -> FinishedRollout:
+        """Submits `request` and waits for its end, without a time limit. `step`: that it trains.
 
         Raises `AlreadyCompleted`, `InvalidRequest` (refused), or `AlreadyExists` (submitted with another body).
         """
@@ -94,7 +101,7 @@ class CoordinatorTraffic:
             finish.set_result(early)
         self._waiting[request.rollout_id] = finish
         try:
-            if await self._submits[self._urgent(request)].put(request) is SubmitOutcome.COMPLETED:
+            if await self._submits[self._urgent(request)].put(_Asked(request, step)) is SubmitOutcome.COMPLETED:
                 raise AlreadyCompleted(request.rollout_id)
             self._in_flight += 1
             try:
@@ -124,12 +131,22 @@ class CoordinatorTraffic:
             elif not waiter.done():
                 waiter.set_result(finished)
 
-    async def _submit(self, urgent: bool, requests: list[RolloutRequest]) -> list[SubmitOutcome]:
+    async def _submit(self, urgent: bool, asked: list[_Asked]) -> list[SubmitOutcome]:
+        """Submits each step's rollouts in a call of their own."""
+        outcomes: dict[str, SubmitOutcome] = {}
+        for step in dict.fromkeys(one.step for one in asked):
+            requests = [one.request for one in asked if one.step == step]
+            found = await self._submit_step(urgent, requests, step)
+            outcomes |= zip((one.rollout_id for one in requests), found, strict=True)
+        return [outcomes[one.request.rollout_id] for one in asked]
+
+    async def _submit_step(self, urgent: bool, requests: list[RolloutRequest], step: int | None) -> list[SubmitOutcome]:
         """Waits while the run's quota or the queue is full, unless nothing more can make room."""
         give_up = time.monotonic() + _FULL_S
         while True:
             try:
-                return await self._lease.submit_rollouts(requests, wait=False)
+                first_step = self.first_step
+                return await self._lease.submit_rollouts(requests, wait=False, step=step, first_step=first_step)
             except NoCapacity as error:
                 now = time.monotonic()
                 if self._in_flight or not urgent:

@@ -200,7 +200,9 @@ class EpisodePlayer:
             priority=plan.priority,
         )
         try:
-            finished = await self._exchange.generate(request)
+            # An evaluation's step may be over for training: its rollouts have none.
+            step = plan.step if plan.kind is RolloutKind.TRAIN else None
+            finished = await self._exchange.generate(request, step=step)
         except InvalidRequest as error:
             raise EpisodeFailed(PROMPT_REFUSED, str(error)) from error
         except AlreadyExists as error:

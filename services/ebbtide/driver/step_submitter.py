@@ -33,6 +33,8 @@ class StepSubmitter:
         self._exchange = exchange
         self._following = following
         self._spec = player.spec
+        self._next = 0  # step to begin
+        self._playing: set[int] = set()
 
     async def run(self) -> None:
         """Drives the run's training and evaluation, and ends the run."""
@@ -47,7 +49,9 @@ class StepSubmitter:
         first = max(self._following.versions, default=0)
         async with asyncio.TaskGroup() as steps:
             for step in range(first, self._spec.trainer.steps):
+                self._next = step
                 await self._following.until(partial(self._is_open, step))
+                self._playing.add(step)
                 steps.create_task(self._step(step))
 
     async def _evaluate(self) -> None:
@@ -96,6 +100,9 @@ class StepSubmitter:
         async with asyncio.TaskGroup() as tasks:
             playing = [tasks.create_task(group.run()) for group in groups]
         await self._account(step, [task.result() for task in playing])
+        self._playing.remove(step)
+        # A later driver begins at the newest version's step: the trainer had all groups of the steps before.
+        self._exchange.first_step = min({*self._playing, self._next, max(self._following.versions)})
 
     async def _account(self, step: int, results: Sequence[GroupResult]) -> None:
         """Reports failures. Raises `RunFailed` if a step has no trajectory: the whole environment fails."""

@@ -109,6 +109,18 @@ async def test_a_full_queue_is_waited_out_as_long_as_it_says(client: Client, scr
             await lease.submit_rollouts([rollout("c")], wait=False)
 
 
+async def test_submits_are_numbered_and_what_was_refused_comes_again_under_another_number(
+    client: Client, script: Any
+) -> None:
+    script.errors["Submit"] = [NoCapacity("full", retry_after_s=0.01), Unavailable("away")]
+    async with client.claim("run") as lease:
+        await lease.submit_rollouts([rollout("a")])
+        await lease.submit_rollouts([rollout("b")], step=3, first_step=2)
+    asked = script.calls("Submit")
+    assert [(one.sequence, one.settled) for one in asked] == [(1, 1), (2, 2), (2, 2), (3, 3)]
+    assert [(one.HasField("step"), one.step, one.first_step) for one in asked[-2:]] == [(False, 0, 0), (True, 3, 2)]
+
+
 async def test_waiting_for_capacity_ends_with_the_lease(client: Client, script: Any) -> None:
     script.errors["Submit"] = [NoCapacity("full", retry_after_s=60.0)]
     async with client.claim("run") as lease:

@@ -113,20 +113,23 @@ async def test_episodes_that_cannot_be_completed_are_refused_by_name(cluster: An
 async def test_the_quota_pushes_back_on_submit_and_recovers_when_data_is_committed(cluster: Any) -> None:
     run = await cluster.run(quota_bytes=1 << 20)
     prompt = pack_ids([7] * 200)
-    full = [run.request(f"x{number}", prompt_ids=prompt) for number in range(1310)]  # 1,048,000 of 1,048,576 bytes
+    full = [
+        run.request(f"x{number}", prompt_ids=prompt) for number in range(1308)
+    ]  # of 1,048,576 bytes, 2,176 are free
     assert set(await run.send(*full)) == {ACCEPTED}
-    for late in ([run.request("y", prompt_ids=prompt)], [run.request("z"), run.request("y", prompt_ids=prompt)]):
+    large = pack_ids([7] * 600)
+    for late in ([run.request("y", prompt_ids=large)], [run.request("z"), run.request("y", prompt_ids=large)]):
         with pytest.raises(NoCapacity, match="quota_bytes") as refused:
             await run.send(*late)
         assert refused.value.retry_after_s > 0
-    assert await run.count("submitted") == 1310
+    assert await run.count("submitted") == 1308
     worker = await cluster.worker("w1", slots=1)
     await _finish(worker, "x0")
     await run.complete("e.x0", "x0")
     (trajectory,) = await run.trajectories(1)
     await run.commit(trajectory.cursor)
-    assert await run.send(run.request("y", prompt_ids=prompt)) == [ACCEPTED]
-    assert await run.count("bytes") == 1310 * 800
+    assert await run.send(run.request("y", prompt_ids=prompt)) == [ACCEPTED]  # beside what is kept of x0
+    assert await run.count("bytes") == 1308 * 800
 
 
 async def test_a_full_queue_pushes_back_on_submit(cluster_with: Any) -> None:

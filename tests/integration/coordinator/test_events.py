@@ -23,19 +23,21 @@ async def test_what_drivers_and_trainers_rebuild_themselves_from_is_never_trimme
 ) -> None:
     def frugal(name: str) -> LuaScript:
         text = script(name).text.decode()
-        assert "CHATTER_KEPT = 100000" in text
-        return LuaScript(name, text.replace("CHATTER_KEPT = 100000", "CHATTER_KEPT = 100"))
+        assert "KEPT_PER_CHATTER, CHATTER_BYTES = 8," in text
+        return LuaScript(
+            name, text.replace("KEPT_PER_CHATTER, CHATTER_BYTES = 8,", "KEPT_PER_CHATTER, CHATTER_BYTES = 160,")
+        )
 
     monkeypatch.setattr("ebbtide.store.topics.topic.script", frugal)
     run = await cluster.run()
-    facts = ("step", "evaluation", "checkpoint", "group_dropped")
+    facts = ("step", "evaluation", "checkpoint", "group_dropped", "attached")
     await report(run, *facts)
     for _ in range(5):
         await report(run, *["warning"] * 100)
     await run.finish()
     kinds = [event.kind for event in await watch(run)]
     assert [kind for kind in kinds if kind != "warning"] == ["status", "status", "version", *facts, "status"]
-    assert 100 <= kinds.count("warning") < 300  # trimmed by whole blocks
+    assert kinds.count("warning") == 102  # one in 160 of all that a run keeps
 
 
 async def test_facts_and_chatter_come_in_the_order_in_which_they_were_said(cluster: Any) -> None:

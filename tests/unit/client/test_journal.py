@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ebbtide.client.lease_journal import JournalEntry, LeaseJournal
+from ebbtide.types.rollout import MAX_UNSETTLED, SubmitOrder
 
 
 def call(name: str) -> Callable[[], Awaitable[str]]:
@@ -100,3 +101,44 @@ async def test_while_an_fsync_of_the_store_lasts_more_is_kept() -> None:
     journal.renewed("A", 2.0, 6.0)
     journal.renewed("B", 2.0, 7.0)
     assert await all_owed(journal, 7.1) == ["c", "d", "e"]
+
+
+def submitted(journal: LeaseJournal, now: float, step: int | None = None, first_step: int = 0) -> tuple[int, int, int]:
+    """Number, first number that is not settled, and first step of a submit that is acknowledged at once."""
+    order = journal.order(step=step, first_step=first_step)
+    journal.add(call("submit"), 100, now, order.sequence)
+    return order.sequence, order.settled, order.first_step
+
+
+async def test_a_submit_is_settled_once_it_is_refused_or_durable() -> None:
+    journal = filled("")
+    assert submitted(journal, 1.0) == (1, 1, 0)
+    under_way = journal.order(step=None, first_step=0)
+    assert submitted(journal, 2.0) == (3, 1, 0)
+    journal.renewed("A", 2.0, 3.5)  # the first is durable
+    assert submitted(journal, 4.0) == (4, 2, 0)
+    journal.settle(under_way.sequence)
+    assert submitted(journal, 5.0) == (5, 3, 0)
+    journal.renewed("B", 2.0, 6.0)  # the third to fifth may be forgotten
+    assert submitted(journal, 9.0) == (6, 3, 0)
+    assert await all_owed(journal, 9.0) == ["submit"] * 3
+    journal.renewed("B", 2.0, 12.0)
+    assert submitted(journal, 13.0) == (7, 7, 0)
+
+
+def test_no_step_is_over_while_the_store_may_forget_a_submit_of_it() -> None:
+    journal = filled("")
+    submitted(journal, 1.0, step=4)
+    assert submitted(journal, 2.0, step=6, first_step=6) == (2, 1, 4)
+    journal.renewed("A", 2.0, 3.5)
+    assert submitted(journal, 4.0, step=7, first_step=7) == (3, 2, 6)
+    journal.renewed("A", 2.0, 9.0)
+    assert submitted(journal, 9.0, step=8, first_step=8) == (4, 4, 8)
+
+
+def test_submits_have_no_number_while_too_many_are_not_settled() -> None:
+    journal = filled("")
+    orders = [journal.order(step=None, first_step=0) for _ in range(MAX_UNSETTLED + 1)]
+    assert [order.sequence for order in orders[-2:]] == [MAX_UNSETTLED, 0]
+    journal.settle(1)
+    assert journal.order(step=None, first_step=0) == SubmitOrder(sequence=MAX_UNSETTLED + 1, settled=2)

@@ -40,6 +40,7 @@ class Cluster:
         self.rollouts: dict[str, RolloutRequest] = {}
         self.finished: list[FinishedRollout] = []
         self.over: set[str] = set()
+        self.steps: list[tuple[int | None, int]] = []  # step and first step of each submit
         self.trajectories: list[Trajectory] = []
         self.committed: list[TrajectoryOutcome] = []
         self.trained_episodes: list[str] = []
@@ -170,18 +171,23 @@ class FakeLease:
             raise LeaseSuperseded("superseded")
         self.cluster.log.append(f"{self.role}:{deed}")
 
-    async def submit_rollouts(self, rollouts: Iterable[RolloutRequest], *, wait: bool = True) -> list[SubmitOutcome]:
+    async def submit_rollouts(
+        self, rollouts: Iterable[RolloutRequest], *, wait: bool = True, step: int | None = None, first_step: int = 0
+    ) -> list[SubmitOutcome]:
         await asyncio.sleep(0)
         self._check("submit")
         rollouts = list(rollouts)
         if self.cluster.full(rollouts):
             raise NoCapacity("the run's quota is used up", retry_after_s=0.01)
+        self.cluster.steps.append((step, first_step))
+        first_step = max(first for _, first in self.cluster.steps)
         outcomes = []
         for request in rollouts:
             known = self.cluster.rollouts.get(request.rollout_id)
             if known is not None and known != request:
                 raise AlreadyExists(f"{request.rollout_id} has another body")
-            if request.rollout_id in self.cluster.over:
+            past = known is None and step is not None and step < first_step
+            if past or request.rollout_id in self.cluster.over:
                 outcomes.append(SubmitOutcome.COMPLETED)
             elif known is not None:
                 outcomes.append(SubmitOutcome.KNOWN)

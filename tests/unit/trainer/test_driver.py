@@ -158,6 +158,16 @@ async def test_with_staleness_zero_exactly_the_steps_version_may_answer(
         assert request.min_version == request.max_version == step + 1
 
 
+async def test_a_step_is_over_once_its_groups_are_and_no_later_driver_begins_there(
+    tiny_model: Path, behaviour: Behaviour, make_cluster: Any, make_client: Any
+) -> None:
+    cluster = make_cluster(make_spec(tiny_model, trainer={"steps": 4}), echo)
+    await drive_to_end(cluster, make_client(cluster))
+    of_training = [one for one in cluster.steps if one[0] is not None]
+    assert dict(of_training) == {0: 0, 1: 0, 2: 1, 3: 2}
+    assert len(of_training) < len(cluster.steps)  # evaluations have no step
+
+
 async def test_turns_are_chained_and_what_the_environment_wrote_is_masked(
     tiny_model: Path, behaviour: Behaviour, make_cluster: Any, make_client: Any
 ) -> None:

@@ -4,14 +4,15 @@
 local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local mark, reason, data = 'e:' .. ARGV[4], ARGV[5], ARGV[6]
 if redis.call('SISMEMBER', DONE, mark) == 1 then return {0} end
-local kinds, ids, train = {}, {}, 0
+local kinds, ids, train, step = {}, {}, 0, nil
 for at = 8, #ARGV do
   local id = ARGV[at]
-  local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'kind')
+  local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'kind', 'step')
   if r[1] and not kinds[id] then
     if r[1] ~= 'finished' and reason == '' and ARGV[7] ~= '1' then return refuse('OPEN', tostring(at - 8)) end
     kinds[id] = r[2]
     ids[#ids + 1] = id
+    step = r[3] or step
     if r[2] == 'train' then train = train + 1 end
   elseif not r[1] and redis.call('SISMEMBER', DONE, 'r:' .. id) == 0 then
     return refuse('UNKNOWN', tostring(at - 8))
@@ -25,7 +26,7 @@ for _, id in ipairs(ids) do
   if data == '' then close(kinds[id], reason)
   elseif kinds[id] ~= 'train' then count('eval_completed', 1) end
 end
-redis.call('SADD', DONE, mark)
+mark_over(mark, step)
 if data ~= '' then
   redis.call('XADD', TRAJECTORIES, '*', 'n', train, 'data', data, 'at', string.format('%.0f', now_ms()))
   count('trajectories', train)

@@ -14,12 +14,13 @@ for _, field in ipairs(redis.call('HKEYS', FENCE)) do
 end
 redis.call('DEL', FENCE)
 for _, fields in ipairs(ran) do log_span(fields, 'run ended', CAUSE.RUN_ENDED) end
-for i = 9, #ARGV do redis.call('DEL', CLAIM .. ARGV[i]) end
-redis.call('HSET', RUN, 'status', ARGV[4], 'message', ARGV[5])
+for i = 9, #ARGV do redis.call('DEL', CLAIM .. ARGV[i], SUBMITS .. ARGV[i]) end
+redis.call('HSET', RUN, 'status', ARGV[4], 'message', ARGV[5], 'ended', string.format('%.0f', now_ms()))
 count('dropped', open)
 count('dropped:' .. ARGV[6], open)
 for _, name in ipairs({'queued', 'running', 'finished', 'trajectories', 'bytes'}) do count(name, -counter(name)) end
 settle()
 emit('status', ARGV[4], ARGV[5], '{}', cjson.encode({status = ARGV[4]}))
-for _, key in ipairs({RUN, COUNT, EVENTS, CHATTER, EVENT_KEYS, SPANS}) do redis.call('EXPIRE', key, ARGV[8]) end
+redis.call('UNLINK', EVENT_KEYS)
+for _, key in ipairs({RUN, COUNT, EVENTS, CHATTER, SPANS}) do redis.call('EXPIRE', key, ARGV[8]) end
 return 1

@@ -1,9 +1,20 @@
 -- Shared by all scripts that write to a run. ARGV[1] is the coordinator's term.
 -- Each script deletes first: a store that is out of memory allows deletions, and then also the writes after them.
 -- Events from which drivers and trainers recover, a few per step or group: all are kept. Of other events, the newest are.
-local FACTS = {status = true, version = true, step = true, group_dropped = true, evaluation = true, checkpoint = true}
-local CHATTER_KEPT = 100000
-local SPANS_KEPT = 100000
+local FACTS = {
+  status = true, version = true, step = true, group_dropped = true, evaluation = true, checkpoint = true, attached = true,
+}
+-- What a run keeps of its past grows with its quota, between bounds: spans, and as many ids that are over. The former release set no
+-- number: then it is the most.
+local LEAST_KEPT, MOST_KEPT, QUOTA_OF_ONE = 256, 16384, 16384
+-- But ids are kept for so many seconds at least: repeats of calls whose answer was lost come within them.
+local REMEMBERED_S = 10
+-- Events that are no facts: at most one in so many of that, and so many bytes for each of that.
+local KEPT_PER_CHATTER, CHATTER_BYTES = 8, 64
+-- What one of them takes in memory; of events, besides their text, whose key is there twice.
+local SPAN_BYTES, MARK_BYTES, EVENT_BYTES = 128, 112, 64
+-- Old entries that go at most for each new one: after an upgrade or a step's end, many are due at once.
+local DROPPED_AT_ONCE = 4
 -- Upper ends of a run's histogram buckets, counted as `NAME:le:END`: each counts values above the bucket before; the last is `inf`.
 local BUCKETS = {
   detection = {0.1, 0.25, 0.5, 1, 1.5, 2, 2.5, 3, 5, 10},  -- seconds from a worker's last sign of life to its loss
@@ -87,12 +98,55 @@ local function forgotten(stream, cursor)
   return ms > last_ms or (ms == last_ms and n > last_n)
 end
 
+local function kept_of(quota)
+  return math.max(LEAST_KEPT, math.min(MOST_KEPT, math.floor(tonumber(quota) / QUOTA_OF_ONE)))
+end
+
+-- How many spans, and how many ids that are over, a run keeps; and the lowest step that is not over. Looked up once per script.
+local keeps, first_step
+local function kept()
+  if not keeps then
+    local r = redis.call('HMGET', RUN, 'kept', 'first_step')
+    keeps, first_step = tonumber(r[1] or MOST_KEPT), tonumber(r[2] or 0)
+  end
+  return keeps
+end
+
+-- Bytes of what a run keeps of its past, which count towards its quota.
+local function history()
+  local r = redis.call('HMGET', RUN, 'facts', 'chatter')
+  return redis.call('XLEN', SPANS) * SPAN_BYTES + redis.call('LLEN', DONE_ORDER) * MARK_BYTES
+    + tonumber(r[1] or 0) + tonumber(r[2] or 0)
+end
+
+-- Of an event's kind, key, message, values and labels, at this place of a list.
+local function event_bytes(list, at)
+  local bytes = EVENT_BYTES + #list[at + 1]  -- the key is there twice
+  for i = at, at + 4 do bytes = bytes + #list[i] end
+  return bytes
+end
+
+-- Drops the oldest chatter beyond its bounds, and its keys. `bytes`: of all chatter.
+local function trim_chatter(bytes)
+  for _ = 1, DROPPED_AT_ONCE do
+    if redis.call('XLEN', CHATTER) <= kept() / KEPT_PER_CHATTER and bytes <= kept() * CHATTER_BYTES then return end
+    local oldest = redis.call('XRANGE', CHATTER, '-', '+', 'COUNT', 1)[1]
+    if not oldest then return redis.call('HSET', RUN, 'chatter', 0) end  -- the former release trimmed, and did not count
+    local f = oldest[2]
+    redis.call('XDEL', CHATTER, oldest[1])
+    redis.call('SREM', EVENT_KEYS, f[2] .. ':' .. f[4])
+    local less = event_bytes({f[2], f[4], f[6], f[8], f[10]}, 1)
+    bytes = redis.call('HINCRBY', RUN, 'chatter', -math.min(bytes, less))
+  end
+end
+
 local function emit(kind, key, message, values, labels)
   if key ~= '' and redis.call('SADD', EVENT_KEYS, kind .. ':' .. key) == 0 then return end
   local id = redis.call('HINCRBY', RUN, 'events', 1) .. '-0'  -- one count orders the events of both streams
-  local fields = {'k', kind, 'key', key, 'm', message, 'v', values, 'l', labels, 'at', age()}
-  if FACTS[kind] then redis.call('XADD', EVENTS, id, unpack(fields))
-  else redis.call('XADD', CHATTER, 'MAXLEN', '~', CHATTER_KEPT, id, unpack(fields)) end
+  local fact, bytes = FACTS[kind], event_bytes({kind, key, message, values, labels}, 1)
+  redis.call('XADD', fact and EVENTS or CHATTER, id, 'k', kind, 'key', key, 'm', message, 'v', values, 'l', labels, 'at', age())
+  local all = redis.call('HINCRBY', RUN, fact and 'facts' or 'chatter', bytes)
+  if not fact then trim_chatter(all) end
 end
 
 -- Counts a rollout as ended: trained if there is no reason, else dropped. Evaluation is counted apart.
@@ -114,19 +168,36 @@ local function span(id)
 end
 -- `why`: for people. `cause`: a number of `EndCause`.
 local function log_span(fields, why, cause)
-  redis.call('XADD', SPANS, 'MAXLEN', '~', SPANS_KEPT, '*', 'e', age(), 'why', why, 'c', cause, unpack(fields))
+  redis.call('XADD', SPANS, 'MAXLEN', '~', kept(), '*', 'e', age(), 'why', why, 'c', cause, unpack(fields))
+end
+
+-- Marks a rollout (`r:ID`) or an episode (`e:ID`) as over. Marks beyond what is kept go, but for new ones and those of steps that are
+-- not over.
+local function mark_over(mark, step)
+  if redis.call('SADD', DONE, mark) == 0 then return end
+  local now = math.floor(age() / 1000)
+  local marks = redis.call('RPUSH', DONE_ORDER, string.format('%s %d %s', step or '', now, mark))
+  for _ = 1, DROPPED_AT_ONCE do
+    if marks <= kept() then return end
+    local of, at, oldest = string.match(redis.call('LINDEX', DONE_ORDER, 0), '^(%d*) (%-?%d+) (.*)$')
+    if math.abs(now - at) < REMEMBERED_S then return end  -- the clock may have been set back
+    if of ~= '' and tonumber(of) >= first_step then return end
+    redis.call('LPOP', DONE_ORDER)
+    redis.call('SREM', DONE, oldest)
+    marks = marks - 1
+  end
 end
 
 -- Deletes a rollout's data and marks it as over. Returns its attempt if one ran.
 local function forget(id)
-  local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'cursor', 'attempt')
+  local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'cursor', 'attempt', 'step')
   local ran = r[1] == 'running' and span(id)
   local bytes = redis.call('HSTRLEN', ROLLOUT .. id, 'prompt') + redis.call('STRLEN', TOKENS .. id)
   redis.call('DEL', ROLLOUT .. id, TOKENS .. id)
   if r[2] then redis.call('XDEL', FINISHED, r[2]) end
   redis.call('ZREM', OPEN, id)
   redis.call('HDEL', FENCE, 'r:' .. id)
-  redis.call('SADD', DONE, 'r:' .. id)
+  mark_over('r:' .. id, r[4])
   count(r[1], -1)
   count('bytes', -bytes)
   if not ran then return nil end

@@ -1,4 +1,12 @@
--- ARGV: term, role ('' for the coordinator), fence, then kind, key, message, values, labels of each event. Appends events.
+-- ARGV: term, role ('' for the coordinator), fence, quota in bytes ('' for the coordinator), then kind, key, message, values, labels of
+-- each event. Appends events: all or nothing.
 local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
-for i = 4, #ARGV, 5 do emit(ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) end
+if ARGV[4] ~= '' then
+  local facts = tonumber(redis.call('HGET', RUN, 'facts') or 0)  -- of the others, old ones go
+  for i = 5, #ARGV, 5 do
+    if FACTS[ARGV[i]] then facts = facts + event_bytes(ARGV, i) end
+  end
+  if facts > tonumber(ARGV[4]) then return refuse('QUOTA', tostring(facts)) end
+end
+for i = 5, #ARGV, 5 do emit(ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) end
 return 1

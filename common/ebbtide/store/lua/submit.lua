@@ -1,14 +1,23 @@
--- ARGV: term, role, fence, quota in bytes, most open rollouts, then id, digest, kind, req, prompt of each.
+-- ARGV: term, role, fence, quota in bytes, most open rollouts, this call's number (0: none), the first number that is not settled,
+-- the rollouts' step ('' for none), the first step that is not over, then id, digest, kind, req, prompt of each.
 -- Queues rollouts: all or nothing. Returns per rollout {1, place in the queue}, {2, state} for a known one, {3, ''} for one that is over.
+-- A rollout that is not here is over, and not new, in three cases: it is marked; its step is over; this call was taken before, or its
+-- number is settled, so that nobody waits for it.
 local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
+local taken, number, step = SUBMITS .. ARGV[2], tonumber(ARGV[6]), ARGV[8]
+local fence, settled = string.match(redis.call('HGET', FENCE, 'settled:' .. ARGV[2]) or '', '^(%S+) (%d+)$')
+settled = fence == ARGV[3] and tonumber(settled) or 0  -- each lease counts from 1
+kept()  -- and the first step
+local repeated = number > 0 and (number < settled or (fence == ARGV[3] and redis.call('ZSCORE', taken, number)))
+local past = repeated or (step ~= '' and tonumber(step) < first_step)
 local out, fresh, seen, bytes = {}, {}, {}, 0
-for at = 6, #ARGV, 5 do
+for at = 10, #ARGV, 5 do
   local id, digest = ARGV[at], ARGV[at + 1]
   local have = redis.call('HMGET', ROLLOUT .. id, 'digest', 'state')
   local known = have[1] or seen[id]
-  if known and known ~= digest then return refuse('TAKEN', tostring((at - 6) / 5)) end
+  if known and known ~= digest then return refuse('TAKEN', tostring((at - 10) / 5)) end
   if known then out[#out + 1] = {2, have[2] or 'queued'}
-  elseif redis.call('SISMEMBER', DONE, 'r:' .. id) == 1 then out[#out + 1] = {3, ''}
+  elseif past or redis.call('SISMEMBER', DONE, 'r:' .. id) == 1 then out[#out + 1] = {3, ''}
   else
     seen[id] = digest
     bytes = bytes + #ARGV[at + 4]
@@ -16,20 +25,31 @@ for at = 6, #ARGV, 5 do
     out[#out + 1] = {1, 0}
   end
 end
-if #fresh == 0 then return out end
-local used = tonumber(redis.call('HGET', COUNT, 'bytes') or 0)
-if used + bytes > tonumber(ARGV[4]) then return refuse('QUOTA', tostring(used)) end
-local open = redis.call('ZCARD', OPEN)
-if open + #fresh > tonumber(ARGV[5]) then return refuse('QUEUE', tostring(open)) end
-local seq = redis.call('HINCRBY', RUN, 'seq', #fresh) - #fresh
-for i, at in ipairs(fresh) do
-  redis.call('HSET', ROLLOUT .. ARGV[at], 'digest', ARGV[at + 1], 'kind', ARGV[at + 2], 'req', ARGV[at + 3],
-    'prompt', ARGV[at + 4], 'state', 'queued', 'attempts', 0, 'barren', 0)
-  redis.call('ZADD', OPEN, seq + i, ARGV[at])
-  out[(at - 6) / 5 + 1][2] = seq + i
-  count(ARGV[at + 2] == 'train' and 'submitted' or 'eval_submitted', 1)
+if #fresh > 0 then
+  local used = tonumber(redis.call('HGET', COUNT, 'bytes') or 0) + history()
+  if used + bytes > tonumber(ARGV[4]) then return refuse('QUOTA', tostring(used)) end
+  local open = redis.call('ZCARD', OPEN)
+  if open + #fresh > tonumber(ARGV[5]) then return refuse('QUEUE', tostring(open)) end
+  local seq = redis.call('HINCRBY', RUN, 'seq', #fresh) - #fresh
+  for i, at in ipairs(fresh) do
+    redis.call('HSET', ROLLOUT .. ARGV[at], 'digest', ARGV[at + 1], 'kind', ARGV[at + 2], 'req', ARGV[at + 3],
+      'prompt', ARGV[at + 4], 'state', 'queued', 'attempts', 0, 'barren', 0)
+    if step ~= '' then redis.call('HSET', ROLLOUT .. ARGV[at], 'step', step) end
+    redis.call('ZADD', OPEN, seq + i, ARGV[at])
+    out[(at - 10) / 5 + 1][2] = seq + i
+    count(ARGV[at + 2] == 'train' and 'submitted' or 'eval_submitted', 1)
+  end
+  count('queued', #fresh)
+  count('bytes', bytes)
+  settle()
+  redis.call('HSETNX', RUN, 'kept', kept_of(ARGV[4]))  -- the run may be of the former release
 end
-count('queued', #fresh)
-count('bytes', bytes)
-settle()
+if number > 0 and not repeated then
+  -- First a deletion: a full store takes these few bytes, too, when a new driver asks for what is here already.
+  if fence ~= ARGV[3] then redis.call('DEL', taken)
+  else redis.call('ZREMRANGEBYSCORE', taken, '-inf', '(' .. ARGV[7]) end
+  redis.call('ZADD', taken, number, number)
+  redis.call('HSET', FENCE, 'settled:' .. ARGV[2], ARGV[3] .. ' ' .. string.format('%.0f', math.max(settled, tonumber(ARGV[7]))))
+end
+if tonumber(ARGV[9]) > first_step then redis.call('HSET', RUN, 'first_step', ARGV[9]) end
 return out

@@ -12,5 +12,5 @@ for _, entry in ipairs(redis.call('XRANGE', FINISHED, '-', '+', 'COUNT', ARGV[2]
   redis.call('XDEL', FINISHED, entry[1])
   gone = gone + 1
 end
-if gone == 0 then redis.call('UNLINK', OPEN, FINISHED, TRAJECTORIES, DONE, VERSIONS) end
+if gone == 0 then redis.call('UNLINK', OPEN, FINISHED, TRAJECTORIES, DONE, DONE_ORDER, VERSIONS) end
 return gone

@@ -5,6 +5,8 @@ from typing import Final
 
 import msgspec
 
+from ebbtide.errors import NoCapacity
+from ebbtide.store.link.store_faults import StoreRefused
 from ebbtide.store.record_codec import json_object, pairs
 from ebbtide.store.topics.topic import Topic
 from ebbtide.types.run import LeaseRef, RunEvent
@@ -17,14 +19,21 @@ _REST: Final = 1 << 10
 
 
 class EventTopic(Topic):
-    async def report(self, lease: LeaseRef, events: Sequence[RunEvent]) -> None:
-        """Append a lease holder's events. Events whose kind and key exist already are dropped."""
-        await self._leased("report", lease, *_flat(events))
+    async def report(self, lease: LeaseRef, events: Sequence[RunEvent], *, quota_bytes: int) -> None:
+        """Append a lease holder's events. Events whose kind and key exist already are dropped.
+
+        Raises `NoCapacity` if the events that are never trimmed take more than the run's quota.
+        """
+        try:
+            await self._leased("report", lease, quota_bytes, *_flat(events))
+        except StoreRefused:
+            text = f"the events of run {lease.run_id} fill its quota_bytes ({quota_bytes}); report less, or end the run"
+            raise NoCapacity(text) from None
 
     async def note(self, run_id: str, event: RunEvent) -> None:
         """Append an event of the coordinator. Too long a message is cut."""
         event = msgspec.structs.replace(event, message=shortened(event.message, MAX_EVENT_BYTES - _REST))
-        await self._write("report", run_id, "", "", *_flat([event]))
+        await self._write("report", run_id, "", "", "", *_flat([event]))
 
     async def page(self, run_id: str, cursor: str) -> list[RunEvent]:
         """Up to `PAGE` events after `cursor` (empty: from the first one), oldest first."""

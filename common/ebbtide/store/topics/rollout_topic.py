@@ -20,7 +20,7 @@ from ebbtide.store.rollout_rows import (
     RolloutState,
 )
 from ebbtide.store.topics.topic import Topic
-from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOutcome
+from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOrder, SubmitOutcome
 from ebbtide.types.run import LeaseRef
 
 _PAGE: Final = 256
@@ -28,11 +28,18 @@ _PAGE: Final = 256
 _PLACE_BYTES: Final = 1 << 20
 #: Callers retry a full run after this time: about one flush of finished rollouts.
 _RETRY_AFTER_S: Final = 1.0
+_UNORDERED: Final = SubmitOrder()
 
 
 class RolloutTopic(Topic):
     async def submit(
-        self, lease: LeaseRef, requests: Sequence[RolloutRequest], *, quota_bytes: int, max_open: int
+        self,
+        lease: LeaseRef,
+        requests: Sequence[RolloutRequest],
+        *,
+        quota_bytes: int,
+        max_open: int,
+        order: SubmitOrder = _UNORDERED,
     ) -> list[AcceptedRollout]:
         """Queue all or none. Raises `AlreadyExists` (an id with another body), `NoCapacity` (a full quota or queue)."""
         parts: list[bytes | str] = []
@@ -41,7 +48,7 @@ class RolloutTopic(Topic):
             bare = msgspec.structs.replace(request, prompt_ids=b"")
             parts += [request.rollout_id, body_digest(request), kind, pack(bare), request.prompt_ids]
         try:
-            found = await self._leased("submit", lease, quota_bytes, max_open, *parts)
+            found = await self._leased("submit", lease, quota_bytes, max_open, *_order_columns(order), *parts)
         except StoreRefused as refused:
             if refused.code == "TAKEN":
                 taken = requests[int(refused.detail)].rollout_id
@@ -126,6 +133,10 @@ def open_or_unknown(refused: StoreRefused, rollout_ids: Sequence[str], *, field:
     index = int(refused.detail)
     what = "is not finished; cancel it, or wait" if refused.code == "OPEN" else "was never submitted to this run"
     return InvalidRequest(f"{rollout_ids[index]} {what}", field=f"{field}[{index}]")
+
+
+def _order_columns(order: SubmitOrder) -> tuple[int, int, int | str, int]:
+    return order.sequence, order.settled, "" if order.step is None else order.step, order.first_step
 
 
 def _accepted(outcome: int, rest: bytes | int) -> AcceptedRollout:

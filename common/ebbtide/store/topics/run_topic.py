@@ -1,6 +1,6 @@
 """Stores runs: their records, ends, and policy versions."""
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -15,6 +15,12 @@ from ebbtide.types.weights import PolicyVersion
 
 _SWEEP_PAGE: Final = 500
 _DROPPED: Final = "dropped:"
+
+
+class EndedHistory(NamedTuple):
+    run_id: str
+    ended: float  # seconds, the store's clock
+    size: int  # bytes of its events and timeline
 
 
 class RunTopic(Topic):
@@ -59,7 +65,8 @@ class RunTopic(Topic):
     async def submit(self, run_id: str, spec: RunSpec, submitter: str = "") -> bool:
         """Create the run; False if it exists. Raises `AlreadyExists` if it exists with another spec."""
         try:
-            made = bool(await self._write("submit_run", run_id, run_id, json_record(spec), submitter))
+            args = (run_id, json_record(spec), submitter, spec.quota_bytes)
+            made = bool(await self._write("submit_run", run_id, *args))
         except StoreRefused:
             made = False
             if (await self.read(run_id)).spec != spec:  # an older release wrote it without the newer fields
@@ -104,8 +111,8 @@ class RunTopic(Topic):
 
     async def waiting(self, run_id: str) -> tuple[int, int]:
         """The run's bytes that count towards its quota, and its number of uncommitted trajectories."""
-        held, trajectories = await self._link.call("HMGET", run_key(run_id, "COUNT"), "bytes", "trajectories")
-        return int(held or 0), int(trajectories or 0)
+        used, trajectories = await self._run("quota_used", run_id)
+        return int(used), int(trajectories)
 
     async def forget(self, run_id: str) -> None:
         """Take a run whose record has expired off the list."""
@@ -140,6 +147,15 @@ class RunTopic(Topic):
             if refused.code != "LIVE":
                 raise
             return False
+
+    async def ended_history(self, run_id: str) -> EndedHistory | None:
+        """What an ended run keeps of its past. None for a live run, and for one whose record has expired."""
+        found = await self._run("ended_history", run_id)
+        return EndedHistory(run_id, int(found[0]) / 1000, int(found[1])) if found else None
+
+    async def drop_history(self, run_id: str) -> None:
+        """Delete the events and the timeline of an ended run."""
+        await self._write("drop_history", run_id)
 
     async def reserve_version(self, lease: LeaseRef) -> int:
         """A number for a new version, unique in the run: it is durable before it is returned."""

@@ -8,7 +8,7 @@ import numpy as np
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
-from ebbtide.types.rollout import RolloutRequest
+from ebbtide.types.rollout import MAX_NUMBER, MAX_UNSETTLED, RolloutRequest, SubmitOrder
 from ebbtide.types.run import ROLES, LeaseRef, RunSpec, check_sampling
 from ebbtide.types.tokens import TOKEN_BYTES, unpack_ids
 
@@ -62,6 +62,20 @@ def check_rollouts(requests: Sequence[RolloutRequest], engines: Sequence[EngineI
             f"{total} bytes of prompts are more than the run's quota_bytes ({spec.quota_bytes}); send fewer at a time",
             field="rollouts",
         )
+
+
+def check_order(order: SubmitOrder) -> SubmitOrder:
+    for name in ("sequence", "settled", "step", "first_step"):
+        if (getattr(order, name) or 0) >= MAX_NUMBER:
+            raise InvalidRequest(f"must be below {MAX_NUMBER}", field=name)
+    if order.settled > order.sequence:
+        raise InvalidRequest(f"must be at most sequence ({order.sequence})", field="settled")
+    if order.sequence - order.settled >= MAX_UNSETTLED:
+        text = f"more than {MAX_UNSETTLED} submits are not settled; wait for some, or leave sequence and settled out"
+        raise InvalidRequest(text, field="settled")
+    if order.step is not None and order.step < order.first_step:
+        raise InvalidRequest(f"must be at least first_step ({order.first_step})", field="step")
+    return order
 
 
 def _check_prompt(request: RolloutRequest, field: str, context: int, vocabulary: int) -> None:

@@ -4,7 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ebbtide.coordinator.api.request_checks import check_batch, check_cursor, check_lease, check_reason, check_rollouts
+from ebbtide.coordinator.api.request_checks import (
+    check_batch,
+    check_cursor,
+    check_lease,
+    check_order,
+    check_reason,
+    check_rollouts,
+)
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.state.attempt_transitions import new_entry
 from ebbtide.coordinator.state.coordinator_state import RunState
@@ -17,6 +24,7 @@ from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
     RolloutRequest,
+    SubmitOrder,
     SubmitOutcome,
     TokenChunk,
     Trajectory,
@@ -38,13 +46,16 @@ class RolloutService:
         )
         self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
 
-    async def submit(self, lease: LeaseRef, requests: Sequence[RolloutRequest]) -> list[SubmitOutcome]:
+    async def submit(
+        self, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder
+    ) -> list[SubmitOutcome]:
         """Queue rollouts, all or none. Raises `InvalidRequest`, `AlreadyExists`, `NoCapacity`."""
         run = await self._recovery.live(check_lease(lease).run_id)
+        check_order(order)
         check_rollouts(requests, self._fleet.engines(), run.spec)
         async with run.changing():
             accepted = await self._store.rollouts.submit(
-                lease, requests, quota_bytes=run.spec.quota_bytes, max_open=self._settings.max_open
+                lease, requests, quota_bytes=run.spec.quota_bytes, max_open=self._settings.max_open, order=order
             )
             for request, row in zip(requests, accepted, strict=True):
                 if request.rollout_id in run.unconfirmed:

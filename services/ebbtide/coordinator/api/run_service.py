@@ -260,7 +260,7 @@ class RunService:
         check_batch(events, field="events")
         for index, event in enumerate(events):
             check_id(event.kind, field=f"events[{index}].kind")
-        if run := self._state.runs.get(lease.run_id):
-            await self._recovery.refresh(run)  # as `announce`
-        await self._store.events.report(lease, events)
+        run = await self._recovery.live(lease.run_id)
+        await self._recovery.refresh(run)  # as `announce`
+        await self._store.events.report(lease, events, quota_bytes=run.spec.quota_bytes)
         self._notifier.notify("events", lease.run_id)

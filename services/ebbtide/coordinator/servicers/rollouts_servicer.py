@@ -8,7 +8,7 @@ import grpc
 
 from ebbtide.coordinator.api.request_checks import check_cursor
 from ebbtide.coordinator.api.rollout_service import RolloutService
-from ebbtide.types.rollout import Episode, RolloutRequest, TrajectoryOutcome
+from ebbtide.types.rollout import Episode, RolloutRequest, SubmitOrder, TrajectoryOutcome
 from ebbtide.types.run import LeaseRef
 from ebbtide.v1 import rollouts_pb2, rollouts_pb2_grpc, runs_pb2
 from ebbtide.wire.record_conversion import from_proto, to_proto
@@ -24,7 +24,7 @@ class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
 
     async def Submit(self, request: rollouts_pb2.SubmitRequest, context: Context) -> rollouts_pb2.SubmitResponse:
         asked = [from_proto(one, RolloutRequest, field=f"rollouts[{i}]") for i, one in enumerate(request.rollouts)]
-        outcomes = await self._rollouts.submit(_lease(request.lease), asked)
+        outcomes = await self._rollouts.submit(_lease(request.lease), asked, from_proto(request, SubmitOrder))
         return rollouts_pb2.SubmitResponse(outcomes=[outcome.value for outcome in outcomes])  # type: ignore[misc]
 
     async def WatchFinished(

@@ -23,6 +23,7 @@ from ebbtide.coordinator.state.coordinator_state import (
     UnconfirmedAttempt,
     WorkerSession,
 )
+from ebbtide.coordinator.state.ended_histories import EndedHistories
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.errors import LeaseSuperseded, NotFound, StoreUnavailable
 from ebbtide.rpc.run_endings import EndedRun
@@ -70,13 +71,21 @@ def stored_entry(row: OpenRollout, *, group: int) -> QueuedRollout:
 
 
 class AttemptTransitions:
-    """`no_progress_limit`: `barren_attempts` of the settings; `keep_ended_s`: see there."""
+    """`no_progress_limit`: `barren_attempts` of the settings; `keep_ended_s`, `keep_ended_bytes`: see there."""
 
     def __init__(
-        self, state: CoordinatorState, store: Store, notifier: Notifier, *, no_progress_limit: int, keep_ended_s: float
+        self,
+        state: CoordinatorState,
+        store: Store,
+        notifier: Notifier,
+        *,
+        no_progress_limit: int,
+        keep_ended_s: float,
+        keep_ended_bytes: int,
     ) -> None:
         self._state, self._store, self._notifier = state, store, notifier
         self._no_progress_limit, self._keep_ended_s = no_progress_limit, keep_ended_s
+        self._histories = EndedHistories(store, most_bytes=keep_ended_bytes, keep_s=keep_ended_s)
         self._ending: set[asyncio.Future[None]] = set()  # calls that end runs
 
     async def start(self, run: RunState, placements: Sequence[Placement], by_worker: dict[str, WorkerSession]) -> None:
@@ -289,11 +298,15 @@ class AttemptTransitions:
                     await self._store.rollouts.tally(run_id, observations)
 
     async def sweep_ended(self) -> None:
-        """Delete the data of ended runs."""
+        """Delete the data of ended runs, and the histories of the oldest beyond what all may keep."""
+        if not self._state.ended:
+            return
         for run_id in list(self._state.ended):
             while await self._store.runs.sweep(run_id):
                 pass
+            await self._histories.add(run_id)
             self._state.ended.discard(run_id)
+        await self._histories.bound()
 
 
 def keep_unconfirmed(state: CoordinatorState, run: RunState, ref: AttemptRef, session: WorkerSession) -> bool:
