@@ -63,6 +63,7 @@ class Rig:
 @pytest.fixture
 async def rig(tmp_path: Path, cluster_with: Any, monkeypatch: Any) -> AsyncIterator[Rig]:
     monkeypatch.setitem(_FSYNC_S, "always", 0.2)  # so that the journal's length is exact
+    monkeypatch.setattr("ebbtide.store.link.durability_watch._LOOK_S", 0.1)
     with EmbeddedRedis(tmp_path / "redis") as redis:
         async with cluster_with(redis.url) as cluster:
             yield Rig(redis, cluster)
