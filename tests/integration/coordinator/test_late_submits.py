@@ -162,7 +162,7 @@ async def test_events_that_stay_fill_the_quota_and_others_make_room(cluster: Any
 
 
 async def test_the_oldest_ended_runs_lose_their_history_when_all_keep_too_much(cluster_with: Any) -> None:
-    async with cluster_with(keep_ended_bytes=1000) as cluster:
+    async with cluster_with(keep_ended_bytes=700) as cluster:
         for name in ("old", "new"):
             run = await cluster.run(name)
             await run.submit("a")

@@ -157,7 +157,7 @@ async def test_cancelling_a_run_stops_its_workers_and_leaves_only_its_record(clu
     assert (await cluster.call(cluster.runs.CancelRun, cancel)).status == types_pb2.RUN_STATUS_CANCELLED
     with pytest.raises(LeaseSuperseded, match="has ended"):
         await run.submit("c")
-    kept = {f"ebbtide:{{r}}:{name}" for name in ("run", "count", "events", "chatter", "eventkeys", "spans")}
+    kept = {f"ebbtide:{{r}}:{name}" for name in ("run", "count", "events", "chatter", "spans")}
 
     async def keys() -> set[str]:
         return {key.decode() for key in await cluster.coordinator.link.call("KEYS", "ebbtide:{r}:*")}

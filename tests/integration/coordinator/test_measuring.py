@@ -35,7 +35,7 @@ async def test_how_full_the_store_is_and_what_waits_in_it_is_measured(own_redis:
         assert (value("store_limit_bytes"), value("trajectories_waiting")) == (64 << 20, 1)
         assert 100_000 < value("store_bytes") < 64 << 20
         held = (await run.get()).counters["bytes"]
-        assert value("quota_used") == held / (1 << 20) > 0
+        assert 0 < held < value("quota_used") * (1 << 20) < held + 2000  # beside it are events, a span and two ids
 
 
 async def test_a_store_that_is_away_is_seen_by_the_time_that_it_is(own_redis: Any, cluster_with: Any) -> None:
