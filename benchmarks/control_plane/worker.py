@@ -26,6 +26,8 @@ from ebbtide.v1.fleet_pb2_grpc import FleetStub
 
 OWN_WINDOW: Final = FlushWindow(32, 0.25)
 _URGENT_S: Final = 0.02
+#: Between two flushes, however fast tokens are made.
+_LEAST_S: Final = 0.005
 _PREFILL_S: Final = 0.03
 _IN_FLIGHT: Final = 8
 
@@ -44,8 +46,10 @@ class Watcher(Protocol):
 
 
 class Rollout(Struct, eq=False):
-    """`made` and `at`: tokens made by when, a fraction of one included; `sent`: those in messages, `stored`: those that were
-    acknowledged. `number`: on the stream, 0 before it was told. `releasing`: it is to be handed back; `stopped`: its last tokens were sent."""
+    """`made` and `at`: tokens made by when, a fraction of one included; `sent`: those in messages; `stored`: those that
+    were acknowledged. `number`: on the stream, 0 before it was told. `releasing`: it is to be handed back; `stopped`:
+    its last tokens were sent.
+    """
 
     attempt: fleet_pb2.AttemptRef
     end: int
@@ -233,14 +237,15 @@ class Worker:
             one = heapq.heappop(self._urgent)[2]
             if one.attempt.attempt_id in self.rollouts:
                 one.advance(now, pace)
-                one.made = max(one.made, one.begin + 1.0)
+                one.made = max(one.made, min(float(one.end), one.begin + 1.0 + random.random()))  # not all in step
                 parts.append(one)
         if self._due <= now:
             since = min(since, self._due)
             parts = list(self.rollouts.values())
             flush_s = self._window.interval_s
             spare = max(flush_s / 2, flush_s - self._lag)
-            self._due = now + min(spare, flush_s * random.uniform(*JITTER), self._window.tokens / 2 / max(pace, 1e-9))
+            full_s = max(_LEAST_S, self._window.tokens / 2 / max(pace, 1e-9))
+            self._due = now + min(spare, flush_s * random.uniform(*JITTER), full_s)
             for one in parts:
                 one.advance(now, pace)
                 if not one.ending and one.end - one.made < pace * flush_s:

@@ -14,8 +14,6 @@ from benchmarks.scale.town import Town
 from ebbtide.testing import wait_until
 
 Tell = Callable[[str], None]
-#: While slots are filled the few that are there first make so little of the rate.
-_SLOW: Final = 0.02
 #: Of all slots: the last ones are free again and again, as rollouts end.
 _FULL: Final = 0.98
 _PATIENCE_S: Final = 240.0
@@ -72,7 +70,7 @@ class Crowd:
 
     async def _fill(self) -> None:
         plan = self._plan
-        await self._pace(plan.rate * _SLOW)
+        await self._town.everywhere("pace", rate=plan.rate / len(self._town.fleets))
         began = time.monotonic()
         for number, driver in enumerate(self._drivers):
             driver.want(_part(plan.live + plan.queued, plan.runs, number))
@@ -80,10 +78,6 @@ class Crowd:
         self.figures["slots_filled_s"] = round(time.monotonic() - began, 1)
         await wait_until(self._submitted, timeout=_PATIENCE_S, interval=0.5, what="all rollouts submitted")
         self.figures["all_submitted_s"] = round(time.monotonic() - began, 1)
-        await self._pace(plan.rate)
-
-    async def _pace(self, rate: float) -> None:
-        await self._town.everywhere("pace", rate=rate / len(self._town.fleets))
 
     async def _full(self) -> bool:
         for driver in self._drivers:

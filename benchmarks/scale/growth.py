@@ -21,7 +21,7 @@ _POINTS: Final = 5
 _WORKERS, _SLOTS, _RUNS = 8, 128, 2
 _LENGTHS: Final = (2, 6)
 #: Tokens/s: all tokens of a rollout are there at its first message.
-_RATE: Final = 1e9
+_RATE: Final = 1e7
 _PER_CALL: Final = 256
 _PATIENCE_S: Final = 7200.0
 #: Of Redis' memory, what its connections and its file use for a moment.

@@ -4,8 +4,8 @@ from msgspec import Struct
 
 
 class ScalePlan(Struct, frozen=True, kw_only=True):
-    """`rate`: tokens/s of the whole fleet; `steady_s`, `idle_s`, `watched_s`: seconds that are measured under load, with
-    nothing to do, and after a takeover. `finished`: rollouts of the memory's part. `token_*`: of the part at a high
+    """`rate`: tokens/s of the whole fleet. `steady_s`, `idle_s`, `watched_s`: seconds that are measured under load,
+    with nothing to do, and after a takeover. `finished`: rollouts of the memory's part. `token_*`: of the part at a high
     rate of tokens, as in the migration benchmark.
     """
 

@@ -5,22 +5,21 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks.control_plane.house import ROOT
 from benchmarks.scale.plan import ScalePlan
-from benchmarks.scale.town import code_of
 
 
-async def in_virtual_time(plan: ScalePlan, checkout: Path | None) -> dict[str, Any]:
+async def in_virtual_time(plan: ScalePlan) -> dict[str, Any]:
     """What `python -m tests.simulation.crowd` finds. Raises `RuntimeError` with its words if it fails."""
-    options = {"workers": plan.workers, "slots": plan.slots, "queued": plan.queued, "runs": plan.runs}
-    words = [f"--{name}={value}" for name, value in options.items()]
+    options: dict[str, float] = {"workers": plan.workers, "slots": plan.slots, "queued": plan.queued, "runs": plan.runs}
+    options |= {"seconds": plan.virtual_s, "rate": plan.rate / plan.workers}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.simulation.crowd", *words, f"--seconds={plan.virtual_s}"),
+        *(sys.executable, "-m", "tests.simulation.crowd"),
+        *(f"--{name}={value}" for name, value in options.items()),
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **code_of(checkout)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
