@@ -34,13 +34,19 @@ class House(Staged):
         self._fleet = await self._fleet_of("benchmarks.control_plane.fleet")
 
     async def _coordinator(
-        self, name: str, *flags: str, module: str = "ebbtide.coordinator", **environment: str
+        self,
+        name: str,
+        *flags: str,
+        module: str = "ebbtide.coordinator",
+        listen: str = "127.0.0.1:0",
+        **environment: str,
     ) -> tuple[str, int]:
         """Start a coordinator; returns its address and pid. Its log is `NAME.log` in the store's folder."""
         ready, said = self.redis.directory / f"{name}.json", self.redis.directory / f"{name}.log"
-        log = self._stack.enter_context(said.open("wb"))
+        ready.unlink(missing_ok=True)
+        log = self._stack.enter_context(said.open("ab"))
         process = await self._process(
-            *(module, "--server-listen", "127.0.0.1:0", "--store-url", self.redis.url, *flags),
+            *(module, "--server-listen", listen, "--store-url", self.redis.url, *flags),
             *("--ready-file", str(ready), "--log-level", "warning", "--die-with-parent", str(os.getpid())),
             environment=environment,
             stdout=log,

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -17,6 +18,10 @@ Tell = Callable[[str], None]
 #: Of all slots: the last ones are free again and again, as rollouts end.
 _FULL: Final = 0.98
 _PATIENCE_S: Final = 240.0
+#: Kinds of the coordinator's warnings.
+_TOLD: Final = 12
+#: Between two words on how far it is.
+_TELL_S: Final = 10.0
 
 
 class Crowd:
@@ -25,17 +30,24 @@ class Crowd:
     def __init__(self, town: Town, plan: ScalePlan, tell: Tell) -> None:
         self._town, self._plan, self._tell = town, plan, tell
         self._drivers: list[Driver] = []
-        self.figures: dict[str, Any] = {"workers": plan.workers}
+        self.figures: dict[str, Any] = {"workers": plan.workers, "takeovers_unasked": 0}
         self.phases: dict[str, Any] = {}
-        self._missing = 0
+        self._missing = self._refused = 0  # tokens: acknowledged and not stored; acknowledged, and then said to lack
+        self._told = 0.0
+        self._cpu: tuple[float, tuple[float, float]] | None = None
 
     async def run(self) -> None:
         try:
             for phase in (self._arrive, self._idle, self._fill, self._work, self._lose_half, self._take_over):
                 await self._town.ask("read")
                 began = time.monotonic()
-                await phase()
                 name = phase.__name__.strip("_")
+                try:
+                    await phase()
+                except TimeoutError as error:
+                    self.figures[f"{name}_failed"] = str(error)
+                if ended := await self._town.mend():
+                    self.figures["takeovers_unasked"] += ended - (phase == self._take_over)
                 seen = self.phases[name] = await self._town.ask("read")
                 for driver in self._drivers:
                     driver.check()
@@ -74,16 +86,36 @@ class Crowd:
         began = time.monotonic()
         for number, driver in enumerate(self._drivers):
             driver.want(_part(plan.live + plan.queued, plan.runs, number))
-        await wait_until(self._full, timeout=_PATIENCE_S, interval=0.5, what="all slots taken")
-        self.figures["slots_filled_s"] = round(time.monotonic() - began, 1)
-        await wait_until(self._submitted, timeout=_PATIENCE_S, interval=0.5, what="all rollouts submitted")
-        self.figures["all_submitted_s"] = round(time.monotonic() - began, 1)
+        for name, done in (("all_submitted_s", self._submitted), ("slots_filled_s", self._full)):
+            self.figures[name] = None
+            with suppress(TimeoutError):
+                await wait_until(done, timeout=plan.fill_s - (time.monotonic() - began), interval=0.5)
+                self.figures[name] = round(time.monotonic() - began, 1)
+        self.figures["running"] = await self._running()
 
     async def _full(self) -> bool:
+        return await self._running() >= _FULL * self._plan.live
+
+    async def _running(self) -> int:
         for driver in self._drivers:
             driver.check()
         seen = await self._town.everywhere("measure")
-        return sum(one["running"] for one in seen) >= _FULL * self._plan.live
+        self._note(seen)
+        running = sum(one["running"] for one in seen)
+        if (now := time.monotonic()) > self._told + _TELL_S:
+            self._told = now
+            ended = sum(driver.finished for driver in self._drivers)
+            lost = len(set[str]().union(*(driver.lost for driver in self._drivers)))
+            shares = [f"{sum(one['cpu_s'] / one['seconds'] for one in seen):.2f}"]
+            if self._cpu:
+                span = now - self._cpu[0]
+                shares += [f"{(a - b) / span:.2f}" for a, b in zip(self._town.cpu(), self._cpu[1], strict=True)]
+            self._cpu = (now, self._town.cpu())
+            self._tell(
+                f"{running:,} rollouts run, {ended:,} have finished, {lost} workers were lost; cores of load, "
+                f"coordinator and Redis: {', '.join(shares)}"
+            )
+        return int(running)
 
     def _submitted(self) -> bool:
         return sum(len(driver.unfinished) for driver in self._drivers) >= self._plan.live + self._plan.queued * _FULL
@@ -112,12 +144,12 @@ class Crowd:
             "placement_p99_ms": refills["p99_ms"],
             "placements": refills["count"],
         }
-        self._missing += self._losses(seen)
+        self._note(seen)
 
-    def _losses(self, seen: list[dict[str, Any]]) -> int:
+    def _note(self, seen: list[dict[str, Any]]) -> None:
         for failure in [text for one in seen for text in one["failures"]][:3]:
             self._tell(f"workers report: {failure}")
-        return sum(int(one["lost_tokens"]) for one in seen)
+        self._refused = sum(int(one["lost_tokens"]) for one in seen)
 
     async def _lose_half(self) -> None:
         """Half of the workers vanish; as many come in their place, and go on with what those had."""
@@ -132,8 +164,14 @@ class Crowd:
         self._missing += await tokens_missing(self._town.redis, acknowledged)
         each = round(names / len(self._town.fleets))
         await self._town.everywhere("arrive", workers=each, slots=plan.slots, within_s=plan.arrive_s / 2)
-        await wait_until(self._full, timeout=_PATIENCE_S, interval=0.1, what="all slots taken again")
-        self.figures["half_lost_full_again_s"] = round(time.monotonic() - at, 2)
+        again = partial(self._reach, self.figures["running"])
+        self.figures["half_lost_full_again_s"] = None
+        with suppress(TimeoutError):
+            await wait_until(again, timeout=plan.fill_s, interval=0.1)
+            self.figures["half_lost_full_again_s"] = round(time.monotonic() - at, 2)
+
+    async def _reach(self, running: int) -> bool:
+        return await self._running() >= _FULL * running
 
     def _known_lost(self, names: int) -> bool:
         return len(set[str]().union(*(driver.lost for driver in self._drivers))) >= names
@@ -166,15 +204,17 @@ class Crowd:
         self._missing += await tokens_missing(town.redis, acknowledged)
         await asyncio.sleep(self._plan.watched_s)
         self.figures["lease_lapses_after_takeover"] = town.lapses()
-        self._missing += self._losses(await town.everywhere("measure"))
+        self._note(await town.everywhere("measure"))
 
     def _resubmitted(self, after: float) -> bool:
         return any(driver.submitted[0] > after for driver in self._drivers)
 
     def _conclude(self) -> None:
         phases = self.phases.values()
+        warnings = self._town.warnings()
+        self.figures["warnings"] = dict(warnings.most_common(_TOLD))
         balancing = self.phases["work"]["spent_s"].get("balancing", 0.0) / self.phases["work"]["seconds"]
-        lost = self._missing + sum(driver.lost_tokens for driver in self._drivers)
+        lost = self._missing + self._refused + sum(driver.lost_tokens for driver in self._drivers)
         self.figures |= {
             "callback_p99_ms": max(one["callbacks"]["p99_ms"] for one in phases),
             "callback_max_ms": max(one["callbacks"]["max_ms"] for one in phases),

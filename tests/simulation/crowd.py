@@ -53,16 +53,17 @@ _FOREIGN: Final = (
 
 
 class CrowdPlan(Struct, frozen=True, kw_only=True):
-    """`rate`: tokens/s of each worker; `seconds`: virtual ones under load; `finished`: rollouts that end at last."""
+    """`rate`: tokens/s of each worker; `seconds`: virtual ones under load. `finished`: so many more than all
+    that are open end at last; 0: what is open stays so."""
 
     workers: int = 1000
     slots: int = 64
     queued: int = 100_000
     runs: int = 20
-    rate: float = 20.0
+    rate: float = 6.0
     seconds: float = 5.0
-    finished: int = 5_000
-    lengths: tuple[int, int] = (1, 400)
+    finished: int = 0
+    lengths: tuple[int, int] = (1, 200)
 
 
 class CrowdLoop(SimLoop):
@@ -132,7 +133,8 @@ class Crowd:
         await head.spawn(self._serve(head), "serve")
         self._fleet = Fleet(_ADDRESS)
         load = Proc("load", self.loop)
-        for phase in (self._arrive, self._fill, self._work, self._lose_half, self._finish):
+        phases = (self._arrive, self._fill, self._work, self._lose_half)
+        for phase in (*phases, self._finish) if self._plan.finished else phases:
             gc.collect()
             self.probe.reset()
             began = time.thread_time()

@@ -16,7 +16,7 @@ async def test_a_small_crowd_survives_its_losses_and_all_is_measured() -> None:
     assert found["tokens_lost"] == found["tokens_doubled"] == found["lease_lapses_after_takeover"] == 0
     assert found["rollouts_checked"] > 0
     assert 0 < found["callback_p99_ms"] <= found["callback_max_ms"]
-    assert 0 < found["decision_p99_ms"]
+    assert found["decision_p99_ms"] > 0
     assert found["takeover_s"] >= max(found["takeover_submit_s"], found["takeover_append_s"])
     assert found["phases"].keys() == {"arrive", "idle", "fill", "work", "lose_half", "take_over"}
 
