@@ -59,7 +59,7 @@ class Crowd:
     async def _arrive(self) -> None:
         plan = self._plan
         for number in range(plan.runs):
-            self._drivers.append(driver := self._town.driver(number, lengths=plan.lengths))
+            self._drivers.append(driver := self._town.driver(number, lengths=plan.lengths, kind=Driver))
             await driver.start()
         began = time.monotonic()
         await self._everywhere_workers("arrive", slots=plan.slots, within_s=plan.arrive_s)

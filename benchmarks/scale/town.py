@@ -90,7 +90,7 @@ class Town(House):
             await self._begin(name, standby=True)
         return len(ended)
 
-    def driver(self, number: int, *, lengths: tuple[int, int], kind: type[D] = Driver) -> D:  # type: ignore[assignment]
+    def driver(self, number: int, *, lengths: tuple[int, int], kind: type[D]) -> D:
         """The trainer of a run, of its kind; users take turns."""
         user = f"user{number % self._users}"
         token = mint(self._key, Role.TRAINER, ttl_s=_TOKEN_S, name=user)

@@ -18,7 +18,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import hiredis
 import structlog
@@ -102,7 +102,7 @@ class RealStore(store.Server):
         self._reader = hiredis.Reader()
 
     def execute(self, command: list[bytes]) -> bytes:
-        self._link.sendall(hiredis.pack_command(tuple(command)))
+        self._link.sendall(hiredis.pack_command(cast("tuple[bytes]", tuple(command))))
         said = b""
         while True:
             part = self._link.recv(1 << 20)
