@@ -74,6 +74,9 @@ bench-coserving: env ## A serving engine that lends its idle time, beside other 
 bench-takeover: env ## How long another coordinator takes when the leading one is killed or frozen; QUICK=1: in a minute
 	@$(BIN)/python benchmarks/takeover.py $(if $(QUICK),--quick) $(ARGS)
 
+bench-scale: env ## A thousand workers: callbacks, decisions, cost, memory, takeover; QUICK=1: in 8 minutes
+	@$(BIN)/python -m benchmarks.scale $(if $(QUICK),--quick) $(ARGS)
+
 lint: env ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 

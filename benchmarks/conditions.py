@@ -15,8 +15,7 @@ def conditions() -> dict[str, Any]:
     """The machine, the software and the commit; `load` is the machine's mean load of the last minute before. Without
     `numba` the kernels for patches are numpy's."""
     return {
-        "commit": _git("rev-parse", "--short=12", "HEAD") or "unknown",
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **commit(_ROOT),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "cores": len(os.sched_getaffinity(0)),
         "processor": _processor(),
@@ -29,6 +28,14 @@ def conditions() -> dict[str, Any]:
     }
 
 
+def commit(checkout: Path) -> dict[str, Any]:
+    """The commit of a checkout."""
+    return {
+        "commit": _git(checkout, "rev-parse", "--short=12", "HEAD") or "unknown",
+        "uncommitted_changes": bool(_git(checkout, "status", "--porcelain", "--untracked-files=no")),
+    }
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -36,8 +43,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=False)
+def _git(checkout: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from benchmarks.control_plane.responses import LONGEST, response
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.rpc.channel import open_channel
+from ebbtide.client.service_peer import ServicePeer
 from ebbtide.types.run import EnvironmentSpec, RunSpec, ShareSpec
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
@@ -20,11 +20,15 @@ RUN: Final = "load"
 #: Tokens of a response, drawn evenly: about as long in the mean as those of DeepSeek-R1 when it serves. Of the first
 #: ones it is drawn what is left, so that finishes are spread; `spared` tokens more, so that for a while none ends.
 LENGTHS: Final = (512, 2560)
+#: Least tokens that the first ones have left, unless responses are shorter.
+_REST: Final = 64
 #: Rollouts of a group.
 GROUP: Final = 8
 _PROMPT: Final = pack_ids(range(2, 66))
 _BATCH_S: Final = 0.02
 _PER_CALL: Final = 512
+#: How long a coordinator may be away.
+_PATIENCE_S: Final = 60.0
 _SAMPLING: Final = types_pb2.Sampling
 
 
@@ -41,12 +45,12 @@ class Driver:
         lengths: tuple[int, int] = LENGTHS,
         share: ShareSpec | None = None,
     ) -> None:
-        """`share`: of the fleet, beside other runs."""
+        """`address`: of coordinators several, with commas between them. `share`: of the fleet, beside other runs."""
         self.run_id, self._lengths, self._share = run_id, lengths, share or ShareSpec()
         self._spared = min(spared, LONGEST - self._lengths[1])
-        self._channel = open_channel(address, ClientSecurity(token=token))
-        self._runs: Any = RunsStub(self._channel)
-        self._rollouts: Any = RolloutsStub(self._channel)
+        self._peer = ServicePeer("coordinator", address, ClientSecurity(token=token), _PATIENCE_S)
+        self._runs: Any = RunsStub(self._peer.channel)
+        self._rollouts: Any = RolloutsStub(self._peer.channel)
         self._lease = runs_pb2.LeaseRef()
         self._random = random.Random(3)
         self.groups: list[str] = []  # in the order in which they ended
@@ -55,6 +59,7 @@ class Driver:
         self._tasks: list[asyncio.Task[None]] = []
         self._want = asyncio.Event()
         self.open = self._live = 0
+        self.submitted = (0.0, 0.0)  # when the last submission began, and when it was acknowledged
         self._left: defaultdict[str, int] = defaultdict(lambda: GROUP)
         self.unfinished: dict[str, int] = {}  # rollout -> its length
         self.finished = self.lost_tokens = self.doubled_tokens = 0
@@ -69,12 +74,13 @@ class Driver:
             share=self._share,
         )
         message = to_proto(spec, types_pb2.RunSpec)
-        await self._runs.SubmitRun(runs_pb2.SubmitRunRequest(run_id=self.run_id, spec=message))
+        call = self._peer.call
+        await call(self._runs.SubmitRun, runs_pb2.SubmitRunRequest(run_id=self.run_id, spec=message))
         claim = runs_pb2.ClaimRunRequest(run_id=self.run_id, role="trainer", holder="driver")
-        self._lease = (await self._runs.ClaimRun(claim)).ref
-        number = (await self._runs.ReserveVersion(self._lease)).version
+        self._lease = (await call(self._runs.ClaimRun, claim)).ref
+        number = (await call(self._runs.ReserveVersion, self._lease)).version
         version = types_pb2.PolicyVersion(policy="policy", version=number, root=bytes([number]) * 32)
-        await self._runs.AnnounceVersion(runs_pb2.AnnounceVersionRequest(lease=self._lease, version=version))
+        await call(self._runs.AnnounceVersion, runs_pb2.AnnounceVersionRequest(lease=self._lease, version=version))
         works = (self._keep_open(), self._take_finished(), self._acknowledge(), self._watch(), self._renew())
         self._tasks = [asyncio.create_task(work) for work in works]
 
@@ -82,7 +88,7 @@ class Driver:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
+        await self._peer.close()
 
     def check(self) -> None:
         """Raise what ended any of the driver's tasks."""
@@ -102,7 +108,10 @@ class Driver:
             while (missing := min(_PER_CALL, self.open - self._live)) > 0:
                 batch = [self._request(begin) for _ in range(missing)]
                 self._live += missing
-                await self._rollouts.Submit(rollouts_pb2.SubmitRequest(lease=self._lease, rollouts=batch))
+                began = time.monotonic()
+                request = rollouts_pb2.SubmitRequest(lease=self._lease, rollouts=batch)
+                await self._peer.call(self._rollouts.Submit, request)
+                self.submitted = (began, time.monotonic())
             begin = False
             await asyncio.sleep(_BATCH_S)  # so that a call has several, as a driver's has groups
 
@@ -110,7 +119,7 @@ class Driver:
         self._count += 1
         length = self._random.randint(*self._lengths)
         if begin:
-            length = self._spared + self._random.randint(64, length)
+            length = self._spared + self._random.randint(min(_REST, self._lengths[0]), length)
         name = f"x{self._count}"
         rollout_id = f"{name}.{round(time.monotonic() * 1e6)}"
         self.unfinished[rollout_id] = length
@@ -124,7 +133,11 @@ class Driver:
         )
 
     async def _take_finished(self) -> None:
-        async for rollout in self._rollouts.WatchFinished(rollouts_pb2.WatchFinishedRequest(run_id=self.run_id)):
+        request = rollouts_pb2.WatchFinishedRequest(run_id=self.run_id)
+        async for rollout in self._peer.follow(lambda: self._rollouts.WatchFinished(request)):
+            request.cursor = rollout.cursor
+            if rollout.rollout_id not in self.unfinished:
+                continue  # seen before the stream broke
             self._check(rollout)
             self._over.append(rollout.rollout_id)
             self._ended(rollout.group_id)
@@ -151,20 +164,28 @@ class Driver:
             await asyncio.sleep(_BATCH_S)
             if over := self._over:
                 self._over = []
-                request = rollouts_pb2.AcknowledgeRequest(lease=self._lease, rollout_ids=over)
-                await self._rollouts.Acknowledge(request)
+                await self._end(over)
+
+    async def _end(self, rollout_ids: list[str]) -> None:
+        """Have finished rollouts counted as trained, and deleted."""
+        for at in range(0, len(rollout_ids), _PER_CALL):
+            part = rollout_ids[at : at + _PER_CALL]
+            request = rollouts_pb2.AcknowledgeRequest(lease=self._lease, rollout_ids=part)
+            await self._peer.call(self._rollouts.Acknowledge, request)
 
     async def _watch(self) -> None:
-        async for event in self._runs.WatchRun(runs_pb2.WatchRunRequest(run_id=self.run_id)):
+        request = runs_pb2.WatchRunRequest(run_id=self.run_id)
+        async for event in self._peer.follow(lambda: self._runs.WatchRun(request)):
+            request.cursor = event.cursor
             if event.kind == "worker" and event.labels["state"] in {"lost", "suspected"}:
                 self.lost.setdefault(event.labels["worker"], time.monotonic())
 
     async def stored(self) -> int:
         """Tokens of the run that are stored."""
-        run = await self._runs.GetRun(runs_pb2.GetRunRequest(run_id=self.run_id))
+        run = await self._peer.call(self._runs.GetRun, runs_pb2.GetRunRequest(run_id=self.run_id))
         return int(run.counters["tokens_stored"])
 
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(2.0)
-            await self._runs.RenewLease(self._lease)
+            await self._peer.call(self._runs.RenewLease, self._lease)

@@ -7,11 +7,13 @@
 """
 
 import asyncio
+import inspect
 import json
 import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -64,19 +66,24 @@ class Fleet:
     # -- what the level asks -------------------------------------------------------------------------------------
 
     async def open(self, workers: int, slots: int) -> dict[str, Any]:
-        new = []
-        for _ in range(workers):
-            self._opened += 1
-            worker = Worker(self, f"w{self._opened}", self._address, self._token, slots)
-            self._workers[worker.name] = worker
-            new.append(worker)
-            task = asyncio.create_task(self._run(worker))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        new = [self._begin(slots) for _ in range(workers)]
         async with asyncio.timeout(60):
             for worker in new:
                 await worker.ready.wait()
         return {"workers": len(self._workers)}
+
+    def _begin(self, slots: int) -> Worker:
+        """One worker more."""
+        self._opened += 1
+        worker = self._made(f"w{self._opened}", slots)
+        self._workers[worker.name] = worker
+        task = asyncio.create_task(self._run(worker))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return worker
+
+    def _made(self, name: str, slots: int) -> Worker:
+        return Worker(self, name, self._address, self._token, slots)
 
     async def _run(self, worker: Worker) -> None:
         try:
@@ -120,26 +127,24 @@ class Fleet:
             worker.vanish()
         return {"worker": worker.name}
 
+    def orders(self) -> dict[str, Callable[..., Any]]:
+        """What it can be told to do, by name."""
+        return {"open": self.open, "pace": self.pace_at, "measure": self.measure, "lose": self.lose}
 
-async def main() -> None:
-    fleet = Fleet(sys.argv[1])
+
+async def serve(fleet: Fleet) -> None:
+    """Follow the orders on stdin until it ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
         order = json.loads(line)
-        match order.pop("do"):
-            case "open":
-                answer = await fleet.open(**order)
-            case "pace":
-                answer = fleet.pace_at(**order)
-            case "measure":
-                answer = fleet.measure()
-            case "lose":
-                answer = await fleet.lose(**order)
-            case other:
-                answer = {"unknown": other}
-        print(json.dumps(answer), flush=True)
+        answer = fleet.orders()[order.pop("do")](**order)
+        print(json.dumps(await answer if inspect.isawaitable(answer) else answer), flush=True)
 
 
 if __name__ == "__main__":
+
+    async def main() -> None:
+        await serve(Fleet(sys.argv[1]))
+
     uvloop.run(main())

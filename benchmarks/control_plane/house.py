@@ -6,7 +6,9 @@ import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from benchmarks.staged import Staged
@@ -16,10 +18,11 @@ ROOT: Final = Path(__file__).parents[2]
 
 
 class House(Staged):
-    """All processes die with this one."""
+    """All processes die with this one. `environment`: what the coordinator's differs in."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__()
+        self._environment = environment
         self.token = secrets.token_hex(16)
         self.redis = EmbeddedRedis()
         self.address = ""
@@ -27,24 +30,43 @@ class House(Staged):
 
     async def _start(self) -> None:
         self._stack.enter_context(self.redis)
-        ready = self.redis.directory / "ready.json"
-        log = self._stack.enter_context((self.redis.directory / "coordinator.log").open("wb"))
+        self.address, self.coordinator = await self._coordinator("coordinator", **self._environment)
+        self._fleet = await self._fleet_of("benchmarks.control_plane.fleet")
+
+    async def _coordinator(
+        self,
+        name: str,
+        *flags: str,
+        module: str = "ebbtide.coordinator",
+        listen: str = "127.0.0.1:0",
+        **environment: str,
+    ) -> tuple[str, int]:
+        """Start a coordinator; returns its address and pid. Its log is `NAME.log` in the store's folder."""
+        ready, said = self.redis.directory / f"{name}.json", self.redis.directory / f"{name}.log"
+        ready.unlink(missing_ok=True)
+        log = self._stack.enter_context(said.open("ab"))
         process = await self._process(
-            *("ebbtide.coordinator", "--server-listen", "127.0.0.1:0", "--store-url", self.redis.url),
+            *(module, "--server-listen", listen, "--store-url", self.redis.url, *flags),
             *("--ready-file", str(ready), "--log-level", "warning", "--die-with-parent", str(os.getpid())),
+            environment=environment,
             stdout=log,
             stderr=log,
         )
-        await wait_until(lambda: ready.exists() or process.returncode is not None, timeout=30, what="the coordinator")
+        await wait_until(lambda: ready.exists() or process.returncode is not None, timeout=30, what=name)
         if process.returncode is not None:
-            raise RuntimeError((self.redis.directory / "coordinator.log").read_text()[-2000:])
-        self.address, self.coordinator = json.loads(ready.read_text())["address"], process.pid
-        self._fleet = await self._process(
-            "benchmarks.control_plane.fleet", self.address, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 28
+            raise RuntimeError(said.read_text()[-2000:])
+        return json.loads(ready.read_text())["address"], process.pid
+
+    async def _fleet_of(self, module: str, *args: str) -> asyncio.subprocess.Process:
+        """Start a process of workers."""
+        return await self._process(
+            module, self.address, *args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 28
         )
 
-    async def _process(self, module: str, *args: str, **options: Any) -> asyncio.subprocess.Process:
-        environment = {**os.environ, "EBBTIDE_TOKEN": self.token, "PYTHONPATH": str(ROOT)}
+    async def _process(
+        self, module: str, *args: str, environment: Mapping[str, str] = MappingProxyType({}), **options: Any
+    ) -> asyncio.subprocess.Process:
+        environment = {**os.environ, "EBBTIDE_TOKEN": self.token, "PYTHONPATH": str(ROOT), **environment}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, *args, env=environment, cwd=ROOT, **options
         )
@@ -53,14 +75,19 @@ class House(Staged):
 
     async def fleet(self, do: str, **more: Any) -> dict[str, Any]:
         """Give the workers' process an order, and return its answer."""
-        if self._fleet.stdin is None or self._fleet.stdout is None:
-            raise RuntimeError("the workers' process has no pipes")
-        self._fleet.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
-        line = await self._fleet.stdout.readline()
-        if not line:
-            raise RuntimeError("the workers' process ended; its output says why")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return await order(self._fleet, do, **more)
+
+
+async def order(process: asyncio.subprocess.Process, do: str, **more: Any) -> dict[str, Any]:
+    """Give a process of workers an order, and return its answer."""
+    if process.stdin is None or process.stdout is None:
+        raise RuntimeError("the workers' process has no pipes")
+    process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
+    line = await process.stdout.readline()
+    if not line:
+        raise RuntimeError("the workers' process ended; its output says why")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

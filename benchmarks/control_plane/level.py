@@ -3,7 +3,8 @@
 import asyncio
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -49,12 +50,14 @@ class Load(Struct, frozen=True, kw_only=True):
 def run_level(*, quick: bool = False, tell: Tell = lambda _: None, load: Load | None = None) -> dict[str, Any]:
     """The figures by name. CPU seconds are per million tokens; latencies are measured at the workers."""
     chosen = load or (Load(seconds=10.0, losses=3, probes=4, probe_s=2.0) if quick else Load())
-    return uvloop.run(_Level(chosen, tell).run())
+    return uvloop.run(ControlPlaneLevel(chosen, tell).run())
 
 
-class _Level:
-    def __init__(self, load: Load, tell: Tell) -> None:
-        self._load, self._tell = load, tell
+class ControlPlaneLevel:
+    """`house`: with its coordinator; None: one with this checkout's."""
+
+    def __init__(self, load: Load, tell: Tell, house: House | None = None) -> None:
+        self._load, self._tell, self._house = load, tell, house or House()
         self.figures: dict[str, Any] = {}
 
     async def run(self) -> dict[str, Any]:
@@ -65,26 +68,33 @@ class _Level:
             "raw_redis_p99_ms": raw["pipeline"]["p99_ms"],
         }
         self._tell(f"raw pipelined RPUSH: {raw}")
-        async with House() as self._house:
+        async with self.filled():
+            await self._alone(raw["cpu_s_per_mtok"])
+            await self._steady(raw["cpu_s_per_mtok"])
+            if load.probes:
+                await self._search()
+            if load.losses:
+                await self._lose()
+            self._driver.check()
+            self.figures |= {
+                "acknowledged_tokens_lost": self._driver.lost_tokens,
+                "acknowledged_tokens_doubled": self._driver.doubled_tokens,
+                "rollouts_checked": self._driver.finished,
+            }
+        return self.figures
+
+    @asynccontextmanager
+    async def filled(self) -> AsyncIterator[Driver]:
+        """The house with all its rollouts at work, while the block runs."""
+        load = self._load
+        async with self._house:
             spared = round(_SPARED_S * load.rate / (load.workers * load.rollouts * _FILLED))
             self._driver = Driver(self._house.address, self._house.token, spared=spared)
             try:
                 await self._fill()
-                await self._alone(raw["cpu_s_per_mtok"])
-                await self._steady(raw["cpu_s_per_mtok"])
-                if load.probes:
-                    await self._search()
-                if load.losses:
-                    await self._lose()
-                self._driver.check()
-                self.figures |= {
-                    "acknowledged_tokens_lost": self._driver.lost_tokens,
-                    "acknowledged_tokens_doubled": self._driver.doubled_tokens,
-                    "rollouts_checked": self._driver.finished,
-                }
+                yield self._driver
             finally:
                 await self._driver.close()
-        return self.figures
 
     async def _fill(self) -> None:
         load = self._load

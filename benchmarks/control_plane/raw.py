@@ -1,9 +1,11 @@
 """The floor: the same bytes into such a Redis with nothing around them. One connection, the C parser, RPUSH."""
 
+import json
 import math
 import random
 import select
 import socket
+import sys
 import time
 from collections import deque
 from typing import Any
@@ -78,3 +80,7 @@ def _pipeline(payload: bytes, first: int, keys: int) -> bytes:
         (b"RPUSH", b"raw:%d" % ((first + i) % keys), payload[i * size : (i + 1) * size]) for i in range(APPENDS)
     ]
     return b"".join(map(hiredis.pack_command, commands))
+
+
+if __name__ == "__main__":  # rate, seconds and keys
+    print(json.dumps(raw_redis(rate=float(sys.argv[1]), seconds=float(sys.argv[2]), keys=int(sys.argv[3]))))

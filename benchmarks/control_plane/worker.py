@@ -18,14 +18,16 @@ from benchmarks.control_plane.responses import response
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.rollout_worker.generation.outbox import JITTER
 from ebbtide.rpc.channel import open_channel, write
-from ebbtide.types.fleet import PROTOCOL_VERSION
+from ebbtide.runtime import race
+from ebbtide.types.fleet import PROTOCOL_VERSION, FlushWindow
 from ebbtide.types.tokens import token_count
 from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 
-FLUSH_TOKENS: Final = 32
-FLUSH_S: Final = 0.25
+OWN_WINDOW: Final = FlushWindow(32, 0.25)
 _URGENT_S: Final = 0.02
+#: Between two flushes, however fast tokens are made.
+_LEAST_S: Final = 0.005
 _PREFILL_S: Final = 0.03
 _IN_FLIGHT: Final = 8
 
@@ -44,8 +46,10 @@ class Watcher(Protocol):
 
 
 class Rollout(Struct, eq=False):
-    """`made` and `at`: tokens made by when, a fraction of one included; `sent`: those in messages. `number`: on the
-    stream, 0 before it was told. `releasing`: it is to be handed back; `stopped`: its last tokens were sent."""
+    """`made` and `at`: tokens made by when, a fraction of one included; `sent`: those in messages; `stored`: those that
+    were acknowledged. `number`: on the stream, 0 before it was told. `releasing`: it is to be handed back; `stopped`:
+    its last tokens were sent.
+    """
 
     attempt: fleet_pb2.AttemptRef
     end: int
@@ -54,6 +58,7 @@ class Rollout(Struct, eq=False):
     made: float
     at: float
     number: int = 0
+    stored: int = 0
     first: bool = True
     ending: bool = False
     releasing: bool = False
@@ -71,6 +76,7 @@ class Flight(NamedTuple):
     since: float
     tokens: int
     parts: list[Rollout]
+    ends: list[int]
 
 
 class Worker:
@@ -90,7 +96,8 @@ class Worker:
         self._out: asyncio.Queue[fleet_pb2.AppendRequest] = asyncio.Queue()
         self._say: asyncio.Queue[fleet_pb2.WorkerMessage] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
-        self._due = self._when = time.monotonic() + random.uniform(0, FLUSH_S)
+        self._window = OWN_WINDOW
+        self._due = self._when = time.monotonic() + random.uniform(0, OWN_WINDOW.interval_s)
         self._calls: tuple[Any, ...] = ()
         self._lag = 0.0  # what an acknowledgement usually takes
         self.silent = False
@@ -103,27 +110,37 @@ class Worker:
             call.cancel()
 
     async def run(self) -> None:
+        try:
+            await self._session()
+        finally:
+            self._fleet.running -= len(self.rollouts)
+            self.rollouts.clear()
+            await self._channel.close()
+
+    async def _session(self) -> None:
         stub: Any = FleetStub(self._channel)
         self._calls = control, append = stub.Control(), stub.Append()
         try:
             await write(control, self._attach())
             attached = (await anext(aiter(control))).attached
+            self._attached(attached)
             await write(append, fleet_pb2.AppendRequest(session=attached.session))
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._read_control(control))
-                group.create_task(self._read_append(append))
-                group.create_task(self._write(control, self._say))
-                group.create_task(self._write(append, self._out))
-                group.create_task(self._beat(attached.heartbeat_s))
-                self._arm()
+            self._arm()
+            await race(
+                self._read_control(control),
+                self._read_append(append),
+                self._write(control, self._say),
+                self._write(append, self._out),
+                self._beat(attached.heartbeat_s),
+            )
         finally:
             if self._timer:
                 self._timer.cancel()
-            self._fleet.running -= len(self.rollouts)
-            self.rollouts.clear()
             control.cancel()
             append.cancel()
-            await self._channel.close()
+
+    def _attached(self, attached: fleet_pb2.Attached) -> None:
+        self._window = OWN_WINDOW.stretched(attached.flush_interval_s)
 
     def _attach(self) -> fleet_pb2.WorkerMessage:
         engine = fleet_pb2.EngineInfo(model="scripted", vocab_size=1 << 16, max_model_len=1 << 16)
@@ -132,10 +149,11 @@ class Worker:
                 worker_id=self.name,
                 kind=types_pb2.WORKER_KIND_SPOT,
                 protocol_version=PROTOCOL_VERSION,
-                capabilities=["resume", "engine:scripted"],
+                capabilities=["resume", "flush_interval", "engine:scripted"],
                 slots=self._slots,
                 engine=engine,
-                flush_tokens=FLUSH_TOKENS,
+                flush_tokens=OWN_WINDOW.tokens,
+                flush_interval_s=OWN_WINDOW.interval_s,
             )
         )
 
@@ -168,6 +186,8 @@ class Worker:
                 if one := self.rollouts.get(ref.attempt_id):
                     one.releasing = True
                     self._hurry(one, now)
+            if message.HasField("flush_interval"):
+                self._window = OWN_WINDOW.stretched(message.flush_interval.least_s)
             if message.HasField("install"):
                 done = fleet_pb2.Installed(version=message.install.version, run_id=message.install.run_id)
                 asyncio.get_running_loop().call_later(self._install_s, self._installed, done)
@@ -180,6 +200,7 @@ class Worker:
     def _begin(self, assignment: fleet_pb2.Assignment, now: float) -> None:
         start = token_count(assignment.partial)
         one = Rollout(assignment.attempt, assignment.sampling.max_tokens, start, start, float(start), now + _PREFILL_S)
+        one.stored = start
         self.rollouts[one.attempt.attempt_id] = one
         self._fleet.running += 1
         if start:
@@ -216,16 +237,18 @@ class Worker:
             one = heapq.heappop(self._urgent)[2]
             if one.attempt.attempt_id in self.rollouts:
                 one.advance(now, pace)
-                one.made = max(one.made, one.begin + 1.0)
+                one.made = max(one.made, min(float(one.end), one.begin + 1.0 + random.random()))  # not all in step
                 parts.append(one)
         if self._due <= now:
             since = min(since, self._due)
             parts = list(self.rollouts.values())
-            spare = max(FLUSH_S / 2, FLUSH_S - self._lag)
-            self._due = now + min(spare, FLUSH_S * random.uniform(*JITTER), FLUSH_TOKENS / 2 / max(pace, 1e-9))
+            flush_s = self._window.interval_s
+            spare = max(flush_s / 2, flush_s - self._lag)
+            full_s = max(_LEAST_S, self._window.tokens / 2 / max(pace, 1e-9))
+            self._due = now + min(spare, flush_s * random.uniform(*JITTER), full_s)
             for one in parts:
                 one.advance(now, pace)
-                if not one.ending and one.end - one.made < pace * FLUSH_S:
+                if not one.ending and one.end - one.made < pace * flush_s:
                     one.ending = True
                     self._hurry(one, now + (one.end - one.made) / max(pace, 1e-9) + _URGENT_S)
         if parts:
@@ -254,7 +277,7 @@ class Worker:
         request.tokens = b"".join(response(one.sent, end) for one, end in zip(taken, ends, strict=True))
         for one, end in zip(taken, ends, strict=True):
             one.sent, one.stopped = end, one.releasing
-        self._flights.append(Flight(since, sum(counts), taken))
+        self._flights.append(Flight(since, sum(counts), taken, ends))
         self._out.put_nowait(request)
 
     async def _read_append(self, call: Any) -> None:
@@ -269,13 +292,19 @@ class Worker:
                 if one.first:
                     one.first = False
                     self._fleet.resumed(one.attempt.rollout_id, now)
-                if index in refused or one.sent >= one.end:
+                if index in refused:
+                    self._refused(one, refused[index])
+                    continue
+                one.stored = max(one.stored, flight.ends[index])
+                if one.stored >= one.end:
                     self._forget(one.attempt.attempt_id)
                 elif one.stopped and all(one not in later.parts for later in self._flights):
                     self._release(one)
-            for other in refused.values():
-                self._fleet.failed(f"status {other.status}")
         raise ConnectionError(f"{self.name}: append stream ended")
+
+    def _refused(self, one: Rollout, ack: fleet_pb2.AppendAck) -> None:
+        self._forget(one.attempt.attempt_id)
+        self._fleet.failed(f"status {ack.status}")
 
     def _release(self, one: Rollout) -> None:
         if one.attempt.attempt_id in self.rollouts:

@@ -36,6 +36,7 @@ class ScriptedWorker:
         self.forgotten: list[str] = []
         self.asked: list[str] = []  # rollouts that it is to hand back
         self.borrows: list[fleet_pb2.Borrow] = []  # whether its host is to be borrowed, as it was told
+        self.flush_intervals: list[float] = []  # the least, as it was told after its attach
         self._loops: list[asyncio.Task[None]] = []
         self.attached = fleet_pb2.Attached()
         self.ended: Exception | None = None
@@ -87,6 +88,8 @@ class ScriptedWorker:
             self.borrows.append(message.borrow)
         if message.HasField("forget"):
             self.forgotten.append(message.forget.run_id)
+        if message.HasField("flush_interval"):
+            self.flush_intervals.append(message.flush_interval.least_s)
         if message.HasField("drain"):
             self.drains.append(message.drain.deadline_s)
         if message.HasField("install"):

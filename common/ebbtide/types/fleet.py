@@ -1,6 +1,7 @@
 """Defines workers, their engines and their attempts as the fleet sees them."""
 
 from enum import IntEnum
+from math import ceil
 from typing import Annotated, Final
 
 from msgspec import Meta, Struct
@@ -32,6 +33,21 @@ class AppendStatus(IntEnum):
     STORED = 1
     GAP = 2
     SUPERSEDED = 3
+
+
+class FlushWindow(Struct, frozen=True):
+    """What a lost worker may lose of each rollout, with prompt acknowledgements: so many tokens, or those of so long,
+    whichever is less.
+    """
+
+    tokens: int
+    interval_s: float
+
+    def stretched(self, least_s: float) -> "FlushWindow":
+        """The window with an interval of at least `least_s` seconds; its tokens grow in proportion."""
+        if not 0 < self.interval_s < least_s:
+            return self
+        return FlushWindow(ceil(self.tokens * least_s / self.interval_s), least_s)
 
 
 class AttemptRef(Struct, frozen=True):

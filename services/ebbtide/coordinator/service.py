@@ -12,6 +12,7 @@ from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
 from ebbtide.coordinator.failover.election import Election
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
+from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.metrics import measure_for_ever
 from ebbtide.coordinator.publisher_keys import PublisherKeys
@@ -62,6 +63,7 @@ class Coordinator:
         )
         self._run_events = RunEventWriter(self.state, self.store, self._notifier)
         self.fleet = WorkerRegistry(settings, self.state, self._attempts, self._run_events)
+        self._flushes = FlushIntervals(self.state, per_s=settings.flushes_per_s)
         incarnations = StoreIncarnations(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
         self._incarnations, self._publishers = incarnations, PublisherKeys(self.store)
         self._recovery = RunRecovery(
@@ -96,7 +98,7 @@ class Coordinator:
         runs, rollouts = RunService(parts), RolloutService(parts)
         appending = AppendStreams(self.state, self.store, self.fleet, self._notifier)
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
-        fleet = fleet_wire.FleetServicer(self.fleet, appending, heartbeat_s=settings.heartbeat_s)
+        fleet = fleet_wire.FleetServicer(self.fleet, appending, self._flushes, heartbeat_s=settings.heartbeat_s)
         return [
             (add_RunsServicer_to_server, on_wire, runs_wire.SERVICE),
             (add_RolloutsServicer_to_server, rollouts_wire.RolloutsServicer(rollouts), rollouts_wire.SERVICE),
@@ -130,6 +132,7 @@ class Coordinator:
             "decide": self.dispatcher.decide_for_ever(),
             "watch": self.dispatcher.watch_for_ever(),
             "reap": self.dispatcher.reap_for_ever(),
+            "flushes": self._flushes.pace_for_ever(),
             "term": self.leading.keep(serving),
             "store": self.link.lost(),
             "measure": measure_for_ever(self.state, self.store),

@@ -60,6 +60,10 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
         float,
         Meta(gt=0, description="turns of runs at one worker last about so long, or ten times what a change takes"),
     ] = 2.0
+    flushes_per_s: Annotated[
+        float,
+        Meta(ge=0, description="flushes that all workers may send together; larger fleets flush less often; 0: any"),
+    ] = 1000.0
     keep_ended_s: Annotated[float, Meta(ge=1, description="how long an ended run's record is kept")] = 7 * 86400.0
     keep_ended_bytes: Annotated[
         int, Meta(ge=0, description="bytes of events and timelines that all ended runs keep together")

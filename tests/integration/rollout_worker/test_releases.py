@@ -150,7 +150,20 @@ async def test_a_rollout_that_no_worker_could_generate_goes_back_and_ends_nothin
 async def test_the_worker_states_its_flush_window(house: House) -> None:
     await house.worker(version=0, flush_tokens=7, flush_interval_ms=40)
     attach = house.coordinator.attaches[0]
-    assert attach.flush_tokens == 7
+    assert (attach.flush_tokens, attach.flush_interval_s) == (7, 0.04)
+    assert "flush_interval" in attach.capabilities
+
+
+async def test_the_worker_flushes_less_often_when_its_coordinator_says_so(house: House) -> None:
+    await house.worker(flush_tokens=100, flush_interval_ms=20)
+    house.coordinator.say(flush_interval=fleet_pb2.FlushInterval(least_s=60.0))
+    house.coordinator.assign("a", Sampling(max_tokens=2000))
+    await wait_until(lambda: house.coordinator.length("a") > 0, what="the first token is stored")
+    early = house.coordinator.messages
+    await wait_until(lambda: house.generated() > 300, what="three of its own windows are generated")
+    assert house.coordinator.messages == early
+    house.coordinator.say(flush_interval=fleet_pb2.FlushInterval())
+    await wait_until(lambda: house.coordinator.length("a") > 300, what="its own window holds again")
 
 
 async def test_a_heartbeat_says_at_once_that_generation_is_held_for_an_install(house: House) -> None:

@@ -81,6 +81,25 @@ def test_the_interval_counts_from_the_oldest_unsent_token_and_jitter_only_shorte
     assert outbox.due == pytest.approx(5.35)
 
 
+def test_a_longer_interval_stretches_the_window_in_proportion_and_0_gives_the_own_one_back(outbox: Outbox) -> None:
+    begun(outbox, "a")
+    outbox.append("a", tokens(6), 5.0)
+    assert outbox.behind == {"a"}
+    outbox.pace(0.4, 5.0)
+    assert not outbox.behind, "of 32 tokens, 7 are not stored"
+    assert outbox.due == 5.0
+    outbox.take(5.0)
+    outbox.append("a", tokens(6), 6.0)
+    assert outbox.due == pytest.approx(6.4), "less than half a window of 32 is unsent"
+    outbox.pace(0.0, 6.1)
+    assert outbox.due == 6.1, "in the own window it is due"
+    assert outbox.behind == {"a"}
+    outbox.take(6.1)
+    outbox.pace(0.05, 6.2)
+    outbox.append("a", tokens(1), 6.2)
+    assert outbox.due == pytest.approx(6.3), "never shorter than the own one: 8 tokens or 0.1 s"
+
+
 def test_what_is_urgent_goes_alone_and_the_rest_stays_due_when_it_was(outbox: Outbox) -> None:
     outbox.open(ref("b"), b"")
     outbox.open(ref("c"), b"")

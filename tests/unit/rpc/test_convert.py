@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 import ebbtide.types
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.fleet import AttemptRef, BorrowedState, EngineInfo, Worker, WorkerKind, WorkerState
+from ebbtide.types.fleet import AttemptRef, BorrowedState, EngineInfo, FlushWindow, Worker, WorkerKind, WorkerState
 from ebbtide.types.grants import (
     Borrower,
     BorrowerReport,
@@ -122,8 +122,8 @@ PAIRS: dict[type[Struct], type[Message]] = {
 }
 #: Travels in parts that have messages of their own: `ebbtide.weights.manifest.manifest_parts`.
 IN_PARTS = {Patch}
-#: Does not travel: what the guard writes into its page.
-LOCAL = {Budget}
+#: Does not travel: what the guard writes into its page, and a window whose parts travel.
+LOCAL = {Budget, FlushWindow}
 each_pair = pytest.mark.parametrize(("record", "message"), PAIRS.items(), ids=lambda kind: kind.__name__)
 SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
 

@@ -392,8 +392,8 @@ def _lost_at_most(attempt: RunningAttempt, session: WorkerSession, now: float) -
     its usual rate, whichever is less.
     """
     most = attempt.max_tokens - attempt.stored
-    if session.hello.flush_tokens:
-        most = min(most, session.hello.flush_tokens)
+    if session.flush_tokens:
+        most = min(most, session.flush_tokens)
     started = len(session.attempts) - len(session.pending)
     if started and (rate := session.beat.tokens_per_s / started):
         most = min(most, math.ceil(2 * rate * (now - session.progressed)))

@@ -10,6 +10,7 @@ import grpc
 import msgspec
 
 from ebbtide.coordinator.appends.append_streams import AppendStreams
+from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.servicers.list_page import ListPage
 from ebbtide.coordinator.state.coordinator_state import WorkerSession
@@ -44,8 +45,10 @@ _RECORDS: Final[dict[str, type[msgspec.Struct]]] = {
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
-    def __init__(self, fleet: WorkerRegistry, appending: AppendStreams, *, heartbeat_s: float) -> None:
-        self._fleet, self._appending, self._heartbeat_s = fleet, appending, heartbeat_s
+    def __init__(
+        self, fleet: WorkerRegistry, appending: AppendStreams, flushes: FlushIntervals, *, heartbeat_s: float
+    ) -> None:
+        self._fleet, self._appending, self._flushes, self._heartbeat_s = fleet, appending, flushes, heartbeat_s
 
     async def Control(
         self, request_iterator: AsyncIterator[fleet_pb2.WorkerMessage], context: Context
@@ -87,6 +90,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
             session=session.session_id,
             protocol_version=PROTOCOL_VERSION,
             heartbeat_s=self._heartbeat_s,
+            flush_interval_s=self._flushes.attached(session),
             adopted=[to_proto(ref, fleet_pb2.AttemptRef) for ref in adopted],
             superseded=[to_proto(ref, fleet_pb2.AttemptRef) for ref in superseded],
         )

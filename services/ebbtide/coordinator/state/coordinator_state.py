@@ -27,7 +27,7 @@ from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueu
 from ebbtide.scheduling.fair_share.share_accounts import ChangeoverTimes
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.store.rollout_rows import EndReason
-from ebbtide.types.fleet import AttemptRef, WorkerKind, WorkerState
+from ebbtide.types.fleet import AttemptRef, FlushWindow, WorkerKind, WorkerState
 from ebbtide.types.run import RunShare, RunSpec
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
@@ -276,6 +276,7 @@ class WorkerSession:
         self._streams = 0
         self.drained = asyncio.Event()  # it has no open append stream: all that it sent was handled
         self.drained.set()
+        self._flush_interval_s = 0.0  # the least, as the worker was told
 
     @property
     def worker_id(self) -> str:
@@ -348,6 +349,21 @@ class WorkerSession:
         """Have the worker drop attempts that are over, or another worker's."""
         if (batch := _messages(attempts)) and not self.gone:
             self.outbox.put_nowait(fleet_pb2.CoordinatorMessage(cancel=fleet_pb2.CancelBatch(attempts=batch)))
+
+    @property
+    def flush_tokens(self) -> int:
+        """So many of each rollout's newest tokens may be lost with the worker; 0: not known."""
+        window = FlushWindow(self.hello.flush_tokens, self.hello.flush_interval_s)
+        return window.stretched(self._flush_interval_s).tokens
+
+    def pace_flushes(self, least_s: float, *, tell: bool = True) -> None:
+        """Have the worker flush no more often than every `least_s` seconds. Former releases flush as they are set."""
+        if "flush_interval" not in self.hello.capabilities:
+            return
+        self._flush_interval_s = least_s
+        if tell and not self.gone:
+            message = fleet_pb2.FlushInterval(least_s=least_s)
+            self.outbox.put_nowait(fleet_pb2.CoordinatorMessage(flush_interval=message))
 
     def ask_back(self, attempts: Iterable[AttemptRef], reason: str = "") -> None:
         """Have the worker hand attempts back, so that another worker can continue them."""

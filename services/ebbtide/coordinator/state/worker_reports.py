@@ -39,6 +39,7 @@ class AttachReport(Struct, frozen=True, kw_only=True):
     installed: Annotated[tuple[PolicyVersion, ...], Meta(max_length=64)] = ()
     flush_tokens: int = 0
     run_id: str = ""
+    flush_interval_s: _Seconds = 0.0
 
 
 class HeartbeatReport(Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from ebbtide.types.append_delta import AppendAck, AppendDelta
-from ebbtide.types.fleet import AppendStatus, AttemptRef
+from ebbtide.types.fleet import AppendStatus, AttemptRef, FlushWindow
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.wire.append_columns import MAX_DELTAS
@@ -88,10 +88,8 @@ class Outbox:
     ) -> None:
         """The window: tokens of a rollout or seconds, whichever is less. `jitter` returns a factor in (0, 1] for each
         interval."""
-        self._many = -(-3 * flush_tokens // 4)  # the rest of the window is for tokens until the engine stops
         self._outputs: dict[str, RolloutOutput] = {}
-        self._enough = -(-flush_tokens // 2)
-        self._interval, self._jitter = flush_interval_s, jitter
+        self._window, self._jitter = FlushWindow(flush_tokens, flush_interval_s), jitter
         self.lag = 0.0  # usual seconds from a message to its acknowledgement; the sender sets it
         self._due = self._urgent_due = math.inf
         self._urgent: dict[str, None] = {}  # attempt ids, oldest first
@@ -99,6 +97,17 @@ class Outbox:
         self.unacknowledged = 0
         #: Unfinished attempts with most of a window unacknowledged: generation should wait for the store.
         self.behind: set[str] = set()
+        self.pace(0.0, now=0.0)
+
+    def pace(self, least_s: float, now: float) -> None:
+        """Flush no more often than every `least_s` seconds, with a window that is longer in proportion; 0.0: as set."""
+        window = self._window.stretched(least_s)
+        self.flush(now)  # what is unsent may be due already in a shorter window
+        self._interval = window.interval_s
+        self._enough = -(-window.tokens // 2)
+        self._many = -(-3 * window.tokens // 4)  # the rest of the window is for tokens until the engine stops
+        for output in self._outputs.values():
+            self._weigh(output)
 
     def __len__(self) -> int:
         return len(self._outputs)

@@ -119,12 +119,13 @@ class ControlHandler:
                 kind=types_pb2.WorkerKind.ValueType(self.settings.kind),
                 site=self.settings.site,
                 protocol_version=PROTOCOL_VERSION,
-                capabilities=["resume", f"engine:{self.settings.engine}"],
+                capabilities=["resume", "flush_interval", f"engine:{self.settings.engine}"],
                 slots=self.settings.slots,
                 engine=to_proto(self.attempts.info, fleet_pb2.EngineInfo),
                 held=held,
                 installed=[to_proto(current.version, types_pb2.PolicyVersion)] if current else [],
                 flush_tokens=self.settings.flush_tokens,
+                flush_interval_s=self.settings.flush_interval_ms / 1000,
                 run_id=current.run_id if current else "",
             )
         )
@@ -182,6 +183,12 @@ class ControlHandler:
         if early := [ref for ref in refs if self._arriving.pop(ref.attempt_id, None)]:
             self.outgoing.release(early, why)
         self.attempts.release(refs, why)
+
+    def pace_flushes(self, least_s: float) -> None:
+        """Flush no more often than every `least_s` seconds; 0.0: as the worker is set."""
+        self.outbox.pace(least_s, time.monotonic())
+        self.attempts.due.set()
+        self.attempts.pressure.set()
 
     def borrow(self, *, wanted: bool, reason: str) -> None:
         """Apply the coordinator's decision whether to borrow this host."""

@@ -122,6 +122,7 @@ class ControlSession:
         adopted = {ref.attempt_id for ref in attached.adopted}
         lost = [ref for ref, _ in worker.outbox.held() if ref.attempt_id not in adopted]
         worker.attempts.drop(lost, "superseded")
+        worker.pace_flushes(attached.flush_interval_s)
         self.connected = True
         log.info("attached", session=attached.session, adopted=len(adopted), superseded=len(lost))
         self._attached()
@@ -169,6 +170,8 @@ class ControlSession:
                 worker.forget(message.forget.run_id)
             case "borrow":
                 worker.borrow(wanted=message.borrow.wanted, reason=message.borrow.reason)
+            case "flush_interval":
+                worker.pace_flushes(message.flush_interval.least_s)
             case "drain":
                 worker.leave(message.drain.deadline_s or worker.settings.drain_timeout_s, "asked")
             case other:

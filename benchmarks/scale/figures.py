@@ -1,0 +1,56 @@
+"""Chooses what the benchmark promises out of all that it found, and prints it."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+#: The figures by name, each with what is promised of it at most; None: nothing by itself.
+PROMISED: Final[dict[str, float | None]] = {
+    "workers": None,
+    "callback_p99_ms": 20.0,
+    "callback_max_ms": 100.0,
+    "decision_p99_ms": 20.0,
+    "takeover_s": 10.0,
+    "store_bytes_per_finished": 1.0,
+    "coordinator_bytes_per_finished": 8.0,
+    "cpu_s_per_million_tokens": None,
+    "ack_p99_ms": None,
+    "http_disagreements": 0.0,
+    "tokens_lost": 0.0,
+}
+_LOST: Final = ("tokens_lost", "growth_tokens_lost", "token_path_tokens_lost")
+_HTTP_CASES: Final = 100_000
+
+
+def chosen(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The promised figures that were measured."""
+    figures = {name: found[name] for name in PROMISED if name in found}
+    if lost := [found[name] for name in _LOST if name in found]:
+        figures["tokens_lost"] = sum(lost)
+    if (disagreements := http_disagreements(_HTTP_CASES)) is not None:
+        figures["http_disagreements"] = disagreements
+    return figures
+
+
+def http_disagreements(cases: int) -> int | None:  # noqa: ARG001 - for the fuzzer that is to be called here
+    """How often the guard and an independent parser disagree in so many generated messages; None: not measured."""
+    return None
+
+
+def missing(found: Mapping[str, Any]) -> dict[str, str]:
+    """Why a promised figure is not there."""
+    why = dict.fromkeys(PROMISED.keys() - chosen(found).keys(), "its part did not run")
+    if "http_disagreements" in why:
+        why["http_disagreements"] = "no fuzzer is called yet"
+    return why
+
+
+def table(told: Mapping[str, Any]) -> str:
+    """The promised figures, one a line, beside the promise and the other checkout's."""
+    baseline = told.get("baseline", {}).get("figures", {})
+    lines = [f"{'':34}{'measured':>14}{'promised':>12}{'baseline':>14}"]
+    for name, value in told["figures"].items():
+        most = PROMISED[name]
+        promise = "" if most is None else f"<= {most:g}"
+        lines.append(f"{name:34}{value:>14,}{promise:>12}{baseline.get(name, ''):>14}")
+    lines += [f"{name:34}{'-':>14}  {why}" for name, why in sorted(told["missing"].items())]
+    return "\n".join(lines)
