@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import StoreUnavailable
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.store import Store

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from ebbtide.coordinator.state.coordinator_state import RunState
+from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import InvalidRequest, StoreUnavailable
 from ebbtide.rpc.run_endings import MAX_HELD
 from ebbtide.rpc.status_table import translated

@@ -332,18 +332,18 @@ async def test_what_ended_is_remembered_only_while_the_mirror_is_read(cluster: A
     await worker.has("a", "b")
     mirror = cluster.coordinator.state.runs["r"]
     await worker.add("a", 0, 1, STOP)
-    assert mirror.ended_lately is None
+    assert mirror._ended_lately is None
     versions = cluster.coordinator.store.runs.versions
     held: list[Any] = []
 
     async def meanwhile(run_id: str) -> Any:
         await worker.add("b", 0, 1, STOP)
-        held.append(mirror.ended_lately)
+        held.append(mirror._ended_lately)
         return await versions(run_id)
 
     monkeypatch.setattr(cluster.coordinator.store.runs, "versions", meanwhile)
-    mirror.stale = True
-    await wait_until(lambda: held and mirror.ended_lately is None)
+    mirror.mark_stale()
+    await wait_until(lambda: held and mirror._ended_lately is None)
     assert held == [{"b"}]
     assert not mirror.running
     assert not mirror.queue

@@ -1,13 +1,11 @@
 """How many rollouts the coordinator sends to borrowed workers."""
 
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
-from ebbtide.coordinator.state.coordinator_state import (
-    CoordinatorState,
-    RunningAttempt,
-    RunState,
-    WorkerSession,
-)
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.rollout_moves import RolloutMove
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
@@ -19,21 +17,21 @@ ENGINE = EngineInfo(model="m", vocab_size=100, max_model_len=10_000)
 
 def session(state: CoordinatorState, name: str, kind: WorkerKind) -> WorkerSession:
     hello = AttachReport(worker_id=name, kind=kind, protocol_version=PROTOCOL_VERSION, slots=64, engine=ENGINE)
-    made = state.sessions[name] = WorkerSession(name, hello, 0.0, state.resumes)
+    made = WorkerSession(name, hello, 0.0, state.wakeups)
+    state.attach(made)
     return made
 
 
 def begin(run: RunState, there: WorkerSession, name: str) -> None:
     waiting = QueuedRollout(rollout_id=name, episode_id=name, bounds=VersionBounds(0, 0), length=100, place=0)
-    attempt = RunningAttempt(run_id="r", attempt_id=name, rollout=waiting, start=0, max_tokens=1000, started=True)
-    attempt.assign(there)
-    run.running[name] = attempt
+    attempt = RunningAttempt(run=run, attempt_id=name, rollout=waiting, start=0, max_tokens=1000, started=True)
+    run.start(attempt, there)
 
 
 def test_rollouts_on_their_way_to_borrowed_workers_count_for_what_a_run_may_borrow() -> None:
     state = CoordinatorState()
     spec = RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e"), borrow=BorrowSpec(max_rollouts=3))
-    run = state.runs["r"] = RunState("r", spec)
+    run = state.add_run("r", spec)
     steady, lent = session(state, "steady", WorkerKind.SPOT), session(state, "lent", WorkerKind.BORROWED)
     begin(run, lent, "there")
     for number in range(4):

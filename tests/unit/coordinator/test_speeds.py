@@ -6,13 +6,10 @@ import msgspec
 import pytest
 
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
-from ebbtide.coordinator.state.coordinator_state import (
-    CoordinatorState,
-    RunningAttempt,
-    RunState,
-    WorkerSession,
-)
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
@@ -29,9 +26,8 @@ class Scene:
 
     def __init__(self) -> None:
         self.state = CoordinatorState()
-        self.run = RunState("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
-        self.run.reconciled.set()
-        self.state.runs["r"] = self.run
+        self.run = self.state.add_run("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
+        self.run.note_reconciled()
         self.moves = Rebalancer(self.state, on=True)
         self.now = 100.0
         self.session = self.attach("w1")
@@ -43,15 +39,15 @@ class Scene:
         hello = AttachReport(
             worker_id=name, kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=64, engine=engine
         )
-        session = WorkerSession(f"session of {name}", hello, self.now, [])
-        session.run_id = "r"
-        self.state.sessions[session.session_id] = session
+        session = WorkerSession(f"session of {name}", hello, self.now, self.state.wakeups)
+        session.serve("r", self.now)
+        self.state.attach(session)
         return session
 
     def begin(self, name: str, *, started: bool = True, given: float | None = None) -> None:
         waiting = QueuedRollout(rollout_id=name, episode_id=name, bounds=VersionBounds(0, 0), length=100, place=0)
         attempt = RunningAttempt(
-            run_id="r", attempt_id=name, rollout=waiting, start=0, max_tokens=10_000, started=started,
+            run=self.run, attempt_id=name, rollout=waiting, start=0, max_tokens=10_000, started=started,
             given=self.now if given is None else given,
         )  # fmt: skip
         attempt.assign(self.session)
@@ -66,13 +62,13 @@ class Scene:
             "state": WorkerState.READY, "tokens_generated": last.tokens_generated + tokens,
             "busy_s": last.busy_s + seconds, "uptime_s": last.uptime_s + seconds, "held": False, "quiet_s": 0.0,
         }  # fmt: skip
-        self.session.beat = msgspec.structs.replace(HeartbeatReport(), **(said | more))
-        self.session.state = self.session.beat.state
+        self.session.hear(msgspec.structs.replace(HeartbeatReport(), **(said | more)), self.now)
 
     def look(self, times: int = 4) -> None:
         for _ in range(times):
             self.now += 0.26
-            self.session.progressed = self.session.progressed if self.session.storing else self.now
+            if not self.session.storing:
+                self.session.tokens_came(self.now)
             assert self.moves.due(self.now)
 
     def rate(self) -> float:
@@ -111,15 +107,15 @@ def test_nothing_is_learnt_while_a_worker_is_held_installs_or_its_engine_rests(s
 @pytest.mark.parametrize("when", [0, 2])
 def test_nothing_is_learnt_while_the_store_is_waited_for(scene: Scene, when: int) -> None:
     scene.look(when)
-    scene.run.reconciled.clear()
+    scene.run.doubt()
     scene.look(1)
-    scene.run.reconciled.set()
+    scene.run.note_reconciled()
     scene.beat(3)
     scene.look()
     assert scene.rate() == 0.0
-    scene.session.storing = 1
+    scene.session.message_came()
     scene.look(2)
-    scene.session.storing = 0
+    scene.session.message_answered()
     scene.beat(3)
     scene.look()
     assert scene.rate() == 0.0
@@ -145,7 +141,8 @@ def test_nothing_is_learnt_where_as_many_ended_as_began(scene: Scene) -> None:
     assert scene.rate() == 0.0
 
 
-def test_a_worker_that_left_since_it_was_looked_at_is_neither_asked_nor_chosen(scene: Scene) -> None:
+@pytest.mark.parametrize("gone", ["w1", "w2", ""])
+def test_a_worker_that_left_since_it_was_looked_at_is_neither_asked_nor_chosen(scene: Scene, gone: str) -> None:
     for name in ("p", "q"):
         scene.begin(name, started=False, given=scene.now - 9)
     other = scene.attach("w2")
@@ -161,14 +158,13 @@ def test_a_worker_that_left_since_it_was_looked_at_is_neither_asked_nor_chosen(s
         )  # fmt: skip
 
     hosts = [(session, host(session)) for session in (scene.session, other)]
-    for gone in (other, scene.session):
-        gone.gone = True
-        del scene.state.sessions[gone.session_id]
-        scene.moves.decide(scene.run, hosts, scene.now)
-        assert scene.session.outbox.empty()
-        gone.gone = False
+    for session, _ in hosts:
+        if session.worker_id == gone:
+            scene.state.detach(session)
     scene.moves.decide(scene.run, hosts, scene.now)
-    assert scene.session.outbox.get_nowait().release.attempts[0].rollout_id == "q"  # type: ignore[union-attr]
+    sent = [scene.session.outbox.get_nowait() for _ in range(scene.session.outbox.qsize())]
+    asked = [ref.rollout_id for message in sent if message for ref in message.release.attempts]
+    assert asked == ([] if gone else ["q"])
 
 
 def test_nothing_is_learnt_of_a_span_in_which_heartbeats_are_missing(scene: Scene) -> None:
@@ -184,7 +180,7 @@ def test_workers_that_have_long_been_gone_are_forgotten(scene: Scene) -> None:
         session = scene.attach(f"spot{number}")
         scene.moves._speeds[session.worker_id] = WorkerThroughput()
         scene.look(1)
-        del scene.state.sessions[session.session_id]
+        scene.state.detach(session)
     assert len(scene.moves._speeds) >= 50
     scene.now += 300.0
     scene.look(1)

@@ -5,8 +5,10 @@ from typing import Any
 
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
 from ebbtide.coordinator.state.attempt_transitions import keep_unconfirmed
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_reports import AttachReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.store.rollout_rows import AdoptedAttempt, AttemptFate
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec
@@ -27,11 +29,12 @@ class Store:
 def scene() -> tuple[CoordinatorState, RunState, WorkerSession]:
     """A run, and a worker that shows up with an attempt of it just after store and coordinator came back together."""
     state = CoordinatorState()
-    state.doubt_until = time.monotonic() + 30.0
-    run = state.runs["r"] = RunState("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
+    state.begin_incarnation("one", durable_after_s=1.0)
+    state.doubt(30.0)
+    run = state.add_run("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
     engine = EngineInfo(model="m", vocab_size=100, max_model_len=100)
     hello = AttachReport(worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine)
-    session = WorkerSession("s", hello, time.monotonic(), state.resumes)
+    session = WorkerSession("s", hello, time.monotonic(), state.wakeups)
     assert keep_unconfirmed(state, run, AttemptRef("r", "a", "attempt"), session)
     return state, run, session
 

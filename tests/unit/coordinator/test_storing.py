@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.worker_reports import AttachReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import Internal, StoreUnavailable
 from ebbtide.store.topics.append_topic import AppendColumns, joined
 from ebbtide.testing import wait_until
@@ -49,13 +50,12 @@ class House:
         self.state, self.store = CoordinatorState(), Store()
         for name in ("run", "other"):
             spec = RunSpec(name=name, model="m", environment=EnvironmentSpec(name="none"))
-            self.state.runs[name] = RunState(name, spec)
-            self.state.runs[name].reconciled.set()
+            self.state.add_run(name, spec).note_reconciled()
         engine = EngineInfo(model="m", vocab_size=9, max_model_len=99)
         hello = AttachReport(
             worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine
         )
-        self.session = WorkerSession("session", hello, 0.0, [])
+        self.session = WorkerSession("session", hello, 0.0, self.state.wakeups)
         self.storing = AppendBatcher(self.state, self.store, Notifier())  # type: ignore[arg-type] # an imitation
 
     def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, AppendAck]]":
@@ -139,15 +139,15 @@ async def test_an_error_of_the_store_reaches_all_who_wait_and_none_who_come_late
 
 
 async def test_a_run_that_is_not_reconciled_holds_back_its_own_messages_alone(house: House) -> None:
-    reconciled = house.state.runs["other"].reconciled
-    reconciled.clear()
+    other = house.state.runs["other"]
+    other.doubt()
     held = house.keep("x", run="other")
     assert await house.keep("a") == {}
     assert not held.done()
-    reconciled.set()
+    other.note_reconciled()
     assert await held == {}
 
 
 async def test_a_run_that_is_gone_has_no_attempts_any_more(house: House) -> None:
-    del house.state.runs["run"]
+    house.state.drop_run(house.state.runs["run"])
     assert (await house.keep("a"))[0].status is AppendStatus.SUPERSEDED

@@ -10,7 +10,7 @@ import pytest
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
-from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, RolloutMove, RunningRollout, rebalance
+from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, MoveSearch, RolloutMove, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
@@ -271,3 +271,31 @@ def test_what_a_reclaim_would_cost_keeps_work_from_a_shaky_worker() -> None:
 def test_nothing_goes_to_a_worker_whose_host_has_itself_back() -> None:
     away = engine("lent", [], borrowed=True, spell_s=1e9, shut=True)
     assert moves([engine("full", running("f", 64)), away]) == []
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_round_looks_at_few_engines_of_a_large_fleet_and_later_rounds_at_the_others(waits: bool) -> None:
+    looked: list[str] = []
+
+    def busy(name: str) -> EngineLoad:
+        def rollouts() -> list[RunningRollout]:
+            looked.append(name)
+            return [generating(f"{name}-{at}", since=NOW - 0.5, started=not waits) for at in range(3)]
+
+        host = HostView(
+            worker_id=name, slots=64, running=3, pending=3 if waits else 0, installed=1, target=1, max_model_len=32_768
+        )  # fmt: skip
+        return EngineLoad(host=host, speed=speed(5.0), context=1_000.0, rollouts=rollouts)
+
+    fleet = [busy(f"w{number:03}") for number in range(300)]
+    free = HostView(worker_id="free", slots=64, running=0, installed=1, target=1, max_model_len=32_768)
+    fleet.append(EngineLoad(host=free, speed=EVEN, context=1_000.0, rollouts=list))
+    search = MoveSearch()
+    rounds: list[int] = []
+    while len(set(looked)) < 300:
+        before = len(looked)
+        assert rebalance(fleet, lengths(), now=NOW, search=search) == []
+        rounds.append(len(looked) - before)
+        assert len(rounds) < 20
+    assert max(rounds) <= 32
+    assert len(looked) == 300, "none is looked at twice before all have been"

@@ -7,11 +7,12 @@ learnt speeds instead of their queue lengths alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
 from operator import attrgetter
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ebbtide.scheduling.dispatch.borrowed_places import BorrowedPlace, exchanged
 from ebbtide.scheduling.dispatch.host_view import HostView, may_take, serves
@@ -68,12 +69,12 @@ def place(
         if one.bounds in shut:
             continue
         within = rooms.within(one.bounds)
-        if not within:
+        if not within.open:
             shut.add(one.bounds)
             continue
-        fit = rooms.fit(one, within)
-        if fit:
-            room, bound = _chosen(one, rooms.at_work(fit), homes)
+        found = rooms.choose(one, within, homes)
+        if found is not None:
+            room, bound = found
             places.append(BorrowedPlace(one, room.host, bound))
             rooms.take(room, one)
     if rest is not None and any(place.host.borrowed for place in places):
@@ -93,35 +94,73 @@ def outsized(
     return [one for one in queue if one.length >= longest and now - one.since >= grace_s]
 
 
-class _Room:
-    """The places left at a host during a round."""
+_Rank: TypeAlias = tuple[float, float, int]
 
-    def __init__(self, host: HostView, limit: int, rate: float, plateau: float) -> None:
-        self.host = host
+
+class _Room:
+    """The places left at a host during a round. `at`: its place in the order of names."""
+
+    def __init__(self, host: HostView, at: int, limit: int, rate: float, plateau: float) -> None:
+        self.host, self._at = host, at
         self.rate, self.plateau = (host.rate or rate) * host.share, host.plateau or plateau
         self.given = 0
-        self.left = 0 if host.shut else min(host.slots - host.running, limit - host.pending)
+        self.left = min(host.slots - host.running, limit - host.pending)
         self.probation = host.probation
-        self.score = self._score()
+        self.rank = self._rank()
 
     def take(self, one: QueuedRollout) -> None:
         self.given += 1
         self.left -= 1
         self.probation += one.no_progress > 0
-        self.score = self._score()
+        self.rank = self._rank()
 
-    def _score(self) -> tuple[float, float, str]:
-        """Predicted rate, in steps of a tenth so that noise decides nothing; then the share of free slots; then the
-        name, so that a decision can be repeated. Beyond the plateau all rollouts share its throughput.
+    def _rank(self) -> _Rank:
+        """The least is best: the predicted rate, in steps of a tenth so that noise decides nothing; then the share of
+        free slots; then the name, so that a decision can be repeated. Beyond the plateau all rollouts share its
+        throughput.
         """
         host, load = self.host, self.host.running + self.given + 1
         rate = self.rate * max(host.running + 1, self.plateau) / max(load, self.plateau)
-        return _tenths(rate), (host.slots - load + 1) / host.slots, host.worker_id
+        return -_tenths(rate), -(host.slots - load + 1) / host.slots, -self._at
 
 
 def _tenths(rate: float) -> float:
     step = 0.1 * 10.0 ** (len(str(int(rate))) - 1)
     return round(rate / step) * step
+
+
+class _Within:
+    """The rooms that serve one kind of version bounds.
+
+    Invariant: `_best` has an entry for each open room's present rank. Entries with former ones are dropped when they
+    come up.
+    """
+
+    def __init__(self, rooms: Iterable[_Room]) -> None:
+        self.open = {room.host.worker_id: room for room in rooms}
+        self.too_long = inf  # a rollout as long as this, without further wishes, fits none of them
+        self._by_rank = {room.rank: room for room in self.open.values()}
+        self._best = list(self._by_rank)
+        heapify(self._best)
+
+    def best(self) -> _Room:
+        """The open room with the best rank. Call with one open."""
+        while True:
+            rank = self._best[0]
+            room = self._by_rank[rank]
+            if rank == room.rank and room.left > 0:
+                return room
+            del self._by_rank[heappop(self._best)]
+
+    def changed(self, room: _Room) -> None:
+        """Note that a rollout went to a room."""
+        if room.host.worker_id not in self.open:
+            return
+        if room.left > 0:
+            self._by_rank[room.rank] = room
+            heappush(self._best, room.rank)
+        else:
+            del self.open[room.host.worker_id]
 
 
 class _Rooms:
@@ -132,61 +171,68 @@ class _Rooms:
         self._borrowable = borrowable
         rate = median([host.rate for host in hosts if host.rate] or [0.0])
         plateau = median([host.plateau for host in hosts if host.plateau] or [0])
-        self.open = [room for host in hosts if (room := _Room(host, limit(host), rate, plateau)).left > 0]
-        self._within: dict[VersionBounds, list[_Room]] = {}
-        if self._borrowable <= 0:
-            self._shut_borrowed()
+        free = [host for host in hosts if host.running < host.slots and not host.shut]
+        free = sorted((one for one in free if borrowable > 0 or not one.borrowed), key=attrgetter("worker_id"))
+        rooms = [_Room(host, at, limit(host), rate, plateau) for at, host in enumerate(free)]
+        self.open = {room.host.worker_id: room for room in rooms if room.left > 0}
+        self._within: dict[VersionBounds, _Within] = {}
         self._context = min((host.max_model_len for host in hosts), default=0)
-        self._held = any(room.host.held for room in self.open)
+        self._held = any(room.host.held for room in self.open.values())
 
-    def within(self, bounds: VersionBounds) -> list[_Room]:
+    def within(self, bounds: VersionBounds) -> _Within:
         found = self._within.get(bounds)
         if found is None:
-            found = self._within[bounds] = [room for room in self.open if serves(bounds, room.host)]
+            found = self._within[bounds] = _Within(room for room in self.open.values() if serves(bounds, room.host))
         return found
 
-    def fit(self, one: QueuedRollout, within: list[_Room]) -> list[_Room]:
-        """Those of `within` that may take `one`: usually all."""
-        if one.length < self._context and not one.avoid and not one.no_progress:
-            return within
-        fit = [room for room in within if one.length < room.host.max_model_len]
+    def choose(self, one: QueuedRollout, within: _Within, homes: Mapping[str, str]) -> tuple[_Room, bool] | None:
+        """The room for a rollout, if any, and whether it needs this very one, for its prefix cache or a move."""
+        plain = not one.avoid and not one.no_progress
+        if plain and one.length >= within.too_long:
+            return None
+        fit = within.open
+        if not plain or one.length >= self._context or self._held:
+            fit = self._fit(one, fit)
+            if not fit:
+                within.too_long = min(within.too_long, one.length) if plain else within.too_long
+                return None
+        bound = self._bound(one, fit, homes)
+        if bound is not None:
+            return bound, True
+        return within.best() if fit is within.open else min(fit.values(), key=attrgetter("rank")), False
+
+    def _fit(self, one: QueuedRollout, rooms: Mapping[str, _Room]) -> dict[str, _Room]:
+        """Those that may take `one`, of the `rooms` with its versions: those that are not held, or all if all are."""
+        fit = [room for room in rooms.values() if one.length < room.host.max_model_len]
         if one.avoid and any(may_take(one, host) and not host.shut for host in self._hosts):
             fit = [room for room in fit if room.host.name not in one.avoid]
-        return [room for room in fit if not room.probation] if one.no_progress else fit
+        if one.no_progress:
+            fit = [room for room in fit if not room.probation]
+        if self._held:
+            fit = [room for room in fit if not room.host.held] or fit
+        return {room.host.worker_id: room for room in fit}
 
-    def at_work(self, fit: list[_Room]) -> list[_Room]:
-        """Those that are not held; all of them if all are."""
-        return ([room for room in fit if not room.host.held] or fit) if self._held else fit
+    def _bound(self, one: QueuedRollout, fit: Mapping[str, _Room], homes: Mapping[str, str]) -> _Room | None:
+        """The room that a move chose, or else that of the episode's last turn, if it fits."""
+        if one.prefer:
+            for room in fit.values():
+                if one.prefer in (room.host.worker_id, room.host.name):
+                    return room
+        home = homes.get(one.episode_id)
+        return fit.get(home) if home is not None else None
 
     def take(self, room: _Room, one: QueuedRollout) -> None:
         room.take(one)
-        if room.left <= 0:
-            self._shut(room)
+        self._changed(room)
         if room.host.borrowed:
             self._borrowable -= 1
             if self._borrowable <= 0:
-                self._shut_borrowed()
+                for other in [other for other in self.open.values() if other.host.borrowed]:
+                    other.left = 0
+                    self._changed(other)
 
-    def _shut(self, room: _Room) -> None:
-        self.open.remove(room)
-        for rooms in self._within.values():
-            if room in rooms:
-                rooms.remove(room)
-
-    def _shut_borrowed(self) -> None:
-        for room in [room for room in self.open if room.host.borrowed]:
-            self._shut(room)
-
-
-def _chosen(one: QueuedRollout, fit: list[_Room], homes: Mapping[str, str]) -> tuple[_Room, bool]:
-    """The room, and whether the rollout needs this very one, for its prefix cache or a move."""
-    if one.prefer:
-        for room in fit:
-            if one.prefer in (room.host.worker_id, room.host.name):
-                return room, True
-    home = homes.get(one.episode_id)
-    if home is not None:
-        for room in fit:
-            if room.host.worker_id == home:
-                return room, True
-    return max(fit, key=attrgetter("score")), False
+    def _changed(self, room: _Room) -> None:
+        if room.left <= 0:
+            del self.open[room.host.worker_id]
+        for within in self._within.values():
+            within.changed(room)

@@ -6,10 +6,14 @@ differ. Rollouts move one by one. No engine has to be idle: a rollout's gain, by
 cost, which is the hand-over and a prefill that also delays the target's rollouts. And the rollout with the largest gain
 moves, which is one with many tokens to come. A borrowed worker counts for its share of the time, and the loss to a
 likely reclaim is part of the cost: so long rollouts leave it, and mostly short ones go there.
+
+The work of a round is bounded, whatever the size of the fleet: it looks at a few sources in vain, and the next round
+goes on after them (`MoveSearch`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from statistics import fmean, median
 from typing import Final, NamedTuple
@@ -25,6 +29,10 @@ from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 
 #: A rollout is stuck if it starts so much later than its prefill, and those before it, would take.
 _STUCK_S: Final = 1.0
+#: Sources that a round looks at in vain: each means to look at all of its rollouts.
+_LOOKS: Final = 32
+#: Engines, evenly picked, that stand for a larger fleet where a typical rate is asked for.
+_SAMPLE: Final = 64
 #: A rate below this share of the fastest is not believed: the worker was held up while it was observed.
 _INCREDIBLE: Final = 0.01
 
@@ -55,6 +63,16 @@ class RolloutMove(NamedTuple):
     gain_s: float
 
 
+class MoveSearch:
+    """Remembers which sources were looked at in vain, until all that may gain have been looked at. Small fleets are
+    looked at whole in each round.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = set[str]()  # keys of engines with unstarted rollouts
+        self.slow = set[str]()
+
+
 def rebalance(
     engines: Sequence[EngineLoad],
     lengths: ResponseLengths,
@@ -62,20 +80,16 @@ def rebalance(
     now: float,
     costs: MoveCosts = COSTS,
     unstarted: bool = True,
+    search: MoveSearch | None = None,
 ) -> list[RolloutMove]:
     """The moves to make now. Call only when no queued rollout could take the free slots. Without `unstarted`, rollouts
-    that wait in an engine stay (for comparisons).
+    that wait in an engine stay (for comparisons). `search`: the caller's, kept from round to round; it is updated.
     """
     if len(engines) < 2:
         return []
-    sides = _sides(engines)
-    moves = _moved_waiting(sides, now, costs) if unstarted else []
-    while len(moves) < costs.at_once:
-        move = _best(sides, lengths, now, costs)
-        if move is None:
-            break
-        moves.append(move)
-    return moves
+    sides, search = _sides(engines), search or MoveSearch()
+    moves = _moved_waiting(sides, now, costs, search.waiting) if unstarted else []
+    return moves + _moved_slow(sides, lengths, now, costs, search.slow, costs.at_once - len(moves))
 
 
 class _Side:
@@ -88,7 +102,6 @@ class _Side:
         self.pending = engine.host.pending
         self.arriving = 0  # unstarted rollouts that move here in this round
         self.prefill_s = 0.0
-        self.spent = False
         self._typical = typical
         self._rollouts: list[RunningRollout] | None = None
         self.refresh()
@@ -129,27 +142,35 @@ class _Side:
 def _sides(engines: Sequence[EngineLoad]) -> list[_Side]:
     context = fmean(engine.context for engine in engines)
 
+    sample = engines[:: -(-len(engines) // _SAMPLE)]
+
     @cache
     def typical(running: int) -> float:
-        known = [rate for engine in engines if (rate := engine.speed.rate(running, context))]
+        known = [rate for engine in sample if (rate := engine.speed.rate(running, context))]
         return median(rate for rate in known if rate >= _INCREDIBLE * max(known)) if known else 0.0
 
     return [_Side(engine, typical) for engine in engines]
 
 
-def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts) -> list[RolloutMove]:
+def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts, passed: set[str]) -> list[RolloutMove]:
     """Moves from the engine with the most waiting rollouts to one with room and none waiting, until there is no pair.
 
     An engine's first unstarted rollout does not count: it is being prefilled, as it would be anywhere.
     """
     moves: list[RolloutMove] = []
-    queues = [side for side in sides if side.pending > 1]
+    open_ = [side for side in sides if side.next_rate > 0.0]
+    queues = [side for side in sides if side.pending > 1 and side.key not in passed] if open_ else []
+    looks = 0
     while queues and len(moves) < costs.at_once:
         source = max(queues, key=lambda side: (side.pending, side.key))
-        rooms = [side for side in sides if side.next_rate > 0.0 and side.arriving + 1 < source.pending]
+        rooms = [side for side in open_ if side.next_rate > 0.0 and side.arriving + 1 < source.pending]
         found = _stuck(source, rooms, now, costs)
         if found is None:
             queues.remove(source)
+            passed.add(source.key)
+            looks += 1
+            if looks == _LOOKS:
+                break
             continue
         one, target = found
         moves.append(RolloutMove(one.attempt_id, source.key, target.key, now - one.since))
@@ -158,6 +179,8 @@ def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts) -> list[Rol
         source.give(one, target, 0.0)
         if source.pending <= 1:
             queues.remove(source)
+    if looks < _LOOKS:
+        passed.clear()
     return moves
 
 
@@ -176,23 +199,78 @@ def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> t
     return None
 
 
-def _best(sides: list[_Side], lengths: ResponseLengths, now: float, costs: MoveCosts) -> RolloutMove | None:
-    """The move with the largest gain from the slowest worker to the fastest; None if none is worth its cost."""
-    while True:
-        busy = [side for side in sides if side.now_rate > 0.0 and not side.spent]
-        room = [side for side in sides if side.next_rate > 0.0]
-        if not busy or not room:
-            return None
-        source = min(busy, key=lambda side: (side.now_rate, side.key))
-        target = max(room, key=lambda side: (side.next_rate, -side.running, side.key))
-        if target.next_rate < costs.advantage * source.now_rate:
-            return None
+def _moved_slow(
+    sides: list[_Side], lengths: ResponseLengths, now: float, costs: MoveCosts, passed: set[str], at_most: int
+) -> list[RolloutMove]:
+    """The moves with the largest gain from the slowest worker to the fastest, until none is worth its cost."""
+    moves: list[RolloutMove] = []
+    order, looks = _Order(sides, passed), 0
+    while len(moves) < at_most:
+        source, target = order.slowest(), order.fastest()
+        if source is None or target is None or target.next_rate < costs.advantage * source.now_rate:
+            break
         found = _gainer(source, target, lengths, now, costs)
-        if found is not None:
-            one, gain_s, prefill_s = found
-            source.give(one, target, prefill_s)
-            return RolloutMove(one.attempt_id, source.key, target.key, gain_s)
-        source.spent = True
+        if found is None:
+            passed.add(source.key)
+            looks += 1
+            if looks == _LOOKS:
+                break
+            continue
+        one, gain_s, prefill_s = found
+        source.give(one, target, prefill_s)
+        order.changed(source)
+        order.changed(target)
+        moves.append(RolloutMove(one.attempt_id, source.key, target.key, gain_s))
+    if looks < _LOOKS:
+        passed.clear()
+    return moves
+
+
+class _Order:
+    """The engines by their present rate, and by the rate of one rollout more.
+
+    Invariant: the heaps have an entry for each engine's present rates. Entries with former ones are dropped when they
+    come up.
+    """
+
+    def __init__(self, sides: list[_Side], passed: set[str]) -> None:
+        self._passed = passed
+        self._sides = sorted(sides, key=lambda side: side.key)
+        self._at = {side.key: at for at, side in enumerate(self._sides)}
+        self._slow = [(side.now_rate, at) for at, side in enumerate(self._sides) if side.now_rate > 0.0]
+        self._fast = [
+            (-side.next_rate, side.running, -at) for at, side in enumerate(self._sides) if side.next_rate > 0.0
+        ]
+        heapify(self._slow)
+        heapify(self._fast)
+
+    def slowest(self) -> _Side | None:
+        """The engine whose rollouts are slowest, of those not `passed`; of equals, that with the first key."""
+        while self._slow:
+            rate, at = self._slow[0]
+            side = self._sides[at]
+            if rate == side.now_rate and side.key not in self._passed:
+                return side
+            heappop(self._slow)
+        return None
+
+    def fastest(self) -> _Side | None:
+        """The engine where one rollout more is fastest; of equals, the emptiest; then that with the last key."""
+        while self._fast:
+            rate, running, at = self._fast[0]
+            side = self._sides[-at]
+            if -rate == side.next_rate and running == side.running:
+                return side
+            heappop(self._fast)
+        return None
+
+    def changed(self, side: _Side) -> None:
+        """Note that an engine's rates have changed."""
+        at = self._at[side.key]
+        if side.now_rate > 0.0:
+            heappush(self._slow, (side.now_rate, at))
+        if side.next_rate > 0.0:
+            heappush(self._fast, (-side.next_rate, side.running, -at))
 
 
 def _gainer(

@@ -14,8 +14,8 @@ from ebbtide.coordinator.api.request_checks import (
 )
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.state.attempt_transitions import new_entry
-from ebbtide.coordinator.state.coordinator_state import RunState
 from ebbtide.coordinator.state.notifier import follow, notified_or_late
+from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, StoreUnavailable
 from ebbtide.store.rollout_rows import RolloutState
 from ebbtide.types.ids import check_id
@@ -59,14 +59,13 @@ class RolloutService:
             )
             for request, row in zip(requests, accepted, strict=True):
                 if request.rollout_id in run.unconfirmed:
-                    run.stale = True  # its worker continues it
+                    run.mark_stale()  # its worker continues it
                 elif row.outcome is SubmitOutcome.ACCEPTED:
                     group = run.group_place(request.group_id, row.place)
                     length = len(request.prompt_ids) // 4
-                    run.queue.add(new_entry(request, place=row.place, group=group, length=length))
+                    run.admit(new_entry(request, place=row.place, group=group, length=length))
                 elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
-                    run.stale = True  # taken by a call whose answer was lost
-        self._state.wake.set()
+                    run.mark_stale()  # taken by a call whose answer was lost
         return [row.outcome for row in accepted]
 
     async def finished(self, run_id: str, cursor: str) -> AsyncIterator[FinishedRollout]:
@@ -141,7 +140,7 @@ class RolloutService:
             raise InvalidRequest(text, field=f"episodes[{index}].{error.field}") from None
         self._attempts.over(run, ran)
         self._forget(run, episode.rollout_ids)
-        run.homes.pop(episode.episode_id, None)
+        run.forget_episode(episode.episode_id)
 
     async def trajectories(self, run_id: str, cursor: str) -> AsyncIterator[Trajectory]:
         """Uncommitted trajectories after `cursor`, in the order of their completion, until the run has ended."""

@@ -250,9 +250,8 @@ class RunService:
         await self._recovery.refresh(run)  # else its event may get a number that a store that came back gave before
         async with run.changing():
             await self._store.runs.announce(lease, version)
-            run.versions[version.version] = version
+            run.announce(version)
         self._notifier.notify("events", run.run_id)
-        self._state.wake.set()
         log.info("version", run_id=run.run_id, version=version.version, step=version.step)
 
     async def report(self, lease: LeaseRef, events: Sequence[RunEvent]) -> None:

@@ -12,14 +12,11 @@ from contextlib import ExitStack, suppress
 from typing import Final
 
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.state.coordinator_state import (
-    CoordinatorState,
-    OrphanedAttempt,
-    RunningAttempt,
-    RunState,
-    WorkerSession,
-)
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, StoreUnavailable
 from ebbtide.rpc.backoff import pauses
 from ebbtide.store.rollout_rows import EndReason
@@ -146,18 +143,15 @@ class AppendBatcher:
         attempts: Sequence[RunningAttempt | None],
         others: dict[int, AppendAck],
     ) -> None:
-        for attempt, offset, count in zip(attempts, deltas.offsets, deltas.counts, strict=True):
-            if attempt is not None:
-                run.made += max(0, offset + count - attempt.stored)
-                attempt.stored = offset + count
+        run.accept_tokens(attempts, deltas.offsets, deltas.counts)
         ended = [i for i in deltas.finishes if i not in others]
         for i, ack in others.items():
             if (attempt := attempts[i]) is not None and ack.status is not AppendStatus.SUPERSEDED:
-                attempt.stored = ack.stored
+                attempt.believe_stored(ack.stored)
             if ack.finished:
                 ended.append(i)
             elif ack.status is AppendStatus.SUPERSEDED:
-                self._disowned(run, deltas.attempts[i])
+                _disown(run, deltas.attempts[i])
         over = (deltas.attempts[i] for i in ended)
         before = self._store.link.durability.before()
         finished = [
@@ -169,15 +163,14 @@ class AppendBatcher:
             for attempt in finished:
                 metrics.rollout_attempts.observe(attempt.number)
             self._notifier.notify("finished", run.run_id)
-            self._state.wake.set()
 
-    def _disowned(self, run: RunState, ref: AttemptRef) -> None:
-        """Orphan an attempt that its worker will drop, if the mirror still has it: the store is ahead of the mirror."""
-        attempt = run.running.get(ref.rollout_id)
-        if attempt is not None and attempt.attempt_id == ref.attempt_id and attempt.orphaned is None:
-            unknown = EndReason(EndCause.NOT_HELD, "the store did not know the attempt any more")
-            attempt.orphan(OrphanedAttempt(time.monotonic(), unknown))
-            self._state.reap.set()
+
+def _disown(run: RunState, ref: AttemptRef) -> None:
+    """Orphan an attempt that its worker will drop, if the mirror still has it: the store is ahead of the mirror."""
+    attempt = run.running.get(ref.rollout_id)
+    if attempt is not None and attempt.attempt_id == ref.attempt_id and attempt.orphaned is None:
+        unknown = EndReason(EndCause.NOT_HELD, "the store did not know the attempt any more")
+        attempt.orphan(OrphanedAttempt(time.monotonic(), unknown))
 
 
 def _next_batch(queue: list[_Message]) -> list[_Message]:

@@ -16,13 +16,10 @@ from typing import Final, Self
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.state.coordinator_state import (
-    CoordinatorState,
-    RunningAttempt,
-    StoreIncarnation,
-    WorkerSession,
-)
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState, StoreIncarnation
 from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest, StoreUnavailable
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
@@ -61,11 +58,11 @@ class AppendStreams:
                     name = session.session_id
                     stack.enter_context(session.appending())
                     cut.by(session)
-                session.storing += 1
+                session.message_came()
                 try:
                     answer = await self._append(session, receiver, request)
                 finally:
-                    session.storing -= 1
+                    session.message_answered()
                 yield answer
 
     async def _append(
@@ -78,7 +75,7 @@ class AppendStreams:
         incarnation = self._state.incarnation
         if refs:
             if request.tokens:
-                session.progressed = start
+                session.tokens_came(start)
             works = _by_run(request, refs, ends)
             checked = [self._checked(columns, places) for places, columns in works]
             pairs = zip(works, checked, strict=True)
@@ -95,7 +92,7 @@ class AppendStreams:
         run = self._state.runs.get(deltas.attempts[0].run_id)
         running = run.running if run else {}
         found: list[RunningAttempt | None] = []
-        started, now = False, time.monotonic()
+        now = time.monotonic()
         for ref, offset, count in zip(deltas.attempts, deltas.offsets, deltas.counts, strict=True):
             attempt = running.get(ref.rollout_id)
             if attempt is not None and attempt.attempt_id == ref.attempt_id:
@@ -103,13 +100,10 @@ class AppendStreams:
                     field = f"deltas[{places[len(found)]}].tokens"
                     raise InvalidRequest(f"more than the rollout's max_tokens ({attempt.max_tokens})", field=field)
                 if count and not attempt.started:
-                    attempt.begun(now)
-                    started = True
+                    attempt.begin(now)
             else:
                 attempt = None
             found.append(attempt)
-        if started and run and run.queue:
-            self._state.wake.set()  # its worker may take another rollout
         return found
 
 
@@ -128,7 +122,7 @@ class Cut:
 
     def by(self, session: WorkerSession) -> None:
         """End the stream once this session, which it turned out to serve, is to `resend`."""
-        session.resend.clear()
+        session.stream_opened()
         self._stop()
         self._session, self._watch = session, asyncio.create_task(self._wait(session))
 

@@ -11,13 +11,14 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.fleet.release_requests import free
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.host_view import HostView, may_take
 from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S, leaving
 from ebbtide.scheduling.lenders.lender_selection import Lender, LenderSelection
 from ebbtide.types.fleet import WorkerState
-from ebbtide.v1 import fleet_pb2
 
 log = telemetry.get_logger(__name__)
 #: Hosts are judged so often: the verdict depends on means over minutes.
@@ -71,17 +72,14 @@ class BorrowedHosts:
         verdict = self._borrowing.verdict(session.worker_id)
         if session.wanted is verdict.wanted:
             return
-        first, session.wanted = session.wanted is None, verdict.wanted
-        session.given_up = "" if verdict.wanted else verdict.reason
-        message = fleet_pb2.Borrow(wanted=verdict.wanted, reason=verdict.reason)
-        session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(borrow=message))
+        first = session.wanted is None
+        session.tell_borrowed(wanted=verdict.wanted, reason=verdict.reason)
         if first and verdict.wanted:
             return
         words = "borrowed again" if verdict.wanted else f"given up: {verdict.reason}"
         text = f"worker {session.worker_id} is {words}"
         log.info("borrowing", worker_id=session.worker_id, wanted=verdict.wanted, reason=verdict.reason)
         self._run_events.of_worker(session, text, "borrowed" if verdict.wanted else "given_up")
-        self._state.wake.set()
 
     def _lender(self, session: WorkerSession) -> Lender:
         said = session.beat.borrowed

@@ -9,7 +9,6 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Final
 
 from ebbtide import telemetry
@@ -22,8 +21,10 @@ from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.publisher_keys import PublisherKeys
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunChange, RunState, WorkerSession
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import StoreUnavailable
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.placement import outsized, place
@@ -79,16 +80,12 @@ class Dispatcher:
 
     async def decide_for_ever(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause()):  # not wait_for, which may swallow a cancellation
-                    await self._state.wake.wait()
-                await asyncio.sleep(_GATHER_S)
-            self._state.wake.clear()
+            await self._state.wakeups.wait_to_decide(self._pause(), _GATHER_S)
             try:
                 await self.decide()
             except StoreUnavailable as error:
                 log.warning("store away", reason=str(error))
-                self._state.wake.set()
+                self._state.wakeups.decide()
                 await asyncio.sleep(_STORE_PAUSE_S)
 
     async def watch_for_ever(self) -> None:
@@ -108,10 +105,7 @@ class Dispatcher:
             pause = _TICK_S
             if next_due is not None:
                 pause = min(pause, max(0.0, next_due - time.monotonic()))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._state.reap.wait()
-            self._state.reap.clear()
+            await self._state.wakeups.wait_to_reap(pause)
             now = time.monotonic()
             try:
                 next_due = await self._attempts.requeue_due(now)
@@ -209,24 +203,14 @@ class Dispatcher:
             session = self._state.sessions[session_id]
             if version not in run.versions or session.target == (run.run_id, version):
                 continue
-            session.target = (run.run_id, version)
-            self._begin_change(session, run, now)
             # Sent even if it attached with this version: the former coordinator may have sent another run's since.
             message = fleet_pb2.Install(
-                change=session.changing is not None and session.changing.restarted,
                 version=to_proto(run.versions[version], types_pb2.PolicyVersion),
                 run_id=run.run_id,
                 model=run.spec.model,
                 publisher=self._publishers.public(run.run_id),
             )
-            session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(install=message))
-
-    def _begin_change(self, session: WorkerSession, run: RunState, now: float) -> None:
-        """Note that the worker changes to the run, if it serves another: until it has installed, it serves none."""
-        if session.installed is not None and session.installed[0] == run.run_id:
-            session.changing = None
-        elif session.changing is None or session.changing.run_id != run.run_id:
-            session.changing = RunChange(run.run_id, now, self._changes.needed(run, session))
+            session.install(run.run_id, message, now, restart=self._changes.needed(run, session))
 
     async def _fail_misfit(self, run: RunState) -> None:
         """End a run whose weights no attached worker can install."""

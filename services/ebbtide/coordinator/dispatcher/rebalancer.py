@@ -15,8 +15,11 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide import telemetry
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunningAttempt, RunState, WorkerSession
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, RolloutMove, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
@@ -153,7 +156,7 @@ class Rebalancer:
             return
         speed = self._speeds.setdefault(session.worker_id, WorkerThroughput())
         speed.observe((len(running) + len(last.running)) / 2, context, tokens, seconds)
-        session.plateau = speed.plateau(context)
+        session.learn_plateau(speed.plateau(context))
 
     def _expire(self, key: tuple[str, str], asked: _Asked, now: float) -> None:
         attempt = asked.attempt
@@ -161,10 +164,10 @@ class Rebalancer:
         if forgotten or now - asked.when > _AGAIN_S:
             del self._asked[key]
             if attempt.session is not None:
-                attempt.target = ""
+                attempt.give_up_move()
         elif asked.here and attempt.target and now - asked.when > _HANDOVER_S:
             log.info("move given up", run_id=attempt.run_id, rollout_id=attempt.rollout.rollout_id)
-            attempt.target = ""
+            attempt.give_up_move()
 
     def decide(self, run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], now: float) -> None:
         """Ask for rollouts that end sooner elsewhere. Call when nothing queued could take the hosts' free slots.
@@ -229,7 +232,7 @@ class Rebalancer:
                 if room <= 0:
                     continue
                 room -= 1
-            attempt.target = target.worker_id
+            attempt.move_to(target.worker_id)
             self._asked[attempt.run_id, attempt.rollout.rollout_id] = _Asked(attempt, move.source, move.target, now)
             batches.setdefault(move.source, []).append(attempt.ref)
             log.info(

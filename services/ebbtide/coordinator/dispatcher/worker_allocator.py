@@ -19,7 +19,9 @@ from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.release_requests import free, remind
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.move_costs import finishes_first
 from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot, turn_s
 from ebbtide.scheduling.fair_share.share_accounts import REST, RunDue, ShareAccounts, WorkerDemand
@@ -88,10 +90,7 @@ class WorkerAllocator:
             free(session, left, _LEAVES, now)
 
     def _update_accounts(self, sessions: Sequence[WorkerSession], now: float) -> None:
-        made: dict[str, int] = {}
-        for run in self._state.runs.values():
-            if run.made:
-                made[run.run_id], run.made = run.made, 0
+        made = {run.run_id: tokens for run in self._state.runs.values() if (tokens := run.take_made())}
         resting = sum(one.run_id == REST for one in sessions)
         # A rollout may begin and end between two calls.
         worked = (one for one in sessions if one.attempts or one.progressed >= self._accounted)
@@ -141,7 +140,7 @@ class WorkerAllocator:
                 log.info("worker serves", worker_id=session.worker_id, run_id=run_id)
                 held.subtract((session.run_id,))
                 held.update((run_id,))
-                session.run_id, session.since = run_id, now
+                session.serve(run_id, now)
         return held
 
     def _post(self, session: WorkerSession, barred: set[str], now: float) -> WorkerPost:
@@ -165,7 +164,8 @@ class WorkerAllocator:
             share = shares.get(run.run_id, 0.0)
             if run.run_id in shares:
                 self._due[run.run_id] = RunDue(share, waits=bool(run.queue))
-            run.share = RunShare(lately=self._accounts.lately(run.run_id), due=share, workers=held.get(run.run_id, 0))
+            workers = held.get(run.run_id, 0)
+            run.note_share(RunShare(lately=self._accounts.lately(run.run_id), due=share, workers=workers))
 
 
 def _demand(run: RunState) -> Demand:

@@ -6,14 +6,14 @@ at no attached worker, wait `grace_s` for their worker and are then re-queued li
 
 import math
 import time
-from collections.abc import Awaitable, Callable
-
-import msgspec
+from collections.abc import Awaitable, Callable, Set
 
 from ebbtide import telemetry
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
 from ebbtide.coordinator.state.attempt_transitions import stored_entry
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, OrphanedAttempt, RunningAttempt, RunState
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
 from ebbtide.errors import LeaseSuperseded
 from ebbtide.store.rollout_rows import EndReason, OpenRollout, RolloutState
 from ebbtide.store.store import Store
@@ -45,7 +45,7 @@ class RunRecovery:
         for run in self._state.runs.values():
             for attempt in run.running.values():
                 if attempt.orphaned is not None and attempt.orphaned.due == before:
-                    attempt.orphaned = msgspec.structs.replace(attempt.orphaned, due=self._until)
+                    attempt.set_due(self._until)
 
     async def take_over(self) -> None:
         """Take the store over, migrate its data, load every live run, and note ended ones for deletion."""
@@ -55,16 +55,16 @@ class RunRecovery:
         await self._incarnations.begin()
         for run_id in live:
             await self.add(await self._store.runs.read(run_id))
-        for run_id in set(await self._store.runs.ids()) - set(live):
-            self._state.ended.add(run_id)
+        self._state.sweep(set(await self._store.runs.ids()) - set(live))
         log.info(
             "took over", runs=len(live), rollouts=sum(len(r.queue) + len(r.running) for r in self._state.runs.values())
         )
 
     async def add(self, run: Run) -> RunState:
         """Mirror a live run."""
-        found = self._state.runs.setdefault(run.run_id, RunState(run.run_id, run.spec))
-        found.fitted |= run.counters.get("tokens_stored", 0) > 0
+        found = self._state.add_run(run.run_id, run.spec)
+        if run.counters.get("tokens_stored", 0):
+            found.note_tokens_stored()
         await self.refresh(found)
         return found
 
@@ -89,55 +89,47 @@ class RunRecovery:
             await self._over(run.run_id)
             return
         await self._incarnations.note_reconciled()
-        self._state.wake.set()
-        self._state.reap.set()
 
     async def _refresh(self, run: RunState) -> bool:
-        incarnation, ended = self._state.incarnation, set[str]()
-        run.stale = False
-        run.ended_lately = ended
-        try:
+        incarnation = self._state.incarnation
+        with run.rereading() as ended:
             known = run.reconciled.is_set()
             if not await (self._store.runs.lives(run.run_id) if known else self._incarnations.reconcile(run)):
                 return False
             await self._incarnations.confirm(run)
             await self._read(run, ended)
-        except BaseException:
-            run.stale = True
-            raise
-        finally:
-            run.ended_lately = None
         self._incarnations.resume_confirmed(run)
         if incarnation is self._state.incarnation:
-            run.reconciled.set()
+            run.note_reconciled()
         return True
 
-    async def _read(self, run: RunState, ended: set[str]) -> None:
+    async def _read(self, run: RunState, ended: Set[str]) -> None:
         known = await self._store.runs.versions(run.run_id)
         rows = [row async for row in self._store.rollouts.open_rollouts(run.run_id)]
         # Nothing is awaited from here on: `ended` has what ended while rows were read.
-        run.versions = {v: record for v, record in known.items() if v in run.versions or v not in run.failed_installs}
-        rows = [row for row in rows if row.request.rollout_id not in ended]
-        before, run.running = run.running, {}
-        for queued in list(run.queue):
-            run.queue.remove(queued.rollout_id)
+        queued, running = [], []
         for row in rows:
-            rollout_id = row.request.rollout_id
+            if row.request.rollout_id in ended:
+                continue
             group = run.group_place(row.request.group_id, row.place)
             if row.state is RolloutState.QUEUED:
-                run.queue.add(stored_entry(row, group=group))
+                queued.append(stored_entry(row, group=group))
             else:
-                run.running[rollout_id] = self._attempt(row, run, group, before.get(rollout_id))
-        self._drop_lost(run, before)
+                running.append(self._attempt(row, run, group))
+        for attempt in run.reread(known, queued, running):  # workers hold attempts that the store does not have
+            if attempt.session is not None:
+                attempt.session.cancel([attempt.ref])
+                attempt.unassign()
 
-    def _attempt(self, row: OpenRollout, run: RunState, group: int, before: RunningAttempt | None) -> RunningAttempt:
+    def _attempt(self, row: OpenRollout, run: RunState, group: int) -> RunningAttempt:
+        before = run.running.get(row.request.rollout_id)
         if before is not None and before.attempt_id == row.attempt_id:
             return before
         due, reason = self._until, "its worker did not come back to the restarted coordinator"
         if not run.reconciled.is_set() and due < (later := time.monotonic() + self._grace_s):
             due, reason = later, "the store forgot how it continued, and its worker does not report it"
         return RunningAttempt(
-            run_id=run.run_id,
+            run=run,
             attempt_id=row.attempt_id,
             rollout=stored_entry(row, group=group),
             start=row.stored,
@@ -145,10 +137,3 @@ class RunRecovery:
             given=time.monotonic(),  # not known; an earlier time would make its worker seem stalled
             orphaned=OrphanedAttempt(due, EndReason(EndCause.NOT_HELD, reason)),
         )
-
-    def _drop_lost(self, run: RunState, before: dict[str, RunningAttempt]) -> None:
-        """Cancel attempts that workers hold and the store does not have."""
-        for rollout_id, attempt in before.items():
-            if run.running.get(rollout_id) is not attempt and attempt.session is not None:
-                attempt.session.cancel([attempt.ref])
-                attempt.unassign()

@@ -11,13 +11,9 @@ import time
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.coordinator.state.coordinator_state import (
-    CoordinatorState,
-    RunningAttempt,
-    RunState,
-    StoreIncarnation,
-    UnconfirmedAttempt,
-)
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.store.rollout_rows import AttemptFate
 from ebbtide.store.store import Store
 
@@ -36,39 +32,24 @@ class StoreIncarnations:
     async def begin(self) -> None:
         """Find out at the coordinator's start, with the store's condition known, whether the store came back since."""
         link = self._store.link
-        self._state.incarnation = StoreIncarnation(link.incarnation, link.durable_after_s)
+        self._state.begin_incarnation(link.incarnation, link.durable_after_s)
         self._asked, self._reconciled = link.incarnation, await self._store.runs.reconciled_incarnation()
         if self._reconciled and self._reconciled != link.incarnation:
-            self._doubt()
-
-    def _doubt(self) -> None:
-        if self._state.incarnation.durable_after_s:
-            self._state.doubt_until = time.monotonic() + DOUBT_S
+            self._state.doubt(DOUBT_S)
 
     def link_opened(self) -> None:
         """Make all mirrors stale: calls lost with the former link may or may not have been done."""
         state, link = self._state, self._store.link
         if link.incarnation != state.incarnation.name:
-            former, state.incarnation = state.incarnation, StoreIncarnation(link.incarnation, link.durable_after_s)
-            former.over.set()
-            self._doubt()
-            for run in state.runs.values():
-                run.reconciled.clear()
-            for session in state.sessions.values():  # answers begun before are not durable, and would not be confirmed
-                session.resend.set()
+            state.replace_incarnation(link.incarnation, link.durable_after_s, DOUBT_S)
             log.warning("the store came back", at=link.where, runs=len(state.runs))
-        for run in state.runs.values():
-            run.stale = True
-        state.wake.set()
+        state.mark_stale()
 
     def promise_changed(self) -> None:
         """End the append streams if the store becomes durable at once, or no longer is: they confirm otherwise."""
-        now, lasts_s = self._state.incarnation, self._store.link.durable_after_s
-        was, now.durable_after_s = now.durable_after_s, lasts_s
-        if bool(was) is not bool(lasts_s):
+        lasts_s = self._store.link.durable_after_s
+        if self._state.learn_durability(lasts_s):
             log.warning("the store's durability changed", durable_after_s=lasts_s)
-            for session in self._state.sessions.values():
-                session.resend.set()
 
     async def reconcile(self, run: RunState) -> bool:
         """Tell the store of the live attempts. False if the run is over. Call with the run's lock held."""
@@ -76,34 +57,18 @@ class StoreIncarnations:
         if self._asked != now.name:
             await self._store.link.durability.look()  # `promise_changed`
             self._asked = now.name
-            self._doubt()
+            self._state.doubt(DOUBT_S)
         if self._reconciled != now.name and not await self._store.runs.settle(run.run_id, self._lease_ttl_s):
             return False
-        ended = self._unfinish(run)
+        ended = run.unfinish(self._store.link.durability.former_before)
         held = [one for one in run.running.values() if one.session is not None and not one.leaving]
         for attempt, fate in await self._adopt(run, held, newer=True):
             if fate is AttemptFate.OVER and attempt in ended:
-                attempt.unassign()  # the store has its finish; its worker will ask
-                del run.running[attempt.rollout.rollout_id]
+                run.end(attempt.rollout.rollout_id)  # the store has its finish; its worker will ask
             if fate is AttemptFate.UNKNOWN:
-                del run.running[attempt.rollout.rollout_id]
-                run.unconfirmed[attempt.rollout.rollout_id] = UnconfirmedAttempt(
-                    attempt, time.monotonic() + DOUBT_S, newer=True
-                )
+                run.unconfirm(attempt, time.monotonic() + DOUBT_S, newer=True)
         log.info("run settled", run_id=run.run_id, attempts=len(held), forgotten=len(run.unconfirmed))
         return True
-
-    def _unfinish(self, run: RunState) -> set[RunningAttempt]:
-        """Treat attempts as running whose finish may be forgotten and whose workers still have them."""
-        taken: set[RunningAttempt] = set()
-        durable_before = self._store.link.durability.former_before
-        for attempt, session, at in run.volatile_finishes:
-            if at >= durable_before and not session.gone and attempt.rollout.rollout_id not in run.running:
-                attempt.assign(session)
-                run.running[attempt.rollout.rollout_id] = attempt
-                taken.add(attempt)
-        run.volatile_finishes.clear()
-        return taken
 
     async def note_reconciled(self) -> None:
         """Note in the store when all runs are reconciled, so that the next coordinator need not repeat it."""
@@ -118,7 +83,7 @@ class StoreIncarnations:
             held = [u.attempt for u in run.unconfirmed.values() if u.newer is newer and u.attempt.session is not None]
             for attempt, fate in await self._adopt(run, held, newer=newer):
                 if fate is AttemptFate.OVER:
-                    self._drop(run, attempt)
+                    run.drop_unconfirmed(attempt)
 
     async def _adopt(
         self, run: RunState, held: list[RunningAttempt], *, newer: bool
@@ -129,29 +94,18 @@ class StoreIncarnations:
             names = [(one.rollout.rollout_id, one.attempt_id, worker_id) for one, worker_id in page]
             adopted = await self._store.rollouts.adopt(run.run_id, names, newer=newer)
             for (one, _), answer in zip(page, adopted, strict=True):
-                one.stored = answer.stored
+                one.believe_stored(answer.stored)
                 found.append((one, answer.fate))
         return found
 
     def resume_confirmed(self, run: RunState) -> None:
         """Resume unconfirmed attempts that the store has as running again. Call when the rollouts were read."""
-        for rollout_id, unconfirmed in list(run.unconfirmed.items()):
-            attempt, session = run.running.get(rollout_id), unconfirmed.attempt.session
-            if attempt is not None and attempt.attempt_id == unconfirmed.attempt.attempt_id and session is not None:
-                del run.unconfirmed[rollout_id]
-                unconfirmed.attempt.unassign()
-                attempt.assign(session)
-                session.resend.set()
+        for rollout_id in list(run.unconfirmed):
+            run.confirm(rollout_id)
 
     def expire_unconfirmed(self, run: RunState) -> None:
         """End the unconfirmed attempts whose rollouts did not come again."""
         now = time.monotonic()
         for unconfirmed in list(run.unconfirmed.values()):
             if unconfirmed.due <= now or unconfirmed.attempt.session is None:
-                self._drop(run, unconfirmed.attempt)
-
-    def _drop(self, run: RunState, attempt: RunningAttempt) -> None:
-        run.unconfirmed.pop(attempt.rollout.rollout_id, None)  # may be expired already, while `confirm` awaits
-        if (session := attempt.session) is not None:
-            session.cancel([attempt.ref])
-            attempt.unassign()
+                run.drop_unconfirmed(unconfirmed.attempt)

@@ -8,7 +8,9 @@ again from workers.
 
 from typing import Final
 
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
 
 #: How long a failed engine start is remembered.
 _REFUSED_S: Final = 600.0
@@ -52,4 +54,4 @@ def may_change(run: RunState, session: WorkerSession, now: float) -> bool:
 
 def refused(session: WorkerSession, architecture: str, now: float) -> None:
     """Note that the worker's engine could not be started for it."""
-    session.refused[architecture] = now + _REFUSED_S
+    session.refuse(architecture, now + _REFUSED_S)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from math import inf
 from typing import Final, NamedTuple
 
-from ebbtide.coordinator.state.coordinator_state import WorkerSession
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness
 from ebbtide.scheduling.health.token_progress import FLOOR_S, PAUSE_S, TokenProgress, WorkerActivity
 
@@ -106,5 +106,6 @@ def _unread(session: WorkerSession) -> int:
 
 def _late_s(session: WorkerSession, now: float) -> float:
     """For how long the worker has kept what was asked back; 0.0 while it waits for the store to take its tokens."""
-    kept = [freed.first for name, freed in session.freed.items() if name in session.attempts]
-    return now - min(kept) if kept and not session.storing else 0.0
+    if not session.freed or session.storing:
+        return 0.0
+    return now - min(freed.first for freed in session.freed.values())

@@ -18,8 +18,9 @@ from ebbtide.coordinator.fleet.engine_changes import may_change, refused
 from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerHealth
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, OrphanedAttempt, RunningAttempt, WorkerSession
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
+from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
 from ebbtide.coordinator.state.worker_reports import (
     AttachReport,
     DrainNotice,
@@ -29,6 +30,7 @@ from ebbtide.coordinator.state.worker_reports import (
     InstallFailedReport,
     ReleasedReport,
 )
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, NotReady
 from ebbtide.scheduling.dispatch.attempt_endings import blames
 from ebbtide.scheduling.health.flapping import Flapping
@@ -47,9 +49,8 @@ _LOST_KEPT: Final = 256
 _NAME_BYTES: Final = 256
 #: How long a lost worker's last tokens may take to be stored before its attempts end.
 _DRAIN_S: Final = 0.1
-#: Pause after a failed install; and how many failures make an old version unavailable.
+#: Pause after a failed install.
 _INSTALL_PAUSE_S: Final = 2.0
-_INSTALL_FAILURES: Final = 3
 
 
 class WorkerRegistry:
@@ -79,18 +80,17 @@ class WorkerRegistry:
                 "run the same version of Ebbtide on both"
             )
         now = time.monotonic()
-        session = WorkerSession(new_fence(), hello, now, self._state.resumes)
+        session = WorkerSession(new_fence(), hello, now, self._state.wakeups)
         adopted, superseded = self._attempts.adopt(session, (held.attempt for held in hello.held))
         for other in [one for one in self._state.sessions.values() if one.worker_id == hello.worker_id]:
             self.detach(other, "it attached again", went_on=not other.attempts)
         self._lost.pop(hello.worker_id, None)
         self._flapping.attached(hello.worker_id, now)
         self._recognise(session, adopted)
-        self._state.sessions[session.session_id] = session
+        self._state.attach(session)
         if hello.run_id and hello.run_id not in self._state.runs:
             session.tell_run_ended(hello.run_id)
         self._health.heard(session, now)
-        self._state.wake.set()
         quarantined_s = self.quarantined_s(session)
         text = f"worker {hello.worker_id} attached"
         text += f"; it was lost too often, and gets no work for {quarantined_s:.0f} s" if quarantined_s else ""
@@ -101,9 +101,9 @@ class WorkerRegistry:
     def _recognise(self, session: WorkerSession, adopted: list[AttemptRef]) -> None:
         """Take the version of a worker that continues attempts as installed; others are told to install one."""
         run = self._state.runs[adopted[0].run_id] if adopted else None
-        for version in reversed(run.versions.values()) if run else ():
+        for version in reversed(tuple(run.versions.values())) if run else ():
             if run and version in session.hello.installed:
-                session.installed, session.run_id = (run.run_id, version), run.run_id
+                session.keep_serving(run.run_id, version)
                 return
 
     def detach(
@@ -115,9 +115,7 @@ class WorkerRegistry:
         if session.gone:
             return
         now = time.monotonic()
-        session.gone = True
-        session.outbox.put_nowait(None)
-        self._state.sessions.pop(session.session_id, None)
+        self._state.detach(session)
         quiet_s = suspect.quiet_s if suspect else self._health.quiet_s(session, now)
         self._health.gone(session)
         if self._leaving:
@@ -129,8 +127,6 @@ class WorkerRegistry:
         state = WorkerState.SUSPECTED if suspect else WorkerState.LOST
         lost = self._orphan_all(session, reason, now, quiet_s, suspected=suspect is not None)
         self._keep_lost(msgspec.structs.replace(self._listed(session, state), running=lost, reason=reason), now)
-        self._state.reap.set()
-        self._state.wake.set()
         left = session.draining and not lost
         event = "left" if left else state.name.lower()
         log.warning(event, worker_id=session.worker_id, reason=reason, rollouts=lost)
@@ -158,8 +154,7 @@ class WorkerRegistry:
         blame = blames(cause) and not session.reclaimed  # on a reclaimed host no rollout can make a token
         orphaned = OrphanedAttempt(due, EndReason(cause, f"worker lost: {reason}", blame, noticed_s=quiet_s))
         for attempt, tokens in zip(lost, [_lost_at_most(one, session, now) for one in lost], strict=True):
-            attempt.lost = tokens
-            attempt.orphan(orphaned)
+            attempt.orphan(orphaned, lost=tokens)
         if lost and drains:
             self._closing[session.session_id] = session
             self._run_events.background(self._drain(session, lost, orphaned, now + grace))
@@ -175,8 +170,7 @@ class WorkerRegistry:
         self._closing.pop(session.session_id, None)
         for attempt in lost:
             if attempt.orphaned is orphaned:
-                attempt.orphaned = OrphanedAttempt(due, orphaned.why)
-        self._state.reap.set()
+                attempt.set_due(due)
 
     def judge(self, now: float) -> None:
         """Detach the workers that have been silent, or have made nothing, for too long."""
@@ -213,8 +207,6 @@ class WorkerRegistry:
             case HeartbeatReport():
                 if session.hear(message, time.monotonic()):
                     self._turned(session)
-                session.draining |= message.state is WorkerState.DRAINING
-                session.state = WorkerState.DRAINING if session.draining else message.state
             case InstalledReport():
                 self._installed(session, message)
             case InstallFailedReport():
@@ -224,17 +216,15 @@ class WorkerRegistry:
             case ReleasedReport():
                 self._released(session, message)
             case DrainNotice():
-                session.draining, session.state = True, WorkerState.DRAINING
-                session.reason = message.reason or session.reason
+                session.drain(message.reason)
                 text = f"worker {session.worker_id} drains" + (f": {message.reason}" if message.reason else "")
                 self._run_events.of_worker(session, text, "draining", deadline=message.deadline_s)
 
     def _turned(self, session: WorkerSession) -> None:
-        """Count a reclaim of a borrowed worker's host; after a grant there may be something to place."""
+        """Count a reclaim of a borrowed worker's host."""
         if session.reclaimed:
             metrics.reclaims.inc()
         log.debug("reclaimed" if session.reclaimed else "granted", worker_id=session.worker_id)
-        self._state.wake.set()
 
     def drain(self, worker_id: str, within_s: float) -> int:
         """Ask a worker to hand over and leave within so many seconds; it gets no more work. Returns the number of its
@@ -243,31 +233,22 @@ class WorkerRegistry:
         session = next((one for one in self._state.sessions.values() if one.worker_id == worker_id), None)
         if session is None:
             raise NotFound(f"no worker {worker_id} is attached; `ebbtide workers` lists those that are")
-        session.draining, session.state, session.reason = True, WorkerState.DRAINING, "asked to leave"
-        session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(drain=fleet_pb2.Drain(deadline_s=within_s)))
+        session.drain("asked to leave")
+        session.send(fleet_pb2.CoordinatorMessage(drain=fleet_pb2.Drain(deadline_s=within_s)))
         log.info("drain", worker_id=worker_id, within_s=within_s, rollouts=len(session.attempts))
         return len(session.attempts)
 
     def _installed(self, session: WorkerSession, message: InstalledReport) -> None:
-        if message.run_id not in self._state.runs:
+        if (run := self._state.runs.get(message.run_id)) is None:
             session.tell_run_ended(message.run_id)  # it may have pulled while it was not attached
             return
-        session.installed = (message.run_id, message.version)
-        session.unfit.pop(message.run_id, None)
-        if (changing := session.changing) is not None and changing.run_id == message.run_id:
-            if not changing.restarted:
-                self._state.changes.learn(session.worker_id, time.monotonic() - changing.at)
-            session.changing = None
-        if run := self._state.runs.get(message.run_id):
-            run.failed_installs.pop(message.version.version, None)
-            run.fitted = True
-            run.misfits.clear()
-            run.architecture = session.hello.engine.architecture
-        self._state.wake.set()
+        changed = session.note_installed(message.run_id, message.version)
+        if changed is not None and not changed.restarted:
+            self._state.changes.learn(session.worker_id, time.monotonic() - changed.at)
+        run.note_installed(message.version.version, session.hello.engine.architecture)
         if not message.pull_s and not message.pause_s:
             return  # it had the version already
-        if run:
-            self._run_events.installed(run, session, message)
+        self._run_events.installed(run, session, message)
         metrics.install_seconds.labels("pull").observe(message.pull_s)
         metrics.install_seconds.labels("pause").observe(message.pause_s)
         log.info(
@@ -281,16 +262,14 @@ class WorkerRegistry:
 
     def _engine_changed(self, session: WorkerSession, message: EngineChangedReport) -> None:
         """Note that the worker's engine restarted: for another architecture or, if that failed, for its own model."""
-        session.hello = msgspec.structs.replace(session.hello, engine=message.engine)
-        session.installed = None
+        session.note_restarted(message.engine)
         metrics.engine_starts.inc()
         text = f"the engine of worker {session.worker_id} was restarted, for {message.engine.model}"
         self._run_events.of_worker(session, text, "changed", seconds=message.seconds)
         log.info("engine changed", worker_id=session.worker_id, run_id=message.run_id, seconds=message.seconds)
-        self._state.wake.set()
 
     def _install_failed(self, session: WorkerSession, message: InstallFailedReport) -> None:
-        changing, session.target, session.changing = session.changing, None, None
+        changing = session.note_install_failed()
         asked = changing is not None and changing.restarted and changing.run_id == message.run_id
         version = message.version.version
         log.warning("install failed", worker_id=session.worker_id, run_id=message.run_id, reason=message.message)
@@ -299,31 +278,26 @@ class WorkerRegistry:
             return
         now = time.monotonic()
         if message.architecture:
-            run.architecture = message.architecture
+            run.note_architecture(message.architecture)
             if asked:
                 refused(session, message.architecture, now)
             elif may_change(run, session, now):  # the allocator asks it to, when that pays
-                self._state.wake.set()
                 return
-        session.unfit[message.run_id] = now + _INSTALL_PAUSE_S
+        session.bar(message.run_id, now + _INSTALL_PAUSE_S)
         text = f"worker {session.worker_id} could not install version {version}: {message.message}"
         key = f"install.{session.worker_id}.{version}"
         self._run_events.write(
             run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id})
         )
-        if message.architecture and not run.fitted:
-            run.misfits[message.architecture] += 1
-            run.architecture = message.architecture
+        if message.architecture:
+            run.note_misfit()
         if not message.unreachable:  # else it is available again once the relay is back
-            failures = run.failed_installs[version] = run.failed_installs.get(version, 0) + 1
-            if failures >= _INSTALL_FAILURES and version < max(run.versions, default=0):
-                run.versions.pop(version, None)
-        self._state.wake.set()
+            run.note_failed_install(version)
 
     def _released(self, session: WorkerSession, message: ReleasedReport) -> None:
         cause = EndCause(message.cause)
         if cause is EndCause.WRONG_VERSION:  # it has another version than the mirror says: tell it again
-            session.installed = session.target = None
+            session.distrust_version()
         why = EndReason(cause, message.reason or "handed back", blames(cause))
         orphaned = OrphanedAttempt(time.monotonic(), why)
         for ref in message.attempts:
@@ -334,8 +308,6 @@ class WorkerRegistry:
                 attempt.orphan(OrphanedAttempt(orphaned.due, EndReason(cause, f"moved to {attempt.target}")))
             else:
                 attempt.orphan(orphaned)
-        self._state.reap.set()
-        self._state.wake.set()
 
     def session(self, session_id: str) -> WorkerSession:
         """The session that a message names. Raises `NotFound` if it is over or another coordinator's."""

@@ -13,7 +13,6 @@ from ebbtide.coordinator.appends.append_streams import AppendStreams
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.servicers.list_page import ListPage
-from ebbtide.coordinator.state.coordinator_state import WorkerSession
 from ebbtide.coordinator.state.worker_reports import (
     AttachReport,
     DrainNotice,
@@ -23,6 +22,7 @@ from ebbtide.coordinator.state.worker_reports import (
     InstallFailedReport,
     ReleasedReport,
 )
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
 from ebbtide.types.ids import check_id
@@ -81,7 +81,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
                     raise InvalidRequest("only the first message may be, and must be, attach", field="kind")
                 self._fleet.hear(session, from_proto(getattr(message, kind), _RECORDS[kind], field=kind))
         finally:
-            session.outbox.put_nowait(None)
+            session.stop_sending()
 
     def _attached(
         self, session: WorkerSession, adopted: list[AttemptRef], superseded: list[AttemptRef]

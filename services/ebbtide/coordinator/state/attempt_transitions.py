@@ -7,24 +7,19 @@ in the store what had been done, and the next one reads it.
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Final
 
 import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.state.coordinator_state import (
-    CoordinatorState,
-    OrphanedAttempt,
-    RunningAttempt,
-    RunState,
-    UnconfirmedAttempt,
-    WorkerSession,
-)
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.ended_histories import EndedHistories
 from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, NotFound, StoreUnavailable
 from ebbtide.rpc.run_endings import EndedRun
 from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
@@ -33,7 +28,6 @@ from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.store.rollout_rows import EndedAttempt, EndReason, OpenRollout, PlacedRollout, RequeuedRollout
 from ebbtide.store.store import Store
-from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
@@ -43,8 +37,6 @@ from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
 
 log = telemetry.get_logger(__name__)
-#: Bytes of assignments per message: with one more rollout of the largest size it is well under the message limit.
-_BATCH_BYTES: Final = 256 << 10
 
 
 def new_entry(request: RolloutRequest, *, place: int, group: int, length: int) -> QueuedRollout:
@@ -88,7 +80,9 @@ class AttemptTransitions:
         self._histories = EndedHistories(store, most_bytes=keep_ended_bytes, keep_s=keep_ended_s)
         self._ending: set[asyncio.Future[None]] = set()  # calls that end runs
 
-    async def start(self, run: RunState, placements: Sequence[Placement], by_worker: dict[str, WorkerSession]) -> None:
+    async def start(
+        self, run: RunState, placements: Sequence[Placement], by_worker: Mapping[str, WorkerSession]
+    ) -> None:
         """Assign queued rollouts to workers; those for which the store's answer has no room stay queued. Call with the
         run's lock held.
         """
@@ -97,12 +91,14 @@ class AttemptTransitions:
         placed = await self._store.rollouts.place(run.run_id, rows)
         batches: dict[WorkerSession, list[fleet_pb2.Assignment]] = defaultdict(list)
         for (rollout_id, attempt_id, session), given in zip(chosen, placed, strict=False):
-            queued = run.queue.take(rollout_id)
-            if given is None or queued is None:
-                run.stale |= queued is not None  # the store no longer has it as queued: read it again
+            queued = run.take_queued(rollout_id)
+            if queued is None:
+                continue
+            if given is None:
+                run.mark_stale()  # the store no longer has it as queued
                 continue
             attempt = RunningAttempt(
-                run_id=run.run_id,
+                run=run,
                 attempt_id=attempt_id,
                 rollout=queued,
                 start=token_count(given.partial),
@@ -110,18 +106,11 @@ class AttemptTransitions:
                 number=given.attempts,
                 given=time.monotonic(),
             )
-            run.running[rollout_id] = attempt
-            run.remember_home(queued.episode_id, session.session_id)
             _record(attempt, given, session)
-            if session.gone:
-                left = EndReason(EndCause.NOT_HELD, "its worker left as the rollout was given to it")
-                attempt.orphan(OrphanedAttempt(time.monotonic(), left))
-                self._state.reap.set()
-                continue
-            attempt.assign(session)
-            batches[session].append(_assignment(attempt, given, run.spec.policy))
+            if run.start(attempt, session):
+                batches[session].append(_assignment(attempt, given, run.spec.policy))
         for session, assignments in batches.items():
-            _send(session, assignments)
+            session.send_assignments(assignments)
         self._notifier.notify("events", run.run_id)
 
     async def requeue_due(self, now: float) -> float | None:
@@ -133,7 +122,7 @@ class AttemptTransitions:
                 if attempt.orphaned is None:
                     continue
                 if attempt.orphaned.due <= now:
-                    attempt.leaving = True
+                    attempt.leave()
                     due[attempt.orphaned].append(attempt)
                 else:
                     next_due = min(next_due or attempt.orphaned.due, attempt.orphaned.due)
@@ -164,15 +153,11 @@ class AttemptTransitions:
                 if row and (message := dead_letter_message(row.barren, row.evidence, limit=self._no_progress_limit))
             ]
             await self.dead_letter(run, letters)
-        self._state.wake.set()
 
     def _put_back(self, run: RunState, attempt: RunningAttempt, row: RequeuedRollout | None) -> bool:
         """Queue the rollout of an attempt for which the store answered `row`; False if the attempt had finished."""
-        rollout_id = attempt.rollout.rollout_id
-        if run.running.get(rollout_id) is attempt:
-            del run.running[rollout_id]
-        if row is None:  # it finished while the store was asked
-            run.stale = True
+        if row is None:
+            run.put_back(attempt, None)
             return False
         queued = msgspec.structs.replace(
             attempt.rollout,
@@ -184,7 +169,7 @@ class AttemptTransitions:
             made=row.stored,
             budget=max(1, attempt.max_tokens - row.stored),
         )
-        run.queue.add(queued)
+        run.put_back(attempt, queued)
         return True
 
     async def dead_letter(self, run: RunState, letters: Sequence[tuple[str, str]]) -> None:
@@ -223,7 +208,6 @@ class AttemptTransitions:
             run.end(rollout_id)
             if session is not None:
                 session.cancel([AttemptRef(run.run_id, rollout_id, attempt_id)])
-        self._state.wake.set()
 
     async def end_run(
         self, run_id: str, status: RunStatus, message: str, *, drop: str, lease: LeaseRef | None = None
@@ -246,8 +230,7 @@ class AttemptTransitions:
             await self._store.runs.end(run_id, status, message, drop=drop, lease=lease, keep_s=self._keep_ended_s)
         except StoreUnavailable:
             if (run := self._state.runs.get(run_id)) is not None:  # it may have ended all the same: read it again
-                run.stale = True
-                self._state.wake.set()
+                run.mark_stale()
             raise
         log.info("run ended", run_id=run_id, status=status.name, reason=message)
         await self.run_over(run_id, status)
@@ -272,30 +255,20 @@ class AttemptTransitions:
                 self._state.endings.tell(EndedRun(run_id, status))
 
     def _drop_run(self, run: RunState) -> None:
-        run.ended = True
-        run.reconciled.set()  # waiting appends learn that it is over
-        self._state.runs.pop(run.run_id, None)
-        for session in self._state.sessions.values():
-            session.forget(run.run_id)
+        self._state.drop_run(run)
         for topic in ("events", "finished", "trajectories"):
             self._notifier.notify(topic, run.run_id)
         for rollout_id in (*run.running, *(one.rollout_id for one in run.queue)):
             self._notifier.notify("tokens", run.run_id, rollout_id)
-        self._state.ended.add(run.run_id)
-        self._state.wake.set()
-        self._state.reap.set()
 
     async def tally(self) -> None:
         """Count the resume times seen since the last call; those that cannot be counted now are dropped."""
-        seen, self._state.resumes[:] = list(self._state.resumes), []
-        by_run: dict[str, list[tuple[str, float]]] = defaultdict(list)
-        for run_id, seconds in seen:
-            metrics.resume_seconds.observe(seconds)
-            by_run[run_id].append(("resume", seconds))
-        for run_id, observations in by_run.items():
-            if (run := self._state.runs.get(run_id)) is not None:
+        for run, seen in [(run, run.take_resumes()) for run in self._state.runs.values()]:
+            for seconds in seen:
+                metrics.resume_seconds.observe(seconds)
+            if seen and not run.ended:
                 async with self.while_it_lives(run):
-                    await self._store.rollouts.tally(run_id, observations)
+                    await self._store.rollouts.tally(run.run_id, [("resume", seconds) for seconds in seen])
 
     async def sweep_ended(self) -> None:
         """Delete the data of ended runs, and the histories of the oldest beyond what all may keep."""
@@ -305,7 +278,7 @@ class AttemptTransitions:
             while await self._store.runs.sweep(run_id):
                 pass
             await self._histories.add(run_id)
-            self._state.ended.discard(run_id)
+            self._state.swept(run_id)
         await self._histories.bound()
 
 
@@ -318,15 +291,16 @@ def keep_unconfirmed(state: CoordinatorState, run: RunState, ref: AttemptRef, se
         nothing = VersionBounds(0, 0)
         queued = QueuedRollout(rollout_id=ref.rollout_id, episode_id="", bounds=nothing, length=0, place=0)
         attempt = RunningAttempt(
-            run_id=ref.run_id,
+            run=run,
             attempt_id=ref.attempt_id,
             rollout=queued,
             start=0,
             max_tokens=1 << 32,
             given=time.monotonic(),  # not known; an earlier time would make the worker seem stalled
         )
-        unconfirmed = run.unconfirmed[ref.rollout_id] = UnconfirmedAttempt(attempt, state.doubt_until, newer=False)
-        run.stale = True
+        run.unconfirm(attempt, state.doubt_until, newer=False)
+        run.mark_stale()
+        unconfirmed = run.unconfirmed[ref.rollout_id]
     if unconfirmed is None or unconfirmed.attempt.attempt_id != ref.attempt_id:
         return False
     unconfirmed.attempt.assign(session)
@@ -369,14 +343,3 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         max_version=request.max_version,
         priority=request.priority,
     )
-
-
-def _send(session: WorkerSession, assignments: Sequence[fleet_pb2.Assignment]) -> None:
-    batch: list[fleet_pb2.Assignment] = []
-    size = 0
-    for one in assignments:
-        batch.append(one)
-        size += one.ByteSize()
-        if size >= _BATCH_BYTES or one is assignments[-1]:
-            session.outbox.put_nowait(fleet_pb2.CoordinatorMessage(assign=fleet_pb2.AssignBatch(assignments=batch)))
-            batch, size = [], 0

@@ -5,9 +5,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ebbtide import telemetry
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, RunState, WorkerSession
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_reports import InstalledReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import EbbtideError
 from ebbtide.store.store import Store
 from ebbtide.types.run import RunEvent

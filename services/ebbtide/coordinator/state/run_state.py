@@ -1,0 +1,318 @@
+"""Models a live run: its queue, its attempts and its versions, mirrored from the store.
+
+Invariant: only its own methods, and those of its attempts, change a run. They are called after the store changed, by
+the holder of the run's lock; and, for one attempt, by the call that saw the store end it. Each wakes the dispatcher if
+there may be something new to decide. A call with an unknown outcome makes the mirror `stale`; it is read again before
+it is used to place. Lost with the process, and read back by `RunRecovery`.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
+from ebbtide.coordinator.state.running_attempt import (
+    FinishedAttempt,
+    OrphanedAttempt,
+    RunningAttempt,
+    UnconfirmedAttempt,
+)
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.errors import LeaseSuperseded, StoreUnavailable
+from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.store.rollout_rows import EndReason
+from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import AttemptRef
+from ebbtide.types.run import RunShare, RunSpec
+from ebbtide.types.weights import PolicyVersion
+
+#: Episodes per run whose last worker is remembered: no prefix cache lasts longer.
+_HOMES: Final = 1 << 16
+#: Groups per run whose place is remembered; groups idle for longer get a new place.
+_GROUPS: Final = 1 << 16
+#: So many failed installs make an old version unavailable.
+_INSTALL_FAILURES: Final = 3
+
+
+class RunState:
+    """A live run."""
+
+    def __init__(self, run_id: str, spec: RunSpec, wakeups: DispatchWakeups) -> None:
+        self.run_id, self.spec, self.wakeups = run_id, spec, wakeups
+        self.lock: Final = asyncio.Lock()
+        self.stale = True
+        self.ended = False
+        self.queue: Final = RolloutQueue(spec.evaluation.priority)
+        self._running: dict[str, RunningAttempt] = {}
+        self.running: Final[Mapping[str, RunningAttempt]] = self._running
+        #: The store's present incarnation knows all live attempts except the unconfirmed ones. Until then appends
+        #: wait, so that no worker is told SUPERSEDED because the store forgot.
+        self.reconciled: Final = asyncio.Event()
+        self._unconfirmed: dict[str, UnconfirmedAttempt] = {}
+        #: By rollout. Their appends are answered as stored, with 0 tokens, and not sent to the store; the worker sends
+        #: them again once the rollout is known (`WorkerSession.send_again`).
+        self.unconfirmed: Final[Mapping[str, UnconfirmedAttempt]] = self._unconfirmed
+        self._volatile_finishes: deque[FinishedAttempt] = deque()  # finishes that the store may still forget
+        self._versions: dict[int, PolicyVersion] = {}
+        self.versions: Final[Mapping[int, PolicyVersion]] = self._versions  # announced, and available
+        self._homes: dict[str, str] = {}
+        self.homes: Final[Mapping[str, str]] = self._homes  # episode -> session of its last turn
+        self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
+        self._failed_installs: dict[int, int] = {}
+        self.lengths: Final = ResponseLengths()
+        self.fitted = False  # some worker has installed a version
+        self._misfits: Counter[str] = Counter()
+        self.misfits: Final[Mapping[str, int]] = self._misfits  # refusals by architecture, until `fitted`
+        self.architecture = ""  # of the weights, once known
+        self.share = RunShare()
+        self._made = 0  # tokens stored since the last share accounting
+        self._resumes: list[float] = []
+        self._ended_lately: set[str] | None = None  # rollouts that end while the mirror is being read again
+
+    # What is asked of the store.
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """Hold the lock for one store call; an unknown outcome makes the mirror stale."""
+        async with self.lock:
+            if self.ended:
+                raise LeaseSuperseded(f"run {self.run_id} has ended; step down")
+            try:
+                yield
+            except (StoreUnavailable, asyncio.CancelledError):
+                self.stale = True  # read again in the next round, which a cancelled call does not bring forward
+                raise
+
+    def mark_stale(self) -> None:
+        """Have the mirror read again: the store said what it does not."""
+        self.stale = True
+        self.wakeups.decide()
+
+    @contextmanager
+    def rereading(self) -> Iterator[AbstractSet[str]]:
+        """Entered while the mirror is read again. Yields the rollouts that end meanwhile. A failure leaves it stale."""
+        ended: set[str] = set()
+        self.stale, self._ended_lately = False, ended
+        try:
+            yield ended
+        except BaseException:
+            self.stale = True
+            raise
+        finally:
+            self._ended_lately = None
+
+    def reread(
+        self, versions: Mapping[int, PolicyVersion], queued: Iterable[QueuedRollout], running: Iterable[RunningAttempt]
+    ) -> list[RunningAttempt]:
+        """Take over what the store has. Returns the attempts that it does not have."""
+        kept = {v: one for v, one in versions.items() if v in self._versions or v not in self._failed_installs}
+        self._versions.clear()
+        self._versions.update(kept)
+        before = list(self._running.values())
+        self._running.clear()
+        self._running.update((one.rollout.rollout_id, one) for one in running)
+        for one in list(self.queue):
+            self.queue.remove(one.rollout_id)
+        for one in queued:
+            self.queue.add(one)
+        self.wakeups.decide()
+        self.wakeups.reap()
+        return [one for one in before if self._running.get(one.rollout.rollout_id) is not one]
+
+    # Its rollouts.
+
+    def admit(self, one: QueuedRollout) -> None:
+        """Queue a rollout."""
+        self.queue.add(one)
+        self.wakeups.decide()
+
+    def take_queued(self, rollout_id: str) -> QueuedRollout | None:
+        """Take a rollout that is being placed out of the queue; None if it is not queued."""
+        return self.queue.take(rollout_id)
+
+    def start(self, attempt: RunningAttempt, session: WorkerSession) -> bool:
+        """Give a rollout that the store placed to its worker. False if that has left: the rollout is an orphan."""
+        self._running[attempt.rollout.rollout_id] = attempt
+        self._remember_home(attempt.rollout.episode_id, session.session_id)
+        if session.gone:
+            left = EndReason(EndCause.NOT_HELD, "its worker left as the rollout was given to it")
+            attempt.orphan(OrphanedAttempt(time.monotonic(), left))
+            return False
+        attempt.assign(session)
+        return True
+
+    def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
+        """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""
+        if self._running.get(attempt.rollout.rollout_id) is attempt:
+            del self._running[attempt.rollout.rollout_id]
+        if queued is None:
+            self.mark_stale()
+        else:
+            self.admit(queued)
+
+    def end(self, rollout_id: str, attempt_id: str = "") -> RunningAttempt | None:
+        """Forget a rollout that the store ended (only if it runs as `attempt_id`, if given). Returns its attempt."""
+        if self._ended_lately is not None:
+            self._ended_lately.add(rollout_id)
+        attempt = self._running.get(rollout_id)
+        if attempt_id and (attempt is None or attempt.attempt_id != attempt_id):
+            return None
+        self.queue.remove(rollout_id)
+        if attempt is not None:
+            del self._running[rollout_id]
+            attempt.unassign()
+        return attempt
+
+    def finish(self, rollout_id: str, attempt_id: str, *, durable_before: float = math.inf) -> RunningAttempt | None:
+        """Note that the store finished a rollout with this attempt. The store may still forget what was acknowledged
+        since `durable_before`. None if known.
+        """
+        running = self._running.get(rollout_id)
+        session = running.session if running else None
+        attempt = self.end(rollout_id, attempt_id)
+        if attempt is not None:
+            self.lengths.finished(attempt.stored)
+            finishes = self._volatile_finishes
+            while finishes and finishes[0].at < durable_before:
+                finishes.popleft()
+            if durable_before < math.inf and session is not None:
+                finishes.append(FinishedAttempt(attempt, session, time.monotonic()))
+        return attempt
+
+    def unfinish(self, durable_before: float) -> set[RunningAttempt]:
+        """Treat attempts as running whose finish the store may have forgotten, and whose workers still have them.
+        `durable_before`: finishes acknowledged before this time are not forgotten.
+        """
+        taken: set[RunningAttempt] = set()
+        for attempt, session, at in self._volatile_finishes:
+            if at >= durable_before and not session.gone and attempt.rollout.rollout_id not in self._running:
+                attempt.assign(session)
+                self._running[attempt.rollout.rollout_id] = attempt
+                taken.add(attempt)
+        self._volatile_finishes.clear()
+        return taken
+
+    def accept_tokens(
+        self, attempts: Sequence[RunningAttempt | None], offsets: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        """Note the tokens of one call that the store took, all as they were sent."""
+        made = 0
+        for attempt, offset, count in zip(attempts, offsets, counts, strict=True):
+            if attempt is not None:
+                end = offset + count
+                if end > attempt.stored:
+                    made += end - attempt.stored
+                attempt.stored = end
+        self._made += made
+
+    def take_made(self) -> int:
+        """The tokens stored since the last call."""
+        made, self._made = self._made, 0
+        return made
+
+    def note_resumed(self, seconds: float) -> None:
+        """Note how long a rollout took from the queue to the first token of its next attempt."""
+        self._resumes.append(seconds)
+
+    def take_resumes(self) -> list[float]:
+        """What was noted by `note_resumed` since the last call."""
+        seen, self._resumes = self._resumes, []
+        return seen
+
+    def group_place(self, group_id: str, place: int) -> int:
+        """The place of the group's first rollout: `place`, if this is the first."""
+        found = self._groups[group_id] = self._groups.pop(group_id, place)
+        if len(self._groups) > _GROUPS:
+            del self._groups[next(iter(self._groups))]
+        return found
+
+    def _remember_home(self, episode_id: str, session_id: str) -> None:
+        """Remember the worker of an episode's last turn."""
+        self._homes.pop(episode_id, None)
+        self._homes[episode_id] = session_id
+        if len(self._homes) > _HOMES:
+            del self._homes[next(iter(self._homes))]
+
+    def forget_episode(self, episode_id: str) -> None:
+        self._homes.pop(episode_id, None)
+
+    # What a store that came back may have forgotten.
+
+    def is_unconfirmed(self, ref: AttemptRef) -> bool:
+        unconfirmed = self._unconfirmed.get(ref.rollout_id)
+        return unconfirmed is not None and unconfirmed.attempt.attempt_id == ref.attempt_id
+
+    def doubt(self) -> None:
+        """Note that the store may know less than the mirror: appends wait until the run is reconciled."""
+        self.reconciled.clear()
+
+    def note_reconciled(self) -> None:
+        self.reconciled.set()
+
+    def unconfirm(self, attempt: RunningAttempt, due: float, *, newer: bool) -> None:
+        """Let an attempt go on until `due`, though the store does not know its rollout. `newer`: see the record."""
+        rollout_id = attempt.rollout.rollout_id
+        if self._running.get(rollout_id) is attempt:
+            del self._running[rollout_id]
+        self._unconfirmed[rollout_id] = UnconfirmedAttempt(attempt, due, newer)
+
+    def confirm(self, rollout_id: str) -> None:
+        """Resume an unconfirmed attempt if the store has it as running again."""
+        held, attempt = self._unconfirmed[rollout_id].attempt, self._running.get(rollout_id)
+        if attempt is not None and attempt.attempt_id == held.attempt_id and (session := held.session) is not None:
+            del self._unconfirmed[rollout_id]
+            held.unassign()
+            attempt.assign(session)
+            session.send_again()
+
+    def drop_unconfirmed(self, attempt: RunningAttempt) -> None:
+        """Stop the worker of an unconfirmed attempt. A repeat does nothing."""
+        self._unconfirmed.pop(attempt.rollout.rollout_id, None)
+        if (session := attempt.session) is not None:
+            session.cancel([attempt.ref])
+            attempt.unassign()
+
+    # Its versions, and its share.
+
+    def announce(self, version: PolicyVersion) -> None:
+        self._versions[version.version] = version
+        self.wakeups.decide()
+
+    def note_installed(self, version: int, architecture: str) -> None:
+        """Note that a worker with an engine of this architecture installed a version."""
+        self._failed_installs.pop(version, None)
+        self.fitted, self.architecture = True, architecture
+        self._misfits.clear()
+
+    def note_architecture(self, architecture: str) -> None:
+        """Note what a worker that refused the weights says of them."""
+        self.architecture = architecture
+
+    def note_misfit(self) -> None:
+        """Count a refusal by a worker of another architecture; it counts while no worker has installed a version."""
+        if not self.fitted:
+            self._misfits[self.architecture] += 1
+
+    def note_failed_install(self, version: int) -> None:
+        """Count a failed install. An old version that fails often is no longer available."""
+        failures = self._failed_installs[version] = self._failed_installs.get(version, 0) + 1
+        if failures >= _INSTALL_FAILURES and version < max(self._versions, default=0):
+            self._versions.pop(version, None)
+
+    def note_tokens_stored(self) -> None:
+        """Note that it has tokens: some worker has installed a version."""
+        self.fitted = True
+
+    def note_share(self, share: RunShare) -> None:
+        self.share = share
+
+    def close(self) -> None:
+        """Note that the run is over: appends that wait learn it."""
+        self.ended = True
+        self.reconciled.set()

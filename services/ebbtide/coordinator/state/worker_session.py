@@ -1,0 +1,318 @@
+"""Models one attachment of a worker: what it reported, what it was told, and the attempts that it holds.
+
+Invariant: only its own methods, and those of its attempts, change a session; those that tell the worker something note
+it too. `attempts` are those whose `session` this is; `held` counts them by run and bounds, `pending` and `freed` are
+among them. A freed slot, and a report that a decision depends on, wake the dispatcher. Lost with the process: the
+worker attaches again, with its attempts.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
+from ebbtide.scheduling.dispatch.reclaim_risk import LentHost
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.types.fleet import AttemptRef, EngineInfo, WorkerKind, WorkerState
+from ebbtide.types.weights import PolicyVersion
+from ebbtide.v1 import fleet_pb2
+from ebbtide.wire.record_conversion import to_proto
+
+#: Bytes of assignments per message: with one more rollout of the largest size it is well under the message limit.
+_BATCH_BYTES: Final = 256 << 10
+
+
+class ReleaseRequest(NamedTuple):
+    reason: str
+    first: float  # when the attempt was first asked back
+    last: float
+
+
+class RunChange(NamedTuple):
+    """A worker's change to another run's weights."""
+
+    run_id: str
+    at: float  # when the worker was told
+    restarted: bool  # its engine has to be restarted for it
+
+
+class WorkerSession:
+    """One attachment of a worker."""
+
+    def __init__(self, session_id: str, hello: AttachReport, now: float, wakeups: DispatchWakeups) -> None:
+        self.session_id, self._wakeups = session_id, wakeups
+        self.hello = hello
+        self.state = WorkerState.READY
+        self.beat = HeartbeatReport()  # the last one
+        self._attempts: dict[str, RunningAttempt] = {}
+        self._pending: dict[str, RunningAttempt] = {}
+        self._held: Counter[tuple[str, VersionBounds]] = Counter()
+        self._freed: dict[str, ReleaseRequest] = {}
+        self.attempts: Final[Mapping[str, RunningAttempt]] = self._attempts  # by attempt id, as the next two
+        self.pending: Final[Mapping[str, RunningAttempt]] = self._pending  # those that have not started
+        self.freed: Final[Mapping[str, ReleaseRequest]] = self._freed  # those asked back and not handed back
+        self.held: Final[Mapping[tuple[str, VersionBounds], int]] = self._held  # its attempts of each run and bounds
+        self.plateau = 0  # see `Worker`
+        self.outbox: Final[asyncio.Queue[fleet_pb2.CoordinatorMessage | None]] = asyncio.Queue()
+        self.run_id = ""  # the run it is to serve, `since` when
+        self.attached = self.since = now
+        self.installed: tuple[str, PolicyVersion] | None = None
+        self.target: tuple[str, int] | None = None  # run and version that it was last told to install
+        self.changing: RunChange | None = None
+        self._unfit: dict[str, float] = {}
+        self._refused: dict[str, float] = {}
+        self.unfit: Final[Mapping[str, float]] = self._unfit  # run -> until when
+        #: Architectures that its engine could not be started for -> until when.
+        self.refused: Final[Mapping[str, float]] = self._refused
+        self.draining = self.gone = False
+        self.reason = ""  # why it drains
+        #: Set to end its append stream, so that it sends again what is not durable; cleared by the next stream.
+        self.resend: Final = asyncio.Event()
+        self.progressed = now  # when its last tokens arrived, stored or not
+        self.storing = 0  # messages that the store has not answered yet
+        self.borrowed = hello.kind is WorkerKind.BORROWED
+        #: Its host serves users now, since or until `turned`; a borrowed worker starts so, until it reports a grant.
+        self.reclaimed, self.turned = self.borrowed, now
+        self.given_up = ""  # why its host is not borrowed now
+        self.wanted: bool | None = None  # whether its host is borrowed, as the worker was told
+        self._streams = 0
+        self.drained: Final = asyncio.Event()  # it has no open append stream: all that it sent was handled
+        self.drained.set()
+
+    @property
+    def worker_id(self) -> str:
+        return self.hello.worker_id
+
+    # Its attempts: called by `RunningAttempt`.
+
+    def hold(self, attempt: RunningAttempt) -> None:
+        self._attempts[attempt.attempt_id] = attempt
+        self._held[attempt.run_id, attempt.rollout.bounds] += 1
+        if not attempt.started:
+            self._pending[attempt.attempt_id] = attempt
+
+    def begun(self, attempt: RunningAttempt) -> None:
+        self._pending.pop(attempt.attempt_id, None)
+
+    def let_go(self, attempt: RunningAttempt) -> None:
+        if self._attempts.pop(attempt.attempt_id, None) is None:
+            return
+        self._pending.pop(attempt.attempt_id, None)
+        self._freed.pop(attempt.attempt_id, None)
+        kind = (attempt.run_id, attempt.rollout.bounds)
+        self._held[kind] -= 1
+        if not self._held[kind]:
+            del self._held[kind]
+        self._wakeups.decide()
+
+    # What it reports.
+
+    def hear(self, beat: HeartbeatReport, now: float) -> bool:
+        """Take in a heartbeat. Whether it says that the worker's host was reclaimed, or granted again."""
+        self.beat = beat
+        self.draining |= beat.state is WorkerState.DRAINING
+        self.state = WorkerState.DRAINING if self.draining else beat.state
+        if not self.borrowed:
+            return False
+        # A pause shorter than a heartbeat counts as granted.
+        reclaimed = beat.borrowed is None or (beat.held and not beat.borrowed.granted)
+        if reclaimed is self.reclaimed:
+            return False
+        self.reclaimed, self.turned = reclaimed, now
+        self._wakeups.decide()
+        return True
+
+    def lent(self, now: float) -> LentHost | None:
+        """The grant that a borrowed worker reports."""
+        said = self.beat.borrowed
+        if not self.borrowed:
+            return None
+        return LentHost(
+            reclaimed=self.reclaimed,
+            lasted_s=now - self.turned,
+            spell_s=said.spell_s if said else 0.0,
+            asleep=said.asleep if said else False,
+        )
+
+    def drain(self, reason: str) -> None:
+        """Note that the worker leaves: it gets no more work."""
+        self.draining, self.state = True, WorkerState.DRAINING
+        self.reason = reason or self.reason
+
+    def learn_plateau(self, plateau: int) -> None:
+        self.plateau = plateau
+
+    def message_came(self) -> None:
+        self.storing += 1
+
+    def tokens_came(self, now: float) -> None:
+        self.progressed = now
+
+    def message_answered(self) -> None:
+        self.storing -= 1
+
+    @contextmanager
+    def appending(self) -> Iterator[None]:
+        """Marks an append stream of the worker as open: its attempts are not re-queued meanwhile."""
+        self._streams += 1
+        self.drained.clear()
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            if not self._streams:
+                self.drained.set()
+
+    def send_again(self) -> None:
+        """End its append stream, so that it sends again what is not durable."""
+        self.resend.set()
+
+    def stream_opened(self) -> None:
+        """Note that an append stream of it begins, which sends all that is not durable."""
+        self.resend.clear()
+
+    # Runs and their versions.
+
+    def serve(self, run_id: str, now: float) -> None:
+        """Note which run it is to serve from now on."""
+        self.run_id, self.since = run_id, now
+
+    def keep_serving(self, run_id: str, version: PolicyVersion) -> None:
+        """Take the version of a worker that attached with attempts of the run as installed."""
+        self.installed, self.run_id = (run_id, version), run_id
+
+    def version_of(self, run_id: str) -> int:
+        """The version of the run that is installed; 0 for none."""
+        return self.installed[1].version if self.installed and self.installed[0] == run_id else 0
+
+    def install(self, run_id: str, message: fleet_pb2.Install, now: float, *, restart: bool) -> None:
+        """Tell the worker to install a version. If it serves another run it changes: until it has installed, it serves
+        none. `restart`: its engine has to be restarted for that.
+        """
+        self.target = (run_id, message.version.version)
+        if self.installed is not None and self.installed[0] == run_id:
+            self.changing = None
+        elif self.changing is None or self.changing.run_id != run_id:
+            self.changing = RunChange(run_id, now, restart)
+        message.change = self.changing is not None and self.changing.restarted
+        self.send(fleet_pb2.CoordinatorMessage(install=message))
+
+    def note_installed(self, run_id: str, version: PolicyVersion) -> RunChange | None:
+        """Note an installed version. Returns the change to the run that it completes, if any."""
+        self.installed = (run_id, version)
+        self._unfit.pop(run_id, None)
+        self._wakeups.decide()
+        changing = self.changing
+        if changing is None or changing.run_id != run_id:
+            return None
+        self.changing = None
+        return changing
+
+    def note_install_failed(self) -> RunChange | None:
+        """Note that it did not install what it was told. Returns the change that failed, if any."""
+        changing, self.target, self.changing = self.changing, None, None
+        self._wakeups.decide()
+        return changing
+
+    def note_restarted(self, engine: EngineInfo) -> None:
+        """Note that its engine was restarted, and has no version."""
+        self.hello = msgspec.structs.replace(self.hello, engine=engine)
+        self.installed = None
+        self._wakeups.decide()
+
+    def distrust_version(self) -> None:
+        """Note that it has another version than was believed: it is told again."""
+        self.installed = self.target = None
+        self._wakeups.decide()
+
+    def bar(self, run_id: str, until: float) -> None:
+        """Give it nothing of the run for a while: an install failed."""
+        self._unfit[run_id] = until
+
+    def refuse(self, architecture: str, until: float) -> None:
+        """Note that its engine could not be started for an architecture."""
+        self._refused[architecture] = until
+
+    def forget(self, run_id: str) -> None:
+        """Have the worker drop what it keeps for a run that is over."""
+        mine = [attempt for attempt in self._attempts.values() if attempt.run_id == run_id]
+        self.cancel(attempt.ref for attempt in mine)
+        for attempt in mine:
+            attempt.unassign()
+        self._unfit.pop(run_id, None)
+        self.changing = None if self.changing and self.changing.run_id == run_id else self.changing
+        # What it attached with stays until something else is installed.
+        has = self.installed[0] if self.installed else self.hello.run_id
+        kept = {self.run_id, has, self.target[0] if self.target else ""}
+        if run_id not in kept and not mine:
+            return
+        self.run_id = "" if self.run_id == run_id else self.run_id
+        self.installed = None if self.installed and self.installed[0] == run_id else self.installed
+        self.target = None if self.target and self.target[0] == run_id else self.target
+        self.tell_run_ended(run_id)
+
+    # What it is told.
+
+    def send(self, message: fleet_pb2.CoordinatorMessage) -> None:
+        """Send a message, unless the session is over."""
+        if not self.gone:
+            self.outbox.put_nowait(message)
+
+    def stop_sending(self) -> None:
+        """End its control stream, once what was sent is out."""
+        self.outbox.put_nowait(None)
+
+    def close(self) -> None:
+        """End the session."""
+        self.gone = True
+        self.stop_sending()
+
+    def send_assignments(self, assignments: Sequence[fleet_pb2.Assignment]) -> None:
+        """Send rollouts, in messages that are not too large."""
+        batch: list[fleet_pb2.Assignment] = []
+        size = 0
+        for one in assignments:
+            batch.append(one)
+            size += one.ByteSize()
+            if size >= _BATCH_BYTES or one is assignments[-1]:
+                self.send(fleet_pb2.CoordinatorMessage(assign=fleet_pb2.AssignBatch(assignments=batch)))
+                batch, size = [], 0
+
+    def tell_run_ended(self, run_id: str) -> None:
+        """Tell the worker that a run is not live: live runs were read before any worker could attach, so this one has
+        ended, or the store lost it. Harmless when repeated."""
+        self.send(fleet_pb2.CoordinatorMessage(forget=fleet_pb2.Forget(run_id=run_id)))
+
+    def tell_borrowed(self, *, wanted: bool, reason: str) -> None:
+        """Tell a borrowed worker whether its host is borrowed, or why not."""
+        self.wanted, self.given_up = wanted, "" if wanted else reason
+        self.send(fleet_pb2.CoordinatorMessage(borrow=fleet_pb2.Borrow(wanted=wanted, reason=reason)))
+        self._wakeups.decide()
+
+    def cancel(self, attempts: Iterable[AttemptRef]) -> None:
+        """Have the worker drop attempts that are over, or another worker's."""
+        if batch := _messages(attempts):
+            self.send(fleet_pb2.CoordinatorMessage(cancel=fleet_pb2.CancelBatch(attempts=batch)))
+
+    def ask_back(self, attempts: Iterable[AttemptRef], reason: str = "") -> None:
+        """Have the worker hand attempts back, so that another worker can continue them."""
+        text = f"moved: {reason}" if reason else "moved"  # a worker of the former release returns only the text
+        release = fleet_pb2.Release(attempts=_messages(attempts), reason=text)
+        self.send(fleet_pb2.CoordinatorMessage(release=release))
+
+    def free(self, attempts: Sequence[AttemptRef], reason: str, now: float) -> None:
+        """Ask for attempts on account of the worker, and note since when they are awaited."""
+        for ref in attempts:
+            asked = self._freed.get(ref.attempt_id)
+            self._freed[ref.attempt_id] = ReleaseRequest(reason, asked.first if asked else now, now)
+        self.ask_back(attempts, reason)
+
+
+def _messages(attempts: Iterable[AttemptRef]) -> list[fleet_pb2.AttemptRef]:
+    return [to_proto(ref, fleet_pb2.AttemptRef) for ref in attempts]
