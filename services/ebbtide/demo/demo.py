@@ -29,7 +29,7 @@ from ebbtide.demo.demo_report import DemoReport, KillRecord, make_report, summar
 from ebbtide.demo.report_picture import terminal_curve, write_picture
 from ebbtide.demo.token_accounts import TokenAccounts, read_attempts, settle
 from ebbtide.demo.worker_kills import WorkerKills
-from ebbtide.environments import BUILT_IN
+from ebbtide.environments import needs_isolation
 from ebbtide.errors import EbbtideError
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, base_model, free_address, local_cluster
 from ebbtide.types.run import Run, RunSpec, RunStatus, check_spec, to_mapping
@@ -160,13 +160,13 @@ class _Demo:
         spec = await with_base_model(self._spec, self._cluster, options.cache, screen, "base model")
         screen.phase("boot")
         address, relay = free_address(), free_address()
-        name = spec.environment.name
+        environment = spec.environment
         shape = ClusterShape(
             model=Path(spec.model),
             workers=options.workers,
             coordinator=address,
             relay=relay,
-            environments=() if name in BUILT_IN else (name,),
+            environments=(environment.name,) if needs_isolation(environment.name, environment.params) else (),
         )
         await self._cluster.boot(shape)
         token = self._cluster.token_file.read_text()

@@ -11,6 +11,8 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
+
 from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.driver.environment_calls import LOADING_S, EpisodeClock
 from ebbtide.driver.environment_threads import TookTooLong
@@ -113,7 +115,7 @@ class EnvironmentProcesses:
 
     async def _load(self, process: HostProcess) -> None:
         environment = self._spec.environment
-        request = LoadSource(environment.name, environment.params, self._spec.seed)
+        request = LoadSource(environment.name, msgspec.json.encode(environment.params), self._spec.seed)
         try:
             reply = await process.call(request, timeout_s=LOADING_S)
         except HostEnded as error:

@@ -53,7 +53,7 @@ def host_plan(settings: DriverSettings) -> HostPlan:
     secrets = (security.token_file, security.tls_key)
     return HostPlan(
         isolated=not environments.trust,
-        user=environments.user,
+        user=environments.user if os.geteuid() == 0 else "",
         readable=tuple(dict.fromkeys([sys.prefix, sys.base_prefix, *_import_paths(settings)])),
         secrets=tuple(os.path.abspath(path) for path in secrets if path),  # noqa: PTH100 - links stay
         network=environments.network,

@@ -13,7 +13,9 @@ class EnvironmentSettings(AllowedEnvironments, frozen=True, kw_only=True, forbid
     trust: Annotated[
         bool, Meta(description="run their code without isolation: with this user's files, tokens and network")
     ] = False
-    user: Annotated[str, Meta(description="user that their code runs as, where the driver is root")] = "nobody"
+    user: Annotated[str, Meta(min_length=1, description="user that their code runs as, where the driver is root")] = (
+        "nobody"
+    )
     paths: Annotated[
         tuple[str, ...], Meta(description="folders that their code may read, and that modules are imported from")
     ] = ()
@@ -24,5 +26,6 @@ class EnvironmentSettings(AllowedEnvironments, frozen=True, kw_only=True, forbid
 class DriverSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     environments: EnvironmentSettings = EnvironmentSettings()
     environment_threads: Annotated[
-        int, Meta(ge=1, le=1024, description="most calls of environment code at the same time")
+        int,
+        Meta(ge=1, le=1024, description="most calls of environment code at the same time, and most processes for it"),
     ] = 8

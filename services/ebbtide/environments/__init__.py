@@ -23,6 +23,11 @@ BUILT_IN: Final = {
     "number_guessing": "ebbtide.environments.number_guessing:NumberGuessingSource",
     "reasoning_gym": "ebbtide.environments.reasoning_gym:ReasoningGymSource",
 }
+#: Data sets of reasoning-gym whose verifiers evaluate the answer as Python (`eval`, or sympy's `parse_expr` by it).
+EVALUATING: Final = frozenset({
+    "binary_matrix", "composite", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
+    "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +113,7 @@ def checked_result(result: StepResult) -> StepResult:
 
 def needs_isolation(name: str, params: Mapping[str, Any]) -> bool:
     """Whether this environment brings code of others: its own, or responses that a verifier evaluates as Python."""
-    if name == "reasoning_gym":
-        from ebbtide.environments.reasoning_gym import EVALUATING
-
-        return params.get("dataset") in EVALUATING
-    return name not in BUILT_IN
+    return name not in BUILT_IN or (name == "reasoning_gym" and str(params.get("dataset")) in EVALUATING)
 
 
 def parse_params(kind: type[P], params: Mapping[str, Any]) -> P:

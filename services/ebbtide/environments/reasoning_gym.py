@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from random import Random
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import msgspec
 import reasoning_gym
@@ -20,11 +20,6 @@ from ebbtide.errors import InvalidRequest
 
 #: Size of a data set. Most data sets derive an item from its number, and make it when it is asked for.
 ITEMS = 2**31 - 1
-#: Data sets whose verifiers evaluate the answer as Python (`eval`, or sympy's `parse_expr`, which calls it).
-EVALUATING: Final = frozenset({
-    "binary_matrix", "composite", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
-    "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
-})  # fmt: skip
 #: A split counts as exhausted after this many draws in a row without a new question.
 MAX_DRAWS = 5000
 

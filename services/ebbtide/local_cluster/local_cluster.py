@@ -54,7 +54,7 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     flush_interval_ms: int = 100
     worker_config: Path | None = None  # TOML file of settings for the workers
     borrowed: bool = False  # the workers run beside a serving engine, by grants of its guard
-    environments: tuple[str, ...] = ()  # that runs may name beside the built-in ones: the user's own code
+    environments: tuple[str, ...] = ()  # whose code runs as the user, who may name others than the built-in ones
     lease_ttl_s: float = 10.0  # silence after which a trainer loses its run
 
     @property
@@ -65,7 +65,7 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     @property
     def allowed_environments(self) -> str:
         """The environments that runs may name, as programs take them."""
-        return ",".join([*BUILT_IN, *self.environments])
+        return ",".join(dict.fromkeys([*BUILT_IN, *self.environments]))
 
 
 class LocalCluster:

@@ -22,7 +22,11 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
 TOKEN = "the-token-of-the-driver"
-SPEC = RunSpec(name="run", model="model", environment=EnvironmentSpec(name="isolation_probe:ProbeSource"))
+#: Any integer may come in a spec.
+PARAMS = {"large": 1 << 100}
+SPEC = RunSpec(
+    name="run", model="model", environment=EnvironmentSpec(name="isolation_probe:ProbeSource", params=PARAMS)
+)
 #: Starts of Python included.
 LIMIT_S = 20.0
 
@@ -44,7 +48,7 @@ async def isolated(monkeypatch: pytest.MonkeyPatch, made: DriverSettings, way: s
     if way == "another user" and os.geteuid():
         pytest.skip("only root may become another user")
     if way == "a user namespace" and os.geteuid() == 0:
-        as_user = msgspec.structs.replace(host_plan(made), as_root=False)
+        as_user = msgspec.structs.replace(host_plan(made), user="")
         monkeypatch.setattr(environment_processes, "host_plan", lambda _: as_user)
     try:
         await (await HostProcess.start(made, environment_processes.host_plan(made))).end()
@@ -169,8 +173,8 @@ async def test_what_code_leaves_behind_ends_with_its_process(trusted: Environmen
 async def test_where_the_host_allows_no_isolation_the_error_names_the_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = settings(tmp_path, user="no-such-user")
-    plan = msgspec.structs.replace(host_plan(made), as_root=True)
+    made = settings(tmp_path)
+    plan = msgspec.structs.replace(host_plan(made), user="no-such-user")
     monkeypatch.setattr(environment_processes, "host_plan", lambda _: plan)
     environments = EnvironmentProcesses(SPEC, made)
     with pytest.raises(InvalidRequest, match=r"environments\.trust = true") as refused:

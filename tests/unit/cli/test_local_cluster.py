@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from ebbtide import settings
 from ebbtide.driver.settings import DriverSettings
+from ebbtide.environments import BUILT_IN
 from ebbtide.local_cluster.launcher import Launcher
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster
 from ebbtide.rollout_worker.settings import WorkerSettings
@@ -37,3 +39,14 @@ def test_every_program_knows_of_the_coordinator_that_stands_by(cluster: LocalClu
     program = make(cluster)
     found = settings.read(kind, prog=program.name, argv=program.command[3:], environ=program.environment)
     assert found.coordinator == f"{ONE},{OTHER}"
+
+
+def test_the_users_own_environments_are_allowed_and_run_as_the_user(cluster: LocalCluster) -> None:
+    def driver() -> DriverSettings:
+        program = cluster._driver()
+        return settings.read(DriverSettings, prog="driver", argv=program.command[3:], environ=program.environment)
+
+    assert not driver().environments.trust
+    cluster.shape = msgspec.structs.replace(cluster.shape, environments=("sums:Sums",))
+    assert driver().environments.trust
+    assert set(driver().environments.allowed) == {"sums:Sums", *BUILT_IN}

@@ -15,8 +15,7 @@ from ebbtide.claimed_runs.settings import AllowedEnvironments, WorkSettings
 from ebbtide.cli.submit_preflight import check_deeply
 from ebbtide.driver.service import drive
 from ebbtide.driver.settings import DriverSettings
-from ebbtide.environments import needs_isolation
-from ebbtide.environments.reasoning_gym import EVALUATING
+from ebbtide.environments import EVALUATING, needs_isolation
 from ebbtide.errors import InvalidRequest
 from ebbtide.settings import read
 from ebbtide.trainer.service import train
@@ -98,7 +97,8 @@ def test_data_sets_whose_verifiers_evaluate_answers_count_as_code_of_others() ->
     found = {name for name, (kind, _) in DATASETS.items() if evaluates.search(Path(source_of(kind)).read_text())}
     assert found | {"composite"} == EVALUATING
     assert needs_isolation("reasoning_gym", {"dataset": "countdown"})
-    assert not needs_isolation("reasoning_gym", {"dataset": "spell_backward"})
+    for dataset in ("spell_backward", ["countdown"], None):
+        assert not needs_isolation("reasoning_gym", {"dataset": dataset})
 
 
 def source_of(kind: type) -> str:

@@ -49,7 +49,7 @@ class EnvironmentHost:
     def _do(self, request: Request) -> HostReply:
         match request:
             case LoadSource(name, params, seed):
-                self._source = load_source(name, params, seed)
+                self._source = load_source(name, msgspec.json.decode(params), seed)
                 return HostReply()
             case OpenEpisode(episode, split, index):
                 assert self._source is not None  # noqa: S101 - the driver loads first

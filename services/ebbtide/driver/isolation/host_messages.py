@@ -4,7 +4,7 @@ Frames from the process are outside data: they are bounded, and checked when the
 """
 
 import struct
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import Struct
@@ -20,12 +20,11 @@ class HostPlan(Struct, frozen=True, kw_only=True):
     """Says how a process of environment code is made. It travels as an argument, so it holds no secret."""
 
     isolated: bool
-    user: str  # that it becomes if it starts as root
+    user: str = ""  # that it becomes, which takes root; empty: it stays this user, in a user namespace
     readable: tuple[str, ...] = ()  # absolute paths
     secrets: tuple[str, ...] = ()  # absolute paths of files that it must not be able to read
     network: bool = False
     memory_bytes: int
-    as_root: bool | None = None  # None: as this process is; tests say otherwise
 
 
 class HostStarted(Struct, frozen=True, kw_only=True):
@@ -36,7 +35,7 @@ class HostStarted(Struct, frozen=True, kw_only=True):
 
 class LoadSource(Struct, frozen=True, tag="load"):
     name: str
-    params: dict[str, Any]
+    params: bytes  # as JSON, whose integers have no bounds
     seed: int
 
 

@@ -50,10 +50,10 @@ class _NotAllowed(Exception):
 def main() -> NoReturn:
     connection = socket.socket(fileno=int(sys.argv[1]))
     plan = msgspec.json.decode(sys.argv[2], type=HostPlan)
-    Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel ends it before it ends a service
     try:
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel ends it before it ends a service
         linux.adopt_orphans()
-        user = _user(plan) if plan.isolated and _as_root(plan) else None
+        user = _user(plan.user) if plan.isolated and plan.user else None
         namespaces = plan.isolated and _unshare(plan)
         child = os.fork()
     except (OSError, _NotAllowed) as error:
@@ -95,14 +95,10 @@ def _run_host(plan: HostPlan, connection: socket.socket, user: _User | None, *, 
     os._exit(0)
 
 
-def _as_root(plan: HostPlan) -> bool:
-    return os.geteuid() == 0 if plan.as_root is None else plan.as_root
-
-
 def _unshare(plan: HostPlan) -> bool:
     """Enters namespaces of its own. Returns False where only root's right to become another user is left."""
     flags = linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWIPC | (0 if plan.network else linux.CLONE_NEWNET)
-    if _as_root(plan):
+    if plan.user:
         with contextlib.suppress(OSError):  # as in a container, which takes this right from its root
             linux.unshare(flags)
             return True
@@ -117,13 +113,13 @@ def _unshare(plan: HostPlan) -> bool:
     return True
 
 
-def _user(plan: HostPlan) -> _User:
+def _user(name: str) -> _User:
     try:
-        entry = pwd.getpwnam(plan.user)
+        entry = pwd.getpwnam(name)
     except KeyError:
-        raise _NotAllowed(f"environments.user names {plan.user!r}, and there is no such user") from None
+        raise _NotAllowed(f"environments.user names {name!r}, and there is no such user") from None
     if entry.pw_uid == 0:
-        raise _NotAllowed(f"environments.user is {plan.user!r}, which is root; name another user")
+        raise _NotAllowed(f"environments.user is {name!r}, which is root; name another user")
     return _User(entry.pw_uid, entry.pw_gid)
 
 
