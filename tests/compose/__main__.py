@@ -126,7 +126,7 @@ def main() -> int:
 def _guarded(options: argparse.Namespace) -> int:
     _LOG.parent.mkdir(exist_ok=True)
     _LOG.write_text("")
-    began, ports = time.monotonic(), (free_port(), free_port())
+    began, ports = time.monotonic(), [free_port(), free_port()]
     with tempfile.TemporaryDirectory(prefix="ebbtide-compose-") as name:
         folder = Path(name)
         podman = Podman(_ROOT.absolute(), f"ebbtide-test-{os.getpid()}", settings(folder, *ports), _LOG.absolute())
