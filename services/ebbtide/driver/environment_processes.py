@@ -168,7 +168,9 @@ class ProcessEpisode:
     async def _carry_out(self, process: HostProcess, clock: EpisodeClock, request: Request) -> HostReply:
         process.hosted.add(self._number)
         if isinstance(request, StepEpisode) and self._number not in self._place.live:
-            for former in (self._opening, *(StepEpisode(self._number, response) for response in self._responses)):
+            steps = (StepEpisode(self._number, response) for response in self._responses)
+            formers: tuple[Request, ...] = (self._opening, *steps)
+            for former in formers:
                 await self._answer(process, former, clock.limit_s)  # on no clock: the loss may be another's doing
         with clock.measure():
             return await self._answer(process, request, clock.left_s)

@@ -45,13 +45,14 @@ def settings(tmp_path: Path, **environments: Any) -> DriverSettings:
 
 async def isolated(monkeypatch: pytest.MonkeyPatch, made: DriverSettings, way: str) -> EnvironmentProcesses:
     """Environments isolated in this way, or a skip where this host does not allow it."""
+    plan = host_plan(made)
     if way == "another user" and os.geteuid():
         pytest.skip("only root may become another user")
     if way == "a user namespace" and os.geteuid() == 0:
-        as_user = msgspec.structs.replace(host_plan(made), user="")
-        monkeypatch.setattr(environment_processes, "host_plan", lambda _: as_user)
+        plan = msgspec.structs.replace(plan, user="")
+        monkeypatch.setattr(environment_processes, "host_plan", lambda _: plan)
     try:
-        await (await HostProcess.start(made, environment_processes.host_plan(made))).end()
+        await (await HostProcess.start(made, plan)).end()
     except IsolationRefused as refused:
         pytest.skip(f"this host does not allow {way}: {refused}")
     return EnvironmentProcesses(SPEC, made)

@@ -7,7 +7,8 @@ import asyncio
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState, WorkerSession
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.health.flush_pacing import flush_interval_s
 
 log = telemetry.get_logger(__name__)

@@ -19,7 +19,7 @@ from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
 from ebbtide.scheduling.dispatch.reclaim_risk import LentHost
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.types.fleet import AttemptRef, EngineInfo, WorkerKind, WorkerState
+from ebbtide.types.fleet import AttemptRef, EngineInfo, FlushWindow, WorkerKind, WorkerState
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
 from ebbtide.wire.record_conversion import to_proto
@@ -81,6 +81,7 @@ class WorkerSession:
         self.reclaimed, self.turned = self.borrowed, now
         self.given_up = ""  # why its host is not borrowed now
         self.wanted: bool | None = None  # whether its host is borrowed, as the worker was told
+        self._flush_interval_s = 0.0  # the least, as the worker was told
         self._streams = 0
         self.drained: Final = asyncio.Event()  # it has no open append stream: all that it sent was handled
         self.drained.set()
@@ -88,6 +89,12 @@ class WorkerSession:
     @property
     def worker_id(self) -> str:
         return self.hello.worker_id
+
+    @property
+    def flush_tokens(self) -> int:
+        """So many of each rollout's newest tokens may be lost with the worker; 0: not known."""
+        window = FlushWindow(self.hello.flush_tokens, self.hello.flush_interval_s)
+        return window.stretched(self._flush_interval_s).tokens
 
     # Its attempts: called by `RunningAttempt`.
 
@@ -283,6 +290,14 @@ class WorkerSession:
             if size >= _BATCH_BYTES or one is assignments[-1]:
                 self.send(fleet_pb2.CoordinatorMessage(assign=fleet_pb2.AssignBatch(assignments=batch)))
                 batch, size = [], 0
+
+    def pace_flushes(self, least_s: float, *, tell: bool = True) -> None:
+        """Have the worker flush no more often than every `least_s` seconds. Former releases flush as they are set."""
+        if "flush_interval" not in self.hello.capabilities:
+            return
+        self._flush_interval_s = least_s
+        if tell:
+            self.send(fleet_pb2.CoordinatorMessage(flush_interval=fleet_pb2.FlushInterval(least_s=least_s)))
 
     def tell_run_ended(self, run_id: str) -> None:
         """Tell the worker that a run is not live: live runs were read before any worker could attach, so this one has
