@@ -42,7 +42,7 @@ RUN_KEYS: Final[dict[str, str]] = {
     # hash: counter or `dropped:REASON` -> integer. The script of a transition changes its counters. Expires with RUN.
     "COUNT": "count",
     # stream: k(ind), key, m(essage), v(alues) and l(abels) as JSON, at (ms since submission); of the facts in lib.lua.
-    # Expires with RUN.
+    # Expires with RUN, or goes when ended runs take too much.
     "EVENTS": "events",
     # stream like EVENTS, of all other events. Capped. Expires with RUN, or goes when ended runs take too much.
     "CHATTER": "chatter",

@@ -30,6 +30,8 @@ UNFENCED = {
     "finished_page",
     "events_page",
     "trajectory_page",
+    "ended_history",
+    "quota_used",
 }
 
 
