@@ -16,7 +16,7 @@ from ebbtide.client.lease import Lease
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest, NoCapacity, NotFound, NotReady
 from ebbtide.rpc.backoff import pauses
-from ebbtide.rpc.channel import check_address
+from ebbtide.rpc.channel import DURABLE_TIMEOUT_S, check_address
 from ebbtide.types.fleet import Worker
 from ebbtide.types.ids import new_run_id
 from ebbtide.types.parse import parse
@@ -109,7 +109,8 @@ class Client:
         request = runs_pb2.SubmitRunRequest(
             run_id=run_id or new_run_id(checked.name), spec=to_proto(checked, types_pb2.RunSpec)
         )
-        return from_proto(await self._coordinator.call(self._runs.SubmitRun, request), Run)
+        made = await self._coordinator.call(self._runs.SubmitRun, request, timeout_s=DURABLE_TIMEOUT_S)
+        return from_proto(made, Run)
 
     async def run(self, run_id: str) -> Run:
         """Return the run's present state. Raises `NotFound`."""
@@ -128,7 +129,8 @@ class Client:
     async def cancel(self, run_id: str) -> Run:
         """End a run; its live rollouts are dropped. Raises `NotFound`."""
         request = runs_pb2.CancelRunRequest(run_id=run_id)
-        return from_proto(await self._coordinator.call(self._runs.CancelRun, request), Run)
+        ended = await self._coordinator.call(self._runs.CancelRun, request, timeout_s=DURABLE_TIMEOUT_S)
+        return from_proto(ended, Run)
 
     async def watch(self, run_id: str, cursor: str = "") -> AsyncGenerator[RunEvent, None]:
         """Yield a run's events after `cursor`, then new ones until it has ended."""
@@ -260,7 +262,7 @@ class Client:
             if wait:
                 request.waited_s = time.monotonic() - began
             try:
-                return await self._coordinator.call(self._runs.ClaimRun, request)
+                return await self._coordinator.call(self._runs.ClaimRun, request, timeout_s=DURABLE_TIMEOUT_S)
             except (NotReady, NotFound, NoCapacity) as error:
                 if not wait or (isinstance(error, NotFound) and request.run_id):
                     raise

@@ -137,10 +137,16 @@ class HeldLease:
             text = f"the {self.role} lease of run {self.run_id} is lost ({self._reason}); claim the run again"
             raise LeaseSuperseded(text)
 
-    async def _call(self, method: Unary[Request_contra, Response_co], request: Request_contra) -> Response_co:
+    async def _call(
+        self,
+        method: Unary[Request_contra, Response_co],
+        request: Request_contra,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Response_co:
         self._check()
         try:
-            return await self._peer.call(method, request)
+            return await self._peer.call(method, request, timeout_s=timeout_s)
         except LeaseSuperseded as error:
             self._lose(str(error))
             raise

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from ebbtide.client.held_lease import LEAVE_S, HeldLease
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity
+from ebbtide.rpc.channel import DURABLE_TIMEOUT_S
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import (
     Episode,
@@ -187,7 +188,7 @@ class Lease(HeldLease):
         await super().release()
 
     async def _reserve_version(self) -> tuple[int, bytes]:
-        reserved = await self._call(self._runs.ReserveVersion, self._fence)
+        reserved = await self._call(self._runs.ReserveVersion, self._fence, timeout_s=DURABLE_TIMEOUT_S)
         return reserved.version, reserved.publisher_seed
 
     async def _announce_version(self, version: PolicyVersion) -> None:
@@ -207,7 +208,8 @@ class Lease(HeldLease):
         request = runs_pb2.FinishRunRequest(
             lease=self._fence, status=types_pb2.RunStatus.ValueType(status.value), message=message
         )
-        self.run = from_proto(await self._call(self._runs.FinishRun, request), Run)
+        ended = await self._call(self._runs.FinishRun, request, timeout_s=DURABLE_TIMEOUT_S)
+        self.run = from_proto(ended, Run)
         return self.run
 
 

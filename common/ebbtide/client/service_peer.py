@@ -52,9 +52,15 @@ class ServicePeer:
         """Turn gRPC's errors inside the block into Ebbtide's."""
         return self.channel.translated(self.service)
 
-    async def call(self, method: Unary[Request_contra, Response_co], request: Request_contra) -> Response_co:
+    async def call(
+        self,
+        method: Unary[Request_contra, Response_co],
+        request: Request_contra,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> Response_co:
         """Call until the service answers, for up to `patience_s`; then raise the last error."""
-        return await self.attempt(lambda: method(request, timeout=DEFAULT_TIMEOUT_S))
+        return await self.attempt(lambda: method(request, timeout=timeout_s))
 
     async def attempt(
         self, work: Callable[[], Awaitable[T]], *, on: tuple[type[EbbtideError], ...] = (Unavailable,)

@@ -20,6 +20,8 @@ from ebbtide.rpc.channel_options import KEEPALIVE_S, client_options
 
 #: Deadline of unary calls that name none.
 DEFAULT_TIMEOUT_S: Final = 30.0
+#: Deadline of calls that are answered once their writes are durable: for a store that syncs late this takes 30 s.
+DURABLE_TIMEOUT_S: Final = 50.0
 
 
 def open_channel(target: str, security: ClientSecurity, *, keepalive_s: float = KEEPALIVE_S) -> "Channel":

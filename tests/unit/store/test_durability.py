@@ -64,6 +64,15 @@ def test_two_looks_that_a_stalled_server_answers_together_prove_nothing() -> Non
     assert seen.before == -math.inf
 
 
+def test_while_its_clock_is_set_back_a_store_syncs_nothing_and_the_longer_claim_is_made() -> None:
+    seen = horizon()
+    looked(seen, 5.0, store_ms=7_200_000)
+    for number in range(161):
+        at = 5.25 + number / 4
+        seen.note(StoreLook(sent=at, store_ms=round(at * 1000), fsync="everysec"))
+    assert seen.before == 45.25 - 30.0
+
+
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
 def test_a_store_that_does_not_sync_while_it_rewrites_its_file_makes_the_longer_claim_only(fsync: str) -> None:
     seen = horizon()

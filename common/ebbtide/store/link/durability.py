@@ -85,6 +85,7 @@ class DurabilityHorizon:
         self._looks: deque[StoreLook] = deque(maxlen=_LOOKS)  # not durable yet, oldest first
         self._idle: deque[StoreLook] = deque(maxlen=_LOOKS)  # those at which no fsync was under way
         self._replicas: dict[str, _Replica] = {}
+        self._latest_ms = 0  # the latest time that the store's clock has shown
         self._proven = -math.inf
         self.promotes = False  # a replica may take the server's place that lacks acknowledged writes
         self.promise = DurabilityPromise(_UNSYNCED_S, _UNSYNCED_S)  # until the first look
@@ -146,13 +147,16 @@ class DurabilityHorizon:
 
     def _synced_every_second(self, look: StoreLook) -> float:
         """The server begins an fsync each second unless one is under way. If none is under way at two looks that are
-        far enough apart, one has begun after the first look, and has ended.
+        far enough apart, one has begun after the first look, and has ended. While its clock is set back it begins none.
         """
         reached = -math.inf
+        if self._idle and look.store_ms < self._idle[-1].store_ms:
+            self._idle.clear()  # other clocks cannot be compared
+        self._latest_ms = max(self._latest_ms, look.store_ms)
         if look.syncing or not look.writes:
             return reached
         self._idle.append(look)
-        gap_s = self.promise.synced_after_s
+        gap_s = self.promise.synced_after_s if look.store_ms == self._latest_ms else _UNSYNCED_S
         while look.sent - self._idle[0].sent >= gap_s and look.store_ms - self._idle[0].store_ms >= gap_s * 1000:
             reached = self._idle.popleft().sent
         return reached

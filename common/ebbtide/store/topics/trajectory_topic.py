@@ -68,8 +68,8 @@ class TrajectoryTopic(Topic):
 
     async def page(self, run_id: str, cursor: str) -> list[Trajectory]:
         """A page of durable uncommitted trajectories after `cursor`, in the order of completion."""
-        before_ms = self._link.durability.before_ms()
-        rows = await self._run("trajectory_page", run_id, cursor or "0-0", PAGE, PAGE_BYTES, before_ms)
+        before_ms, least_ms = self._link.durability.before_ms(), round(self._link.durable_after_s * 1000)
+        rows = await self._run("trajectory_page", run_id, cursor or "0-0", PAGE, PAGE_BYTES, before_ms, least_ms)
         return [
             msgspec.structs.replace(unpack(data, Trajectory), cursor=entry.decode(), rollouts=int(counted))
             for entry, counted, data in rows
