@@ -43,7 +43,7 @@ class RunRecovery:
         """Begin the grace: from now on workers can attach."""
         before, self._until = self._until, time.monotonic() + self._grace_s
         for run in self._state.runs.values():
-            for attempt in run.running.values():
+            for attempt in run.orphans.values():
                 if attempt.orphaned is not None and attempt.orphaned.due == before:
                     attempt.set_due(self._until)
 
