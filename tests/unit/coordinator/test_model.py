@@ -132,7 +132,9 @@ class Happening(ModelFleet):
     def reread(self) -> None:
         attempts = list(self.some.running.values())
         kept = self.draw.sample(attempts, len(attempts) // 2)
-        for one in self.some.reread(self.some.versions, [rollout("q")], kept):
+        queue = self.some.new_queue()
+        queue.add(rollout("q"))
+        for one in self.some.reread(self.some.versions, queue, kept):
             one.unassign()
 
 

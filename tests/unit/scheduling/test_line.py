@@ -106,16 +106,16 @@ def test_a_rollout_that_leaves_without_a_place_has_had_no_turn() -> None:
     assert line.take("zz") is None
 
 
-def test_a_line_that_is_filled_at_once_is_the_one_that_was_filled_one_by_one() -> None:
-    members = [waiting(f"r{n}", n * 7 % 50, group=n % 9, evaluation=n % 5 == 0) for n in range(50)]
-    singly, at_once = RolloutQueue(), RolloutQueue()
-    at_once.add(waiting("former", 1))
-    for one in members:
-        singly.add(one)
-    at_once.refill(members)
-    assert (order(at_once), len(at_once), at_once.bounds()) == (order(singly), 50, singly.bounds())
-    assert all(at_once.remove(one.rollout_id) for one in members)
-    assert not at_once
+def test_a_line_takes_over_the_members_of_another() -> None:
+    line, other = RolloutQueue(), RolloutQueue()
+    line.add(waiting("former", 1))
+    for n in range(50):
+        other.add(waiting(f"r{n}", n * 7 % 50, group=n % 9, evaluation=n % 5 == 0))
+    there = order(other)
+    line.replace(other)
+    assert order(line) == there
+    assert all(line.remove(rollout_id) for rollout_id in there)
+    assert not line
 
 
 def test_the_rollouts_of_a_length_or_more_are_found_in_the_order_of_the_line() -> None:
@@ -125,5 +125,5 @@ def test_the_rollouts_of_a_length_or_more_are_found_in_the_order_of_the_line() -
     assert [one.rollout_id for one in line.not_shorter(30)] == ["r3", "r4"]
     line.remove("r4")
     assert line.not_shorter(35) == []
-    line.refill([])
+    line.replace(RolloutQueue())
     assert line.not_shorter(1) == []

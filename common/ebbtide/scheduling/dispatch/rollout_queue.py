@@ -11,7 +11,7 @@ Mirrors the store: lost with the process, and read back at its start.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final, TypeAlias
 
 from msgspec import Struct
@@ -80,13 +80,11 @@ class RolloutQueue:
         self._longest = max(self._longest, one.length)
         insort(queue.order, _key(one))
 
-    def refill(self, members: Iterable[QueuedRollout]) -> None:
-        """Replace all members, many at once."""
-        self._waiting = {one.rollout_id: one for one in members}
-        self._bounds = Counter(one.bounds for one in self._waiting.values())
-        self._longest = max((one.length for one in self._waiting.values()), default=0)
-        for queue, evaluation in ((self._training, False), (self._evaluation, True)):
-            queue.order = sorted(_key(one) for one in self._waiting.values() if one.evaluation is evaluation)
+    def replace(self, other: "RolloutQueue") -> None:
+        """Take over the members of another queue, which must not be used again, instead of these. Turns stay."""
+        passed = self._training.passed, self._evaluation.passed
+        vars(self).update(vars(other))
+        self._training.passed, self._evaluation.passed = passed
 
     def take(self, rollout_id: str) -> QueuedRollout | None:
         """Remove a rollout that was placed: its kind has had a turn."""

@@ -20,10 +20,12 @@ class InstallSender:
 
     def send(self, run: RunState, now: float) -> None:
         """Tell workers which version to install; those that still hold another run's rollouts are told later."""
+        if not run.newest:
+            return
         bounds, newest = run.queue.bounds(), (run.run_id, run.newest)
         kept = any(one.maximum and one.maximum < run.newest for one in bounds)
         serving = [one for one in self._state.serving(run.run_id) if kept or one.target != newest]
-        if not serving or not run.newest:
+        if not serving:
             return
         may = [self._served(run, session) for session in serving if self._may_install(run, session, now)]
         for session_id, version in target_versions(may, bounds, run.versions).items():

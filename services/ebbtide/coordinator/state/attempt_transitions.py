@@ -130,6 +130,9 @@ class AttemptTransitions:
 
     async def _requeue(self, run: RunState, attempts: Sequence[RunningAttempt], why: EndReason) -> None:
         async with run.changing():
+            attempts = [one for one in attempts if run.running.get(one.rollout.rollout_id) is one]  # others have ended
+            if not attempts:
+                return
             lost = [EndedAttempt(one.rollout.rollout_id, one.attempt_id, one.lost) for one in attempts]
             found = await self._store.rollouts.requeue(run.run_id, lost, why)
             rows = [(one, row) for one, row in zip(attempts, found, strict=True) if self._put_back(run, one, row)]

@@ -47,7 +47,7 @@ class RunState:
         self.lock: Final = asyncio.Lock()
         self.stale = True
         self.ended = False
-        self.queue: Final = RolloutQueue(spec.evaluation.priority)
+        self.queue: Final = self.new_queue()
         self._running: dict[str, RunningAttempt] = {}
         self._orphans: dict[str, RunningAttempt] = {}
         self.running: Final[Mapping[str, RunningAttempt]] = self._running
@@ -96,6 +96,10 @@ class RunState:
         self.stale = True
         self.wakeups.decide()
 
+    def new_queue(self) -> RolloutQueue:
+        """An empty queue, to be filled for `reread`."""
+        return RolloutQueue(self.spec.evaluation.priority)
+
     @contextmanager
     def rereading(self) -> Iterator[AbstractSet[str]]:
         """Entered while the mirror is read again. Yields the rollouts that end meanwhile. A failure leaves it stale."""
@@ -110,9 +114,9 @@ class RunState:
             self._ended_lately = None
 
     def reread(
-        self, versions: Mapping[int, PolicyVersion], queued: Iterable[QueuedRollout], running: Iterable[RunningAttempt]
+        self, versions: Mapping[int, PolicyVersion], queue: RolloutQueue, running: Iterable[RunningAttempt]
     ) -> list[RunningAttempt]:
-        """Take over what the store has. Returns the attempts that it does not have."""
+        """Take over what the store has; `queue` is not to be used again. Returns the attempts that it does not have."""
         kept = {v: one for v, one in versions.items() if v in self._versions or v not in self._failed_installs}
         self._versions.clear()
         self._versions.update(kept)
@@ -122,7 +126,7 @@ class RunState:
         self._running.update((one.rollout.rollout_id, one) for one in running)
         self._orphans.clear()
         self._orphans.update((name, one) for name, one in self._running.items() if one.orphaned is not None)
-        self.queue.refill(queued)
+        self.queue.replace(queue)
         self.wakeups.decide()
         self.wakeups.reap()
         return [one for one in before if self._running.get(one.rollout.rollout_id) is not one]

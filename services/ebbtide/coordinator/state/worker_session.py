@@ -264,7 +264,8 @@ class WorkerSession:
 
     def forget(self, run_id: str) -> None:
         """Have the worker drop what it keeps for a run that is over."""
-        mine = [attempt for attempt in self._attempts.values() if attempt.run_id == run_id]
+        holds = any(name == run_id for name, _ in self._held)
+        mine = [attempt for attempt in self._attempts.values() if attempt.run_id == run_id] if holds else []
         self.cancel(attempt.ref for attempt in mine)
         for attempt in mine:
             attempt.unassign()
