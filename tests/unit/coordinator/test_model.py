@@ -40,7 +40,7 @@ class Happening(ModelFleet):
     """A fleet to which random things happen. `number` names what is new."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(3)
+        super().__init__(3, slots=2)
         self.draw, self.number = random.Random(seed), 0
         self.views = self.fresh_views()
 
@@ -54,7 +54,7 @@ class Happening(ModelFleet):
         self.some = self.draw.choice(list(self.state.runs.values()))
         events = [
             self.attach_one, self.detach, self.serve, self.start, self.begin_run, self.end_run,
-            self.install, self.report,
+            self.install, self.installed, self.not_installed, self.report,
         ]  # fmt: skip
         if self.some.running:
             self.attempt = self.draw.choice(list(self.some.running.values()))
@@ -78,14 +78,16 @@ class Happening(ModelFleet):
             self.begin(f"x{self.number}", self.session, self.some)
 
     def install(self) -> None:
-        """It installs, or fails to, or turns out not to have it, or starts its engine anew."""
-        run_id = self.session.run_id
-        if run_id:
+        if run_id := self.session.run_id:
             message = fleet_pb2.Install(version=types_pb2.PolicyVersion(version=1), run_id=run_id)
             self.session.install(run_id, message, 0.0, restart=False)
+
+    def installed(self) -> None:
+        self.session.note_installed(self.session.run_id, self.version(1))
+
+    def not_installed(self) -> None:
+        """It fails to, or turns out not to have it, or starts its engine anew."""
         events: list[Callable[[], object]] = [
-            lambda: self.session.note_installed(run_id, self.version(1)),
-            lambda: self.session.note_installed(run_id, self.version(1)),
             self.session.note_install_failed,
             self.session.distrust_version,
             lambda: self.session.note_restarted(ENGINE),
