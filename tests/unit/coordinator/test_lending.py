@@ -17,7 +17,7 @@ ENGINE = EngineInfo(model="m", vocab_size=100, max_model_len=10_000)
 
 def session(state: CoordinatorState, name: str, kind: WorkerKind) -> WorkerSession:
     hello = AttachReport(worker_id=name, kind=kind, protocol_version=PROTOCOL_VERSION, slots=64, engine=ENGINE)
-    made = WorkerSession(name, hello, 0.0, state.wakeups)
+    made = state.new_session(name, hello, 0.0)
     state.attach(made)
     return made
 

@@ -17,9 +17,11 @@ from ebbtide import coordinator
 ROOT: Final = Path(coordinator.__file__).parent
 #: The modules whose classes are the model.
 MODEL: Final = frozenset(
-    f"state/{name}.py"
-    for name in ("coordinator_state", "run_state", "worker_session", "running_attempt", "dispatch_wakeups")
-)
+    {
+        "state/coordinator_state.py", "state/dispatch_wakeups.py", "state/run_state.py", "state/running_attempt.py",
+        "state/session_index.py", "state/worker_session.py",
+    }
+)  # fmt: skip
 #: Methods that change a dict, list, set, deque, Counter, queue or event, and those of a `RolloutQueue`.
 CHANGING: Final = frozenset(
     {

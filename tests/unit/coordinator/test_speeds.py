@@ -39,7 +39,7 @@ class Scene:
         hello = AttachReport(
             worker_id=name, kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=64, engine=engine
         )
-        session = WorkerSession(f"session of {name}", hello, self.now, self.state.wakeups)
+        session = self.state.new_session(f"session of {name}", hello, self.now)
         session.serve("r", self.now)
         self.state.attach(session)
         return session

@@ -34,7 +34,7 @@ def scene() -> tuple[CoordinatorState, RunState, WorkerSession]:
     run = state.add_run("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
     engine = EngineInfo(model="m", vocab_size=100, max_model_len=100)
     hello = AttachReport(worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine)
-    session = WorkerSession("s", hello, time.monotonic(), state.wakeups)
+    session = state.new_session("s", hello, time.monotonic())
     assert keep_unconfirmed(state, run, AttemptRef("r", "a", "attempt"), session)
     return state, run, session
 

@@ -10,7 +10,6 @@ from ebbtide.coordinator.appends.append_batcher import AppendBatcher
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.worker_reports import AttachReport
-from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import Internal, StoreUnavailable
 from ebbtide.store.topics.append_topic import AppendColumns, joined
 from ebbtide.testing import wait_until
@@ -55,7 +54,7 @@ class House:
         hello = AttachReport(
             worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine
         )
-        self.session = WorkerSession("session", hello, 0.0, self.state.wakeups)
+        self.session = self.state.new_session("session", hello, 0.0)
         self.storing = AppendBatcher(self.state, self.store, Notifier())  # type: ignore[arg-type] # an imitation
 
     def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, AppendAck]]":

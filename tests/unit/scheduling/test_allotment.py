@@ -224,3 +224,15 @@ def test_a_fleet_of_a_thousand_is_shared_as_a_small_one() -> None:
         assert abs(held[one.run_id] - 1000 * one.weight / total) <= 1.5
     world.step()
     assert world.changes == 0
+
+
+def test_a_large_fleet_changes_over_in_several_decisions_and_none_changes_many() -> None:
+    posts, demands, changes = [post(f"w{number:03}", "x") for number in range(600)], [demand("x"), demand("y")], []
+    while True:
+        found = decided(posts, demands)
+        changes.append(sum(found[one.worker_id] != one.run_id for one in posts))
+        if not changes[-1]:
+            break
+        posts = [post(name, run_id) for name, run_id in found.items()]
+    assert sum(changes) == 300
+    assert max(changes) <= 128

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from ebbtide.scheduling.dispatch.rollout_queue import EVALUATION_PART, QueuedRollout, RolloutQueue
@@ -103,3 +104,26 @@ def test_a_rollout_that_leaves_without_a_place_has_had_no_turn() -> None:
     line.remove("e0")
     assert order(line)[0] == "e1"
     assert line.take("zz") is None
+
+
+def test_a_line_takes_over_the_members_of_another() -> None:
+    line, other = RolloutQueue(), RolloutQueue()
+    line.add(waiting("former", 1))
+    for n in range(50):
+        other.add(waiting(f"r{n}", n * 7 % 50, group=n % 9, evaluation=n % 5 == 0))
+    there = order(other)
+    line.replace(other)
+    assert order(line) == there
+    assert all(line.remove(rollout_id) for rollout_id in there)
+    assert not line
+
+
+def test_the_rollouts_of_a_length_or_more_are_found_in_the_order_of_the_line() -> None:
+    line = RolloutQueue()
+    for number in range(5):
+        line.add(msgspec.structs.replace(waiting(f"r{number}", number), length=10 * number))
+    assert [one.rollout_id for one in line.not_shorter(30)] == ["r3", "r4"]
+    line.remove("r4")
+    assert line.not_shorter(35) == []
+    line.replace(RolloutQueue())
+    assert line.not_shorter(1) == []

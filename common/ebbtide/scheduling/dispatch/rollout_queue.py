@@ -56,6 +56,7 @@ class RolloutQueue:
         self._training, self._evaluation = _Queue(1.0 - part), _Queue(part)
         self._waiting: dict[str, QueuedRollout] = {}
         self._bounds: Counter[VersionBounds] = Counter()
+        self._longest = 0  # no member is longer
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -76,7 +77,14 @@ class RolloutQueue:
             queue.passed = max(queue.passed, other.passed if other.order else 0.0)
         self._waiting[one.rollout_id] = one
         self._bounds[one.bounds] += 1
+        self._longest = max(self._longest, one.length)
         insort(queue.order, _key(one))
+
+    def replace(self, other: "RolloutQueue") -> None:
+        """Take over the members of another queue, which must not be used again, instead of these. Turns stay."""
+        passed = self._training.passed, self._evaluation.passed
+        vars(self).update(vars(other))
+        self._training.passed, self._evaluation.passed = passed
 
     def take(self, rollout_id: str) -> QueuedRollout | None:
         """Remove a rollout that was placed: its kind has had a turn."""
@@ -99,6 +107,13 @@ class RolloutQueue:
     def bounds(self) -> set[VersionBounds]:
         """The distinct version bounds in the queue."""
         return set(self._bounds)
+
+    def not_shorter(self, tokens: int) -> list[QueuedRollout]:
+        """The members of at least so many tokens; at once if there cannot be any."""
+        if self._longest < tokens:
+            return []
+        self._longest = max((one.length for one in self._waiting.values()), default=0)
+        return [one for one in self if one.length >= tokens] if self._longest >= tokens else []
 
     def _queues(self, one: QueuedRollout) -> tuple[_Queue, _Queue]:
         """The queue of its kind, and the other."""

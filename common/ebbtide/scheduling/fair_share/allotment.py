@@ -29,6 +29,10 @@ _LEAST_STAY: Final = 0.25
 _WORTH: Final = 2.0
 
 
+#: Workers that change by one decision: each is sought among all of a run's, and others change by the next decision.
+_AT_ONCE: Final = 128
+
+
 class WorkerPost(Struct, frozen=True, kw_only=True):
     worker_id: str
     run_id: str  # the run it serves; "": none
@@ -87,8 +91,9 @@ class _Allotment:
     def decided(self) -> dict[str, str]:
         for post in sorted(self._free, key=lambda one: (one.has not in self._short, one.running, one.worker_id)):
             self._place(post)
-        while self._change():
-            pass
+        for _ in range(_AT_ONCE):
+            if not self._change():
+                break
         return self._runs
 
     def _give(self, post: WorkerPost, run_id: str) -> None:

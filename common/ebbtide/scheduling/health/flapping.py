@@ -75,6 +75,10 @@ class Flapping:
         pause = min(_LONGEST_S, _SHORTEST_S * 2.0 ** min(record.strikes - _FREE - 1, 16))
         return max(0.0, record.lost + pause - now)
 
+    def quarantined(self, now: float) -> set[str]:
+        """The workers that get no work now."""
+        return {worker_id for worker_id in self._records if self.quarantined_s(worker_id, now)}
+
     def _record(self, worker_id: str, now: float) -> _Record | None:
         record = self._records.get(worker_id)
         return record if record is not None and now - record.lost < _FORGIVEN_S else None

@@ -21,7 +21,7 @@ from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.host_view import HostView
-from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, RolloutMove, RunningRollout, rebalance
+from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, MoveSearch, RolloutMove, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.types.fleet import AttemptRef, WorkerState
 
@@ -41,6 +41,8 @@ _BLIND_S: Final = 0.5
 _STORING_S: Final = 0.25
 #: or if so large a share at its end passed without a token.
 _QUIET: Final = 0.5
+#: Workers, evenly picked, that stand for a larger fleet where a typical speed is asked for.
+_SAMPLE: Final = 64
 #: The speed of a worker that left is kept for so long: it may come back under its name.
 _REMEMBERED_S: Final = 600.0
 
@@ -75,7 +77,9 @@ class Rebalancer:
         self._contexts: dict[str, float] = {}
         self._rates: dict[tuple[str, int], float] = {}  # by session ("": a typical one) and concurrency; of this round
         self._asked: dict[tuple[str, str], _Asked] = {}  # by run and rollout
+        self._searches: dict[str, MoveSearch] = {}  # by run
         self._next = float("-inf")
+        self.lesson = 0  # grows when speeds may have changed
 
     def rate(self, session: WorkerSession) -> float:
         """Tokens/s of each of its rollouts with one more; a typical worker's if its own are not known yet, so that it
@@ -98,6 +102,7 @@ class Rebalancer:
         if found is None:
             sessions = self._state.sessions.values()
             known = [self._speeds[one.worker_id] for one in sessions if one.worker_id in self._speeds]
+            known = known[:: -(-len(known) // _SAMPLE) or 1]
             context = sum(self._contexts.values()) / max(1, len(self._contexts))
             rates = [rate for speed in known if (rate := speed.rate(running, context))]
             found = self._rates["", running] = median(rates) if rates else 0.0
@@ -117,6 +122,8 @@ class Rebalancer:
             self._contexts.pop(gone, None)
         self._forget(now)
         self._rates.clear()
+        self.lesson += 1
+        self._searches = {run_id: one for run_id, one in self._searches.items() if run_id in self._state.runs}
         for key, asked in list(self._asked.items()):
             self._expire(key, asked, now)
         return True
@@ -188,15 +195,13 @@ class Rebalancer:
             for session, host in hosts
         ]
         sessions = {host.worker_id: session for session, host in hosts if not session.gone}
-        self._ask(run, rebalance(engines, run.lengths, now=now), sessions, now)
+        search = self._searches.setdefault(run.run_id, MoveSearch())
+        self._ask(run, rebalance(engines, run.lengths, now=now, search=search), sessions, now)
 
     def _engine(self, session: WorkerSession, host: HostView, running: int, pending: int) -> EngineLoad:
-        host = msgspec.structs.replace(
-            host,
-            running=max(0, host.running + running),
-            pending=max(0, host.pending + pending),
-            plateau=session.plateau,
-        )
+        if running or pending:
+            running, pending = max(0, host.running + running), max(0, host.pending + pending)
+            host = msgspec.structs.replace(host, running=running, pending=pending)
         return EngineLoad(
             host=host,
             speed=self._speeds.setdefault(session.worker_id, WorkerThroughput()),
@@ -270,4 +275,5 @@ def borrowable(run: RunState) -> float:
 
 def _context(session: WorkerSession) -> float:
     """Mean tokens of prompt and response of the worker's rollouts."""
-    return sum(attempt.length for attempt in session.attempts.values()) / max(1, len(session.attempts))
+    tokens = sum(one.rollout.length + one.stored - one.start for one in session.attempts.values())
+    return tokens / max(1, len(session.attempts))

@@ -59,12 +59,15 @@ class WorkerAllocator:
         if now < self._next:
             return
         sessions = [one for one in self._state.sessions.values() if not one.draining]
-        trusted = [one for one in sessions if self._fleet.trusts(one)]
+        trusted: list[WorkerSession] = []
+        others: list[WorkerSession] = []
+        for one in sessions:
+            (trusted if self._fleet.trusts(one) else others).append(one)
         self._update_accounts(trusted, now)
         demands = self._demands(trusted, now)
         held = self._allot(trusted, demands, now)
         # Apart from the trusted ones: these only pull weights, so a run with no others is not served.
-        self._allot([one for one in sessions if one not in trusted], demands, now)
+        self._allot(others, demands, now)
         self._tell(entitled(demands, len(trusted)), held)
         self._next = now + (time.monotonic() - now) / _LOAD
 

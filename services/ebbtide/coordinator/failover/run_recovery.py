@@ -43,7 +43,7 @@ class RunRecovery:
         """Begin the grace: from now on workers can attach."""
         before, self._until = self._until, time.monotonic() + self._grace_s
         for run in self._state.runs.values():
-            for attempt in run.running.values():
+            for attempt in run.orphans.values():
                 if attempt.orphaned is not None and attempt.orphaned.due == before:
                     attempt.set_due(self._until)
 
@@ -105,18 +105,18 @@ class RunRecovery:
 
     async def _read(self, run: RunState, ended: Set[str]) -> None:
         known = await self._store.runs.versions(run.run_id)
-        rows = [row async for row in self._store.rollouts.open_rollouts(run.run_id)]
-        # Nothing is awaited from here on: `ended` has what ended while rows were read.
-        queued, running = [], []
-        for row in rows:
-            if row.request.rollout_id in ended:
-                continue
+        queue, running = run.new_queue(), dict[str, RunningAttempt]()
+        async for row in self._store.rollouts.open_rollouts(run.run_id):  # page by page: others have their turn
             group = run.group_place(row.request.group_id, row.place)
             if row.state is RolloutState.QUEUED:
-                queued.append(stored_entry(row, group=group))
+                queue.add(stored_entry(row, group=group))
             else:
-                running.append(self._attempt(row, run, group))
-        for attempt in run.reread(known, queued, running):  # workers hold attempts that the store does not have
+                running[row.request.rollout_id] = self._attempt(row, run, group)
+        # Nothing is awaited from here on: `ended` has what ended while rows were read.
+        for rollout_id in ended:
+            queue.remove(rollout_id)
+            running.pop(rollout_id, None)
+        for attempt in run.reread(known, queue, running.values()):  # held by workers alone
             if attempt.session is not None:
                 attempt.session.cancel([attempt.ref])
                 attempt.unassign()

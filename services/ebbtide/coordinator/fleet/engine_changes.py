@@ -25,7 +25,9 @@ class EngineChanges:
         changing = session.changing
         if changing is not None and changing.restarted and changing.run_id in self._state.runs:
             return frozenset(self._state.runs.keys() - {changing.run_id})
-        return frozenset(run.run_id for run in self._state.runs.values() if self.forbids(run, session, now))
+        architecture = session.hello.engine.architecture
+        foreign = [run for run in self._state.runs.values() if run.architecture and run.architecture != architecture]
+        return frozenset(run.run_id for run in foreign if self.forbids(run, session, now))
 
     def needed(self, run: RunState, session: WorkerSession) -> bool:
         """Whether the run's weights fit the worker's engine only after a restart."""

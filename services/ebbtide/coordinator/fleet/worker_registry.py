@@ -7,6 +7,7 @@ gone has no attempts. When this process dies, workers keep their attempts and at
 import asyncio
 import math
 import time
+from collections.abc import Set
 from contextlib import suppress
 from typing import Final
 
@@ -80,7 +81,7 @@ class WorkerRegistry:
                 "run the same version of Ebbtide on both"
             )
         now = time.monotonic()
-        session = WorkerSession(new_fence(), hello, now, self._state.wakeups)
+        session = self._state.new_session(new_fence(), hello, now)
         adopted, superseded = self._attempts.adopt(session, (held.attempt for held in hello.held))
         for other in [one for one in self._state.sessions.values() if one.worker_id == hello.worker_id]:
             self.detach(other, "it attached again", went_on=not other.attempts)
@@ -172,11 +173,12 @@ class WorkerRegistry:
             if attempt.orphaned is orphaned:
                 attempt.set_due(due)
 
-    def judge(self, now: float) -> None:
-        """Detach the workers that have been silent, or have made nothing, for too long."""
+    async def judge(self, now: float) -> None:
+        """Detach the workers that have been silent, or have made nothing, for too long; between two, others work."""
         for suspect in self._health.judge(self._state.sessions.values(), now):
             if session := self._state.sessions.get(suspect.session_id):
                 self.detach(session, suspect.reason, suspect)
+                await asyncio.sleep(0)
         for worker_id, (when, _) in list(self._lost.items()):
             if now - when > _LOST_KEPT_S:
                 del self._lost[worker_id]
@@ -195,6 +197,10 @@ class WorkerRegistry:
     def trusts(self, session: WorkerSession) -> bool:
         """Whether the worker may get rollouts at all."""
         return not session.draining and not session.given_up and not self.quarantined_s(session)
+
+    def quarantined(self, now: float) -> Set[str]:
+        """The names of workers that were lost too often, and get no work now."""
+        return self._flapping.quarantined(now)
 
     def quarantined_s(self, session: WorkerSession) -> float:
         """For how much longer a worker that was lost too often gets no work; 0.0 for any other."""

@@ -7,8 +7,10 @@ in the store what had been done, and the next one reads it.
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -37,6 +39,9 @@ from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
 
 log = telemetry.get_logger(__name__)
+T = TypeVar("T")
+#: Rollouts that one script ends or queues again: others wait for it, here and in the store.
+_AT_ONCE: Final = 128
 
 
 def new_entry(request: RolloutRequest, *, place: int, group: int, length: int) -> QueuedRollout:
@@ -118,21 +123,27 @@ class AttemptTransitions:
         next_due: float | None = None
         for run in list(self._state.runs.values()):
             due: dict[OrphanedAttempt, list[RunningAttempt]] = defaultdict(list)
-            for attempt in run.running.values():
-                if attempt.orphaned is None:
+            for attempt in run.orphans.values():
+                if (orphaned := attempt.orphaned) is None:
                     continue
-                if attempt.orphaned.due <= now:
+                if orphaned.due <= now:
                     attempt.leave()
-                    due[attempt.orphaned].append(attempt)
+                    due[orphaned].append(attempt)
                 else:
-                    next_due = min(next_due or attempt.orphaned.due, attempt.orphaned.due)
+                    next_due = min(next_due or orphaned.due, orphaned.due)
             async with self.while_it_lives(run):
                 for orphaned, attempts in due.items():
-                    await self._requeue(run, attempts, orphaned.why)
+                    why = orphaned.why
+                    for page in _pages(attempts):
+                        await self._requeue(run, page, why)
+                        why = msgspec.structs.replace(why, noticed_s=None)  # one loss is counted once
         return next_due
 
     async def _requeue(self, run: RunState, attempts: Sequence[RunningAttempt], why: EndReason) -> None:
         async with run.changing():
+            attempts = [one for one in attempts if run.running.get(one.rollout.rollout_id) is one]  # others have ended
+            if not attempts:
+                return
             lost = [EndedAttempt(one.rollout.rollout_id, one.attempt_id, one.lost) for one in attempts]
             found = await self._store.rollouts.requeue(run.run_id, lost, why)
             rows = [(one, row) for one, row in zip(attempts, found, strict=True) if self._put_back(run, one, row)]
@@ -152,7 +163,7 @@ class AttemptTransitions:
                 for attempt, row in rows
                 if row and (message := dead_letter_message(row.barren, row.evidence, limit=self._no_progress_limit))
             ]
-            await self.dead_letter(run, letters)
+            await self._write_dead_letters(run, letters)
 
     def _put_back(self, run: RunState, attempt: RunningAttempt, row: RequeuedRollout | None) -> bool:
         """Queue the rollout of an attempt for which the store answered `row`; False if the attempt had finished."""
@@ -173,6 +184,12 @@ class AttemptTransitions:
         return True
 
     async def dead_letter(self, run: RunState, letters: Sequence[tuple[str, str]]) -> None:
+        """Turn rollouts into dead letters that are still queued, as (rollout, evidence); a few at a time."""
+        for page in _pages(letters):
+            async with run.changing():
+                await self._write_dead_letters(run, [letter for letter in page if letter[0] in run.queue])
+
+    async def _write_dead_letters(self, run: RunState, letters: Sequence[tuple[str, str]]) -> None:
         """Turn queued rollouts into dead letters. Call with the run's lock held."""
         if not letters:
             return
@@ -258,8 +275,7 @@ class AttemptTransitions:
         self._state.drop_run(run)
         for topic in ("events", "finished", "trajectories"):
             self._notifier.notify(topic, run.run_id)
-        for rollout_id in (*run.running, *(one.rollout_id for one in run.queue)):
-            self._notifier.notify("tokens", run.run_id, rollout_id)
+        self._notifier.notify_all("tokens", run.run_id, chain(run.running, (one.rollout_id for one in run.queue)))
 
     async def tally(self) -> None:
         """Count the resume times seen since the last call; those that cannot be counted now are dropped."""
@@ -305,6 +321,10 @@ def keep_unconfirmed(state: CoordinatorState, run: RunState, ref: AttemptRef, se
         return False
     unconfirmed.attempt.assign(session)
     return True
+
+
+def _pages(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (items[at : at + _AT_ONCE] for at in range(0, len(items), _AT_ONCE))
 
 
 def _free(attempt: RunningAttempt, session: WorkerSession) -> bool:

@@ -9,12 +9,14 @@ runs back, and workers attach again with their attempts.
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Final
 
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.session_index import SessionIndex
+from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.rpc.run_endings import RunEndings
 from ebbtide.scheduling.fair_share.share_accounts import ChangeoverTimes
@@ -49,6 +51,7 @@ class CoordinatorState:
         self.changes: Final = ChangeoverTimes()
         self.incarnation = StoreIncarnation()  # of the store, at present
         self.wakeups: Final = DispatchWakeups()
+        self._index = SessionIndex()
         self.endings: Final = RunEndings()
         self.doubt_until = 0.0  # until then the store may lack what workers and leases send again
 
@@ -80,14 +83,28 @@ class CoordinatorState:
         """Note that the data of an ended run is deleted."""
         self._ended.discard(run_id)
 
+    def new_session(self, session_id: str, hello: AttachReport, now: float) -> WorkerSession:
+        """A session that is not attached yet."""
+        return WorkerSession(session_id, hello, now, self.wakeups, self._index)
+
     def attach(self, session: WorkerSession) -> None:
         self._sessions[session.session_id] = session
+        self._index.add(session)
         self.wakeups.decide()
+
+    def serving(self, run_id: str) -> Collection[WorkerSession]:
+        """The sessions that are to serve the run."""
+        return self._index.serving(run_id)
+
+    def has_room(self, run_id: str) -> bool:
+        """Whether a session that is to serve the run has a free slot."""
+        return self._index.has_room(run_id)
 
     def detach(self, session: WorkerSession) -> None:
         """End a session. Its attempts are the caller's to orphan."""
         session.close()
-        self._sessions.pop(session.session_id, None)
+        if self._sessions.pop(session.session_id, None) is not None:
+            self._index.remove(session)
         self.wakeups.decide()
 
     def begin_incarnation(self, name: str, durable_after_s: float) -> None:

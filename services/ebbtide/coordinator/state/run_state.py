@@ -48,9 +48,11 @@ class RunState:
         self.lock: Final = asyncio.Lock()
         self.stale = True
         self.ended = False
-        self.queue: Final = RolloutQueue(spec.evaluation.priority)
+        self.queue: Final = self.new_queue()
         self._running: dict[str, RunningAttempt] = {}
+        self._orphans: dict[str, RunningAttempt] = {}
         self.running: Final[Mapping[str, RunningAttempt]] = self._running
+        self.orphans: Final[Mapping[str, RunningAttempt]] = self._orphans  # those of `running` without a worker
         #: The store's present incarnation knows all live attempts except the unconfirmed ones. Until then appends
         #: wait, so that no worker is told SUPERSEDED because the store forgot.
         self.reconciled: Final = asyncio.Event()
@@ -61,6 +63,7 @@ class RunState:
         self._volatile_finishes: deque[FinishedAttempt] = deque()  # finishes that the store may still forget
         self._versions: dict[int, PolicyVersion] = {}
         self.versions: Final[Mapping[int, PolicyVersion]] = self._versions  # announced, and available
+        self.newest = 0  # of these; 0: none
         self._homes: dict[str, str] = {}
         self.homes: Final[Mapping[str, str]] = self._homes  # episode -> session of its last turn
         self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
@@ -94,6 +97,10 @@ class RunState:
         self.stale = True
         self.wakeups.decide()
 
+    def new_queue(self) -> RolloutQueue:
+        """An empty queue, to be filled for `reread`."""
+        return RolloutQueue(self.spec.evaluation.priority)
+
     @contextmanager
     def rereading(self) -> Iterator[AbstractSet[str]]:
         """Entered while the mirror is read again. Yields the rollouts that end meanwhile. A failure leaves it stale."""
@@ -108,19 +115,19 @@ class RunState:
             self._ended_lately = None
 
     def reread(
-        self, versions: Mapping[int, PolicyVersion], queued: Iterable[QueuedRollout], running: Iterable[RunningAttempt]
+        self, versions: Mapping[int, PolicyVersion], queue: RolloutQueue, running: Iterable[RunningAttempt]
     ) -> list[RunningAttempt]:
-        """Take over what the store has. Returns the attempts that it does not have."""
+        """Take over what the store has; `queue` is not to be used again. Returns the attempts that it does not have."""
         kept = {v: one for v, one in versions.items() if v in self._versions or v not in self._failed_installs}
         self._versions.clear()
         self._versions.update(kept)
+        self.newest = max(kept, default=0)
         before = list(self._running.values())
         self._running.clear()
         self._running.update((one.rollout.rollout_id, one) for one in running)
-        for one in list(self.queue):
-            self.queue.remove(one.rollout_id)
-        for one in queued:
-            self.queue.add(one)
+        self._orphans.clear()
+        self._orphans.update((name, one) for name, one in self._running.items() if one.orphaned is not None)
+        self.queue.replace(queue)
         self.wakeups.decide()
         self.wakeups.reap()
         return [one for one in before if self._running.get(one.rollout.rollout_id) is not one]
@@ -149,8 +156,7 @@ class RunState:
 
     def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
         """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""
-        if self._running.get(attempt.rollout.rollout_id) is attempt:
-            del self._running[attempt.rollout.rollout_id]
+        self._forget_attempt(attempt)
         if queued is None:
             self.mark_stale()
         else:
@@ -165,9 +171,26 @@ class RunState:
             return None
         self.queue.remove(rollout_id)
         if attempt is not None:
-            del self._running[rollout_id]
+            self._forget_attempt(attempt)
             attempt.unassign()
         return attempt
+
+    def _forget_attempt(self, attempt: RunningAttempt) -> None:
+        rollout_id = attempt.rollout.rollout_id
+        if self._running.get(rollout_id) is attempt:
+            del self._running[rollout_id]
+            self._orphans.pop(rollout_id, None)
+
+    def note_worker(self, attempt: RunningAttempt) -> None:
+        """Note that an attempt got or lost its worker."""
+        rollout_id = attempt.rollout.rollout_id
+        if self._running.get(rollout_id) is not attempt:
+            return  # unconfirmed: not re-queued
+        if attempt.orphaned is None:
+            self._orphans.pop(rollout_id, None)
+        else:
+            self._orphans[rollout_id] = attempt
+            self.wakeups.reap()
 
     def finish(self, rollout_id: str, attempt_id: str, *, durable_before: float = math.inf) -> RunningAttempt | None:
         """Note that the store finished a rollout with this attempt. The store may still forget what was acknowledged
@@ -257,10 +280,8 @@ class RunState:
 
     def unconfirm(self, attempt: RunningAttempt, due: float, *, newer: bool) -> None:
         """Let an attempt go on until `due`, though the store does not know its rollout. `newer`: see the record."""
-        rollout_id = attempt.rollout.rollout_id
-        if self._running.get(rollout_id) is attempt:
-            del self._running[rollout_id]
-        self._unconfirmed[rollout_id] = UnconfirmedAttempt(attempt, due, newer)
+        self._forget_attempt(attempt)
+        self._unconfirmed[attempt.rollout.rollout_id] = UnconfirmedAttempt(attempt, due, newer)
 
     def confirm(self, rollout_id: str) -> None:
         """Resume an unconfirmed attempt if the store has it as running again."""
@@ -282,6 +303,7 @@ class RunState:
 
     def announce(self, version: PolicyVersion) -> None:
         self._versions[version.version] = version
+        self.newest = max(self.newest, version.version)
         self.wakeups.decide()
 
     def note_installed(self, version: int, architecture: str) -> None:
@@ -302,7 +324,7 @@ class RunState:
     def note_failed_install(self, version: int) -> None:
         """Count a failed install. An old version that fails often is no longer available."""
         failures = self._failed_installs[version] = self._failed_installs.get(version, 0) + 1
-        if failures >= _INSTALL_FAILURES and version < max(self._versions, default=0):
+        if failures >= _INSTALL_FAILURES and version < self.newest:
             self._versions.pop(version, None)
 
     def note_tokens_stored(self) -> None:

@@ -73,8 +73,10 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
 
     def assign(self, session: "WorkerSession") -> None:
         self.unassign()
-        self.session, self.orphaned = session, None
+        orphaned, self.session, self.orphaned = self.orphaned, session, None
         session.hold(self)
+        if orphaned is not None:
+            self.run.note_worker(self)
 
     def unassign(self) -> None:
         """Remove it from its session, if it has one."""
@@ -87,7 +89,7 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
         self.unassign()
         self.orphaned = orphaned
         self.lost = self.lost if lost is None else lost
-        self.run.wakeups.reap()
+        self.run.note_worker(self)
 
     def set_due(self, due: float) -> None:
         """Re-queue the orphan at another time."""

@@ -2,8 +2,9 @@
 
 Invariant: only its own methods, and those of its attempts, change a session; those that tell the worker something note
 it too. `attempts` are those whose `session` this is; `held` counts them by run and bounds, `pending` and `freed` are
-among them. A freed slot, and a report that a decision depends on, wake the dispatcher. Lost with the process: the
-worker attaches again, with its attempts.
+among them. A freed slot, and a report that a decision depends on, wake the dispatcher. `revision` grows with each
+change that decisions on placement and versions depend on. Lost with the process: the worker attaches again, with its
+attempts.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import msgspec
 
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.session_index import SessionIndex
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
 from ebbtide.scheduling.dispatch.reclaim_risk import LentHost
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
@@ -45,8 +47,11 @@ class RunChange(NamedTuple):
 class WorkerSession:
     """One attachment of a worker."""
 
-    def __init__(self, session_id: str, hello: AttachReport, now: float, wakeups: DispatchWakeups) -> None:
-        self.session_id, self._wakeups = session_id, wakeups
+    def __init__(
+        self, session_id: str, hello: AttachReport, now: float, wakeups: DispatchWakeups, index: SessionIndex
+    ) -> None:
+        self.session_id, self._wakeups, self._index = session_id, wakeups, index
+        self.revision = 0
         self.hello = hello
         self.state = WorkerState.READY
         self.beat = HeartbeatReport()  # the last one
@@ -103,9 +108,13 @@ class WorkerSession:
         self._held[attempt.run_id, attempt.rollout.bounds] += 1
         if not attempt.started:
             self._pending[attempt.attempt_id] = attempt
+        self.revision += 1
+        if len(self._attempts) == self.hello.slots:
+            self._index.count(self)
 
     def begun(self, attempt: RunningAttempt) -> None:
         self._pending.pop(attempt.attempt_id, None)
+        self.revision += 1
 
     def let_go(self, attempt: RunningAttempt) -> None:
         if self._attempts.pop(attempt.attempt_id, None) is None:
@@ -116,6 +125,13 @@ class WorkerSession:
         self._held[kind] -= 1
         if not self._held[kind]:
             del self._held[kind]
+        if len(self._attempts) == self.hello.slots - 1:
+            self._index.count(self)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Have the dispatcher look at it again."""
+        self.revision += 1
         self._wakeups.decide()
 
     # What it reports.
@@ -125,6 +141,7 @@ class WorkerSession:
         self.beat = beat
         self.draining |= beat.state is WorkerState.DRAINING
         self.state = WorkerState.DRAINING if self.draining else beat.state
+        self.revision += 1
         if not self.borrowed:
             return False
         # A pause shorter than a heartbeat counts as granted.
@@ -132,7 +149,7 @@ class WorkerSession:
         if reclaimed is self.reclaimed:
             return False
         self.reclaimed, self.turned = reclaimed, now
-        self._wakeups.decide()
+        self._changed()
         return True
 
     def lent(self, now: float) -> LentHost | None:
@@ -151,9 +168,11 @@ class WorkerSession:
         """Note that the worker leaves: it gets no more work."""
         self.draining, self.state = True, WorkerState.DRAINING
         self.reason = reason or self.reason
+        self.revision += 1
 
     def learn_plateau(self, plateau: int) -> None:
         self.plateau = plateau
+        self.revision += 1
 
     def message_came(self) -> None:
         self.storing += 1
@@ -188,11 +207,14 @@ class WorkerSession:
 
     def serve(self, run_id: str, now: float) -> None:
         """Note which run it is to serve from now on."""
-        self.run_id, self.since = run_id, now
+        former, self.run_id, self.since = self.run_id, run_id, now
+        self.revision += 1
+        self._index.moved(self, former)
 
     def keep_serving(self, run_id: str, version: PolicyVersion) -> None:
-        """Take the version of a worker that attached with attempts of the run as installed."""
-        self.installed, self.run_id = (run_id, version), run_id
+        """Take the version of a worker that attaches with attempts of the run as installed."""
+        self.serve(run_id, self.since)
+        self.installed = (run_id, version)
 
     def version_of(self, run_id: str) -> int:
         """The version of the run that is installed; 0 for none."""
@@ -203,6 +225,7 @@ class WorkerSession:
         none. `restart`: its engine has to be restarted for that.
         """
         self.target = (run_id, message.version.version)
+        self.revision += 1
         if self.installed is not None and self.installed[0] == run_id:
             self.changing = None
         elif self.changing is None or self.changing.run_id != run_id:
@@ -214,7 +237,7 @@ class WorkerSession:
         """Note an installed version. Returns the change to the run that it completes, if any."""
         self.installed = (run_id, version)
         self._unfit.pop(run_id, None)
-        self._wakeups.decide()
+        self._changed()
         changing = self.changing
         if changing is None or changing.run_id != run_id:
             return None
@@ -224,19 +247,19 @@ class WorkerSession:
     def note_install_failed(self) -> RunChange | None:
         """Note that it did not install what it was told. Returns the change that failed, if any."""
         changing, self.target, self.changing = self.changing, None, None
-        self._wakeups.decide()
+        self._changed()
         return changing
 
     def note_restarted(self, engine: EngineInfo) -> None:
         """Note that its engine was restarted, and has no version."""
         self.hello = msgspec.structs.replace(self.hello, engine=engine)
         self.installed = None
-        self._wakeups.decide()
+        self._changed()
 
     def distrust_version(self) -> None:
         """Note that it has another version than was believed: it is told again."""
         self.installed = self.target = None
-        self._wakeups.decide()
+        self._changed()
 
     def bar(self, run_id: str, until: float) -> None:
         """Give it nothing of the run for a while: an install failed."""
@@ -248,7 +271,8 @@ class WorkerSession:
 
     def forget(self, run_id: str) -> None:
         """Have the worker drop what it keeps for a run that is over."""
-        mine = [attempt for attempt in self._attempts.values() if attempt.run_id == run_id]
+        holds = any(name == run_id for name, _ in self._held)
+        mine = [attempt for attempt in self._attempts.values() if attempt.run_id == run_id] if holds else []
         self.cancel(attempt.ref for attempt in mine)
         for attempt in mine:
             attempt.unassign()
@@ -259,9 +283,11 @@ class WorkerSession:
         kept = {self.run_id, has, self.target[0] if self.target else ""}
         if run_id not in kept and not mine:
             return
-        self.run_id = "" if self.run_id == run_id else self.run_id
+        if self.run_id == run_id:
+            self.serve("", self.since)
         self.installed = None if self.installed and self.installed[0] == run_id else self.installed
         self.target = None if self.target and self.target[0] == run_id else self.target
+        self.revision += 1
         self.tell_run_ended(run_id)
 
     # What it is told.
@@ -308,7 +334,7 @@ class WorkerSession:
         """Tell a borrowed worker whether its host is borrowed, or why not."""
         self.wanted, self.given_up = wanted, "" if wanted else reason
         self.send(fleet_pb2.CoordinatorMessage(borrow=fleet_pb2.Borrow(wanted=wanted, reason=reason)))
-        self._wakeups.decide()
+        self._changed()
 
     def cancel(self, attempts: Iterable[AttemptRef]) -> None:
         """Have the worker drop attempts that are over, or another worker's."""

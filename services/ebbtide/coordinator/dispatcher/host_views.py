@@ -1,0 +1,101 @@
+"""Shows workers to the decisions as hosts.
+
+Invariant: a session's view is that of its present `revision`; with free slots, that of the last lesson on speeds, too.
+Lost with the process, and made again.
+"""
+
+import math
+import time
+from typing import Final, NamedTuple
+
+from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.dispatch.host_view import HostView
+
+#: Views kept beyond the attached sessions, before those of sessions that are over are dropped.
+_SPARE: Final = 64
+
+
+class _Seen(NamedTuple):
+    revision: int
+    lesson: int  # -1: it is full, so that speeds do not matter
+    view: HostView | None  # None: it has no version of the run that it serves, or may get nothing
+
+
+class HostViews:
+    def __init__(self, state: CoordinatorState, fleet: WorkerRegistry, moves: Rebalancer) -> None:
+        self._state, self._fleet, self._moves = state, fleet, moves
+        self._seen: dict[str, _Seen] = {}
+
+    def of(self, run: RunState) -> list[tuple[WorkerSession, HostView]]:
+        """The workers that have a version of the run and may get its rollouts, full ones too."""
+        steady_only = run.spec.borrow.max_rollouts == 0
+        quarantined = self._fleet.quarantined(time.monotonic())
+        lesson, seen = self._moves.lesson, self._seen
+        found: list[tuple[WorkerSession, HostView]] = []
+        for session in self._state.serving(run.run_id):
+            known = seen.get(session.session_id)
+            if known is None or known.revision != session.revision or known.lesson not in {lesson, -1}:
+                known = self._look(run, session)
+            if known.view is None or (steady_only and session.borrowed) or session.worker_id in quarantined:
+                continue
+            found.append((session, known.view))
+        return found
+
+    def coming(self, run: RunState, now: float) -> list[HostView]:
+        """Workers that get a version of the run soon, as full hosts: for rollouts that avoid all others."""
+        steady_only = run.spec.borrow.max_rollouts == 0
+        return [
+            HostView(
+                worker_id=session.session_id,
+                name=session.worker_id,
+                slots=1,
+                running=1,
+                installed=run.newest,
+                target=run.newest,
+                max_model_len=session.hello.engine.max_model_len,
+            )
+            for session in self._state.serving(run.run_id)
+            if not _ready(run, session)
+            and self._fleet.trusts(session)
+            and not (steady_only and session.borrowed)
+            and session.unfit.get(run.run_id, 0.0) <= now
+        ]
+
+    def _look(self, run: RunState, session: WorkerSession) -> _Seen:
+        if len(self._seen) > 2 * len(self._state.sessions) + _SPARE:
+            self._seen = {name: one for name, one in self._seen.items() if name in self._state.sessions}
+        serves = _ready(run, session) and not session.draining and not session.given_up
+        view = self._host(run, session) if serves else None
+        full = view is None or view.running >= view.slots
+        seen = self._seen[session.session_id] = _Seen(session.revision, -1 if full else self._moves.lesson, view)
+        return seen
+
+    def _host(self, run: RunState, session: WorkerSession) -> HostView:
+        pending, running, slots = len(session.pending), len(session.attempts), session.hello.slots
+        said = session.beat.borrowed if session.borrowed else None
+        return HostView(
+            worker_id=session.session_id,
+            name=session.worker_id,
+            slots=slots,
+            running=running,
+            pending=pending,
+            probation=sum(one.rollout.no_progress > 0 for one in session.pending.values()) if pending else 0,
+            rate=self._moves.rate(session) if running < slots else 0.0,
+            plateau=session.plateau,
+            held=session.beat.held,
+            installed=session.version_of(run.run_id),
+            target=session.target[1] if session.target else 0,
+            max_model_len=session.hello.engine.max_model_len,
+            shut=session.reclaimed or (said is not None and said.asleep),
+            borrowed=session.borrowed,
+            share=said.share if said else 1.0,
+            spell_s=said.spell_s if said else math.inf,
+        )
+
+
+def _ready(run: RunState, session: WorkerSession) -> bool:
+    return session.target is not None and session.target[0] == run.run_id and session.version_of(run.run_id) > 0
