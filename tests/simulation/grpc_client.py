@@ -19,6 +19,7 @@ from tests.simulation.network import Network, Wire
 
 #: How long an attempt to connect to a host that does not answer lasts (`rpc.options`), and the pauses between attempts.
 _CONNECT_S: Final = 1.0
+_LOOK_S: Final = 0.01
 _BACKOFF_S: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
 
 
@@ -223,6 +224,13 @@ class SimChannel:
         if self._wire is not None:
             self._wire.close(0)
             self._wire = None
+
+    async def channel_ready(self) -> None:
+        """Connect, however long that takes."""
+        while self._wire is None:
+            if self.network.loop.now >= self._backoff_until:
+                self._connect()
+            await asyncio.sleep(_LOOK_S)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 

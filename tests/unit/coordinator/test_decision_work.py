@@ -48,9 +48,8 @@ class Scene(ModelFleet):
         super().__init__(workers)
         self.store = Store()
         store: Any = self.store
-        self.attempts = AttemptTransitions(
-            self.state, store, Notifier(), no_progress_limit=3, keep_ended_s=60.0
-        )  # fmt: skip
+        kept: Any = {"keep_ended_s": 60.0, "keep_ended_bytes": 1 << 20}
+        self.attempts = AttemptTransitions(self.state, store, Notifier(), no_progress_limit=3, **kept)
         events: Any = Events()
         self.registry = WorkerRegistry(CoordinatorSettings(), self.state, self.attempts, events)
         publishers: Any = Publishers()
