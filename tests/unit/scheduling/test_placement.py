@@ -190,6 +190,7 @@ def test_suspects_of_poison_start_one_at_a_time_on_each_worker() -> None:
     assert {placed["r0"], placed["r1"]} == {"a", "b"}
 
 
+@pytest.mark.alone
 def test_a_long_line_is_placed_in_little_time() -> None:
     line = RolloutQueue()
     for number in range(65_536):
