@@ -77,7 +77,7 @@ class ServicePeer:
         """Yield the messages of a stream until the service ends it; `resume` opens it after the last message seen.
 
         Raises the service's error after `patience_s` without it, and any error except `Unavailable` at once. Patience
-        begins anew whenever the service came back, though it sent no message.
+        begins again whenever the service came back, though it sent no message.
         """
         give_up: float | None = None
         waits = pauses()

@@ -26,7 +26,7 @@ def check_listed(name: str, allowed: Sequence[str], *, field: str, setting: str)
     if not any(fnmatchcase(name, pattern) for pattern in allowed):
         raise InvalidRequest(
             f"{name!r} is not allowed here, only {', '.join(allowed) or 'nothing'}; "
-            f"whoever runs the cluster can add it to {setting}",
+            f"the operator of the cluster can add it to {setting}",
             field=field,
         )
 

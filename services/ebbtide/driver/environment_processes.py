@@ -1,9 +1,9 @@
 """Runs environments that are not Ebbtide's own in processes, as they may crash, hang, hoard memory or be hostile.
 
 Invariant: an episode belongs to one place, and a place has at most one process, which serves one call at a time. If the
-process is gone, its episodes are made anew in the next one, by replaying their responses. A call that ends a process
+process is gone, its episodes are made again in the next one, by replaying their responses. A call that ends a process
 which had other episodes is repeated in a process of its own, so an episode fails only by its own doing. All of it dies
-with the driver, whose replay makes it anew.
+with the driver, whose replay makes it again.
 """
 
 import asyncio

@@ -69,7 +69,7 @@ class DurabilityWatch:
         self._listeners.append(changed)
 
     def began(self) -> None:
-        """Begin anew if the link leads to another incarnation. Its promise is taken to be the former one's at first."""
+        """Start again if the link leads to another incarnation. It takes over the former one's promise at first."""
         if self._of != self._link.incarnation:
             promise, self.former_before = self.horizon.promise, self.before()
             self._of, self.horizon = self._link.incarnation, self._fresh()

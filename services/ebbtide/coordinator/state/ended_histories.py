@@ -1,7 +1,7 @@
 """Bounds what ended runs keep of their past: beyond a number of bytes, those that ended first lose events and timeline.
 
 Invariant: `_kept` has the ended runs that were swept by this coordinator. A new one sweeps all of them again, and so
-learns them anew. Records stay until they expire.
+learns them again. Records stay until they expire.
 """
 
 import time

@@ -71,7 +71,7 @@ class ClientTable:
             del self._of_address[client.address]
 
     def count(self, client: ClientConnection) -> None:
-        """Count anew what the client holds; beyond the bound, those that hold most are given up."""
+        """Count what the client holds now; beyond the bound, those that hold most are given up."""
         if client not in self._open:
             return
         held, counted = client.held_bytes, client.counted_bytes
