@@ -31,6 +31,7 @@ CORPUS: Final = (
     _passes("long chunk sizes", _CHUNKED + b"0000000002\r\nab\r\n000\r\n\r\n" + _GET, 2),
     _passes("empty lines", b"\r\n\r\n" + _GET + b"\r\n" + _GET, 2),
     _passes("empty header", b"GET / HTTP/1.1\r\nHost: a\r\nX:\r\nY: \t \r\n\r\n"),
+    _passes("empty host", b"GET / HTTP/1.1\r\nHost:\r\n\r\n"),
     _passes("URL", b"GET http://b:1/x?y HTTP/1.1\r\nHost: a\r\n\r\n"),
     _passes("URL without a path", b"GET http://b?to=/x HTTP/1.1\r\nHost: a\r\n\r\n"),
     _passes("old", b"GET / HTTP/1.0\r\n\r\n"),

@@ -46,7 +46,7 @@ class HttpMessage(Struct):
         if len(start) == 2:
             host, target = _origin(start[1])
             start = (start[0], target)
-            if host or not self.header(b"host"):
+            if host or all(name != b"host" for name, _ in headers):  # an empty one is valid
                 headers = [(b"host", host or b"localhost"), *((n, v) for n, v in headers if n != b"host")]
         return HttpMessage(start, sorted(headers, key=lambda one: one[0]), self.body, self.complete)
 
