@@ -91,7 +91,7 @@ _DEEDS: Final[dict[str, Callable[[str], str]]] = {
     "count": lambda _: "",
     "talk": lambda text: str(os.write(int(text), b"\xff\xff\xff\xff no frame")),
     "sockets": lambda _: next(name for name in map(str, range(3, 100)) if _is_socket(int(name))),
-    "root": lambda _: f"{os.getuid()} {os.geteuid()} {os.setuid(0)}",
+    "root": lambda _: str([os.setuid(0)]),  # type: ignore[func-returns-value]
 }
 
 
