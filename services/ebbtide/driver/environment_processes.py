@@ -16,8 +16,8 @@ import msgspec
 from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.driver.environment_calls import LOADING_S, EpisodeClock
 from ebbtide.driver.environment_threads import TookTooLong
-from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused, host_plan
-from ebbtide.driver.isolation.host_messages import HostReply, LoadSource, OpenEpisode, Request, StepEpisode
+from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused
+from ebbtide.driver.isolation.host_messages import HostPlan, HostReply, LoadSource, OpenEpisode, Request, StepEpisode
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.environments import Message, Split, StepResult, checked_result
 from ebbtide.errors import InvalidRequest
@@ -73,10 +73,11 @@ class _Place:
 class EnvironmentProcesses:
     """Runs a run's environments in at most `environment_threads` processes."""
 
-    def __init__(self, spec: RunSpec, settings: DriverSettings) -> None:
+    def __init__(self, spec: RunSpec, settings: DriverSettings, plan: HostPlan) -> None:
+        """`plan`: how processes are made, `host_plan(settings)` in a driver."""
         self._spec = spec
         self._settings = settings
-        self._plan = host_plan(settings)
+        self._plan = plan
         self._places = [_Place(self) for _ in range(settings.environment_threads)]
         self._numbers = itertools.count()
 
@@ -168,10 +169,9 @@ class ProcessEpisode:
     async def _carry_out(self, process: HostProcess, clock: EpisodeClock, request: Request) -> HostReply:
         process.hosted.add(self._number)
         if isinstance(request, StepEpisode) and self._number not in self._place.live:
-            steps = (StepEpisode(self._number, response) for response in self._responses)
-            formers: tuple[Request, ...] = (self._opening, *steps)
-            for former in formers:
-                await self._answer(process, former, clock.limit_s)  # on no clock: the loss may be another's doing
+            await self._answer(process, self._opening, clock.limit_s)  # on no clock: the loss may be another's doing
+            for response in self._responses:
+                await self._answer(process, StepEpisode(self._number, response), clock.limit_s)
         with clock.measure():
             return await self._answer(process, request, clock.left_s)
 

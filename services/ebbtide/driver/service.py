@@ -13,6 +13,7 @@ from ebbtide.driver.environment_calls import LOADING_S, Environments, EpisodeClo
 from ebbtide.driver.environment_processes import EnvironmentProcesses
 from ebbtide.driver.environment_threads import TookTooLong
 from ebbtide.driver.episode_player import EpisodePlayer
+from ebbtide.driver.host_process import host_plan
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.driver.step_submitter import StepSubmitter
 from ebbtide.environments import EnvironmentSource, load_source, needs_isolation
@@ -41,7 +42,7 @@ async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
 def _environments(spec: RunSpec, settings: DriverSettings) -> Environments:
     """Ebbtide's own environments run in this process, all others in processes without its rights."""
     if needs_isolation(spec.environment.name, spec.environment.params):
-        return EnvironmentProcesses(spec, settings)
+        return EnvironmentProcesses(spec, settings, host_plan(settings))
     return ThreadedEnvironments(partial(_load_source, spec), settings.environment_threads)
 
 

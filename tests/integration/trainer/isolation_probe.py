@@ -52,12 +52,6 @@ def _hoard(_: str) -> str:
         hoard.append(bytearray(16 << 20))
 
 
-def _root(_: str) -> str:
-    before = f"{os.getuid()} {os.geteuid()}"
-    os.setuid(0)
-    return f"{before} None"
-
-
 def _loop(_: str) -> str:
     while True:
         time.sleep(0)
@@ -97,7 +91,7 @@ _DEEDS: Final[dict[str, Callable[[str], str]]] = {
     "count": lambda _: "",
     "talk": lambda text: str(os.write(int(text), b"\xff\xff\xff\xff no frame")),
     "sockets": lambda _: next(name for name in map(str, range(3, 100)) if _is_socket(int(name))),
-    "root": _root,
+    "root": lambda _: str([os.setuid(0)]),  # type: ignore[func-returns-value]
 }
 
 

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.driver import environment_processes
 from ebbtide.driver.environment_calls import EpisodeClock
 from ebbtide.driver.environment_processes import EnvironmentFailed, EnvironmentProcesses, ProcessEpisode
 from ebbtide.driver.environment_threads import TookTooLong
@@ -43,19 +42,18 @@ def settings(tmp_path: Path, **environments: Any) -> DriverSettings:
     )
 
 
-async def isolated(monkeypatch: pytest.MonkeyPatch, made: DriverSettings, way: str) -> EnvironmentProcesses:
+async def isolated(made: DriverSettings, way: str) -> EnvironmentProcesses:
     """Environments isolated in this way, or a skip where this host does not allow it."""
     plan = host_plan(made)
-    if way == "another user" and os.geteuid():
-        pytest.skip("only root may become another user")
-    if way == "a user namespace" and os.geteuid() == 0:
+    if way == "a user namespace":
         plan = msgspec.structs.replace(plan, user="")
-        monkeypatch.setattr(environment_processes, "host_plan", lambda _: plan)
+    elif not plan.user:
+        pytest.skip("only root may become another user")
     try:
         await (await HostProcess.start(made, plan)).end()
     except IsolationRefused as refused:
         pytest.skip(f"this host does not allow {way}: {refused}")
-    return EnvironmentProcesses(SPEC, made)
+    return EnvironmentProcesses(SPEC, made, plan)
 
 
 @pytest.fixture(params=["another user", "a user namespace"])
@@ -63,16 +61,17 @@ async def environments(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> AsyncIterator[EnvironmentProcesses]:
     monkeypatch.setenv("EBBTIDE_TOKEN", TOKEN)
-    made = await isolated(monkeypatch, settings(tmp_path), request.param)
+    made = await isolated(settings(tmp_path), request.param)
     yield made
     await made.close()
 
 
 @pytest.fixture
 async def trusted(tmp_path: Path) -> AsyncIterator[EnvironmentProcesses]:
-    made = EnvironmentProcesses(SPEC, settings(tmp_path, trust=True))
-    yield made
-    await made.close()
+    made = settings(tmp_path, trust=True)
+    environments = EnvironmentProcesses(SPEC, made, host_plan(made))
+    yield environments
+    await environments.close()
 
 
 async def opened(environments: EnvironmentProcesses) -> ProcessEpisode:
@@ -99,13 +98,11 @@ async def test_the_token_is_in_no_file_variable_or_process_that_the_code_reaches
         assert "EBBTIDE" not in said
 
 
-async def test_a_token_in_a_folder_that_the_code_may_read_is_covered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_token_in_a_folder_that_the_code_may_read_is_covered(tmp_path: Path) -> None:
     made = settings(tmp_path)
     named = made.environments.paths
     shown = msgspec.structs.replace(made.environments, paths=(*named, str(tmp_path)))
-    environments = await isolated(monkeypatch, msgspec.structs.replace(made, environments=shown), "a user namespace")
+    environments = await isolated(msgspec.structs.replace(made, environments=shown), "a user namespace")
     try:
         assert not await done(await opened(environments), f"read {tmp_path / 'token'}")
     finally:
@@ -171,13 +168,10 @@ async def test_what_code_leaves_behind_ends_with_its_process(trusted: Environmen
     assert not psutil.pid_exists(orphan)
 
 
-async def test_where_the_host_allows_no_isolation_the_error_names_the_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_the_host_allows_no_isolation_the_error_names_the_setting(tmp_path: Path) -> None:
     made = settings(tmp_path)
     plan = msgspec.structs.replace(host_plan(made), user="no-such-user")
-    monkeypatch.setattr(environment_processes, "host_plan", lambda _: plan)
-    environments = EnvironmentProcesses(SPEC, made)
+    environments = EnvironmentProcesses(SPEC, made, plan)
     with pytest.raises(InvalidRequest, match=r"environments\.trust = true") as refused:
         await environments.load()
     assert refused.value.field == "environment.name"
