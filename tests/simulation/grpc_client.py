@@ -198,6 +198,7 @@ class SimChannel:
         self._calls: dict[int, Call] = {}
         self._waiting: list[Call] = []
         self._numbers = 0
+        self._ready = asyncio.Event()
 
     def _multi(self, method: str, decode: Any, *, whole: bool) -> Any:
         def call(request: Any = None, *, timeout: float | None = None, metadata: Any = None) -> Call:
@@ -223,6 +224,9 @@ class SimChannel:
         if self._wire is not None:
             self._wire.close(0)
             self._wire = None
+
+    async def channel_ready(self) -> None:
+        await self._ready.wait()
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -255,6 +259,7 @@ class SimChannel:
 
     def broken(self, reason: str) -> None:
         self._wire = None
+        self._ready.clear()
         for call in list(self._calls.values()):
             call.broken(reason)
 
@@ -282,6 +287,7 @@ class SimChannel:
             return
         wire.ends[0] = self
         self._wire, self._failures = wire, 0
+        self._ready.set()
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             self._calls[call.number] = call
