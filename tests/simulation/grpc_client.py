@@ -19,7 +19,6 @@ from tests.simulation.network import Network, Wire
 
 #: How long an attempt to connect to a host that does not answer lasts (`rpc.options`), and the pauses between attempts.
 _CONNECT_S: Final = 1.0
-_LOOK_S: Final = 0.01
 _BACKOFF_S: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
 
 
@@ -199,6 +198,7 @@ class SimChannel:
         self._calls: dict[int, Call] = {}
         self._waiting: list[Call] = []
         self._numbers = 0
+        self._ready = asyncio.Event()
 
     def _multi(self, method: str, decode: Any, *, whole: bool) -> Any:
         def call(request: Any = None, *, timeout: float | None = None, metadata: Any = None) -> Call:
@@ -226,11 +226,7 @@ class SimChannel:
             self._wire = None
 
     async def channel_ready(self) -> None:
-        """Connect, however long that takes."""
-        while self._wire is None:
-            if self.network.loop.now >= self._backoff_until:
-                self._connect()
-            await asyncio.sleep(_LOOK_S)
+        await self._ready.wait()
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -263,6 +259,7 @@ class SimChannel:
 
     def broken(self, reason: str) -> None:
         self._wire = None
+        self._ready.clear()
         for call in list(self._calls.values()):
             call.broken(reason)
 
@@ -290,6 +287,7 @@ class SimChannel:
             return
         wire.ends[0] = self
         self._wire, self._failures = wire, 0
+        self._ready.set()
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             self._calls[call.number] = call

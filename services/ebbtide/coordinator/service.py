@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from ebbtide import telemetry
+from ebbtide.auth.tls import read_file
 from ebbtide.coordinator.api.rollout_service import RolloutService
 from ebbtide.coordinator.api.run_service import RunService
 from ebbtide.coordinator.appends.append_streams import AppendStreams
@@ -27,6 +28,7 @@ from ebbtide.coordinator.state.run_event_writer import RunEventWriter
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rpc.server import Service
 from ebbtide.runtime import race
+from ebbtide.store.link.dialer import with_password
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Condition, Store
 from ebbtide.types.ids import new_fence
@@ -35,6 +37,14 @@ from ebbtide.v1.rollouts_pb2_grpc import add_RolloutsServicer_to_server
 from ebbtide.v1.runs_pb2_grpc import add_RunsServicer_to_server
 
 log = telemetry.get_logger(__name__)
+
+
+def dialled_url(settings: CoordinatorSettings) -> str:
+    """The store's URL, with the password of `store_password_file` in it. Raises `InvalidRequest`."""
+    file, field = settings.store_password_file, "store_password_file"
+    if not file:
+        return settings.store_url
+    return with_password(settings.store_url, read_file(file, field).decode(errors="replace").strip(), field=field)
 
 
 async def _nobody(_serving: bool) -> None:
@@ -48,7 +58,7 @@ class Coordinator:
         """`link`: the connection to the store; None: that of the settings."""
         self._settings = settings
         self.link = link or StoreConnection(
-            settings.dialled_url(), patience_s=settings.store_patience_s, replicas=settings.store_replicas
+            dialled_url(settings), patience_s=settings.store_patience_s, replicas=settings.store_replicas
         )
         self.store = Store(self.link, new_fence())
         self.state = CoordinatorState()

@@ -5,10 +5,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from ebbtide.auth.security import ServerSettings
-from ebbtide.auth.tls import read_file
 from ebbtide.runtime import ProcessSettings
 from ebbtide.scheduling.health.liveness import TIMEOUT_S
-from ebbtide.store.link.dialer import with_password
 
 
 class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,10 +66,3 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
     keep_ended_bytes: Annotated[
         int, Meta(ge=0, description="bytes of events and timelines that all ended runs keep together")
     ] = 256 << 20
-
-    def dialled_url(self) -> str:
-        """The store's URL, with the password of `store_password_file` in it. Raises `InvalidRequest`."""
-        if not self.store_password_file:
-            return self.store_url
-        password = read_file(self.store_password_file, "store_password_file").decode(errors="replace").strip()
-        return with_password(self.store_url, password, field="store_password_file")

@@ -270,6 +270,7 @@ async def test_finishes_become_durable_at_a_store_that_came_back_with_weaker_pro
     rig.mark()
     rig.promise(0.0)
     await rig.forget()
+    await wait_until(rig.cluster.coordinator.state.runs["r"].reconciled.is_set)
     await rig.again(worker)
     await worker.exchange(worker.message(worker.delta("a", 4, 1, STOP)))
     assert not worker.durable

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ebbtide.coordinator.service import dialled_url
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import InvalidRequest, StoreUnavailable
 from ebbtide.redis_server import redis_binary
@@ -37,7 +38,7 @@ def socket(tmp_path: Path) -> Iterator[Path]:
 async def test_it_is_reached_with_the_password_of_the_file_alone(socket: Path, tmp_path: Path) -> None:
     url = f"unix://{socket}"
     settings = CoordinatorSettings(store_url=url, store_password_file=str(tmp_path / "store-password"))
-    link = StoreConnection(settings.dialled_url(), patience_s=10.0)
+    link = StoreConnection(dialled_url(settings), patience_s=10.0)
     await link.open()
     assert PASSWORD not in link.where
     await link.close()
@@ -55,11 +56,11 @@ def test_two_passwords_and_none_are_refused_by_name(tmp_path: Path) -> None:
     for content, url, why in (("", "redis://a/0", "is empty"), ("x", "redis://:y@a/0", "has a password already")):
         file.write_text(content)
         with pytest.raises(InvalidRequest, match=f"^store_password_file: .*{why}"):
-            CoordinatorSettings(store_url=url, store_password_file=str(file)).dialled_url()
+            dialled_url(CoordinatorSettings(store_url=url, store_password_file=str(file)))
 
 
 def test_the_user_and_all_sentinels_of_the_url_stay(tmp_path: Path) -> None:
     (file := tmp_path / "password").write_text("p@ss")
     url = "redis+sentinel://user@a:1,b:2/service/3?sentinel_password=x"
-    found = CoordinatorSettings(store_url=url, store_password_file=str(file)).dialled_url()
+    found = dialled_url(CoordinatorSettings(store_url=url, store_password_file=str(file)))
     assert found == "redis+sentinel://user:p%40ss@a:1,b:2/service/3?sentinel_password=x"
