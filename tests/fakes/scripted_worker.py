@@ -80,7 +80,8 @@ class ScriptedWorker:
     async def _take(self, message: fleet_pb2.CoordinatorMessage) -> None:
         for assignment in message.assign.assignments:
             self.assigned[assignment.attempt.rollout_id] = assignment
-        for ref in message.cancel.attempts:
+        over = [one.attempt for one in self.assigned.values() if one.attempt.run_id == message.forget.run_id]
+        for ref in (*message.cancel.attempts, *over):
             self.cancelled.append(ref.rollout_id)
             self.assigned.pop(ref.rollout_id, None)
         self.asked += [ref.rollout_id for ref in message.release.attempts]

@@ -134,6 +134,7 @@ class Dispatcher:
         if balance:
             self._borrowed.judge(now)
             self._allocator.hand_over(now)
+            await asyncio.sleep(0)  # in a large fleet each of these takes a while: others have their turn
         for run in list(self._state.runs.values()):
             async with self._attempts.while_it_lives(run):
                 await self._fill(run)
@@ -141,11 +142,12 @@ class Dispatcher:
                     hosts = self._hosts.of(run)
                     self._borrowed.release(run, hosts, now)
                     self._moves.decide(run, hosts, now)
-                    await asyncio.sleep(0)  # a round over many runs is long: others have their turn
+                    await asyncio.sleep(0)
 
     async def _arrange(self, now: float) -> None:
         """Allot workers and send versions; end rollouts and runs that no worker can serve."""
         self._allocator.decide(now)
+        await asyncio.sleep(0)
         measure = now - self._measured >= _MEASURE_EVERY_S
         self._measured = now if measure else self._measured
         for run in list(self._state.runs.values()):

@@ -129,6 +129,19 @@ class WorkerSession:
             self._index.count(self)
         self._changed()
 
+    def _let_go_of(self, run_id: str) -> bool:
+        """Remove all attempts of a run. Whether there were any."""
+        kinds = [kind for kind in self._held if kind[0] == run_id]
+        for attempt in [one for one in self._attempts.values() if one.run_id == run_id] if kinds else ():
+            attempt.session = None
+            for mine in (self._attempts, self._pending, self._freed):
+                mine.pop(attempt.attempt_id, None)
+        for kind in kinds:
+            del self._held[kind]
+        self._index.count(self)
+        self._changed()
+        return bool(kinds)
+
     def _changed(self) -> None:
         """Have the dispatcher look at it again."""
         self.revision += 1
@@ -270,12 +283,8 @@ class WorkerSession:
         self._refused[architecture] = until
 
     def forget(self, run_id: str) -> None:
-        """Have the worker drop what it keeps for a run that is over."""
-        holds = any(name == run_id for name, _ in self._held)
-        mine = [attempt for attempt in self._attempts.values() if attempt.run_id == run_id] if holds else []
-        self.cancel(attempt.ref for attempt in mine)
-        for attempt in mine:
-            attempt.unassign()
+        """Have the worker drop what it keeps for a run that is over, its attempts too."""
+        mine = self._let_go_of(run_id)
         self._unfit.pop(run_id, None)
         self.changing = None if self.changing and self.changing.run_id == run_id else self.changing
         # What it attached with stays until something else is installed.
