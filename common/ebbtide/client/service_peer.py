@@ -93,7 +93,8 @@ class ServicePeer:
             except Unavailable as error:
                 now, wait = time.monotonic(), next(waits)
                 served_s = _STORE_AWAY_S if isinstance(error, StoreUnavailable) else _SERVED_S
-                if give_up is None or (connecting.done() and now - await connecting >= served_s):
+                connected = connecting.done() and connecting.exception() is None
+                if give_up is None or (connected and now - connecting.result() >= served_s):
                     give_up, waits = now + self.patience_s, pauses()
                 if now + wait > give_up:
                     raise

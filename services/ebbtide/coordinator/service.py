@@ -130,6 +130,7 @@ class Coordinator:
         await race(self._take_over(), self.leading.keep(_nobody))
         self.link.watch(self._incarnations.link_opened)
         self.link.durability.listen(self._incarnations.promise_changed)
+        self._incarnations.promise_changed()  # while runs were read
         return self.services
 
     async def _take_over(self) -> None:

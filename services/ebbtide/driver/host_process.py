@@ -54,27 +54,34 @@ def host_plan(settings: DriverSettings) -> HostPlan:
     return HostPlan(
         isolated=not environments.trust,
         user=environments.user if os.geteuid() == 0 else "",
-        readable=tuple(dict.fromkeys([sys.prefix, sys.base_prefix, *_import_paths(settings)])),
+        readable=tuple(
+            dict.fromkeys([sys.prefix, sys.base_prefix, *_environment_paths(settings), *_own_paths(settings)])
+        ),
+        paths=tuple(_environment_paths(settings)),
         secrets=tuple(os.path.abspath(path) for path in secrets if path),  # noqa: PTH100 - links stay
         network=environments.network,
         memory_bytes=environments.memory_mib << 20,
     )
 
 
-def _import_paths(settings: DriverSettings) -> list[str]:
-    """Returns the folders that modules come from. The working directory is one only if it is named, or with trust: a
-    service keeps its state there."""
-    named = [*settings.environments.paths, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    here, allowed = Path.cwd(), {Path(path).resolve() for path in named if path}
-    if settings.environments.trust:
-        allowed.add(here)
-    paths = [Path(path or ".").resolve() for path in (*settings.environments.paths, *sys.path)]
-    return [str(path) for path in dict.fromkeys(paths) if path.exists() and (path != here or here in allowed)]
+def _environment_paths(settings: DriverSettings) -> list[str]:
+    """Returns the folders that only environments import from. The keeper must not: it runs before the isolation."""
+    paths = [Path(path).resolve() for path in settings.environments.paths]
+    return [str(path) for path in dict.fromkeys(paths) if path.exists()]
+
+
+def _own_paths(settings: DriverSettings) -> list[str]:
+    """Returns the folders that the driver's modules come from. The working directory is one only if it is named, or
+    with trust: a service keeps its state there."""
+    here, named = Path.cwd(), os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    keeps_here = settings.environments.trust or here in {Path(path).resolve() for path in named if path}
+    paths = [Path(path or ".").resolve() for path in sys.path]
+    return [str(path) for path in dict.fromkeys(paths) if path.exists() and (path != here or keeps_here)]
 
 
 def _variables(settings: DriverSettings) -> dict[str, str]:
     """Returns the environment variables of a process. None is of Ebbtide: those may hold a token."""
-    own = {"PYTHONPATH": os.pathsep.join(_import_paths(settings)), "PYTHONDONTWRITEBYTECODE": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(_own_paths(settings)), "PYTHONDONTWRITEBYTECODE": "1"}
     if settings.environments.trust:
         return {name: value for name, value in os.environ.items() if not name.startswith("EBBTIDE_")} | own
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
@@ -116,7 +123,11 @@ class HostProcess:
         with theirs:
             process = await asyncio.to_thread(_start_keeper, settings, plan, theirs.fileno())
         made = cls(process, *await asyncio.open_connection(sock=ours))
-        started = msgspec.msgpack.decode(await made._exchange(b"", _STARTING_S), type=HostStarted)
+        try:
+            started = msgspec.msgpack.decode(await made._exchange(b"", _STARTING_S), type=HostStarted)
+        except TookTooLong:
+            await made.end()
+            raise
         if started.refused:
             await made.end()
             raise IsolationRefused(started.refused)

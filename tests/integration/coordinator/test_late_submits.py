@@ -73,6 +73,23 @@ async def test_submits_come_in_any_order_while_they_are_not_settled(cluster: Any
     assert await members(cluster, "ZCARD", "SUBMITS", "trainer") == 1
 
 
+async def test_events_that_the_former_release_did_not_count_make_room_for_new_ones(cluster: Any) -> None:
+    run = await cluster.run()
+    link = cluster.coordinator.link
+    last = int(await link.call("HINCRBY", run_key("r", "RUN"), "events", 3000))
+    for number in range(last - 2999, last + 1):
+        fields = ("k", "step", "key", "", "m", "", "v", "{}", "l", "{}", "at", "0")
+        await link.call("XADD", run_key("r", "CHATTER"), f"{number}-0", *fields)
+    await link.call("HDEL", run_key("r", "RUN"), "chatter")
+    await run.submit("a")
+    for _ in range(3):  # each writes an event
+        worker = await cluster.worker("w")
+        await worker.has("a")
+        await worker.break_streams()
+    assert await members(cluster, "XLEN", "CHATTER") < 3000
+    assert int(await link.call("HGET", run_key("r", "RUN"), "chatter")) >= 0
+
+
 async def test_each_lease_counts_its_submits_from_one(cluster: Any) -> None:
     run = await cluster.run()
     await submit(run, "a", sequence=900, settled=900)

@@ -98,6 +98,17 @@ async def test_the_token_is_in_no_file_variable_or_process_that_the_code_reaches
         assert "EBBTIDE" not in said
 
 
+async def test_nothing_of_an_environments_folder_runs_before_the_isolation(tmp_path: Path) -> None:
+    made = settings(tmp_path, trust=True)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    shown = msgspec.structs.replace(made.environments, paths=(str(folder), *made.environments.paths))
+    made = msgspec.structs.replace(made, environments=shown)
+    await (await HostProcess.start(made, host_plan(made))).end()
+    assert not (tmp_path / "ran").exists()
+
+
 async def test_a_token_in_a_folder_that_the_code_may_read_is_covered(tmp_path: Path) -> None:
     made = settings(tmp_path)
     named = made.environments.paths

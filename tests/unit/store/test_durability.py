@@ -81,7 +81,7 @@ def test_a_store_that_does_not_sync_while_it_rewrites_its_file_makes_the_longer_
     looked(seen, 40.0, since=29.25, fsync=fsync, skips_fsync=True)
     assert seen.before == 10.0
     seen.prove(35.0)
-    looked(seen, 40.5, since=40.25, fsync=fsync, skips_fsync=True)
+    looked(seen, 40.5, since=40.25, fsync=fsync, skips_fsync=True, waits=True)
     assert seen.before == 35.0, "WAITAOF knows better"
 
 
@@ -101,6 +101,28 @@ def test_a_replica_that_is_away_holds_the_claim_for_as_long_as_it_might_be_promo
     assert seen.before == 10.0
     looked(seen, 50.0, since=39.25, fsync="always", followed=True, offset=200, replicas={"a:1": 200})
     assert seen.before == 45.0
+
+
+def test_a_replica_that_is_online_and_confirms_nothing_counts_as_gone_until_it_confirms_more() -> None:
+    seen = horizon(sentinel=True)
+    both = {"a:1": 100, "b:1": 100}
+    looked(seen, 10.0, fsync="always", followed=True, offset=100, replicas=both)
+    stuck = {"a:1": 200, "b:1": 100}
+    looked(seen, 100.0, since=10.25, fsync="always", followed=True, offset=200, replicas=stuck)
+    assert seen.before == 95.0
+    assert seen.replicas == 1
+    looked(seen, 101.0, since=100.25, fsync="always", followed=True, offset=200, replicas={"a:1": 200, "b:1": 150})
+    assert seen.replicas == 2
+
+
+def test_proofs_count_no_more_once_the_server_gives_none() -> None:
+    seen = horizon()
+    looked(seen, 5.0, waits=True)
+    seen.prove(4.0)
+    looked(seen, 10.0, since=5.25, waits=True)
+    assert seen.before == 4.0
+    looked(seen, 100.0, since=10.25, fsync="no")
+    assert seen.before == 70.0
 
 
 def test_replies_that_fewer_than_all_replicas_confirmed_are_not_durable_at_once() -> None:

@@ -85,6 +85,7 @@ class DurabilityHorizon:
         self._looks: deque[StoreLook] = deque(maxlen=_LOOKS)  # not durable yet, oldest first
         self._idle: deque[StoreLook] = deque(maxlen=_LOOKS)  # those at which no fsync was under way
         self._replicas: dict[str, _Replica] = {}
+        self._abandoned: dict[str, int] = {}  # replicas that are online and confirm nothing more -> their offset
         self._latest_ms = 0  # the latest time that the store's clock has shown
         self._proven = -math.inf
         self.promotes = False  # a replica may take the server's place that lacks acknowledged writes
@@ -107,9 +108,15 @@ class DurabilityHorizon:
         """Note that the server has synced all writes that were acknowledged before `asked`."""
         self._proven = max(self._proven, asked)
 
+    def distrust_proofs(self) -> None:
+        """Go by the looks alone: the server proves nothing any more."""
+        self._proven = -math.inf
+
     def note(self, look: StoreLook) -> None:
         """Take in the newest look."""
         self._looks.append(look)
+        if not look.waits:
+            self.distrust_proofs()
         self._follow(look)
         self.promise = self._promised(look)
         self.synced = max(self.synced, self._synced(look))
@@ -120,12 +127,17 @@ class DurabilityHorizon:
 
     def _follow(self, look: StoreLook) -> None:
         for address, offset in look.replicas.items():
+            if offset <= self._abandoned.pop(address, -1):
+                self._abandoned[address] = offset
+                continue
             replica = self._replicas.setdefault(address, _Replica(self.before, look.sent))
             has = next((one.sent for one in reversed(self._looks) if one.offset <= offset), replica.caught)
             if has > replica.caught:
                 replica.caught, replica.at = has, look.sent
-        known = self._replicas.items()
-        self._replicas = {name: one for name, one in known if look.sent - one.at <= ABANDONED_S}
+        for address in [name for name, one in self._replicas.items() if look.sent - one.at > ABANDONED_S]:
+            del self._replicas[address]
+            if address in look.replicas:
+                self._abandoned[address] = look.replicas[address]
 
     def _promised(self, look: StoreLook) -> DurabilityPromise:
         synced_s = _FSYNC_S.get(look.fsync, _UNSYNCED_S)

@@ -24,6 +24,8 @@ _SELDOM_S: Final = 1.0
 _REST_S: Final = 0.05
 #: Longest single wait for the server's fsync.
 _WAITAOF_MS: Final = 1000
+#: First a deletion: a full store takes these few bytes, too.
+_WRITE: Final = "redis.call('DEL', KEYS[1]) redis.call('SET', KEYS[1], ARGV[1])"
 #: What `lag_s` says while nothing is known.
 _UNKNOWN_S: Final = 1e9
 
@@ -166,7 +168,7 @@ class DurabilityWatch:
                 await link.open()
                 while True:
                     asked, incarnation, horizon = time.monotonic(), self._of, self.horizon
-                    await link.call("SET", SYNCED, round(asked * 1000), incarnation=incarnation)
+                    await link.call("EVAL", _WRITE, 1, SYNCED, round(asked * 1000), incarnation=incarnation)
                     synced, _ = await link.call("WAITAOF", 1, 0, _WAITAOF_MS, incarnation=incarnation)
                     if synced:
                         horizon.prove(asked)
@@ -174,6 +176,7 @@ class DurabilityWatch:
             except StoreUnavailable:  # away, or another incarnation by now
                 await asyncio.sleep(_LOOK_S)
             except Internal:  # it does not know the command after all: the looks have to do
+                self.horizon.distrust_proofs()
                 return
             finally:
                 await link.close()

@@ -136,7 +136,8 @@ local function trim_chatter(bytes)
     redis.call('XDEL', CHATTER, oldest[1])
     redis.call('SREM', EVENT_KEYS, f[2] .. ':' .. f[4])
     local less = event_bytes({f[2], f[4], f[6], f[8], f[10]}, 1)
-    bytes = redis.call('HINCRBY', RUN, 'chatter', -math.min(bytes, less))
+    local cut = math.min(bytes, less)
+    if cut > 0 then bytes = redis.call('HINCRBY', RUN, 'chatter', -cut) end  -- -0 would be no integer
   end
 end
 

@@ -26,6 +26,8 @@ for at = 10, #ARGV, 5 do
   end
 end
 if #fresh > 0 then
+  redis.call('HSETNX', RUN, 'kept', kept_of(ARGV[4]))  -- the run may be of the former release, which kept more
+  redis.call('XTRIM', SPANS, 'MAXLEN', '~', kept_of(ARGV[4]))
   local used = tonumber(redis.call('HGET', COUNT, 'bytes') or 0) + history()
   if used + bytes > tonumber(ARGV[4]) then return refuse('QUOTA', tostring(used)) end
   local open = redis.call('ZCARD', OPEN)
@@ -42,7 +44,6 @@ if #fresh > 0 then
   count('queued', #fresh)
   count('bytes', bytes)
   settle()
-  redis.call('HSETNX', RUN, 'kept', kept_of(ARGV[4]))  -- the run may be of the former release
 end
 if number > 0 and not repeated then
   -- First a deletion: a full store takes these few bytes, too, when a new driver asks for what is here already.

@@ -53,7 +53,7 @@ class RunQuota:
         while unknown := self._state.runs.keys() - self._submitters.keys():  # others may come meanwhile
             for name in unknown:
                 self._submitters[name] = None
-                with suppress(NotFound):
+                with suppress(NotFound, NotReady):  # gone, or of a later release
                     self._submitters[name] = (await self._store.runs.read(name)).submitter
 
     async def _exists(self, run_id: str) -> bool:

@@ -32,6 +32,8 @@ from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.run import RunShare, RunSpec
 from ebbtide.types.weights import PolicyVersion
 
+#: Finishes per run that are remembered; the worker of an older one asks for it by itself.
+_FINISHES: Final = 1 << 16
 #: Episodes per run whose last worker is remembered: no prefix cache lasts longer.
 _HOMES: Final = 1 << 16
 #: Groups per run whose place is remembered; groups idle for longer get a new place.
@@ -60,7 +62,8 @@ class RunState:
         #: By rollout. Their appends are answered as stored, with 0 tokens, and not sent to the store; the worker sends
         #: them again once the rollout is known (`WorkerSession.send_again`).
         self.unconfirmed: Final[Mapping[str, UnconfirmedAttempt]] = self._unconfirmed
-        self._volatile_finishes: deque[FinishedAttempt] = deque()  # finishes that the store may still forget
+        #: Finishes that the store may still forget, the newest ones.
+        self._volatile_finishes: deque[FinishedAttempt] = deque(maxlen=_FINISHES)
         self._versions: dict[int, PolicyVersion] = {}
         self.versions: Final[Mapping[int, PolicyVersion]] = self._versions  # announced, and available
         self.newest = 0  # of these; 0: none

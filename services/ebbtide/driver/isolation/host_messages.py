@@ -22,6 +22,7 @@ class HostPlan(Struct, frozen=True, kw_only=True):
     isolated: bool
     user: str = ""  # that it becomes, which takes root; empty: it stays this user, in a user namespace
     readable: tuple[str, ...] = ()  # absolute paths
+    paths: tuple[str, ...] = ()  # folders that environments import from, before all others
     secrets: tuple[str, ...] = ()  # absolute paths of files that it must not be able to read
     network: bool = False
     memory_bytes: int

@@ -84,6 +84,7 @@ def _run_host(plan: HostPlan, connection: socket.socket, user: _User | None, *, 
             _reap_for(child)
     except (OSError, ValueError, _NotAllowed) as error:
         _refuse(connection, error)
+    sys.path[:0] = plan.paths  # from here on, so that nothing of it runs before
     try:
         connection.sendall(frame(HostStarted()))
         serve(connection)
