@@ -1,13 +1,21 @@
-"""A fleet in virtual time loses nothing, and is measured."""
+"""A fleet in virtual time loses nothing, and is measured. It runs as a process of its own: coroutines of killed workers
+protest when they are let go.
+"""
 
-from pathlib import Path
+import json
+import subprocess
+import sys
 
-from tests.simulation.crowd import CrowdPlan, remembered_bytes, simulate_crowd
+from tests.simulation.crowd import remembered_bytes
+
+PLAN = {"workers": 8, "slots": 4, "queued": 40, "runs": 2, "rate": 40.0, "seconds": 2.0, "finished": 100}
 
 
-def test_a_small_crowd_works_loses_half_its_workers_and_ends(tmp_path: Path) -> None:
-    plan = CrowdPlan(workers=8, slots=4, queued=40, runs=2, rate=40.0, seconds=2.0, finished=100)
-    found = simulate_crowd(plan, tmp_path)
+def test_a_small_crowd_works_loses_half_its_workers_and_ends() -> None:
+    flags = [part for name, value in PLAN.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "tests.simulation.crowd", *flags]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    found = json.loads(done.stdout.splitlines()[-1])
     assert found["tokens_lost"] == 0
     assert found["finished"] >= 72 + 100
     assert 0 < found["decision_p99_ms"] <= found["decision_max_ms"]
