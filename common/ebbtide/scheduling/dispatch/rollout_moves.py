@@ -30,7 +30,7 @@ from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 #: A rollout is stuck if it starts so much later than its prefill, and those before it, would take.
 _STUCK_S: Final = 1.0
 #: Sources that a round looks at in vain: each means to look at all of its rollouts.
-_LOOKS: Final = 32
+_LOOKS: Final = 16
 #: Engines, evenly picked, that stand for a larger fleet where a typical rate is asked for.
 _SAMPLE: Final = 64
 #: A rate below this share of the fastest is not believed: the worker was held up while it was observed.

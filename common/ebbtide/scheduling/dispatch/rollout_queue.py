@@ -101,7 +101,9 @@ class RolloutQueue:
         if one is not None:
             order = self._queues(one)[0].order
             del order[bisect_left(order, _key(one))]
-            self._bounds -= Counter((one.bounds,))  # keeps none that is down to zero
+            self._bounds[one.bounds] -= 1
+            if not self._bounds[one.bounds]:
+                del self._bounds[one.bounds]
         return one
 
     def bounds(self) -> set[VersionBounds]:

@@ -132,6 +132,7 @@ class Dispatcher:
             await self._arrange(now)
         balance = self._moves.due(now)
         if balance:
+            await asyncio.sleep(0)
             self._borrowed.judge(now)
             self._allocator.hand_over(now)
             await asyncio.sleep(0)  # in a large fleet each of these takes a while: others have their turn

@@ -1,7 +1,7 @@
 """Shows workers to the decisions as hosts.
 
-Invariant: a session's view is that of its present `revision`; with free slots, that of the last lesson on speeds, too.
-Lost with the process, and made again.
+Invariant: a session's view is that of its present `revision`; with free slots and a typical worker's rate for its own,
+that of the last lesson on speeds, too. Lost with the process, and made again.
 """
 
 import math
@@ -21,7 +21,7 @@ _SPARE: Final = 64
 
 class _Seen(NamedTuple):
     revision: int
-    lesson: int  # -1: it is full, so that speeds do not matter
+    lesson: int  # -1: the speeds of others do not matter
     view: HostView | None  # None: it has no version of the run that it serves, or may get nothing
 
 
@@ -46,8 +46,9 @@ class HostViews:
         return found
 
     def coming(self, run: RunState, now: float) -> list[HostView]:
-        """Workers that get a version of the run soon, as full hosts: for rollouts that avoid all others."""
+        """Workers that get a version soon, as full hosts: for rollouts that avoid all others. Call `of` first."""
         steady_only = run.spec.borrow.max_rollouts == 0
+        unready = [one for one in self._state.serving(run.run_id) if self._seen[one.session_id].view is None]
         return [
             HostView(
                 worker_id=session.session_id,
@@ -58,7 +59,7 @@ class HostViews:
                 target=run.newest,
                 max_model_len=session.hello.engine.max_model_len,
             )
-            for session in self._state.serving(run.run_id)
+            for session in unready
             if not _ready(run, session)
             and self._fleet.trusts(session)
             and not (steady_only and session.borrowed)
@@ -70,8 +71,8 @@ class HostViews:
             self._seen = {name: one for name, one in self._seen.items() if name in self._state.sessions}
         serves = _ready(run, session) and not session.draining and not session.given_up
         view = self._host(run, session) if serves else None
-        full = view is None or view.running >= view.slots
-        seen = self._seen[session.session_id] = _Seen(session.revision, -1 if full else self._moves.lesson, view)
+        alone = view is None or view.running >= view.slots or self._moves.knows(session)
+        seen = self._seen[session.session_id] = _Seen(session.revision, -1 if alone else self._moves.lesson, view)
         return seen
 
     def _host(self, run: RunState, session: WorkerSession) -> HostView:

@@ -79,7 +79,7 @@ class Rebalancer:
         self._asked: dict[tuple[str, str], _Asked] = {}  # by run and rollout
         self._searches: dict[str, MoveSearch] = {}  # by run
         self._next = float("-inf")
-        self.lesson = 0  # grows when speeds may have changed
+        self.lesson = 0  # grows when a typical speed may have changed
 
     def rate(self, session: WorkerSession) -> float:
         """Tokens/s of each of its rollouts with one more; a typical worker's if its own are not known yet, so that it
@@ -88,10 +88,17 @@ class Rebalancer:
         running = len(session.attempts) + 1
         found = self._rates.get((session.session_id, running))
         if found is None:
-            speed, context = self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
-            found = (speed.rate(running, context) if speed else 0.0) or self._typical(running)
+            found = self._own_rate(session, running) or self._typical(running)
             self._rates[session.session_id, running] = found
         return found
+
+    def knows(self, session: WorkerSession) -> bool:
+        """Whether `rate` is the worker's own: then it changes with the session's `revision` only."""
+        return self._own_rate(session, len(session.attempts) + 1) > 0.0
+
+    def _own_rate(self, session: WorkerSession, running: int) -> float:
+        speed, context = self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
+        return speed.rate(running, context) if speed else 0.0
 
     def speed(self, session: WorkerSession) -> tuple[WorkerThroughput | None, float]:
         """The worker's learnt speed, if any, and the mean context of its rollouts."""
@@ -153,6 +160,7 @@ class Rebalancer:
         running = frozenset(session.attempts.keys() - session.pending.keys())
         self._beats[session.session_id] = _Beat(beat, running, disturbed)
         context = self._contexts[session.session_id] = _context(session)
+        session.learn_plateau(session.plateau)  # its rate may be another with this context
         if last is None or last.disturbed or not running or not last.running:
             return
         seconds, busy_s = beat.uptime_s - last.beat.uptime_s, beat.busy_s - last.beat.busy_s
