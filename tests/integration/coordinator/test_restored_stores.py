@@ -215,6 +215,7 @@ async def test_a_forgotten_finish_does_not_keep_an_episode_from_being_completed(
     seen = await run.finished(2)
     await rig.forget()
     await rig.again(worker)
+    await wait_until(rig.cluster.coordinator.state.runs["r"].reconciled.is_set)  # else its worker would have to ask
     await run.complete("e.a", "a")  # the driver saw it
     await wait_until(lambda: worker.cancelled == ["a"])
     assert (await worker.add("b", 0, 4, STOP)).finished
