@@ -12,7 +12,6 @@ from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
 from ebbtide.store.topics.append_topic import AppendColumns
 from ebbtide.testing import EmbeddedRedis
-from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.rollout import Episode, RolloutRequest, Trajectory
 from ebbtide.types.run import EnvironmentSpec, LeaseRef, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids, pack_tokens
@@ -41,15 +40,14 @@ def request(number: int, length: int) -> RolloutRequest:
 async def generate(store: Store, requests: list[RolloutRequest], length: int) -> None:
     names = [one.rollout_id for one in requests]
     await store.rollouts.place(RUN, [(name, f"attempt-{name}", "worker") for name in names])
-    refs = [AttemptRef(RUN, name, f"attempt-{name}") for name in names]
+    attempts = [f"attempt-{name}" for name in names]
     for offset in range(0, length, FLUSH):
         count = min(FLUSH, length - offset)
-        tokens = pack_tokens(range(offset, offset + count), [-0.5] * count, 1) * len(refs)
-        refused = await store.appends.append(
-            RUN, AppendColumns(refs, [offset] * len(refs), [count] * len(refs), tokens, {})
-        )
+        tokens = pack_tokens(range(offset, offset + count), [-0.5] * count, 1) * len(names)
+        ends, counts = [offset + count] * len(names), [count] * len(names)
+        refused = await store.appends.append(AppendColumns(RUN, names, attempts, ends, counts, tokens, {}))
         if refused:
-            raise RuntimeError(f"{len(refused)} of {len(refs)} deltas were not stored")
+            raise RuntimeError(f"{len(refused)} of {len(names)} deltas were not stored")
 
 
 async def complete(store: Store, lease: LeaseRef, requests: list[RolloutRequest], length: int) -> None:

@@ -151,14 +151,16 @@ def _adopts_anything(adopt: Any) -> Any:
 
 BUGS: Final[dict[str, Bug]] = {
     "an append whose attempt is not compared": lua(
-        ("  if string.sub(fence, 1, split - 1) ~= attempt then return 3, 0, 0 end\n", "")
+        ("if (have[place + 1] == attempts[place] or fenced_by_02(place)) and", "if have[place + 1] and")
     ),
     "an append that overlaps what is stored": lua(
-        ("if offset ~= stored then return 2", "if offset > stored then return 2")
+        ("if stored == ends[place] then appended", "if stored >= ends[place] then appended")
     ),
     "a repeat taken for new by one token": lua(
-        ("offset + n <= stored then return 1", "offset + n < stored - 1 then return 1"),
-        ("if offset ~= stored then return 2", "if offset > stored then return 2"),
+        (
+            "if stored == ends[place] then appended",
+            "if stored == ends[place] + 1 or stored == ends[place] then appended",
+        ),
     ),
     "a term that is not checked": lua(
         ("if have[1] ~= term then return refuse('TERM') end", ""),

@@ -267,11 +267,11 @@ class Monitor:
 
     def _old_attempts(self, columns: bytes) -> dict[int, str]:
         """Deltas of an append, by their place, whose rollout another attempt has, or none."""
-        ids, begins, *_ = json.loads(columns)
+        ids, attempts, *_ = json.loads(columns)
         return {
             place: name
-            for place, (name, begin) in enumerate(zip(ids, begins, strict=True))
-            if self.rollouts[name].state == "queued" or self.rollouts[name].attempt != begin.partition(":")[0]
+            for place, (name, attempt) in enumerate(zip(ids, attempts, strict=True))
+            if self.rollouts[name].state == "queued" or self.rollouts[name].attempt != attempt
         }
 
     # -- what workers do -----------------------------------------------------------------------------------------

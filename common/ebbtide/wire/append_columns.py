@@ -74,12 +74,10 @@ class AppendReceiver:
             raise InvalidRequest(f"at most {MAX_DELTAS} deltas in one message", field="numbers")
         if not len(numbers) == len(request.offsets) == len(request.counts):
             raise InvalidRequest("all columns of a message must have one length", field="numbers")
-        if sum(request.counts) * TOKEN_BYTES != len(request.tokens):
-            raise InvalidRequest(
-                f"{len(request.tokens)} bytes are not {sum(request.counts)} token records", field="tokens"
-            )
+        if (tokens := sum(request.counts)) * TOKEN_BYTES != len(request.tokens):
+            raise InvalidRequest(f"{len(request.tokens)} bytes are not {tokens} token records", field="tokens")
         try:
-            return [self._attempts[number] for number in numbers]
+            return list(map(self._attempts.__getitem__, numbers))
         except KeyError as error:
             index = list(numbers).index(error.args[0])
             raise InvalidRequest("no attempt has this number", field=f"deltas[{index}].number") from None

@@ -14,7 +14,7 @@ from ebbtide.errors import Internal, StoreUnavailable
 from ebbtide.store.topics.append_topic import AppendColumns, joined
 from ebbtide.testing import wait_until
 from ebbtide.types.append_delta import AppendAck
-from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, AttemptRef, EngineInfo, WorkerKind
+from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, EngineInfo, WorkerKind
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -31,17 +31,17 @@ class Store:
         self.appends = self
         self.link = SimpleNamespace(durability=SimpleNamespace(before=lambda: math.inf))
 
-    async def append(self, _run_id: str, deltas: AppendColumns) -> dict[int, AppendAck]:
+    async def append(self, deltas: AppendColumns) -> dict[int, AppendAck]:
         self.calls.append(deltas)
         await self.go.wait()
         if self.errors:
             raise self.errors.pop(0)
-        refused = [i for i, ref in enumerate(deltas.attempts) if ref.rollout_id == "gap"]
-        return {i: AppendAck(deltas.attempts[i].attempt_id, AppendStatus.GAP, 7, False) for i in refused}
+        refused = [i for i, rollout in enumerate(deltas.rollouts) if rollout == "gap"]
+        return {i: AppendAck(deltas.attempts[i], AppendStatus.GAP, 7, False) for i in refused}
 
     @property
     def rollouts(self) -> list[list[str]]:
-        return [[ref.rollout_id for ref in call.attempts] for call in self.calls]
+        return [list(call.rollouts) for call in self.calls]
 
 
 class House:
@@ -71,9 +71,9 @@ async def house() -> House:
 
 
 def columns(*rollouts: str, run: str = "run", finishes: dict[int, FinishReason] | None = None) -> AppendColumns:
-    refs = [AttemptRef(run, rollout, f"a-{rollout}") for rollout in rollouts]
+    attempts, many = [f"a-{rollout}" for rollout in rollouts], len(rollouts)
     tokens = b"".join(rollout[:1].encode() * TOKEN_BYTES for rollout in rollouts)
-    return AppendColumns(refs, [3] * len(refs), [1] * len(refs), tokens, finishes or {})
+    return AppendColumns(run, list(rollouts), attempts, [4] * many, [1] * many, tokens, finishes or {})
 
 
 def test_joined_deltas_keep_their_order_their_tokens_and_their_finishes() -> None:

@@ -13,7 +13,7 @@ for at = 2, #ARGV, 4 do
   else
     if r[1] == 'running' then log_span(span(id), 'its end was forgotten', CAUSE.NOT_HELD)
     else count('queued', -1); count('running', 1) end
-    redis.call('HSET', FENCE, 'r:' .. id, attempt .. ':' .. stored)
+    redis.call('HSET', FENCE, 'r:' .. id, attempt)
     redis.call('HSET', ROLLOUT .. id, 'state', 'running', 'attempt', attempt, 'worker', worker, 'from', stored, 'begin', age())
     if r[2] ~= attempt then
       redis.call('HINCRBY', ROLLOUT .. id, 'attempts', 1)

@@ -12,7 +12,7 @@ for at = 3, #ARGV, 3 do
     local stored, attempts = #tokens / 12, tonumber(r[3])
     if r[1] == 'queued' then
       attempts = attempts + 1
-      redis.call('HSET', FENCE, 'r:' .. id, attempt .. ':' .. stored)
+      redis.call('HSET', FENCE, 'r:' .. id, attempt)
       redis.call('HSET', ROLLOUT .. id, 'state', 'running', 'attempt', attempt, 'attempts', attempts, 'worker', worker,
         'from', stored, 'begin', age())
       count('queued', -1)

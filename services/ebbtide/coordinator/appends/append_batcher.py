@@ -24,13 +24,15 @@ from ebbtide.store.store import Store
 from ebbtide.store.topics.append_topic import AppendColumns, joined
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AppendStatus, AttemptRef
+from ebbtide.types.fleet import AppendStatus
+from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.wire.append_columns import MAX_DELTAS
 
 #: Least time between two calls of a run: each costs the store a turn and an fsync, whatever its size.
 _GATHER_S: Final = 0.005
 #: Bytes per call, unless a single message has more.
 _CALL_BYTES: Final = 4 << 20
+_OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for status in AppendStatus}
 
 
 class _Message:
@@ -52,7 +54,7 @@ class AppendBatcher:
     ) -> dict[int, AppendAck]:
         """Store deltas of one run. Returns, by place, those that were not stored as they were sent."""
         message = _Message(deltas, attempts)
-        run_id = deltas.attempts[0].run_id
+        run_id = deltas.run_id
         if (queue := self._queues.get(run_id)) is not None:
             queue.append(message)
         else:
@@ -107,6 +109,7 @@ class AppendBatcher:
                 one.answer.set_exception(error)
                 one.answer.exception() if one.left else None
             return True
+        _count(messages, others)
         first = 0
         for one in messages:
             end = first + len(one.attempts)
@@ -122,18 +125,17 @@ class AppendBatcher:
                 attempts = [attempt for one in messages for attempt in one.attempts]
                 self._take_in(run, deltas, attempts, others)
                 return others
-        return {
-            i: AppendAck(ref.attempt_id, AppendStatus.SUPERSEDED, 0, False) for i, ref in enumerate(deltas.attempts)
-        }
+        return deltas.superseded()
 
     async def _known(self, run: RunState, deltas: AppendColumns) -> dict[int, AppendAck]:
         """Store all deltas except those of unconfirmed attempts, which are answered as stored with 0 tokens."""
         if not run.unconfirmed:
-            return await self._store.appends.append(run.run_id, deltas)
-        held = {i: ref for i, ref in enumerate(deltas.attempts) if run.is_unconfirmed(ref)}
+            return await self._store.appends.append(deltas)
+        ids = enumerate(zip(deltas.rollouts, deltas.attempts, strict=True))
+        held = {i: attempt for i, (rollout, attempt) in ids if run.is_unconfirmed(rollout, attempt)}
         rest = [i for i in range(len(deltas.attempts)) if i not in held]
-        found = await self._store.appends.append(run.run_id, deltas.pick(rest)) if rest else {}
-        kept = {i: AppendAck(ref.attempt_id, AppendStatus.STORED, 0, False) for i, ref in held.items()}
+        found = await self._store.appends.append(deltas.pick(rest)) if rest else {}
+        kept = {i: AppendAck(attempt, AppendStatus.STORED, 0, False) for i, attempt in held.items()}
         return kept | {rest[i]: ack for i, ack in found.items()}
 
     def _take_in(
@@ -143,7 +145,7 @@ class AppendBatcher:
         attempts: Sequence[RunningAttempt | None],
         others: dict[int, AppendAck],
     ) -> None:
-        run.accept_tokens(attempts, deltas.offsets, deltas.counts)
+        run.accept_tokens(attempts, deltas.ends)
         ended = [i for i in deltas.finishes if i not in others]
         for i, ack in others.items():
             if (attempt := attempts[i]) is not None and ack.status is not AppendStatus.SUPERSEDED:
@@ -151,13 +153,13 @@ class AppendBatcher:
             if ack.finished:
                 ended.append(i)
             elif ack.status is AppendStatus.SUPERSEDED:
-                _disown(run, deltas.attempts[i])
-        over = (deltas.attempts[i] for i in ended)
+                _disown(run, deltas.rollouts[i], deltas.attempts[i])
+        self._notifier.notify_all("tokens", run.run_id, deltas.rollouts)
+        if not ended:
+            return
+        over = ((deltas.rollouts[i], deltas.attempts[i]) for i in ended)
         before = self._store.link.durability.before()
-        finished = [
-            attempt for ref in over if (attempt := run.finish(ref.rollout_id, ref.attempt_id, durable_before=before))
-        ]
-        self._notifier.notify_all("tokens", run.run_id, (ref.rollout_id for ref in deltas.attempts))
+        finished = [attempt for rollout, name in over if (attempt := run.finish(rollout, name, durable_before=before))]
         if finished:
             metrics.finished.inc(len(finished))
             for attempt in finished:
@@ -165,10 +167,17 @@ class AppendBatcher:
             self._notifier.notify("finished", run.run_id)
 
 
-def _disown(run: RunState, ref: AttemptRef) -> None:
+def _count(messages: list[_Message], others: dict[int, AppendAck]) -> None:
+    metrics.tokens.inc(sum(len(one.deltas.tokens) for one in messages) // TOKEN_BYTES)
+    _OUTCOMES[AppendStatus.STORED].inc(sum(len(one.attempts) for one in messages) - len(others))
+    for ack in others.values():
+        _OUTCOMES[ack.status].inc()
+
+
+def _disown(run: RunState, rollout_id: str, attempt_id: str) -> None:
     """Orphan an attempt that its worker will drop, if the mirror still has it: the store is ahead of the mirror."""
-    attempt = run.running.get(ref.rollout_id)
-    if attempt is not None and attempt.attempt_id == ref.attempt_id and attempt.orphaned is None:
+    attempt = run.running.get(rollout_id)
+    if attempt is not None and attempt.attempt_id == attempt_id and attempt.orphaned is None:
         unknown = EndReason(EndCause.NOT_HELD, "the store did not know the attempt any more")
         attempt.orphan(OrphanedAttempt(time.monotonic(), unknown))
 

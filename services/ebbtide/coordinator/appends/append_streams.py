@@ -8,10 +8,13 @@ what was not durable.
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import add
 from types import TracebackType
 from typing import Final, Self
+
+from msgspec.structs import replace
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
@@ -25,16 +28,14 @@ from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
 from ebbtide.store.topics.append_topic import AppendColumns
 from ebbtide.types.append_delta import AppendAck
-from ebbtide.types.fleet import AppendStatus, AttemptRef
+from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.rollout import FinishReason
-from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
 from ebbtide.wire.append_columns import AppendReceiver, finishes
 
 Responses = AsyncIterator[fleet_pb2.AppendResponse]
 #: Pause while the store is away.
 _AWAY_S: Final = 0.2
-_OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for status in AppendStatus}
 
 
 class AppendStreams:
@@ -83,27 +84,25 @@ class AppendStreams:
             found = [await stores[0]] if len(stores) == 1 else await asyncio.gather(*stores)
             for (places, _), some in zip(works, found, strict=True):
                 others.update({places[i]: ack for i, ack in some.items()})
-        _count(len(refs), len(request.tokens), others, time.monotonic() - start)
+        metrics.append_seconds.observe(time.monotonic() - start)
         answers = [_answer(place, ack) for place, ack in others.items()] if others else None
         return fleet_pb2.AppendResponse(sequence=request.sequence, others=answers, durable=incarnation.durable())
 
     def _checked(self, deltas: AppendColumns, places: Sequence[int]) -> list[RunningAttempt | None]:
         """The mirror's attempt of each delta. Raises `InvalidRequest` for more than `max_tokens`."""
-        run = self._state.runs.get(deltas.attempts[0].run_id)
-        running = run.running if run else {}
-        found: list[RunningAttempt | None] = []
-        now = time.monotonic()
-        for ref, offset, count in zip(deltas.attempts, deltas.offsets, deltas.counts, strict=True):
-            attempt = running.get(ref.rollout_id)
-            if attempt is not None and attempt.attempt_id == ref.attempt_id:
-                if offset + count > attempt.max_tokens:
-                    field = f"deltas[{places[len(found)]}].tokens"
-                    raise InvalidRequest(f"more than the rollout's max_tokens ({attempt.max_tokens})", field=field)
-                if count and not attempt.started:
-                    attempt.begin(now)
-            else:
-                attempt = None
-            found.append(attempt)
+        run = self._state.runs.get(deltas.run_id)
+        running: Mapping[str, RunningAttempt] = run.running if run else {}
+        found = list(map(running.get, deltas.rollouts))
+        for i, (attempt, name, end) in enumerate(zip(found, deltas.attempts, deltas.ends, strict=True)):
+            if attempt is None or attempt.attempt_id != name:
+                found[i] = None
+                continue
+            if end > attempt.max_tokens:
+                raise InvalidRequest(
+                    f"more than the rollout's max_tokens ({attempt.max_tokens})", field=f"deltas[{places[i]}].tokens"
+                )
+            if not attempt.started and deltas.counts[i]:
+                attempt.begin(time.monotonic())
         return found
 
 
@@ -203,24 +202,25 @@ async def _twice(answers: Responses, incarnation: StoreIncarnation, link: StoreC
 
 
 def _by_run(
-    request: fleet_pb2.AppendRequest, refs: list[AttemptRef], ends: dict[int, FinishReason]
+    request: fleet_pb2.AppendRequest, refs: list[AttemptRef], finishes: dict[int, FinishReason]
 ) -> list[tuple[Sequence[int], AppendColumns]]:
     """The message's deltas by run, each run's with their places in the message."""
-    whole = AppendColumns(refs, list(request.offsets), list(request.counts), request.tokens, ends)
-    if len({ref.run_id for ref in refs}) == 1:
-        return [(range(len(refs)), whole)]
+    runs, counts = [ref.run_id for ref in refs], list(request.counts)
+    whole = AppendColumns(
+        runs[0],
+        [ref.rollout_id for ref in refs],
+        [ref.attempt_id for ref in refs],
+        list(map(add, request.offsets, counts)),
+        counts,
+        request.tokens,
+        finishes,
+    )
+    if runs.count(runs[0]) == len(runs):
+        return [(range(len(runs)), whole)]
     places: dict[str, list[int]] = defaultdict(list)
-    for place, ref in enumerate(refs):
-        places[ref.run_id].append(place)
-    return [(mine, whole.pick(mine)) for mine in places.values()]
-
-
-def _count(deltas: int, size: int, others: dict[int, AppendAck], seconds: float) -> None:
-    metrics.append_seconds.observe(seconds)
-    metrics.tokens.inc(size // TOKEN_BYTES)
-    _OUTCOMES[AppendStatus.STORED].inc(deltas - len(others))
-    for ack in others.values():
-        _OUTCOMES[ack.status].inc()
+    for place, run_id in enumerate(runs):
+        places[run_id].append(place)
+    return [(mine, replace(whole.pick(mine), run_id=run_id)) for run_id, mine in places.items()]
 
 
 def _answer(index: int, ack: AppendAck) -> fleet_pb2.AppendAck:

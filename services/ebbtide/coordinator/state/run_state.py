@@ -28,7 +28,6 @@ from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.run import RunShare, RunSpec
 from ebbtide.types.weights import PolicyVersion
 
@@ -224,14 +223,11 @@ class RunState:
         self._volatile_finishes.clear()
         return taken
 
-    def accept_tokens(
-        self, attempts: Sequence[RunningAttempt | None], offsets: Sequence[int], counts: Sequence[int]
-    ) -> None:
-        """Note the tokens of one call that the store took, all as they were sent."""
+    def accept_tokens(self, attempts: Sequence[RunningAttempt | None], ends: Sequence[int]) -> None:
+        """Note the tokens of one call that the store took, all as they were sent. `ends`: tokens of each rollout."""
         made = 0
-        for attempt, offset, count in zip(attempts, offsets, counts, strict=True):
+        for attempt, end in zip(attempts, ends, strict=True):
             if attempt is not None:
-                end = offset + count
                 if end > attempt.stored:
                     made += end - attempt.stored
                 attempt.stored = end
@@ -270,9 +266,9 @@ class RunState:
 
     # What a store that came back may have forgotten.
 
-    def is_unconfirmed(self, ref: AttemptRef) -> bool:
-        unconfirmed = self._unconfirmed.get(ref.rollout_id)
-        return unconfirmed is not None and unconfirmed.attempt.attempt_id == ref.attempt_id
+    def is_unconfirmed(self, rollout_id: str, attempt_id: str) -> bool:
+        unconfirmed = self._unconfirmed.get(rollout_id)
+        return unconfirmed is not None and unconfirmed.attempt.attempt_id == attempt_id
 
     def doubt(self) -> None:
         """Note that the store may know less than the mirror: appends wait until the run is reconciled."""
