@@ -4,11 +4,13 @@ The sender numbers the attempts of a stream with their first delta, so that thei
 only the deltas that were not stored as sent.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from operator import add
 from typing import Final
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.append_delta import AppendAck, AppendDelta
+from ebbtide.types.append_delta import AppendAck, AppendColumns, AppendDelta
 from ebbtide.types.fleet import AppendStatus, AttemptRef, check_attempt
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -59,42 +61,70 @@ class AppendReceiver:
     """Finds the attempts of one stream by their numbers."""
 
     def __init__(self) -> None:
-        self._attempts: dict[int, AttemptRef] = {}
+        # By number; lists are faster than objects here.
+        self._runs: list[str] = [""] * MAX_DELTAS  # "": no attempt has the number
+        self._rollouts: list[str] = [""] * MAX_DELTAS
+        self._attempts: list[str] = [""] * MAX_DELTAS
 
-    def attempts(self, request: fleet_pb2.AppendRequest) -> list[AttemptRef]:
-        """The attempt of each delta. Raises `InvalidRequest` naming the column for an inconsistent message."""
-        for index, one in enumerate(request.opened):
+    def columns(self, request: fleet_pb2.AppendRequest) -> list[tuple[Sequence[int], AppendColumns]]:
+        """The message's deltas by run, each run's with their places in the message. Raises `InvalidRequest` naming the
+        column for an inconsistent message.
+        """
+        self._open(request.opened)
+        numbers, counts, tokens = list(request.numbers), list(request.counts), request.tokens
+        if len(numbers) > MAX_DELTAS:
+            raise InvalidRequest(f"at most {MAX_DELTAS} deltas in one message", field="numbers")
+        if not len(numbers) == len(request.offsets) == len(counts):
+            raise InvalidRequest("all columns of a message must have one length", field="numbers")
+        if sum(counts) * TOKEN_BYTES != len(tokens):
+            raise InvalidRequest(f"{len(tokens)} bytes are not {sum(counts)} token records", field="tokens")
+        if not numbers:
+            return []
+        if max(numbers) >= MAX_DELTAS or "" in (runs := [self._runs[number] for number in numbers]):
+            index = next(i for i, number in enumerate(numbers) if number >= MAX_DELTAS or not self._runs[number])
+            raise InvalidRequest("no attempt has this number", field=f"deltas[{index}].number")
+        whole = AppendColumns(
+            runs[0],
+            [self._rollouts[number] for number in numbers],
+            [self._attempts[number] for number in numbers],
+            list(map(add, request.offsets, counts)),
+            counts,
+            tokens,
+            finishes(request),
+        )
+        if runs.count(runs[0]) == len(runs):
+            return [(range(len(runs)), whole)]
+        places: dict[str, list[int]] = defaultdict(list)
+        for place, run_id in enumerate(runs):
+            places[run_id].append(place)
+        return [(mine, whole.pick(mine)._replace(run_id=run_id)) for run_id, mine in places.items()]
+
+    def _open(self, opened: Sequence[fleet_pb2.Opened]) -> None:
+        for index, one in enumerate(opened):
             if one.number >= MAX_DELTAS:
                 raise InvalidRequest(f"must be below {MAX_DELTAS}", field=f"opened[{index}].number")
             ref = AttemptRef(one.attempt.run_id, one.attempt.rollout_id, one.attempt.attempt_id)
             check_attempt(ref, field=f"opened[{index}].attempt")
-            self._attempts[one.number] = ref
-        numbers = request.numbers
-        if len(numbers) > MAX_DELTAS:
-            raise InvalidRequest(f"at most {MAX_DELTAS} deltas in one message", field="numbers")
-        if not len(numbers) == len(request.offsets) == len(request.counts):
-            raise InvalidRequest("all columns of a message must have one length", field="numbers")
-        if (tokens := sum(request.counts)) * TOKEN_BYTES != len(request.tokens):
-            raise InvalidRequest(f"{len(request.tokens)} bytes are not {tokens} token records", field="tokens")
-        try:
-            return list(map(self._attempts.__getitem__, numbers))
-        except KeyError as error:
-            index = list(numbers).index(error.args[0])
-            raise InvalidRequest("no attempt has this number", field=f"deltas[{index}].number") from None
+            self._runs[one.number], self._rollouts[one.number] = ref.run_id, ref.rollout_id
+            self._attempts[one.number] = ref.attempt_id
 
     def deltas(self, request: fleet_pb2.AppendRequest) -> list[AppendDelta]:
-        """The message's deltas. Raises `InvalidRequest`."""
-        ends = finishes(request)
-        found, at = [], 0
-        for index, ref in enumerate(self.attempts(request)):
-            size = request.counts[index] * TOKEN_BYTES
-            found.append(AppendDelta(ref, request.offsets[index], request.tokens[at : at + size], ends.get(index)))
-            at += size
-        return found
+        """The message's deltas, in their order. Raises `InvalidRequest`."""
+        found: dict[int, AppendDelta] = {}
+        for places, columns in self.columns(request):
+            at = 0
+            for i, place in enumerate(places):
+                ref = AttemptRef(columns.run_id, columns.rollouts[i], columns.attempts[i])
+                tokens = columns.tokens[at : at + columns.counts[i] * TOKEN_BYTES]
+                found[place] = AppendDelta(ref, columns.ends[i] - columns.counts[i], tokens, columns.finishes.get(i))
+                at += len(tokens)
+        return [found[place] for place in sorted(found)]
 
 
 def finishes(request: fleet_pb2.AppendRequest) -> dict[int, FinishReason]:
     """Finish reasons by the index of their delta. Raises `InvalidRequest` for a reason that workers may not give."""
+    if not request.finishes:
+        return {}
     ends = {one.index: int(one.reason) for one in request.finishes}
     for index, reason in ends.items():
         if index >= len(request.numbers):

@@ -11,9 +11,8 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.errors import Internal, StoreUnavailable
-from ebbtide.store.topics.append_topic import AppendColumns, joined
 from ebbtide.testing import wait_until
-from ebbtide.types.append_delta import AppendAck
+from ebbtide.types.append_delta import AppendAck, AppendColumns, joined
 from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, EngineInfo, WorkerKind
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import EnvironmentSpec, RunSpec

@@ -21,8 +21,7 @@ from ebbtide.errors import NotFound, StoreUnavailable
 from ebbtide.rpc.backoff import pauses
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.store import Store
-from ebbtide.store.topics.append_topic import AppendColumns, joined
-from ebbtide.types.append_delta import AppendAck
+from ebbtide.types.append_delta import AppendAck, AppendColumns, joined
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import AppendStatus
 from ebbtide.types.tokens import TOKEN_BYTES

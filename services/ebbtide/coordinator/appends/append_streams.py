@@ -7,14 +7,11 @@ what was not durable.
 
 import asyncio
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
-from operator import add
 from types import TracebackType
 from typing import Final, Self
-
-from msgspec.structs import replace
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
@@ -26,12 +23,9 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest, StoreUnavailable
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
-from ebbtide.store.topics.append_topic import AppendColumns
-from ebbtide.types.append_delta import AppendAck
-from ebbtide.types.fleet import AttemptRef
-from ebbtide.types.rollout import FinishReason
+from ebbtide.types.append_delta import AppendAck, AppendColumns
 from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.append_columns import AppendReceiver, finishes
+from ebbtide.wire.append_columns import AppendReceiver
 
 Responses = AsyncIterator[fleet_pb2.AppendResponse]
 #: Pause while the store is away.
@@ -71,13 +65,12 @@ class AppendStreams:
     ) -> fleet_pb2.AppendResponse:
         """Store one message. Raises `InvalidRequest`."""
         start = time.monotonic()
-        refs, ends = receiver.attempts(request), finishes(request)
+        works = receiver.columns(request)
         others: dict[int, AppendAck] = {}
         incarnation = self._state.incarnation
-        if refs:
+        if works:
             if request.tokens:
                 session.tokens_came(start)
-            works = _by_run(request, refs, ends)
             checked = [self._checked(columns, places) for places, columns in works]
             pairs = zip(works, checked, strict=True)
             stores = [self._storing.keep(session, columns, attempts) for (_, columns), attempts in pairs]
@@ -199,28 +192,6 @@ async def _twice(answers: Responses, incarnation: StoreIncarnation, link: StoreC
     finally:
         reader.cancel()
         confirmer.cancel()
-
-
-def _by_run(
-    request: fleet_pb2.AppendRequest, refs: list[AttemptRef], finishes: dict[int, FinishReason]
-) -> list[tuple[Sequence[int], AppendColumns]]:
-    """The message's deltas by run, each run's with their places in the message."""
-    runs, counts = [ref.run_id for ref in refs], list(request.counts)
-    whole = AppendColumns(
-        runs[0],
-        [ref.rollout_id for ref in refs],
-        [ref.attempt_id for ref in refs],
-        list(map(add, request.offsets, counts)),
-        counts,
-        request.tokens,
-        finishes,
-    )
-    if runs.count(runs[0]) == len(runs):
-        return [(range(len(runs)), whole)]
-    places: dict[str, list[int]] = defaultdict(list)
-    for place, run_id in enumerate(runs):
-        places[run_id].append(place)
-    return [(mine, replace(whole.pick(mine), run_id=run_id)) for run_id, mine in places.items()]
 
 
 def _answer(index: int, ack: AppendAck) -> fleet_pb2.AppendAck:

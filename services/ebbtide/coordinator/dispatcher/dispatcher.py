@@ -34,7 +34,7 @@ from ebbtide.types.run import RunEvent, RunStatus
 
 log = telemetry.get_logger(__name__)
 #: Pause after the first change, so that a burst is decided in one round.
-_GATHER_S: Final = 0.005
+_GATHER_S: Final = 0.01
 #: Longest pause between rounds, because some decisions depend on time alone.
 _TICK_S: Final = 0.25
 #: Least time between two looks at workers' runs and versions: filling slots is more urgent.

@@ -10,9 +10,10 @@ from contextlib import contextmanager, suppress
 from typing import Final, Protocol, TypeVar
 
 Topic = tuple[str, ...]
-#: A watcher's longest sleep after an empty page, and after a page that may not have been the last.
+#: A watcher's longest sleep after an empty page.
 _LOOK_AGAIN_S: Final = 2.0
-_SOON_S: Final = 0.01
+#: Its sleep after any other page: what comes close together is read at once. The page may also not have been the last.
+_GATHER_S: Final = 0.01
 #: After a page of so many records the next one is read at once.
 _MANY: Final = 16
 
@@ -47,10 +48,10 @@ class Notifier:
                 del self._listeners[topic]
 
 
-async def notified_or_late(notified: asyncio.Event, *, soon: bool = False) -> None:
+async def notified_or_late(notified: asyncio.Event) -> None:
     """Sleep until the next notification, or the next poll."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(_SOON_S if soon else _LOOK_AGAIN_S):
+        async with asyncio.timeout(_LOOK_AGAIN_S):
             await notified.wait()
 
 
@@ -79,5 +80,7 @@ async def follow(
                 cursor = record.cursor
             if over and not page:
                 return
-            if len(page) < _MANY:
-                await notified_or_late(notified, soon=bool(page))
+            if not page:
+                await notified_or_late(notified)
+            elif len(page) < _MANY:
+                await asyncio.sleep(_GATHER_S)
