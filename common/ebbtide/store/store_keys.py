@@ -53,8 +53,9 @@ RUN_KEYS: Final[dict[str, str]] = {
     # attempt that has ended. Capped. Owner: lib. Expires with RUN, or goes when ended runs take too much.
     "SPANS": "spans",
     # hash: term, `lease:ROLE` -> fence, `settled:ROLE` -> "FENCE NUMBER" (submits under that lease with a lower number
-    # are settled), and `r:ROLLOUT` -> "ATTEMPT:stored" for each running rollout: what every write compares. Owner:
-    # claim_term, lease_*, submit, place, append, requeue. Deleted at the run's end, which bars all further writes.
+    # are settled), and `r:ROLLOUT` -> attempt for each running rollout (0.2.0 wrote "ATTEMPT:stored"): what every write
+    # compares. Owner: claim_term, lease_*, submit, place, append, requeue. Deleted at the run's end, which bars all
+    # further writes.
     "FENCE": "fence",
     # string per role, with an expiry: the role's holder; gone unless the lease is renewed in time.
     "CLAIM": "claim:",
