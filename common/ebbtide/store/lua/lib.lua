@@ -98,18 +98,18 @@ local function forgotten(stream, cursor)
   return ms > last_ms or (ms == last_ms and n > last_n)
 end
 
-local function kept_of(quota)
+local function history_limit_of(quota)
   return math.max(LEAST_KEPT, math.min(MOST_KEPT, math.floor(tonumber(quota) / QUOTA_OF_ONE)))
 end
 
 -- How many spans, and how many ids that are over, a run keeps; and the lowest step that is not over. Looked up once per script.
-local keeps, first_step
-local function kept()
-  if not keeps then
+local limit, first_step
+local function history_limit()
+  if not limit then
     local r = redis.call('HMGET', RUN, 'kept', 'first_step')
-    keeps, first_step = tonumber(r[1] or MOST_KEPT), tonumber(r[2] or 0)
+    limit, first_step = tonumber(r[1] or MOST_KEPT), tonumber(r[2] or 0)
   end
-  return keeps
+  return limit
 end
 
 -- Bytes of what a run keeps of its past, which count towards its quota.
@@ -129,7 +129,7 @@ end
 -- Drops the oldest chatter beyond its bounds, and its keys. `bytes`: of all chatter.
 local function trim_chatter(bytes)
   for _ = 1, DROPPED_AT_ONCE do
-    if redis.call('XLEN', CHATTER) <= kept() / KEPT_PER_CHATTER and bytes <= kept() * CHATTER_BYTES then return end
+    if redis.call('XLEN', CHATTER) <= history_limit() / KEPT_PER_CHATTER and bytes <= history_limit() * CHATTER_BYTES then return end
     local oldest = redis.call('XRANGE', CHATTER, '-', '+', 'COUNT', 1)[1]
     if not oldest then return redis.call('HSET', RUN, 'chatter', 0) end  -- the former release trimmed, and did not count
     local f = oldest[2]
@@ -169,7 +169,7 @@ local function span(id)
 end
 -- `why`: for people. `cause`: a number of `EndCause`.
 local function log_span(fields, why, cause)
-  redis.call('XADD', SPANS, 'MAXLEN', '~', kept(), '*', 'e', age(), 'why', why, 'c', cause, unpack(fields))
+  redis.call('XADD', SPANS, 'MAXLEN', '~', history_limit(), '*', 'e', age(), 'why', why, 'c', cause, unpack(fields))
 end
 
 -- Marks a rollout (`r:ID`) or an episode (`e:ID`) as over. Marks beyond what is kept go, but for new ones and those of steps that are
@@ -179,7 +179,7 @@ local function mark_over(mark, step)
   local now = math.floor(age() / 1000)
   local marks = redis.call('RPUSH', DONE_ORDER, string.format('%s %d %s', step or '', now, mark))
   for _ = 1, DROPPED_AT_ONCE do
-    if marks <= kept() then return end
+    if marks <= history_limit() then return end
     local of, at, oldest = string.match(redis.call('LINDEX', DONE_ORDER, 0), '^(%d*) (%-?%d+) (.*)$')
     if math.abs(now - at) < REMEMBERED_S then return end  -- the clock may have been set back
     if of ~= '' and tonumber(of) >= first_step then return end

@@ -7,7 +7,7 @@ local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local taken, number, step = SUBMITS .. ARGV[2], tonumber(ARGV[6]), ARGV[8]
 local fence, settled = string.match(redis.call('HGET', FENCE, 'settled:' .. ARGV[2]) or '', '^(%S+) (%d+)$')
 settled = fence == ARGV[3] and tonumber(settled) or 0  -- each lease counts from 1
-kept()  -- and the first step
+history_limit()  -- and the first step
 local repeated = number > 0 and (number < settled or (fence == ARGV[3] and redis.call('ZSCORE', taken, number)))
 local past = repeated or (step ~= '' and tonumber(step) < first_step)
 local out, fresh, seen, bytes = {}, {}, {}, 0
@@ -26,8 +26,8 @@ for at = 10, #ARGV, 5 do
   end
 end
 if #fresh > 0 then
-  redis.call('HSETNX', RUN, 'kept', kept_of(ARGV[4]))  -- the run may be of the former release, which kept more
-  redis.call('XTRIM', SPANS, 'MAXLEN', '~', kept_of(ARGV[4]))
+  redis.call('HSETNX', RUN, 'kept', history_limit_of(ARGV[4]))  -- the run may be of the former release, which kept more
+  redis.call('XTRIM', SPANS, 'MAXLEN', '~', history_limit_of(ARGV[4]))
   local used = tonumber(redis.call('HGET', COUNT, 'bytes') or 0) + history()
   if used + bytes > tonumber(ARGV[4]) then return refuse('QUOTA', tostring(used)) end
   local open = redis.call('ZCARD', OPEN)

@@ -9,7 +9,7 @@ if spec then
   return 0
 end
 redis.call('HSET', RUN, 'spec', ARGV[3], 'status', 'PENDING', 'message', 'waits for a trainer', 'version', 0, 'seq', 0,
-  'kept', kept_of(ARGV[5]), 'created', string.format('%.0f', now_ms()), 'submitter', ARGV[4])
+  'kept', history_limit_of(ARGV[5]), 'created', string.format('%.0f', now_ms()), 'submitter', ARGV[4])
 redis.call('HSET', FENCE, 'term', ARGV[1])
 emit('status', 'PENDING', 'submitted; waits for a trainer', '{}', '{"status":"PENDING"}')
 return 1

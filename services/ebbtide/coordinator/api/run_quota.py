@@ -4,6 +4,7 @@ Invariant: runs that are being submitted count, so calls at the same time do not
 remembered here can be read from the store again.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -20,16 +21,16 @@ class RunQuota:
     def __init__(self, state: CoordinatorState, store: Store, *, limit: int) -> None:
         self._state, self._store, self._limit = state, store, limit
         self._submitters: dict[str, str | None] = {}  # of live runs; None: the store does not know the run
-        self._submitting: dict[str, str] = {}  # run -> submitter, of calls that have not ended
+        self._submitting = Counter[tuple[str, str]]()  # (run, submitter) of calls that have not ended
 
     @contextmanager
     def submitting(self, run_id: str, submitter: str) -> Iterator[None]:
         """Count a run while it is submitted."""
-        self._submitting[run_id] = submitter
+        self._submitting[run_id, submitter] += 1
         try:
             yield
         finally:
-            self._submitting.pop(run_id, None)
+            self._submitting -= Counter([(run_id, submitter)])
 
     async def check(self, run_id: str, submitter: str) -> None:
         """Raise `NoCapacity` if the submitter has as many live runs as it may have. A run that exists is no new one."""
@@ -37,7 +38,7 @@ class RunQuota:
             return
         await self._learn()
         counted = {name for name in self._state.runs if self._submitters.get(name) == submitter}
-        counted |= {name for name, other in self._submitting.items() if other == submitter}
+        counted |= {name for name, other in self._submitting if other == submitter}
         if len(counted - {run_id}) < self._limit or await self._exists(run_id):
             return
         who = f"user {submitter} has" if submitter else "callers whose tokens have no name have"
