@@ -131,7 +131,7 @@ class Breaker:
                 network.mend(source, target)
 
         self._for(chance.uniform(1.0, 25.0), mend)
-        if name in {"coordinator", "standby", "trainer"} and chance.random() < 0.3:
+        if name in {"coordinator", "standby", *self._world.journals} and chance.random() < 0.3:
             self._loop.outside.after(chance.uniform(2.0, 10.0), self._take_place, self._world.proc[name])
 
     def _for(self, seconds: float, undo: "object") -> None:

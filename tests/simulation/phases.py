@@ -76,8 +76,8 @@ class Watcher:
 
     def _idle(self) -> bool:
         rollouts = self._world.monitor.rollouts
-        requests = self._world.journal.requests
-        return bool(requests) and all(rollouts[name].state in {"", "finished"} for name in requests)
+        names = [name for name, one in rollouts.items() if one.rollout_id in one.run.journal.requests]
+        return bool(names) and all(rollouts[name].state in {"", "finished"} for name in names)
 
     def _occurs(self, phase: str, who: str) -> None:
         if phase == self._wanted and self._seen is not None and not self._seen.done():
@@ -132,18 +132,18 @@ class Chaos:
                     break
                 await asyncio.sleep(_AGAIN_S)
         await asyncio.sleep(max(0.0, self.breaker.until - loop.now))
-        world.calm_at, world.journal.calm = loop.now, True
+        world.calm_at, world.outlook.calm = loop.now, True
 
     async def _bring(self, fault: Fault, *, alone: bool) -> bool:
         """Wait for a fault's phase, and strike. Whether both could be."""
         cell, world = fault.cell, self._world
         if alone:
             await asyncio.sleep(max(0.0, self.breaker.until - world.loop.now) + world.loop.random.uniform(0.0, 1.0))
-        world.journal.waited_for = cell.phase != "idle"
+        world.outlook.waited_for = cell.phase != "idle"
         if cell.phase == "mid-migration":
             world.loop.outside.spawn(self._migrate(), "migrations")
         who = await self._watcher.phase(cell.phase, fault.skip)
-        world.journal.waited_for = False
+        world.outlook.waited_for = False
         if who is None:
             world.note("missed", str(cell))
             return False
@@ -165,7 +165,7 @@ class Chaos:
         world, chance = self._world, self._world.loop.random
         for _ in range(chance.choice((0, 3, 6, 10))):
             await asyncio.sleep(chance.uniform(0.2, 5.0))
-            if world.journal.calm:
+            if world.outlook.calm:
                 return
             wire = await self._watcher.message(chance.randrange(4))
             if chance.random() < 0.3:
@@ -203,7 +203,7 @@ class Chaos:
         world, chance = self._world, self._world.loop.random
         for _ in range(chance.choice((1, 2, 3))):
             await asyncio.sleep(chance.uniform(1.0, 20.0))
-            if world.journal.calm:
+            if world.outlook.calm:
                 return
             await self._watcher.message(chance.randrange(4))
             await asyncio.sleep(chance.uniform(0.0, 1.0))
@@ -223,6 +223,9 @@ class Chaos:
     def _target(self, cell: Cell, who: str) -> str:
         if cell.component == "coordinator":
             return self._world.leader
+        if cell.component == "trainer":
+            trainers = self._world.trainers
+            return self._world.loop.random.choice([one for one in trainers if self._world.proc[one].alive] or trainers)
         if cell.component != "worker":
             return cell.component
         workers = [name for name in self._world.workers if self._world.proc[name].alive]
