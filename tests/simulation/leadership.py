@@ -33,6 +33,11 @@ class Leadership:
         self._scripts = {key: name for name in _FLEET for key in (script(name).sha, script(name).text)}
         self._wrong = ""
 
+    def is_free(self, data: dict[bytes, Any], store_time: float) -> bool:
+        """Whether nobody has the lease, by the store's clock."""
+        lease = data.get(LEADER.encode())
+        return lease is None or (lease.expireat is not None and lease.expireat <= store_time)
+
     def before(self, command: list[bytes], data: dict[bytes, Any]) -> None:
         """A command is about to be done."""
         self._wrong = ""
@@ -41,9 +46,8 @@ class Leadership:
             return
         term, have = command[4], data.get(TERM.encode())
         if name == "lead" and command[7] in {b"seize", b"wait"}:
-            lease = data.get(LEADER.encode())
-            held = lease is not None and (lease.expireat is None or lease.expireat > time.time())
-            if command[7] == b"wait" and held and lease.value.partition(b" ")[0] != term:
+            held = not self.is_free(data, time.time())
+            if command[7] == b"wait" and held and data[LEADER.encode()].value.partition(b" ")[0] != term:
                 self._wrong = f"the lease was taken while {self.holder} had it"
         elif have is not None and have.value != term:
             self._wrong = f"{name} was done for a coordinator that was superseded"

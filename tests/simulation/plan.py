@@ -142,5 +142,5 @@ class Plan:
         self.wanted = {key_of(run.run_id, name): one for run in self.runs for name, one in run.wanted.items()}
         # Apart, so that all else is as it was without them: so many of the workers are borrowed.
         self.borrowed = random.Random(seed ^ 0x1E27).choice((0, 0, 1, 2))
-        self.standby = random.Random(seed ^ 0x57BD).random() < 0.5  # a second coordinator waits
+        self.standby = random.Random(seed ^ 0x57BD).random() < 0.6  # a second coordinator waits
         self.forgetful = chance.random() < 0.2  # the store syncs every second, and loses its newest when it is killed
