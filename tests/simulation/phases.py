@@ -60,7 +60,7 @@ class Watcher:
 
     async def flush(self) -> str:
         """The next worker that sends tokens."""
-        flush = asyncio.get_running_loop().create_future()
+        flush: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._flushes.append(flush)
         return await flush
 
@@ -203,7 +203,7 @@ class Chaos:
         self.breaker.strike(chance.choice(("SIGKILL", "SIGKILL", "half-open")), who)
 
     async def _unseat_leader(self) -> None:
-        """Freeze the leader, or cut it off from the store alone, until the other coordinator leads; then it wakes up."""
+        """Freeze the leader, or cut it off from the store, until the other coordinator leads; then it wakes up."""
         world, chance = self._world, self._world.loop.random
         for _ in range(chance.choice((1, 1, 2))):
             await asyncio.sleep(chance.uniform(0.5, 15.0))

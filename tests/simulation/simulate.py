@@ -7,9 +7,9 @@ from typing import Final
 
 from msgspec import Struct
 
-from tests.simulation.bugs import lua
 from tests.simulation.loop import Stuck
 from tests.simulation.phases import Chaos
+from tests.simulation.planting import lua
 from tests.simulation.verdict import judge
 from tests.simulation.world import World
 

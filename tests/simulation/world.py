@@ -40,7 +40,7 @@ _STORE: Final = "redis://127.0.0.1:6379/0"
 
 
 class World:
-    """`proc[name]` is the latest process of that name: redis, coordinator, standby, relay, trainer0, ..., w0, w1, ..."""
+    """`proc[name]` is the latest process of that name: redis, coordinator, standby, relay, trainer0..., w0, w1..."""
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
         self.loop = SimLoop(seed)
