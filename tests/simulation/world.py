@@ -87,7 +87,7 @@ class World:
         source, target = wire.procs[end], wire.procs[1 - end]
         kind, data = frame[0], frame[1] if frame[0] == "message" else b""
         text = f"{len(data)} bytes {zlib.crc32(data):08x}" if data else f"{frame[1:] if kind == 'status' else ''}"
-        self.note("frame", f"{source}>{target} {method[14:]} {kind} {text}")
+        self.note("frame", f"{source.name}>{target.name} {method[14:]} {kind} {text}")
         if data and end == 1 and source.name in _HEADS.values():
             self.monitor.leadership.answers(source, method, data)
         for tap in self.taps:
@@ -98,7 +98,7 @@ class World:
             )
 
     def _command(self, command: list[bytes], reply: Any) -> None:
-        self.note("store", f"{len(self.store.log)} {b' '.join(command[:1] + command[3:4])[:40]!r} {reply!r:.60}")
+        self.note("store", f"{len(self.store.log)} {b' '.join(command[:1] + command[3:4])[:40]!r} {_short(reply)}")
         self.monitor.seen(command, reply)
 
     def _told(self, proc: Proc, attempt_id: str, version: int, mark: float) -> None:
@@ -262,6 +262,13 @@ class World:
         self.store.close()
         self.loop.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _short(reply: Any) -> str:
+    """The beginning of a reply of the store."""
+    if isinstance(reply, list):
+        return f"{len(reply)} of {_short(reply[0])}" if reply else "[]"
+    return repr(reply[:60] if isinstance(reply, bytes) else reply)[:60]
 
 
 def _reclaimed(beat: Any) -> bool:
