@@ -79,10 +79,11 @@ def _run_all(options: argparse.Namespace) -> int:
     began = said = time.monotonic()
     cells: Counter[str] = Counter()
     failed: dict[int, str] = {}
-    done = 0
+    done = takeovers = several = 0
     for outcome in _outcomes(range(int(first), int(end)), options.jobs):
         done += 1
         cells.update(outcome.cells)
+        takeovers, several = takeovers + outcome.takeovers, several + (outcome.runs > 1)
         if outcome.wrong:
             failed[outcome.seed] = outcome.wrong
             say(f"seed {outcome.seed} FAILED: {outcome.wrong}\n  again: python -m tests.simulation --seed "
@@ -95,8 +96,10 @@ def _run_all(options: argparse.Namespace) -> int:
             )
     rate = done / (time.monotonic() - began) * 60
     say(f"{done} seeds, {len(failed)} failed, {rate:.0f} a minute, {len(cells)} of {len(CELLS)} cells visited")
+    say(f"{several} of them with several runs; {takeovers} takeovers by a coordinator that stood by")
     if options.json:
         found = {"seeds": done, "failed": failed, "per_minute": rate, "cells": dict(cells)}
+        found |= {"several_runs": several, "takeovers": takeovers}
         say(json.dumps(found))
     return 1 if failed else 0
 

@@ -14,14 +14,15 @@ from ebbtide.types.fleet import AppendStatus
 from ebbtide.v1 import fleet_pb2
 from tests.simulation.loop import Proc
 from tests.simulation.monitor import Monitor
+from tests.simulation.plan import key_of
 
 _REMEMBERED: Final = 64
 
 
 class Sent(Struct):
-    """One delta on its way: rollout, the end of its tokens, and whether it ends the rollout."""
+    """One delta on its way: rollout (by `key_of`), the end of its tokens, and whether it ends the rollout."""
 
-    rollout_id: str
+    name: str
     end: int
     finishes: bool
 
@@ -63,13 +64,13 @@ class Acks:
     def _attached(self, attached: fleet_pb2.Attached) -> None:
         """A worker is told which of its attempts go on: none whose rollout waits, or is somebody else's."""
         for ref in () if self._monitor.doubtful else attached.adopted:
-            one = self._monitor.rollouts[ref.rollout_id]
+            one = self._monitor.rollouts[key_of(ref.run_id, ref.rollout_id)]
             if one.state == "queued" or (one.state == "running" and one.attempt != ref.attempt_id):
-                self._monitor.fail(f"{ref.rollout_id} is {one.state}, and its old attempt {ref.attempt_id} may go on")
+                self._monitor.fail(f"{one.name} is {one.state}, and its old attempt {ref.attempt_id} may go on")
 
     def _request(self, stream: Stream, request: fleet_pb2.AppendRequest) -> None:
         for opened in request.opened:
-            stream.rollouts[opened.number] = opened.attempt.rollout_id
+            stream.rollouts[opened.number] = key_of(opened.attempt.run_id, opened.attempt.rollout_id)
         ends = {finish.index for finish in request.finishes}
         deltas = zip(request.numbers, request.offsets, request.counts, strict=True)
         sent = [
@@ -90,9 +91,9 @@ class Acks:
         """What the store may not lose any more, whatever befalls it."""
         monitor = self._monitor
         for one in said:
-            monitor.durable[one.rollout_id] = max(one.end, monitor.durable.get(one.rollout_id, 0))
+            monitor.durable[one.name] = max(one.end, monitor.durable.get(one.name, 0))
             if one.finishes:
-                monitor.ended.add(one.rollout_id)
+                monitor.ended.add(one.name)
 
     def _answer(self, stream: Stream, response: fleet_pb2.AppendResponse) -> list[Sent]:
         sent = next((deltas for sequence, deltas in stream.messages if sequence == response.sequence), [])
@@ -103,9 +104,9 @@ class Acks:
             if ack is None:
                 said.append(delta)
             elif AppendStatus(ack.status) is not AppendStatus.SUPERSEDED:
-                said.append(Sent(delta.rollout_id, ack.stored, ack.finished))
+                said.append(Sent(delta.name, ack.stored, ack.finished))
         for one in said:
-            self._check(one.rollout_id, one.end, finished=one.finishes)
+            self._check(one.name, one.end, finished=one.finishes)
         return said
 
     def _check(self, name: str, stored: int, *, finished: bool) -> None:

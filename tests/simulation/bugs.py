@@ -1,12 +1,11 @@
-"""Twenty-one planted bugs: each a mistake that somebody could make, put into the code under test for a few runs.
+"""Planted bugs: each a mistake that somebody could make, put into the code under test for a few seeds.
 
 A test of the tests: the simulation must find them. In scripts a piece of text is replaced, which must be there; in
-Python a method. All of them do harm only when something else fails at the wrong moment.
+Python a method. All of them do harm only when something else fails at the wrong moment, or, those of `fleet_bugs`, when
+there are several runs or coordinators.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -19,56 +18,10 @@ from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.scheduling.dispatch import host_view
 from ebbtide.scheduling.health.liveness import Liveness
-from ebbtide.store import lua_scripts
 from ebbtide.store.topics.append_topic import AppendTopic
 from ebbtide.types.tokens import TOKEN_BYTES
-
-Bug = Callable[[], Any]
-#: Scripts whose text is edited, where it is found; `lib` is part of all of them.
-_NAMES: Final = (
-    "acknowledge", "adopt", "append", "cancel", "commit", "complete", "dead_letter", "end_run", "lease_claim", "place",
-    "report", "requeue", "submit", "submit_run", "reserve_version", "announce_version",
-)  # fmt: skip
-
-
-def lua(*edits: tuple[str, str]) -> Bug:
-    """Replace pieces of the scripts. Raises `ValueError` for a piece that no script has any more."""
-
-    @contextmanager
-    def planted() -> Iterator[None]:
-        kept = {name: lua_scripts.script(name) for name in _NAMES}
-        before = {name: (one.text, one.sha) for name, one in kept.items()}
-        try:
-            for old, new in edits:
-                hit = [name for name, one in kept.items() if old.encode() in one.text]
-                if not hit:
-                    raise ValueError(f"no script says {old!r} any more; plant this bug again")
-                for name in hit:
-                    made = lua_scripts.LuaScript(name, kept[name].text.decode().replace(old, new))
-                    vars(kept[name]).update(text=made.text, sha=made.sha)
-            yield
-        finally:
-            for name, (text, sha) in before.items():
-                vars(kept[name]).update(text=text, sha=sha)
-
-    return planted
-
-
-def python(*edits: tuple[Any, str, Any]) -> Bug:
-    """Replace attributes, each by what a function makes of the one that is there."""
-
-    @contextmanager
-    def planted() -> Iterator[None]:
-        before = [(owner, name, owner.__dict__[name]) for owner, name, _ in edits]
-        try:
-            for owner, name, make in edits:
-                setattr(owner, name, make(owner.__dict__[name]))
-            yield
-        finally:
-            for owner, name, value in before:
-                setattr(owner, name, value)
-
-    return planted
+from tests.simulation.fleet_bugs import FLEET_BUGS
+from tests.simulation.planting import Bug, lua, python
 
 
 def _without_pressure(settle: Any) -> Any:
@@ -212,4 +165,5 @@ BUGS: Final[dict[str, Bug]] = {
     "an attempt that lives on though superseded": python(
         (Outbox, "settle", _keeps_superseded), (Handed, "adopt", _adopts_anything)
     ),
+    **FLEET_BUGS,
 }

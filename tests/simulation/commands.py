@@ -26,6 +26,7 @@ class Socket(FakeSocket):
     def __init__(self, server: FakeServer) -> None:
         super().__init__(server, 0, client_class=Redis)
         self._compiled: dict[bytes, Any] = {}
+        self._shas: dict[bytes, bytes] = {}
         self._found: dict[bytes, Any] = {}
         self._shapes: dict[tuple[str, int], list[tuple[int, Any, bool]]] = {}
         self._runs = 0
@@ -112,7 +113,8 @@ class Socket(FakeSocket):
                 self.touched.add(key)
 
     def eval(self, script: bytes, numkeys: int, *keys_and_args: bytes) -> Any:
-        sha = hashlib.sha1(script, usedforsecurity=False).hexdigest().encode()
+        if (sha := self._shas.get(script)) is None:
+            sha = self._shas[script] = hashlib.sha1(script, usedforsecurity=False).hexdigest().encode()
         self._server.script_cache[sha] = script
         runtime = self._get_server_runtime(self._server)
         held: Any = self._server

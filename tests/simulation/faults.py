@@ -94,8 +94,10 @@ class Breaker:
             proc.clock += self._chance.choice((-1, 1)) * self._chance.choice((5.0, 3600.0, 30 * 86400.0))
         return True
 
-    def _stop(self, name: str) -> None:
+    def freeze(self, name: str, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after so long."""
         proc, network = self._world.proc[name], self._world.network
+        proc.struck = True
         proc.stop()
         network.judge()
 
@@ -103,7 +105,25 @@ class Breaker:
             proc.go_on()
             network.judge()
 
-        self._for(STOPPED_S, wake)
+        self._for(seconds, wake)
+
+    def cut_off(self, name: str, seconds: float) -> None:
+        """Keep a process and the store from each other; everybody else still reaches both."""
+        network = self._world.network
+        self._world.proc[name].struck = True
+        cuts = ((name, "redis"), ("redis", name))
+        for source, target in cuts:
+            network.cut(source, target)
+
+        def mend() -> None:
+            for source, target in cuts:
+                network.mend(source, target)
+
+        self._for(seconds, mend)
+
+    def _stop(self, name: str) -> None:
+        proc = self._world.proc[name]
+        self.freeze(name, STOPPED_S)
         if name not in {"redis", "relay"} and self._chance.random() < 0.5:
             self._loop.outside.after(self._chance.uniform(2.0, 20.0), self._take_place, proc)
 
@@ -131,7 +151,7 @@ class Breaker:
                 network.mend(source, target)
 
         self._for(chance.uniform(1.0, 25.0), mend)
-        if name in {"coordinator", "standby", "trainer"} and chance.random() < 0.3:
+        if name in {"coordinator", "standby", *self._world.journals} and chance.random() < 0.3:
             self._loop.outside.after(chance.uniform(2.0, 10.0), self._take_place, self._world.proc[name])
 
     def _for(self, seconds: float, undo: "object") -> None:

@@ -33,6 +33,7 @@ class Proc:
         self.clock = 0.0  # by how much its wall clock is off
         self.cost: tuple[float, float] | None = None
         self.struck = False  # something was done to it
+        self.woken = 0.0  # when it last went on after a stop
         self.busy = self.able = False
         self.ready: deque[asyncio.Handle] = deque()
         self.signals: dict[int, Callable[[], object]] = {}
@@ -59,7 +60,7 @@ class Proc:
         self.stopped = True
 
     def go_on(self) -> None:
-        self.stopped = False
+        self.stopped, self.woken = False, self._loop.now
         self._loop.enable(self)
 
     def rest(self) -> None:

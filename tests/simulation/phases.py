@@ -31,7 +31,7 @@ class Watcher:
         self._seen: asyncio.Future[str] | None = None
         self._message: asyncio.Future[Wire] | None = None
         self._pass = 0
-        self._flush: asyncio.Future[str] | None = None
+        self._flushes: list[asyncio.Future[str]] = []
         world.taps.append(self._frame)
         world.ears.append(self._engine)
         world.monitor.on_state = self._state
@@ -60,8 +60,9 @@ class Watcher:
 
     async def flush(self) -> str:
         """The next worker that sends tokens."""
-        self._flush = asyncio.get_running_loop().create_future()
-        return await self._flush
+        flush: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._flushes.append(flush)
+        return await flush
 
     def _travels(self, wire: Wire, method: str, kind: str) -> None:
         waits = self._message is not None and not self._message.done()
@@ -76,8 +77,8 @@ class Watcher:
 
     def _idle(self) -> bool:
         rollouts = self._world.monitor.rollouts
-        requests = self._world.journal.requests
-        return bool(requests) and all(rollouts[name].state in {"", "finished"} for name in requests)
+        names = [name for name, one in rollouts.items() if one.rollout_id in one.run.journal.requests]
+        return bool(names) and all(rollouts[name].state in {"", "finished"} for name in names)
 
     def _occurs(self, phase: str, who: str) -> None:
         if phase == self._wanted and self._seen is not None and not self._seen.done():
@@ -93,8 +94,9 @@ class Watcher:
         self._travels(wire, method, kind)
         if method.endswith("/Append") and kind == "message" and source.name[0] == "w" and len(data) > _BARE_MESSAGE:
             self._occurs("mid-flush", source.name)
-            if self._flush is not None and not self._flush.done():
-                self._flush.set_result(source.name)
+            flushes, self._flushes = self._flushes, []
+            for flush in flushes:
+                flush.set_result(source.name)
         elif kind == "open" and method.endswith(("/FetchTiles", "/GetManifest")):
             self._occurs("mid-weight-pull", source.name)
 
@@ -124,6 +126,8 @@ class Chaos:
             loop.outside.spawn(self._lose_store(), "lost store")
         if world.plan.forgetful:
             loop.outside.spawn(self._forget_store(), "forgetful store")
+        if world.plan.standby and loop.random.random() < 0.6:
+            loop.outside.spawn(self._unseat_leader(), "unseated leader")
         await asyncio.sleep(loop.random.uniform(0.0, 1.5))
         missed = [fault for fault in self._faults if not await self._bring(fault, alone=fault.alone)]
         for fault in missed:
@@ -132,18 +136,18 @@ class Chaos:
                     break
                 await asyncio.sleep(_AGAIN_S)
         await asyncio.sleep(max(0.0, self.breaker.until - loop.now))
-        world.calm_at, world.journal.calm = loop.now, True
+        world.calm_at, world.outlook.calm = loop.now, True
 
     async def _bring(self, fault: Fault, *, alone: bool) -> bool:
         """Wait for a fault's phase, and strike. Whether both could be."""
         cell, world = fault.cell, self._world
         if alone:
             await asyncio.sleep(max(0.0, self.breaker.until - world.loop.now) + world.loop.random.uniform(0.0, 1.0))
-        world.journal.waited_for = cell.phase != "idle"
+        world.outlook.waited_for = cell.phase != "idle"
         if cell.phase == "mid-migration":
             world.loop.outside.spawn(self._migrate(), "migrations")
         who = await self._watcher.phase(cell.phase, fault.skip)
-        world.journal.waited_for = False
+        world.outlook.waited_for = False
         if who is None:
             world.note("missed", str(cell))
             return False
@@ -165,7 +169,7 @@ class Chaos:
         world, chance = self._world, self._world.loop.random
         for _ in range(chance.choice((0, 3, 6, 10))):
             await asyncio.sleep(chance.uniform(0.2, 5.0))
-            if world.journal.calm:
+            if world.outlook.calm:
                 return
             wire = await self._watcher.message(chance.randrange(4))
             if chance.random() < 0.3:
@@ -198,12 +202,28 @@ class Chaos:
         await asyncio.sleep(chance.uniform(0.0, 0.5))
         self.breaker.strike(chance.choice(("SIGKILL", "SIGKILL", "half-open")), who)
 
+    async def _unseat_leader(self) -> None:
+        """Freeze the leader, or cut it off from the store, until the other coordinator leads; then it wakes up."""
+        world, chance = self._world, self._world.loop.random
+        for _ in range(chance.choice((1, 1, 2))):
+            await asyncio.sleep(chance.uniform(0.5, 15.0))
+            await self._watcher.flush()
+            await asyncio.sleep(chance.choice((0.0, chance.uniform(0.0, 0.006))))
+            if world.outlook.calm:
+                return
+            name, seconds = world.leader, chance.uniform(3.0, 9.0)
+            if world.proc[name].alive:
+                how = chance.choice((self.breaker.freeze, self.breaker.freeze, self.breaker.cut_off))
+                world.note("fault", f"{name} is unseated by {how.__name__} for {seconds:.3f} s")
+                world.interruptions += 1
+                how(name, seconds)
+
     async def _forget_store(self) -> None:
         """Kill the store, which loses its newest, in the middle of whatever goes on."""
         world, chance = self._world, self._world.loop.random
         for _ in range(chance.choice((1, 2, 3))):
             await asyncio.sleep(chance.uniform(1.0, 20.0))
-            if world.journal.calm:
+            if world.outlook.calm:
                 return
             await self._watcher.message(chance.randrange(4))
             await asyncio.sleep(chance.uniform(0.0, 1.0))
@@ -223,6 +243,9 @@ class Chaos:
     def _target(self, cell: Cell, who: str) -> str:
         if cell.component == "coordinator":
             return self._world.leader
+        if cell.component == "trainer":
+            trainers = self._world.trainers
+            return self._world.loop.random.choice([one for one in trainers if self._world.proc[one].alive] or trainers)
         if cell.component != "worker":
             return cell.component
         workers = [name for name in self._world.workers if self._world.proc[name].alive]

@@ -1,18 +1,22 @@
-"""How soon a silent worker must be noticed, how little may be lost with one, and how long one may be held, in a world
-that is otherwise well.
+"""How soon a silent worker must be noticed, and a silent leader replaced, how little may be lost with a worker, and how
+long one may be held or a run wait for its turn, in a world that is otherwise well.
 
 All is promised only while coordinator and store are well, so it is watched for how long they have been.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Final
 
+from ebbtide.scheduling.health.leader_election import LOOK_S, STEADY_S
 from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, TIMEOUT_S
 from tests.simulation.loop import Proc, SimLoop
 from tests.simulation.monitor import Monitor
 from tests.simulation.network import Network, Wire
 from tests.simulation.plan import Plan
+from tests.simulation.run_view import RunView
+from tests.simulation.turns import Turns
 
 _LOOK_S: Final = 0.25
 #: From the judge's verdict to the store's: a round trip or two, a moment for what was sent, and our own look.
@@ -21,8 +25,14 @@ _MARGIN_S: Final = 0.5 + _LOOK_S
 _RECOVERED_S: Final = 12.0
 #: What was sent before a disturbance has come or is given up so long after it.
 _SETTLED_S: Final = 5.0
+#: And connections that it broke without a word are made again.
+_FLOWS_S: Final = 16.0
 #: Generation is held while the store has a backlog, or new weights are installed: all is well again much sooner.
 _HELD_S: Final = 15.0
+#: A lease that is free is taken within so long: a standby looks, and has to be sure that the store was there all along.
+_REPLACED_S: Final = STEADY_S + LOOK_S + 1.0 + _LOOK_S
+#: So long after a coordinator and the store could reach each other again it has a connection.
+_REJOINED_S: Final = 6.0
 #: For so long the coordinator lets messages gather for one call to the store.
 _GATHERED_S: Final = 0.005
 
@@ -50,7 +60,12 @@ class Promises:
         self._silent: dict[Proc, float] = {}  # since when
         self._held: dict[Proc, float] = {}  # since when, as it says
         self._left: dict[Proc, tuple[float, bool]] = {}  # when a worker was killed or told to leave, and whether killed
-        monitor.on_loss = self._lost
+        monitor.on_loss, monitor.on_token = self._lost, self._token
+        # When each of two coordinators was last not well, or apart from the store.
+        self._apart = dict.fromkeys(("coordinator", "standby") if plan.standby else (), 0.0)
+        self._leaderless = 0.0  # since when nobody holds the lease, though somebody could take it
+        self._weak = 0.0  # when a worker or the relay was last not well
+        self.turns = Turns(loop, monitor, self._serves_well)
 
     async def watch(self) -> None:
         """For ever: hold silent workers' attempts against the time by which they must have been ended."""
@@ -58,6 +73,11 @@ class Promises:
             await asyncio.sleep(_LOOK_S)
             self._look_at_core()
             self._look_at_workers()
+            self._look_at_leader()
+            parts = (proc for name, proc in self._proc.items() if name == "relay" or name[0] == "w")
+            if not all(map(self._well, parts)):
+                self._weak = self._loop.now
+            self.turns.look()
 
     def leaves(self, proc: Proc, *, killed: bool) -> None:
         """A worker is killed, or gets a notice: is it, and all that it needs, well?"""
@@ -124,6 +144,33 @@ class Promises:
         long = self._loop.now - since > _HELD_S
         if long and self._at_peace(proc, _HELD_S) and self._well(relay) and not relay.struck:
             self._monitor.fail(f"{proc} is held since {since:.2f} s, though all is well")
+
+    # -- the leader, and the runs' turns -------------------------------------------------------------------------
+
+    def _look_at_leader(self) -> None:
+        """Somebody takes the lease once it is free and a coordinator is well that could."""
+        now, redis, leadership = self._loop.now, self._proc["redis"], self._monitor.leadership
+        assert self._monitor.store is not None
+        free = leadership.is_free(self._monitor.store.data, time.time() + redis.clock)
+        for name in self._apart:
+            proc = self._proc[name]
+            if not (self._well(proc) and self._well(redis) and self._joined(proc, redis)):
+                self._apart[name] = now
+        able = any(now - since > _REJOINED_S for since in self._apart.values())
+        if not (free and able):
+            self._leaderless = now
+        elif now - self._leaderless > _REPLACED_S:
+            self._monitor.fail(f"nobody leads since {self._leaderless:.2f} s; {leadership.holder} was the last")
+
+    def _token(self, proc: Proc, run: RunView) -> None:
+        self.turns.token(proc, run)
+        if self._loop.now > run.over_at:
+            self.turns.lets_go(proc, run, self._at_peace)
+
+    def _serves_well(self, since_s: float) -> bool:
+        """Whether the leader, the store, the relay and every worker are well for so long, with nothing in their way."""
+        well_since = max(self._unwell, self._weak) + _RECOVERED_S
+        return self._loop.now - max(well_since, self._network.disturbed + _FLOWS_S) > since_s
 
     # -- losses --------------------------------------------------------------------------------------------------
 

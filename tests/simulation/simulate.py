@@ -7,13 +7,13 @@ from typing import Final
 
 from msgspec import Struct
 
-from tests.simulation.bugs import lua
 from tests.simulation.loop import Stuck
 from tests.simulation.phases import Chaos
+from tests.simulation.planting import lua
 from tests.simulation.verdict import judge
 from tests.simulation.world import World
 
-#: Virtual seconds that a run may take, whatever is done to it, and once nothing is done to it any more.
+#: Virtual seconds that all runs may take, whatever is done to them, and once nothing is done to them any more.
 _LIMIT_S: Final = 900.0
 _CALM_S: Final = 150.0
 #: So little is kept of the past that what goes with it is missed.
@@ -31,6 +31,8 @@ class Outcome(Struct, kw_only=True):
     digest: int = 0
     virtual_s: float = 0.0
     steps: int = 0
+    runs: int = 0
+    takeovers: int = 0  # by a coordinator that stood by
     rollouts: int = 0
     reclaims: int = 0
     cells: list[str] = []
@@ -62,7 +64,9 @@ def _simulate(seed: int, *, trace: bool, faults: bool) -> Outcome:
         digest=world.digest,
         virtual_s=world.loop.now,
         steps=world.loop.steps,
-        rollouts=len(world.journal.requests),
+        runs=len(world.plan.runs),
+        rollouts=sum(len(journal.requests) for journal in world.journals.values()),
+        takeovers=world.monitor.leadership.takeovers,
         reclaims=world.reclaims,
         cells=[str(cell) for cell in chaos.struck] if chaos else [],
         trace=world.trace,
@@ -85,12 +89,12 @@ async def _live(world: World, chaos: Chaos | None) -> None:
     monitor = world.monitor
     world.boot()
     if chaos is None:
-        world.journal.calm = True
+        world.outlook.calm = True
     else:
         world.loop.outside.spawn(chaos.run(), "chaos")
-    while world.journal.ended is None and not monitor.wrong:
-        if world.loop.now > (world.calm_at + _CALM_S if world.journal.calm else _LIMIT_S):
-            monitor.fail("the run did not come to its end")
+    while (live := world.live) and not monitor.wrong:
+        if world.loop.now > (world.calm_at + _CALM_S if world.outlook.calm else _LIMIT_S):
+            monitor.fail(f"{', '.join(live)} did not come to an end")
         await asyncio.sleep(0.25)
     if not monitor.wrong:
         await judge(world)

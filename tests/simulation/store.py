@@ -41,6 +41,7 @@ class Server:
         self._socket = Socket(self.fake)
         self.proc = Proc("redis", loop)
         self._lives = 0
+        self.client: Proc | None = None  # who asks for the command that is being done
         self.config = dict(_CONFIG)
 
     def start(self, proc: Proc) -> None:
@@ -112,6 +113,7 @@ class Connection:
     def arrived(self, frame: tuple[Any, ...]) -> None:
         self._reader.feed(frame[1])
         replies = []
+        self._server.client = self._wire.procs[0]
         while (command := self._reader.gets()) is not False:
             replies.append(self._server.execute(command))
         self._wire.send(1, ("data", b"".join(replies)))

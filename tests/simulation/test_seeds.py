@@ -14,12 +14,14 @@ from tests.simulation.plan import Plan
 
 #: So many in turn draw every cell of the matrix at least once.
 FIXED: Final = len(CELLS) // IN_TURN
-_QUICK_BUGS: Final = (
-    "a finish that leaves its fence",
-    "a mark that goes before its step is over",
-    "a requeue that loses tokens",
-    "a resume one token too far",
-)
+#: Some of the planted bugs, and a seed that finds each.
+_QUICK_BUGS: Final = {
+    "a finish that leaves its fence": 0,
+    "a requeue that loses tokens": 0,
+    "a resume one token too far": 0,
+    "a standby that serves": 0,
+    "an append that goes to the run before it": 1,
+}
 
 
 def run(*arguments: str, timeout: float) -> tuple[int, dict[str, Any], str]:
@@ -35,8 +37,23 @@ def test_every_seed_has_three_workers_twenty_rollouts_and_five_faults() -> None:
     for seed in range(200):
         plan = Plan(seed)
         assert plan.workers >= 3
-        assert sum(map(len, plan.batches[: plan.least])) >= 20
+        assert sum(len(batch) for run in plan.runs for batch in run.batches[: run.least]) >= 20
         assert len(draw(seed)) >= 5
+
+
+def test_most_seeds_have_several_runs_and_many_two_coordinators() -> None:
+    plans = [Plan(seed) for seed in range(200)]
+    assert {len(plan.runs) for plan in plans} == {1, 2, 3}
+    assert sum(len(plan.runs) > 1 for plan in plans) > 120
+    assert sum(len(plan.runs) > 1 and plan.standby for plan in plans) > 60
+    assert sum(any(run.cancel_after >= 0 for run in plan.runs) for plan in plans) > 20
+
+
+def test_runs_have_the_same_ids_and_other_rollouts() -> None:
+    first, second, *_ = next(plan for plan in map(Plan, range(50)) if len(plan.runs) > 1).runs
+    shared = first.wanted.keys() & second.wanted.keys()
+    assert len(shared) > 10
+    assert all(first.wanted[name].request.prompt_ids != second.wanted[name].request.prompt_ids for name in shared)
 
 
 def test_the_fixed_seeds_draw_every_cell_of_the_matrix() -> None:
@@ -49,6 +66,8 @@ def test_all_holds_in_the_fixed_seeds_and_all_cells_are_visited() -> None:
     assert code == 0, said
     missing = {str(cell) for cell in CELLS} - found["cells"].keys()
     assert not missing
+    assert found["several_runs"] > FIXED / 2
+    assert found["takeovers"] > FIXED / 4
 
 
 @pytest.mark.timeout(120)
@@ -68,11 +87,11 @@ def test_a_seed_replays_exactly() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("bug", _QUICK_BUGS)
-def test_a_planted_bug_is_found(bug: str) -> None:
-    code, _, said = run("--seed", "1", "--bug", bug, timeout=110)
+@pytest.mark.parametrize(("bug", "seed"), _QUICK_BUGS.items())
+def test_a_planted_bug_is_found(bug: str, seed: int) -> None:
+    code, _, said = run("--seed", str(seed), "--bug", bug, timeout=110)
     assert code == 1, said
-    assert "seed 1:" in said
+    assert f"seed {seed}:" in said
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""The trainer and driver of the simulated run: the real SDK, through every call that a trainer makes.
+"""The trainer and driver of a simulated run: the real SDK, through every call that a trainer makes.
 
 Its memory dies with its process; what it has on disk is `Journal`. A new life claims the run again and asks for the
 same things, as the contract allows.
@@ -28,63 +28,78 @@ from ebbtide.types.rollout import (
 )
 from ebbtide.types.run import Run
 from ebbtide.types.tokens import token_count
-from tests.simulation.plan import MOST, Plan, Wanted
+from tests.simulation.plan import MOST, Plan, RunPlan, Wanted, weights_mark
 
-RUN: Final = "r"
 TOKEN: Final = "a-token-of-tests"
-SPEC: Final = {"name": "simulated", "model": "scripted", "environment": {"name": "none"}}
 COORDINATOR: Final = "127.0.0.1:7600"
 STANDBY: Final = "127.0.0.1:7601"
 RELAY: Final = "127.0.0.1:7610"
 
 
-class Journal:
-    """What outlives a trainer, and what it was told: for the checks at the end."""
+#: A run is cancelled so long after the batch behind which that is to happen.
+_CANCEL_S: Final = 1.5
+
+
+class Outlook:
+    """What the trainers of all runs know of the faults."""
 
     def __init__(self) -> None:
+        self.waited_for = False  # a fault waits for something to happen
+        self.calm = False  # no fault is to come any more: the runs may end
+
+
+class Journal:
+    """What outlives a run's trainer, and what it was told: for the checks at the end."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan = plan
         self.requests: dict[str, RolloutRequest] = {}  # as first submitted
         self.came: dict[str, dict[str, FinishedRollout]] = {}  # rollout -> cursor -> finish
         self.over: set[str] = set()  # the store said that these are over
         self.chunks: dict[str, list[TokenChunk]] = {}
         self.trajectories: dict[str, set[str]] = {}  # episode -> cursors
         self.published = self.batches = 0
-        self.waited_for = False  # a fault waits for something to happen
-        self.calm = False  # no fault is to come any more: the run may end
         self.ended: Run | None = None
 
 
 class Trainer:
-    def __init__(self, plan: Plan, journal: Journal, tell: Callable[[str], None]) -> None:
-        self._plan, self._journal, self._tell = plan, journal, tell
+    def __init__(self, world: Plan, journal: Journal, outlook: Outlook, tell: Callable[[str], None]) -> None:
+        self._world, self._plan, self._journal, self._outlook, self._tell = world, journal.plan, journal, outlook, tell
+        self._name = f"trainer{self._plan.number}"
         self._over_changed = asyncio.Event()
 
     async def run(self) -> None:
         """Bring the run to its end. Raises what a trainer would step down for."""
         security = ClientSecurity(token=TOKEN)
-        heads = f"{COORDINATOR},{STANDBY}" if self._plan.standby else COORDINATOR
+        run_id = self._plan.run_id
+        heads = f"{COORDINATOR},{STANDBY}" if self._world.standby else COORDINATOR
         async with Client(heads, RELAY, security=security, patience_s=90.0) as client:
-            await client.submit(SPEC, RUN)
+            await client.submit(self._plan.spec, run_id)
             try:
-                async with client.claim(RUN, "trainer", holder="trainer") as lease:
+                async with client.claim(run_id, "trainer", holder=self._name) as lease:
                     await race(self._lead(client, lease), self._collect(lease), self._commit(lease))
             except LeaseSuperseded:
-                found = await client.run(RUN)
+                found = await client.run(run_id)
                 if not found.status.ended:
                     raise
                 self._journal.ended = found  # by this trainer, which was not told in time, or by one before it
 
     async def _lead(self, client: Client, lease: Lease) -> None:
-        journal = self._journal
+        journal, outlook = self._journal, self._outlook
         for number, batch in enumerate(self._plan.batches):
             if number >= self._plan.least and number >= journal.batches:
-                while not (journal.calm or journal.waited_for):  # noqa: ASYNC110 - it outlives this process
+                while not (outlook.calm or outlook.waited_for):  # noqa: ASYNC110 - it outlives this process
                     await asyncio.sleep(0.2)
-                if journal.calm:
+                if outlook.calm:
                     break
             journal.batches = max(journal.batches, number + 1)
             if lease.run.newest is None or journal.published <= number:
                 await self._publish(lease, number)
             await self._submit(client, lease, number, batch)
+            if number == self._plan.cancel_after:
+                await asyncio.sleep(_CANCEL_S)
+                journal.ended = await client.cancel(self._plan.run_id)
+                return
             await self._until_over(batch, leave=number + 1 < self._plan.least)
             await asyncio.sleep(self._plan.gaps[number])
         await self._until_over([one for batch in self._plan.batches[: journal.batches] for one in batch], leave=False)
@@ -95,7 +110,8 @@ class Trainer:
                 await asyncio.sleep(0.2)
 
     async def _publish(self, lease: Lease, step: int) -> None:
-        weights = {"w": np.full((64,), step, dtype=np.float32), "b": np.arange(8, dtype=np.float32)}
+        mark = weights_mark(self._plan.number, step)
+        weights = {"w": np.full((64,), mark, dtype=np.float32), "b": np.arange(8, dtype=np.float32)}
         version = await lease.publish(weights, step=step, parent=lease.run.newest.version if lease.run.newest else 0)
         self._journal.published = step + 1
         lease.run = msgspec.structs.replace(lease.run, newest=version)
@@ -152,7 +168,7 @@ class Trainer:
             wanted = self._plan.wanted[finish.rollout_id]
             if wanted.fate != "cancelled":
                 await self._settle(lease, [finish], wanted.fate)
-            elif finish.rollout_id in journal.over and self._plan.forgetful:
+            elif finish.rollout_id in journal.over and self._world.forgetful:
                 await lease.cancel_rollouts([finish.rollout_id])  # the store forgot that it was, and its lease died
         await asyncio.Event().wait()
 
@@ -188,7 +204,7 @@ class Trainer:
         """Read a rollout's tokens as they are stored."""
         chunks = self._journal.chunks[name] = []
         with suppress(EbbtideError):  # it was over, or the trainer goes
-            async for chunk in client.stream_tokens(RUN, name):
+            async for chunk in client.stream_tokens(self._plan.run_id, name):
                 chunks.append(chunk)  # noqa: PERF401 - they are looked at while they come
 
     def _ended(self, names: list[str]) -> None:

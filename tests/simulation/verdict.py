@@ -1,4 +1,4 @@
-"""What must hold when a run is over: its books, what its trainer saw, and what is left."""
+"""What must hold when the runs are over: the books of each, what its trainer saw, and what is left."""
 
 import asyncio
 from collections import Counter
@@ -11,7 +11,9 @@ from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import RunStatus
 from ebbtide.types.tokens import TOKEN_BYTES, TokenArray, unpack_tokens
 from tests.simulation.engine import TAG_MASK
-from tests.simulation.trainer import RUN
+from tests.simulation.monitor import Monitor
+from tests.simulation.plan import key_of
+from tests.simulation.trainer import Journal
 from tests.simulation.world import World
 
 #: How long the store may take to be swept after the run's end, in virtual seconds.
@@ -24,70 +26,96 @@ _ATTEMPTS: Final = 2.0
 
 async def judge(world: World) -> None:
     """Tell the monitor of whatever is wrong."""
-    _check_books(world)
-    _check_finishes(world)
-    _check_streams(world)
-    _check_trajectories(world)
+    for journal in world.journals.values():
+        _check_books(journal, world.monitor)
+        _check_finishes(journal, world.monitor)
+        _check_streams(journal, world.monitor)
+        _check_trajectories(journal, world.monitor)
     _check_attempts(world)
-    await _check_leaks(world)
+    for journal in world.journals.values():
+        await _check_leaks(world, journal.plan.run_id)
     await _check_rest(world)
     for error in [*world.loop.errors, *world.loop.unretrieved()]:
         world.monitor.fail(f"unhandled: {error}")
 
 
-def _check_books(world: World) -> None:
-    run, fail = world.journal.ended, world.monitor.fail
+def _check_books(journal: Journal, monitor: Monitor) -> None:
+    run, fail = journal.ended, monitor.fail
     assert run is not None
-    if run.status is not RunStatus.FINISHED:
-        fail(f"the run ended as {run.status.name}: {run.message}")
-    fates = Counter(world.plan.wanted[name].fate for name in world.journal.requests)
     counts = run.counters
-    trained = fates.pop("trained", 0) + fates.pop("committed", 0)
-    if counts.get("submitted") != len(world.journal.requests):
-        fail(f"{len(world.journal.requests)} rollouts were submitted, {counts.get('submitted')} are in the books")
-    if counts.get("trained", 0) != trained or run.dropped != dict(fates):
-        fail(f"the books say {counts.get('trained', 0)} trained, {run.dropped}; right is {trained}, {dict(fates)}")
-    if counts.get("dropped", 0) != sum(fates.values()):
-        fail(f"{counts.get('dropped', 0)} are counted as dropped, not {sum(fates.values())}")
+    if counts.get("submitted") != len(journal.requests):
+        fail(f"{run.run_id}: {len(journal.requests)} were submitted, {counts.get('submitted')} are in the books")
+    if counts.get("trained", 0) + counts.get("dropped", 0) != len(journal.requests):
+        fail(f"{run.run_id}: {len(journal.requests)} were submitted, the books end with {counts}")
+    if counts.get("dropped", 0) != sum(run.dropped.values()):
+        fail(f"{run.run_id}: {counts.get('dropped', 0)} are counted as dropped, not {run.dropped}")
     left = {name: counts.get(name, 0) for name in ("queued", "running", "finished", "trajectories", "bytes")}
     if any(left.values()):
-        fail(f"counters of an ended run: {left}")
-    if counts.get("dead_lettered", 0) != len(world.monitor.letters):
-        fail(f"{counts.get('dead_lettered', 0)} dead letters, right are {sorted(world.monitor.letters)}")
+        fail(f"counters of {run.run_id}, which has ended: {left}")
+    if journal.plan.cancel_after >= 0:
+        _check_cancelled(journal, monitor)
+        return
+    if run.status is not RunStatus.FINISHED:
+        fail(f"{run.run_id} ended as {run.status.name}: {run.message}")
+    fates = Counter(journal.plan.wanted[name].fate for name in journal.requests)
+    trained = fates.pop("trained", 0) + fates.pop("committed", 0)
+    if counts.get("trained", 0) != trained or run.dropped != dict(fates):
+        fail(f"{run.run_id}: {counts.get('trained', 0)} trained, {run.dropped}; right is {trained}, {dict(fates)}")
+    letters = {name for name in monitor.letters if monitor.rollouts[name].run.run_id == run.run_id}
+    if counts.get("dead_lettered", 0) != len(letters):
+        fail(f"{counts.get('dead_lettered', 0)} dead letters of {run.run_id}, right are {sorted(letters)}")
 
 
-def _check_finishes(world: World) -> None:
+def _check_cancelled(journal: Journal, monitor: Monitor) -> None:
+    """A run that its user cancelled: what the trainer settled before stays, all else is dropped."""
+    run = journal.ended
+    assert run is not None
+    if run.status is not RunStatus.CANCELLED:
+        monitor.fail(f"{run.run_id} was cancelled and ended as {run.status.name}: {run.message}")
+    fates = Counter(journal.plan.wanted[name].fate for name in journal.requests)
+    settled = Counter(journal.plan.wanted[name].fate for name in journal.over)
+    if monitor.forgetful:
+        settled.clear()  # the store may have forgotten it, and had no time to hear it again
+    for fate, said in {"trained": run.counters.get("trained", 0), **run.dropped}.items():
+        also = "committed" if fate == "trained" else fate
+        least, most = (sum(of[one] for one in {fate, also}) for of in (settled, fates))
+        if said < least or (said > most and fate != "cancelled"):
+            monitor.fail(f"{run.run_id}: {said} are {fate}; its trainer settled {least}, and {most} can be")
+
+
+def _check_finishes(journal: Journal, monitor: Monitor) -> None:
     """Each rollout came once, whole."""
-    for name in world.journal.requests:
-        wanted, came = world.plan.wanted[name], world.journal.came.get(name, {})
+    for rollout_id in journal.requests:
+        wanted, came = journal.plan.wanted[rollout_id], journal.came.get(rollout_id, {})
+        name = key_of(journal.plan.run_id, rollout_id)
         if wanted.fate == "cancelled":
             continue
-        if len(came) > 1 and not world.monitor.forgetful:
-            world.monitor.fail(f"{name} finished {len(came)} times")
+        if len(came) > 1 and not monitor.forgetful:
+            monitor.fail(f"{name} finished {len(came)} times")
         for finish in came.values():
             tokens = unpack_tokens(finish.tokens)
             bits = tokens["logprob"].view("<u4") & ~np.uint32(TAG_MASK)
-            buried = finish.reason is FinishReason.DEAD_LETTERED and name in world.monitor.buried
+            buried = finish.reason is FinishReason.DEAD_LETTERED and name in monitor.buried
             most = len(tokens) if buried else wanted.length  # a dead letter has what was generated before
             if tokens["id"].tolist() != wanted.ids[:most].tolist() or bits.tolist() != wanted.bits[:most].tolist():
-                world.monitor.fail(f"{name} came with {len(tokens)} tokens that are not those of an undisturbed run")
+                monitor.fail(f"{name} came with {len(tokens)} tokens that are not those of an undisturbed run")
             if not buried and finish.reason is not wanted.reason:
-                world.monitor.fail(f"{name} came with reason {finish.reason.name}, not {wanted.reason.name}")
+                monitor.fail(f"{name} came with reason {finish.reason.name}, not {wanted.reason.name}")
 
 
-def _check_streams(world: World) -> None:
+def _check_streams(journal: Journal, monitor: Monitor) -> None:
     """What a reader saw goes on without a gap, and is what was stored in the end."""
-    for name, chunks in world.journal.chunks.items():
-        seen = b""
+    for rollout_id, chunks in journal.chunks.items():
+        name, seen = key_of(journal.plan.run_id, rollout_id), b""
         for chunk in chunks:
             if chunk.offset * TOKEN_BYTES != len(seen):
-                world.monitor.fail(f"a reader of {name} got offset {chunk.offset} after {len(seen) // TOKEN_BYTES}")
+                monitor.fail(f"a reader of {name} got offset {chunk.offset} after {len(seen) // TOKEN_BYTES}")
                 return
             seen += chunk.tokens
-        for finish in world.journal.came.get(name, {}).values():
+        for finish in journal.came.get(rollout_id, {}).values():
             told, right = (_untagged(unpack_tokens(part)) for part in (seen, finish.tokens[: len(seen)]))
-            if told != right or not (world.monitor.forgetful or finish.tokens.startswith(seen)):
-                world.monitor.fail(f"a reader of {name} saw tokens that are not those that it finished with")
+            if told != right or not (monitor.forgetful or finish.tokens.startswith(seen)):
+                monitor.fail(f"a reader of {name} saw tokens that are not those that it finished with")
 
 
 def _untagged(tokens: TokenArray) -> list[tuple[int, int]]:
@@ -96,23 +124,23 @@ def _untagged(tokens: TokenArray) -> list[tuple[int, int]]:
     return list(zip(tokens["id"].tolist(), bits.tolist(), strict=True))
 
 
-def _check_trajectories(world: World) -> None:
-    for name, cursors in world.journal.trajectories.items():
-        if len(cursors) > 1 and not world.monitor.forgetful:
-            world.monitor.fail(f"episode {name} became {len(cursors)} trajectories")
+def _check_trajectories(journal: Journal, monitor: Monitor) -> None:
+    for name, cursors in journal.trajectories.items():
+        if len(cursors) > 1 and not monitor.forgetful:
+            monitor.fail(f"episode {name} of {journal.plan.run_id} became {len(cursors)} trajectories")
 
 
 def _check_attempts(world: World) -> None:
     attempts = sum(one.attempts for one in world.monitor.rollouts.values())
-    most = _ATTEMPTS * len(world.journal.requests) + world.interruptions * world.plan.slots
-    if attempts > most:
-        world.monitor.fail(f"{attempts} attempts for {len(world.journal.requests)} rollouts")
+    rollouts = sum(len(journal.requests) for journal in world.journals.values())
+    if attempts > _ATTEMPTS * rollouts + world.interruptions * world.plan.slots:
+        world.monitor.fail(f"{attempts} attempts for {rollouts} rollouts")
 
 
-async def _check_leaks(world: World) -> None:
+async def _check_leaks(world: World, run_id: str) -> None:
     """After the sweep, what is left of the run is to expire."""
     until = world.loop.now + _SWEPT_S
-    prefix = run_prefix(RUN).encode()
+    prefix = run_prefix(run_id).encode()
     while True:
         left = [key for key, item in world.store.data.items() if key.startswith(prefix) and item.expireat is None]
         if not left:

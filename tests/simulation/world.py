@@ -29,7 +29,7 @@ from tests.simulation.patches import patched
 from tests.simulation.plan import Plan
 from tests.simulation.promises import Promises
 from tests.simulation.store import Server, connect
-from tests.simulation.trainer import COORDINATOR, RELAY, STANDBY, TOKEN, Journal, Trainer
+from tests.simulation.trainer import COORDINATOR, RELAY, STANDBY, TOKEN, Journal, Outlook, Trainer
 
 Main = Callable[[Shutdown], Coroutine[Any, Any, None]]
 #: What a store that syncs every second may lose at most; `ebbtide.store` reckons with more.
@@ -40,16 +40,17 @@ _STORE: Final = "redis://127.0.0.1:6379/0"
 
 
 class World:
-    """`proc[name]` is the latest process of that name: redis, coordinator, standby, relay, trainer, w0, w1, ..."""
+    """`proc[name]` is the latest process of that name: redis, coordinator, standby, relay, trainer0..., w0, w1..."""
 
     def __init__(self, seed: int, *, trace: bool = False) -> None:
         self.loop = SimLoop(seed)
         self.plan = Plan(seed)
-        self.journal = Journal()
+        self.outlook = Outlook()
+        self.journals = {f"trainer{run.number}": Journal(run) for run in self.plan.runs}  # by trainer
         self.digest = 0
         self.trace: list[str] | None = [] if trace else None
         self.network = Network(self.loop, self._frame)
-        self.monitor = Monitor(self.loop, self.plan, self.journal)
+        self.monitor = Monitor(self.loop, self.journals.values())
         self.store = Server(self.loop, self.network, self.monitor.before, self._command)
         self.monitor.store = self.store
         if self.plan.forgetful:
@@ -86,7 +87,9 @@ class World:
         source, target = wire.procs[end], wire.procs[1 - end]
         kind, data = frame[0], frame[1] if frame[0] == "message" else b""
         text = f"{len(data)} bytes {zlib.crc32(data):08x}" if data else f"{frame[1:] if kind == 'status' else ''}"
-        self.note("frame", f"{source}>{target} {method[14:]} {kind} {text}")
+        self.note("frame", f"{source.name}>{target.name} {method[14:]} {kind} {text}")
+        if data and end == 1 and source.name in _HEADS.values():
+            self.monitor.leadership.answers(source, method, data)
         for tap in self.taps:
             tap(source, wire, method, kind, data)
         if data and method.endswith(("/Append", "/Control")):
@@ -95,11 +98,11 @@ class World:
             )
 
     def _command(self, command: list[bytes], reply: Any) -> None:
-        self.note("store", f"{len(self.store.log)} {b' '.join(command[:1] + command[3:4])[:40]!r} {reply!r:.60}")
+        self.note("store", f"{len(self.store.log)} {b' '.join(command[:1] + command[3:4])[:40]!r} {_short(reply)}")
         self.monitor.seen(command, reply)
 
-    def _told(self, proc: Proc, attempt_id: str, version: int) -> None:
-        self.monitor.token(proc, attempt_id, version)
+    def _told(self, proc: Proc, attempt_id: str, version: int, mark: float) -> None:
+        self.monitor.token(proc, attempt_id, version, mark)
         for ear in self.ears:
             ear(proc, version)
 
@@ -124,7 +127,11 @@ class World:
         self.start("relay")
         for number in range(self.plan.workers):
             self.start(f"w{number}")
-        self.start("trainer")
+        for run in self.plan.runs:
+            if run.begins_s:
+                self.loop.outside.after(run.begins_s, self.start, f"trainer{run.number}")
+            else:
+                self.start(f"trainer{run.number}")
         self.loop.outside.spawn(self.promises.watch(), "promises")
 
     @property
@@ -134,6 +141,15 @@ class World:
         if item is not None:
             self._leader = _HEADS[item.value.decode().partition(" ")[2]]
         return self._leader
+
+    @property
+    def live(self) -> list[str]:
+        """The runs that have not come to an end."""
+        return [journal.plan.run_id for journal in self.journals.values() if journal.ended is None]
+
+    @property
+    def trainers(self) -> list[str]:
+        return [name for name in self.proc if name in self.journals]
 
     @property
     def workers(self) -> list[str]:
@@ -147,7 +163,7 @@ class World:
         self.note("start", name)
         if name == "redis":
             self.store.start(proc)
-        elif name == "trainer":
+        elif name in self.journals:
             proc.spawn(self._trainer(proc), name).add_done_callback(lambda task: self._trainer_ended(proc, task))
         else:
             main, settings = self._service(name)
@@ -188,14 +204,14 @@ class World:
         return lambda shutdown: serve_worker(shutdown, worker), worker
 
     async def _trainer(self, proc: Proc) -> None:
-        await Trainer(self.plan, self.journal, lambda text: self.note("trainer", text)).run()
+        await Trainer(self.plan, self.journals[proc.name], self.outlook, lambda text: self.note(proc.name, text)).run()
 
     def _trainer_ended(self, proc: Proc, task: Any) -> None:
         error = None if task.cancelled() else task.exception()
-        self.note("exit", f"trainer {error!r}")
+        self.note("exit", f"{proc} {error!r}")
         self._gone(proc)
-        if self.journal.ended is None:
-            self.loop.outside.after(self.restart_s("trainer"), self.start, "trainer")
+        if self.journals[proc.name].ended is None:
+            self.loop.outside.after(self.restart_s(proc.name), self.start, proc.name)
 
     def _ended(self, proc: Proc, code: int) -> None:
         self.note("exit", f"{proc} {code}")
@@ -246,6 +262,13 @@ class World:
         self.store.close()
         self.loop.close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _short(reply: Any) -> str:
+    """The beginning of a reply of the store."""
+    if isinstance(reply, list):
+        return f"{len(reply)} of {_short(reply[0])}" if reply else "[]"
+    return repr(reply[:60] if isinstance(reply, bytes) else reply)[:60]
 
 
 def _reclaimed(beat: Any) -> bool:

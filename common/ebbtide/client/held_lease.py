@@ -192,6 +192,8 @@ class HeldLease:
                         if not following.done():
                             following.cancel()
                             await asyncio.gather(following, return_exceptions=True)
+                        elif not following.cancelled():
+                            following.exception()  # a reader that is cancelled now does not ask for it
                     message = None if following.cancelled() else self._result(following)
                     self._check()
                     if message is None:
