@@ -141,10 +141,7 @@ BUGS: Final[dict[str, Bug]] = {
         )
     ),
     "a resume one token too far": lua(
-        (
-            "attempt .. ':' .. stored)\n      redis.call('HSET', ROLLOUT",
-            "attempt .. ':' .. (stored > 0 and stored + 1 or 0))\n      redis.call('HSET', ROLLOUT",
-        )
+        ("{r[5], r[6], tokens, attempts}", "{r[5], r[6], tokens .. string.sub(tokens, -12), attempts}")
     ),
     "a submit that begins again": lua(("if known then out", "if known and have[2] == 'queued' then out")),
     "a wake-up that is lost": python((LocalAttempts, "settle", _without_pressure)),
