@@ -46,6 +46,7 @@ async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
         if not await race(opening, shutdown.requested.wait()):
             await _lead(settings, shutdown, coordinator, server)
         await server.stop(0.0 if server.closed else _GRACE_S)  # a standby has no calls to finish
+        await coordinator.settle()
         await coordinator.leading.release()
     finally:
         await coordinator.close()
