@@ -32,7 +32,13 @@ async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
 
     coordinator = Coordinator(settings)
     try:
-        server = Server(settings.server, coordinator.services, observe=rpc_observer(), window_bytes=_WINDOW_BYTES)
+        server = Server(
+            settings.server,
+            coordinator.services,
+            observe=rpc_observer(),
+            window_bytes=_WINDOW_BYTES,
+            calls_per_user=settings.calls_per_user,
+        )
         server.closed = StandingBy("this coordinator does not lead yet; try again")
         # Before taking the store over: a start that fails must not end the coordinator that serves.
         await server.start()

@@ -17,6 +17,7 @@ from ebbtide.coordinator.state.attempt_transitions import new_entry
 from ebbtide.coordinator.state.notifier import follow, notified_or_late
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, StoreUnavailable
+from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.store.rollout_rows import RolloutState
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import (
@@ -53,7 +54,7 @@ class RolloutService:
         """Queue rollouts, all or none. Raises `InvalidRequest`, `AlreadyExists`, `NoCapacity`."""
         run = await self._recovery.live(check_lease(lease).run_id)
         check_order(order)
-        check_rollouts(requests, self._fleet.engines(), run.spec)
+        await check_rollouts(requests, self._fleet.engines(), run.spec)
         return await self._writes.carry_out(run.changing(), lambda: self._submit(run, lease, requests, order))
 
     async def _submit(
@@ -95,7 +96,8 @@ class RolloutService:
                 notified.clear()
                 await self._recovery.live(run_id)
                 with self._in_doubt(NotFound, InvalidRequest):
-                    chunk = await self._store.trajectories.tokens(run_id, rollout_id, offset)
+                    async with stream_turn():
+                        chunk = await self._store.trajectories.tokens(run_id, rollout_id, offset)
                 if chunk.tokens or chunk.reason:
                     yield chunk
                 if chunk.reason:

@@ -16,6 +16,7 @@ from ebbtide.coordinator.state.coordinator_state import StoreIncarnation
 from ebbtide.coordinator.state.notifier import follow
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
+from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
 from ebbtide.scheduling.fair_share.shares import check_floor
 from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
@@ -25,6 +26,8 @@ from ebbtide.types.run import ROLES, AttemptSpan, LeaseRef, Run, RunEvent, RunSh
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 
 log = telemetry.get_logger(__name__)
+#: Events that one script stores: others wait for it.
+_REPORT_AT_ONCE: Final = 64
 #: Runs that are read together for a list.
 _LIST_AT_ONCE: Final = 64
 
@@ -188,7 +191,11 @@ class RunService:
     async def timeline(self, run_id: str, cursor: str) -> AsyncIterator[AttemptSpan]:
         """The attempts that have ended, after `cursor`, oldest first."""
         await self._store.runs.read(check_id(run_id, field="run_id"))
-        while spans := await self._store.spans.page(run_id, cursor):
+        while True:
+            async with stream_turn():
+                spans = await self._store.spans.page(run_id, cursor)
+            if not spans:
+                return
             for span in spans:
                 yield span
             cursor = spans[-1].cursor
@@ -269,5 +276,7 @@ class RunService:
             check_id(event.kind, field=f"events[{index}].kind")
         run = await self._recovery.live(lease.run_id)
         await self._recovery.refresh(run)  # as `announce`
-        await self._store.events.report(lease, events, quota_bytes=run.spec.quota_bytes)
+        for first in range(0, len(events), _REPORT_AT_ONCE):
+            page = events[first : first + _REPORT_AT_ONCE]
+            await self._store.events.report(lease, page, quota_bytes=run.spec.quota_bytes)
         self._notifier.notify("events", lease.run_id)
