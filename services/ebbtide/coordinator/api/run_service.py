@@ -12,6 +12,7 @@ from ebbtide import telemetry
 from ebbtide.coordinator.api.request_checks import check_batch, check_lease, check_number
 from ebbtide.coordinator.api.run_quota import RunQuota
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.list_pace import paced
 from ebbtide.coordinator.state.coordinator_state import StoreIncarnation
 from ebbtide.coordinator.state.notifier import follow
 from ebbtide.coordinator.state.run_state import RunState
@@ -26,8 +27,6 @@ from ebbtide.types.run import ROLES, AttemptSpan, LeaseRef, Run, RunEvent, RunSh
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 
 log = telemetry.get_logger(__name__)
-#: Events that one script stores: others wait for it.
-_REPORT_AT_ONCE: Final = 64
 #: Runs that are read together for a list.
 _LIST_AT_ONCE: Final = 64
 
@@ -276,7 +275,6 @@ class RunService:
             check_id(event.kind, field=f"events[{index}].kind")
         run = await self._recovery.live(lease.run_id)
         await self._recovery.refresh(run)  # as `announce`
-        for first in range(0, len(events), _REPORT_AT_ONCE):
-            page = events[first : first + _REPORT_AT_ONCE]
+        async for page in paced(events):
             await self._store.events.report(lease, page, quota_bytes=run.spec.quota_bytes)
         self._notifier.notify("events", lease.run_id)
