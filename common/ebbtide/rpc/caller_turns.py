@@ -47,6 +47,11 @@ class CallerTurns:
             return nullcontext()
         return self._turn(name)
 
+    def working(self, name: str) -> int:
+        """How many calls of a user are worked on."""
+        user = self._users.get(name)
+        return user.working if user else 0
+
     @asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[None]:
         user = self._users.setdefault(name, _User(name))

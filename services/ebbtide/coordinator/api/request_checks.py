@@ -1,11 +1,11 @@
 """Refuses invalid requests as early as possible, each by the name of its field."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
+from ebbtide.coordinator.list_pace import paced
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
@@ -17,8 +17,6 @@ from ebbtide.types.tokens import TOKEN_BYTES, unpack_ids
 MAX_BATCH: Final = 4096
 #: A rollout's prompt and tokens travel in one message when it is resumed or finished; messages are at most 4 MiB.
 _MAX_BYTES: Final = (4 << 20) - (128 << 10)
-#: Rollouts checked between two turns of other calls: about a millisecond's work.
-_CHECKS_AT_ONCE: Final = 64
 #: Digits of a place in a list, which the store keeps as a double.
 _DIGITS: Final = 15
 
@@ -50,23 +48,25 @@ async def check_rollouts(requests: Sequence[RolloutRequest], engines: Sequence[E
     check_batch(requests, field="rollouts")
     context = max((engine.max_model_len for engine in engines), default=0)
     vocabulary = max((engine.vocab_size for engine in engines), default=0)
-    total = 0
-    for index, request in enumerate(requests):
-        if index % _CHECKS_AT_ONCE == _CHECKS_AT_ONCE - 1:
-            await asyncio.sleep(0)  # other calls have their turn
-        field = f"rollouts[{index}]"
-        for name in ("rollout_id", "group_id", "episode_id"):
-            check_id(getattr(request, name), field=f"{field}.{name}")
-        check_sampling(request.sampling, field=f"{field}.sampling")
-        if request.max_version and request.min_version > request.max_version:
-            raise InvalidRequest(f"must be at most max_version ({request.max_version})", field=f"{field}.min_version")
-        _check_prompt(request, field, context, vocabulary)
-        total += len(request.prompt_ids)
+    total = index = 0
+    async for page in paced(requests):
+        for request in page:
+            _check_rollout(request, f"rollouts[{index}]", context, vocabulary)
+            total, index = total + len(request.prompt_ids), index + 1
     if total > spec.quota_bytes:
         raise InvalidRequest(
             f"{total} bytes of prompts are more than the run's quota_bytes ({spec.quota_bytes}); send fewer at a time",
             field="rollouts",
         )
+
+
+def _check_rollout(request: RolloutRequest, field: str, context: int, vocabulary: int) -> None:
+    for name in ("rollout_id", "group_id", "episode_id"):
+        check_id(getattr(request, name), field=f"{field}.{name}")
+    check_sampling(request.sampling, field=f"{field}.sampling")
+    if request.max_version and request.min_version > request.max_version:
+        raise InvalidRequest(f"must be at most max_version ({request.max_version})", field=f"{field}.min_version")
+    _check_prompt(request, field, context, vocabulary)
 
 
 def check_order(order: SubmitOrder) -> SubmitOrder:
