@@ -158,7 +158,8 @@ class Coordinator:
         self.fleet.leave()
 
     async def settle(self) -> None:
-        """Finish the writes that clients began. Call when no calls and no loops run any more, and then `release`."""
+        """Finish the writes that clients began, so that the lease can be released. Call when no call and no loop runs."""
+        await self._recovery.close()
         await self.writes.settle(self._settings.store_patience_s)
 
     async def close(self) -> None:

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from ebbtide.rpc import caller_turns
 from ebbtide.rpc.caller_turns import CallerTurns, stream_turn
 
 
@@ -47,7 +46,7 @@ async def test_a_user_whose_calls_keep_waiting_has_one_at_a_time_while_others_wo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(caller_turns.time, "monotonic", lambda: now)
+    monkeypatch.setattr("ebbtide.rpc.caller_turns.time.monotonic", lambda: now)
     turns = CallerTurns(4)
     flood, other = Work(turns), Work(turns)
     calls = begin(flood, "greedy", "abcdefghijkl")
