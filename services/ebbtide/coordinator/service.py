@@ -158,7 +158,7 @@ class Coordinator:
         self.fleet.leave()
 
     async def settle(self) -> None:
-        """Finish the writes that clients began, so that the lease can be released. Call when no call and no loop runs."""
+        """Finish the writes that clients began, before the lease is released. Call when no call and no loop runs."""
         await self._recovery.close()
         await self.writes.settle(self._settings.store_patience_s)
 
