@@ -76,6 +76,7 @@ class Admission:
         """
         if self._keys is None and not self._certificates:
             _CALLER_ROLES.set(None)
+            _CALLER_NAME.set("")
             return request
         claims = self._claims(context.invocation_metadata())
         roles = roles_of_peer(context.auth_context()) if self._certificates else None

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import grpc
 from grpc import StatusCode
 
-from ebbtide.auth.admission import Admission, Anyone
+from ebbtide.auth.admission import Admission, Anyone, caller_name
 from ebbtide.errors import Draining, EbbtideError, Unavailable
+from ebbtide.rpc.caller_turns import CallerTurns
 from ebbtide.rpc.status_table import to_status
 
 #: Gets each ended call: full method name, status name, seconds. Must not raise.
@@ -38,8 +39,16 @@ _OWN: Final = "/grpc."
 class Gate(grpc.aio.ServerInterceptor):
     """Refuses forbidden calls, turns exceptions into statuses, and ends streams when the server leaves."""
 
-    def __init__(self, admission: Admission | Anyone, *, max_unary_s: float, observe: Observer | None = None) -> None:
+    def __init__(
+        self,
+        admission: Admission | Anyone,
+        *,
+        max_unary_s: float,
+        calls_per_user: int = 0,
+        observe: Observer | None = None,
+    ) -> None:
         self._admission, self._max_unary_s, self._observe = admission, max_unary_s, observe
+        self._turns = CallerTurns(calls_per_user)
         self._wrapped: dict[str, Handler] = {}  # by method; only methods that exist
         self._waiting: set[asyncio.Task[Any]] = set()  # response streams that wait for their servicer, not for gRPC
         self._leaving = False
@@ -90,7 +99,11 @@ class Gate(grpc.aio.ServerInterceptor):
             with self._recorded(method, context):
                 try:
                     async with asyncio.timeout(limit) as clock:
-                        return await behaviour(self._admission.checked(method, request, context), context)
+                        checked = self._admission.checked(method, request, context)
+                        if limit is None:  # it has a stream, which may last
+                            return await behaviour(checked, context)
+                        async with self._turns.of(caller_name()):
+                            return await behaviour(checked, context)
                 except (asyncio.CancelledError, grpc.aio.AbortError):
                     raise
                 except Exception as error:  # noqa: BLE001 - nothing above handles it; `to_status` logs it
@@ -106,6 +119,7 @@ class Gate(grpc.aio.ServerInterceptor):
             with self._recorded(method, context):
                 try:
                     requests = self._admission.checked(method, request, context)
+                    self._turns.begin_stream(caller_name())
                     async with aclosing(behaviour(requests, context)) as responses:
                         async for response in responses:
                             self._waiting.discard(task)

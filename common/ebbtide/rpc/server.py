@@ -24,7 +24,8 @@ _STATUS: Final = health_pb2.HealthCheckResponse
 
 
 class Server:
-    """`services` as in [(add_X_to_server, servicer, "pkg.X")]. `window_bytes`: see `server_options`.
+    """`services` as in [(add_X_to_server, servicer, "pkg.X")]. `window_bytes`: see `server_options`; `calls_per_user`:
+    see `CallerTurns`.
 
     `private`: the address is a unix socket in a folder that only this user can enter, so callers need no token. Raises
     `InvalidRequest` for unsafe settings: no way to authenticate callers, or no TLS off the loopback.
@@ -38,6 +39,7 @@ class Server:
         observe: Observer | None = None,
         keepalive_s: float = KEEPALIVE_S,
         window_bytes: int = 0,
+        calls_per_user: int = 0,
         private: bool = False,
     ) -> None:
         self._listen = check_address(settings.listen, field="listen")
@@ -45,7 +47,9 @@ class Server:
             raise InvalidRequest("only a unix socket needs no token", field="listen")
         self._credentials = settings.credentials()
         admission = Anyone() if private else settings.admission()
-        self._gate = gate = Gate(admission, max_unary_s=settings.max_unary_s, observe=observe)
+        self._gate = gate = Gate(
+            admission, max_unary_s=settings.max_unary_s, calls_per_user=calls_per_user, observe=observe
+        )
         options = server_options(keepalive_s, max_streams=settings.max_streams, window_bytes=window_bytes)
         self._server = grpc.aio.server(interceptors=[gate], options=options)
         self._names = [name for _, _, name in services]

@@ -36,7 +36,13 @@ async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
 
     coordinator = Coordinator(settings)
     try:
-        server = Server(settings.server, coordinator.services, observe=rpc_observer(), window_bytes=_WINDOW_BYTES)
+        server = Server(
+            settings.server,
+            coordinator.services,
+            observe=rpc_observer(),
+            window_bytes=_WINDOW_BYTES,
+            calls_per_user=settings.calls_per_user,
+        )
         server.closed = StandingBy("this coordinator does not lead yet; try again")
         # Before taking the store over: a start that fails must not end the coordinator that serves.
         await server.start()
@@ -50,6 +56,7 @@ async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
         if not await race(opening, shutdown.requested.wait()):
             await _lead(settings, shutdown, coordinator, server)
         await server.stop(0.0 if server.closed else _GRACE_S)  # a standby has no calls to finish
+        await coordinator.settle()
         await coordinator.leading.release()
     finally:
         await coordinator.close()

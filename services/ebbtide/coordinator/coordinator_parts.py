@@ -7,6 +7,7 @@ from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.publisher_keys import PublisherKeys
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
+from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.store.store import Store
@@ -21,3 +22,4 @@ class CoordinatorParts(NamedTuple):
     attempts: AttemptTransitions
     recovery: RunRecovery
     publishers: PublisherKeys
+    writes: ClientWrites

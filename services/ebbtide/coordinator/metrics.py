@@ -1,6 +1,7 @@
 """Defines the coordinator's metrics. Every label is bounded: no rollouts or workers, and of runs only live ones."""
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
@@ -9,6 +10,7 @@ from ebbtide import telemetry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import StoreUnavailable
+from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.store import Store
 from ebbtide.types.fleet import BorrowedState, Worker, WorkerState
@@ -107,7 +109,7 @@ async def measure_for_ever(state: CoordinatorState, store: Store) -> None:
     """Ask the store regularly how full it is, and what waits in it."""
     store_away_seconds.set_function(lambda: store.link.away_s)
     while True:
-        with suppress(StoreUnavailable):  # the last figures stay; `store_away_seconds` shows their age
+        with suppress(StoreUnavailable, *UNEXPECTED):  # the last figures stay; `store_away_seconds` shows their age
             await measure(state, store)
         await asyncio.sleep(_MEASURE_EVERY_S)
 
@@ -116,12 +118,12 @@ async def measure(state: CoordinatorState, store: Store) -> None:
     """Set the gauges. Raises `StoreUnavailable`."""
     room = await store.room()
     live = list(state.runs.values())
-    held = [await store.runs.waiting(run.run_id) for run in live]
+    held = {run: await store.runs.waiting(run.run_id) for run in live if not run.paused(time.monotonic())}
     store_bytes.set(room.used)
     store_limit_bytes.set(room.limit)
-    shares = (used / run.spec.quota_bytes for run, (used, _) in zip(live, held, strict=True))
+    shares = (used / run.spec.quota_bytes for run, (used, _) in held.items())
     quota_used.set(max(shares, default=0.0))
-    trajectories.set(sum(count for _, count in held))
+    trajectories.set(sum(count for _, count in held.values()))
 
 
 def _observe_shares(shown: Sequence[RunState]) -> None:

@@ -22,6 +22,7 @@ from ebbtide.coordinator.servicers import rollouts_servicer as rollouts_wire
 from ebbtide.coordinator.servicers import runs_servicer as runs_wire
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
+from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
@@ -52,7 +53,7 @@ async def _nobody(_serving: bool) -> None:
 
 
 class Coordinator:
-    """`open`, serve `services`, run `loops`, `leave`, `close`. A restart is another coordinator."""
+    """`open`, serve `services`, run `loops`, `leave`, `settle`, `close`. A restart is another coordinator."""
 
     def __init__(self, settings: CoordinatorSettings, link: StoreConnection | None = None) -> None:
         """`link`: the connection to the store; None: that of the settings."""
@@ -62,11 +63,13 @@ class Coordinator:
         )
         self.store = Store(self.link, new_fence())
         self.state = CoordinatorState()
+        self.writes = ClientWrites()
         self._notifier = Notifier()
         self._attempts = AttemptTransitions(
             self.state,
             self.store,
             self._notifier,
+            self.writes,
             no_progress_limit=settings.barren_attempts,
             keep_ended_s=settings.keep_ended_s,
             keep_ended_bytes=settings.keep_ended_bytes,
@@ -104,6 +107,7 @@ class Coordinator:
             self._attempts,
             self._recovery,
             self._publishers,
+            self.writes,
         )
         runs, rollouts = RunService(parts), RolloutService(parts)
         appending = AppendStreams(self.state, self.store, self.fleet, self._notifier)
@@ -153,7 +157,14 @@ class Coordinator:
         """See `WorkerRegistry.leave`."""
         self.fleet.leave()
 
+    async def settle(self) -> None:
+        """Finish the writes that clients began, before the lease is released. Call when no call and no loop runs."""
+        await self._recovery.close()
+        await self.writes.settle(self._settings.store_patience_s)
+
     async def close(self) -> None:
+        await self.writes.close()
+        await self._recovery.close()
         await self._run_events.close()
         await self.link.close()
 

@@ -50,6 +50,10 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
     max_runs_per_user: Annotated[
         int, Meta(ge=1, description="live runs per user, by the name in the token; callers without a name count as one")
     ] = 100
+    calls_per_user: Annotated[
+        int,
+        Meta(ge=0, description="calls of one user, by the name in the token, that are worked on at once; others wait"),
+    ] = 4
     barren_attempts: Annotated[
         int, Meta(ge=1, description="attempts in a row without a new token that make a rollout a dead letter")
     ] = 5

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -31,19 +32,20 @@ QUICK = {"recover_grace_s": 0.3, "lease_ttl_s": 1.5, "heartbeat_timeout_s": 30.0
 class Cluster:
     """One coordinator, restartable, and everything a test does with it."""
 
-    def __init__(self, url: str, **settings: Any) -> None:
-        self.url, self._more = url, settings
+    def __init__(self, url: str, *, serving: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> None:
+        """`serving`: further settings of its server."""
+        self.url, self._more, self._serving = url, settings, serving
         self._workers: list[ScriptedWorker] = []
         self._channels: list[grpc.aio.Channel] = []
         self._loops: list[asyncio.Task[None]] = []
 
     async def start(self, *, serve_after_s: float = 0.0) -> "Cluster":
-        server = ServerSettings(listen="127.0.0.1:0", token=TOKEN)
+        server = ServerSettings(listen="127.0.0.1:0", token=TOKEN, **self._serving)
         settings = CoordinatorSettings(server=server, store_url=self.url, **(QUICK | self._more))
         self.coordinator = Coordinator(settings)
         services = await self.coordinator.open()
         await asyncio.sleep(serve_after_s)
-        self.server = Server(server, services)
+        self.server = Server(server, services, calls_per_user=settings.calls_per_user)
         await self.server.start()
         self._loops = [asyncio.create_task(loop) for loop in self.coordinator.loops().values()]
         self.channel = self.new_channel()
@@ -51,8 +53,8 @@ class Cluster:
         self.rollouts = rollouts_pb2_grpc.RolloutsStub(self.channel)
         return self
 
-    def new_channel(self) -> grpc.aio.Channel:
-        channel = open_channel(self.server.address, ClientSecurity(token=TOKEN))
+    def new_channel(self, token: str = TOKEN) -> grpc.aio.Channel:
+        channel = open_channel(self.server.address, ClientSecurity(token=token))
         self._channels.append(channel)
         return channel
 

@@ -15,6 +15,7 @@ from ebbtide.coordinator.fleet.worker_health import SuspectWorker
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
+from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
@@ -49,7 +50,7 @@ class Scene(ModelFleet):
         self.store = Store()
         store: Any = self.store
         kept: Any = {"keep_ended_s": 60.0, "keep_ended_bytes": 1 << 20}
-        self.attempts = AttemptTransitions(self.state, store, Notifier(), no_progress_limit=3, **kept)
+        self.attempts = AttemptTransitions(self.state, store, Notifier(), ClientWrites(), no_progress_limit=3, **kept)
         events: Any = Events()
         self.registry = WorkerRegistry(CoordinatorSettings(), self.state, self.attempts, events)
         publishers: Any = Publishers()

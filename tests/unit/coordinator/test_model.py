@@ -198,3 +198,16 @@ def test_an_orphan_and_an_ended_run_wake_the_reaper_and_a_heartbeat_wakes_nobody
         happens()
         assert wakeups._reap.is_set() is wakes
         assert wakes or not wakeups._decide.is_set()
+
+
+def test_a_run_that_fails_again_soon_pauses_for_twice_as_long_and_later_for_the_first_time_again() -> None:
+    run, now, pauses = ModelFleet().run, 100.0, list[float]()
+    for _ in range(8):
+        pauses.append(run.pause(now))
+        assert run.pause(now + pauses[-1] / 2) == pauses[-1] / 2  # it pauses already
+        assert run.stale
+        assert run.paused(now)
+        now += pauses[-1]
+        assert not run.paused(now)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert run.pause(now + 3600) == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -129,11 +130,20 @@ async def test_what_a_stream_brought_before_it_broke_is_seen_to_before_its_worke
 
 
 async def test_an_error_of_the_store_reaches_all_who_wait_and_none_who_come_later(house: House) -> None:
-    house.store.errors = [Internal("broken")]
+    house.store.errors = [RuntimeError("broken")]
     for one in [house.keep("a"), house.keep("b")]:
-        with pytest.raises(Internal):
+        with pytest.raises(RuntimeError):
             await one
     assert await house.keep("c") == {}
+
+
+async def test_an_unexpected_reply_ends_the_attempts_of_its_run_and_no_stream(house: House) -> None:
+    house.store.errors = [Internal("broken")]
+    for one in [house.keep("a"), house.keep("b")]:
+        assert (await one)[0].status is AppendStatus.SUPERSEDED
+    paused = {run_id for run_id, run in house.state.runs.items() if run.paused(time.monotonic())}
+    assert paused == {"run"}
+    assert await house.keep("x", run="other") == {}
 
 
 async def test_a_run_that_is_not_reconciled_holds_back_its_own_messages_alone(house: House) -> None:

@@ -1,5 +1,6 @@
 """Moves rollouts from submit to end: queued, running, finished, over. Each move is one script, safe to repeat."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
@@ -24,6 +25,8 @@ from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOrder, Subm
 from ebbtide.types.run import LeaseRef
 
 _PAGE: Final = 256
+#: Requests packed between two turns of other calls.
+_PACKED_AT_ONCE: Final = 64
 #: Bytes of rollouts that one call places, but for the last one: the store builds and sends the answer in one go.
 _PLACE_BYTES: Final = 1 << 20
 #: Callers retry a full run after this time: about one flush of finished rollouts.
@@ -43,7 +46,9 @@ class RolloutTopic(Topic):
     ) -> list[AcceptedRollout]:
         """Queue all or none. Raises `AlreadyExists` (an id with another body), `NoCapacity` (a full quota or queue)."""
         parts: list[bytes | str] = []
-        for request in requests:
+        for number, request in enumerate(requests):
+            if number % _PACKED_AT_ONCE == _PACKED_AT_ONCE - 1:
+                await asyncio.sleep(0)  # other calls have their turn
             kind = "eval" if request.kind is RolloutKind.EVAL else "train"
             bare = msgspec.structs.replace(request, prompt_ids=b"")
             parts += [request.rollout_id, body_digest(request), kind, pack(bare), request.prompt_ids]

@@ -5,6 +5,7 @@ from typing import Final
 
 import numpy as np
 
+from ebbtide.coordinator.list_pace import paced
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
@@ -42,26 +43,30 @@ def check_reason(reason: str, *, field: str) -> str:
     return check_id(reason, field=field) if reason else reason
 
 
-def check_rollouts(requests: Sequence[RolloutRequest], engines: Sequence[EngineInfo], spec: RunSpec) -> None:
+async def check_rollouts(requests: Sequence[RolloutRequest], engines: Sequence[EngineInfo], spec: RunSpec) -> None:
     """Refuse rollouts that no attached engine could generate, or no message could carry."""
     check_batch(requests, field="rollouts")
     context = max((engine.max_model_len for engine in engines), default=0)
     vocabulary = max((engine.vocab_size for engine in engines), default=0)
-    total = 0
-    for index, request in enumerate(requests):
-        field = f"rollouts[{index}]"
-        for name in ("rollout_id", "group_id", "episode_id"):
-            check_id(getattr(request, name), field=f"{field}.{name}")
-        check_sampling(request.sampling, field=f"{field}.sampling")
-        if request.max_version and request.min_version > request.max_version:
-            raise InvalidRequest(f"must be at most max_version ({request.max_version})", field=f"{field}.min_version")
-        _check_prompt(request, field, context, vocabulary)
-        total += len(request.prompt_ids)
+    total = index = 0
+    async for page in paced(requests):
+        for request in page:
+            _check_rollout(request, f"rollouts[{index}]", context, vocabulary)
+            total, index = total + len(request.prompt_ids), index + 1
     if total > spec.quota_bytes:
         raise InvalidRequest(
             f"{total} bytes of prompts are more than the run's quota_bytes ({spec.quota_bytes}); send fewer at a time",
             field="rollouts",
         )
+
+
+def _check_rollout(request: RolloutRequest, field: str, context: int, vocabulary: int) -> None:
+    for name in ("rollout_id", "group_id", "episode_id"):
+        check_id(getattr(request, name), field=f"{field}.{name}")
+    check_sampling(request.sampling, field=f"{field}.sampling")
+    if request.max_version and request.min_version > request.max_version:
+        raise InvalidRequest(f"must be at most max_version ({request.max_version})", field=f"{field}.min_version")
+    _check_prompt(request, field, context, vocabulary)
 
 
 def check_order(order: SubmitOrder) -> SubmitOrder:

@@ -17,6 +17,7 @@ from ebbtide.coordinator.state.attempt_transitions import new_entry
 from ebbtide.coordinator.state.notifier import follow, notified_or_late
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, StoreUnavailable
+from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.store.rollout_rows import RolloutState
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import (
@@ -45,6 +46,7 @@ class RolloutService:
             parts.notifier,
         )
         self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
+        self._writes = parts.writes
 
     async def submit(
         self, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder
@@ -52,20 +54,24 @@ class RolloutService:
         """Queue rollouts, all or none. Raises `InvalidRequest`, `AlreadyExists`, `NoCapacity`."""
         run = await self._recovery.live(check_lease(lease).run_id)
         check_order(order)
-        check_rollouts(requests, self._fleet.engines(), run.spec)
-        async with run.changing():
-            accepted = await self._store.rollouts.submit(
-                lease, requests, quota_bytes=run.spec.quota_bytes, max_open=self._settings.max_open, order=order
-            )
-            for request, row in zip(requests, accepted, strict=True):
-                if request.rollout_id in run.unconfirmed:
-                    run.mark_stale()  # its worker continues it
-                elif row.outcome is SubmitOutcome.ACCEPTED:
-                    group = run.group_place(request.group_id, row.place)
-                    length = len(request.prompt_ids) // 4
-                    run.admit(new_entry(request, place=row.place, group=group, length=length))
-                elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
-                    run.mark_stale()  # taken by a call whose answer was lost
+        await check_rollouts(requests, self._fleet.engines(), run.spec)
+        return await self._writes.carry_out(run.changing(), lambda: self._submit(run, lease, requests, order))
+
+    async def _submit(
+        self, run: RunState, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder
+    ) -> list[SubmitOutcome]:
+        accepted = await self._store.rollouts.submit(
+            lease, requests, quota_bytes=run.spec.quota_bytes, max_open=self._settings.max_open, order=order
+        )
+        for request, row in zip(requests, accepted, strict=True):
+            if request.rollout_id in run.unconfirmed:
+                run.mark_stale()  # its worker continues it
+            elif row.outcome is SubmitOutcome.ACCEPTED:
+                group = run.group_place(request.group_id, row.place)
+                length = len(request.prompt_ids) // 4
+                run.admit(new_entry(request, place=row.place, group=group, length=length))
+            elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
+                run.mark_stale()  # taken by a call whose answer was lost
         return [row.outcome for row in accepted]
 
     async def finished(self, run_id: str, cursor: str) -> AsyncIterator[FinishedRollout]:
@@ -90,7 +96,8 @@ class RolloutService:
                 notified.clear()
                 await self._recovery.live(run_id)
                 with self._in_doubt(NotFound, InvalidRequest):
-                    chunk = await self._store.trajectories.tokens(run_id, rollout_id, offset)
+                    async with stream_turn():
+                        chunk = await self._store.trajectories.tokens(run_id, rollout_id, offset)
                 if chunk.tokens or chunk.reason:
                     yield chunk
                 if chunk.reason:
@@ -112,10 +119,12 @@ class RolloutService:
         run = await self._recovery.live(check_lease(lease).run_id)
         self._check_ids(rollout_ids)
         reason = check_reason(reason, field="reason") or DropReason.CANCELLED
-        async with run.changing():
-            ran = await self._store.rollouts.cancel(lease, rollout_ids, reason)
-            self._attempts.over(run, ran)
-            self._forget(run, rollout_ids)
+        await self._writes.carry_out(run.changing(), lambda: self._cancel(run, lease, rollout_ids, reason))
+
+    async def _cancel(self, run: RunState, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> None:
+        ran = await self._store.rollouts.cancel(lease, rollout_ids, reason)
+        self._attempts.over(run, ran)
+        self._forget(run, rollout_ids)
 
     async def complete(self, lease: LeaseRef, episodes: Sequence[Episode]) -> None:
         """End episodes, each once. An error names the first refused one; the others are done."""
@@ -123,13 +132,15 @@ class RolloutService:
         check_batch(episodes, field="episodes")
         for index, episode in enumerate(episodes):
             _check_episode(episode, f"episodes[{index}]")
-        async with run.changing():
-            calls = [self._complete(run, lease, index, episode) for index, episode in enumerate(episodes)]
-            found = await asyncio.gather(*calls, return_exceptions=True)
-            for error in found:
-                if error is not None:
-                    raise error
+        await self._writes.carry_out(run.changing(), lambda: self._complete_all(run, lease, episodes))
+
+    async def _complete_all(self, run: RunState, lease: LeaseRef, episodes: Sequence[Episode]) -> None:
+        calls = [self._complete(run, lease, index, episode) for index, episode in enumerate(episodes)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
         self._notifier.notify("trajectories", run.run_id)
+        for error in found:
+            if error is not None:
+                raise error
 
     async def _complete(self, run: RunState, lease: LeaseRef, index: int, episode: Episode) -> None:
         try:

@@ -12,9 +12,12 @@ from ebbtide import telemetry
 from ebbtide.coordinator.api.request_checks import check_batch, check_lease, check_number
 from ebbtide.coordinator.api.run_quota import RunQuota
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.list_pace import paced
 from ebbtide.coordinator.state.coordinator_state import StoreIncarnation
 from ebbtide.coordinator.state.notifier import follow
+from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
+from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
 from ebbtide.scheduling.fair_share.shares import check_floor
 from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
@@ -39,7 +42,7 @@ class RunService:
             parts.notifier,
         )
         self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
-        self._publishers = parts.publishers
+        self._publishers, self._writes = parts.publishers, parts.writes
         self._promising = asyncio.Lock()
         self._quota = RunQuota(parts.state, parts.store, limit=parts.settings.max_runs_per_user)
 
@@ -57,6 +60,14 @@ class RunService:
         """
         check_id(run_id, field="run_id")
         check_spec(spec)
+        turn = self._writes.turn("submit", submitter)
+        run, made = await self._writes.carry_out(turn, lambda: self._submit(run_id, spec, submitter))
+        if made:
+            log.info("run submitted", run_id=run_id, model=spec.model)
+            await self._hint(run)
+        return run
+
+    async def _submit(self, run_id: str, spec: RunSpec, submitter: str) -> tuple[Run, bool]:
         await self._publishers.keep()
         with self._quota.submitting(run_id, submitter):
             await self._quota.check(run_id, submitter)
@@ -69,10 +80,7 @@ class RunService:
             run = await self._store.runs.read(run_id)
             if not run.status.ended:
                 await self._recovery.add(run)
-        if made:
-            log.info("run submitted", run_id=run_id, model=spec.model)
-            await self._hint(run)
-        return run
+            return run, made
 
     async def _check_floor(self, run_id: str, spec: RunSpec) -> None:
         runs = [run async for _, run in self.list()]
@@ -182,7 +190,11 @@ class RunService:
     async def timeline(self, run_id: str, cursor: str) -> AsyncIterator[AttemptSpan]:
         """The attempts that have ended, after `cursor`, oldest first."""
         await self._store.runs.read(check_id(run_id, field="run_id"))
-        while spans := await self._store.spans.page(run_id, cursor):
+        while True:
+            async with stream_turn():
+                spans = await self._store.spans.page(run_id, cursor)
+            if not spans:
+                return
             for span in spans:
                 yield span
             cursor = spans[-1].cursor
@@ -248,9 +260,11 @@ class RunService:
         if len(version.root) not in {0, DIGEST_BYTES}:
             raise InvalidRequest(f"must be {DIGEST_BYTES} bytes", field="version.root")
         await self._recovery.refresh(run)  # else its event may get a number that a store that came back gave before
-        async with run.changing():
-            await self._store.runs.announce(lease, version)
-            run.announce(version)
+        await self._writes.carry_out(run.changing(), lambda: self._announce(run, lease, version))
+
+    async def _announce(self, run: RunState, lease: LeaseRef, version: PolicyVersion) -> None:
+        await self._store.runs.announce(lease, version)
+        run.announce(version)
         self._notifier.notify("events", run.run_id)
         log.info("version", run_id=run.run_id, version=version.version, step=version.step)
 
@@ -261,5 +275,6 @@ class RunService:
             check_id(event.kind, field=f"events[{index}].kind")
         run = await self._recovery.live(lease.run_id)
         await self._recovery.refresh(run)  # as `announce`
-        await self._store.events.report(lease, events, quota_bytes=run.spec.quota_bytes)
+        async for page in paced(events):
+            await self._store.events.report(lease, page, quota_bytes=run.spec.quota_bytes)
         self._notifier.notify("events", lease.run_id)

@@ -8,9 +8,10 @@ unanswered when this process dies may or may not be stored: workers send them ag
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Final
 
+from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
@@ -19,6 +20,7 @@ from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, StoreUnavailable
 from ebbtide.rpc.backoff import pauses
+from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.store import Store
 from ebbtide.types.append_delta import AppendAck, AppendColumns, joined
@@ -27,6 +29,7 @@ from ebbtide.types.fleet import AppendStatus
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.wire.append_columns import MAX_DELTAS
 
+log = telemetry.get_logger(__name__)
 #: Least time between two calls of a run: each costs the store a turn and an fsync, whatever its size.
 _GATHER_S: Final = 0.005
 #: Bytes per call, unless a single message has more.
@@ -119,8 +122,13 @@ class AppendBatcher:
     async def _stored(self, run: RunState | None, messages: list[_Message]) -> dict[int, AppendAck]:
         deltas = joined([one.deltas for one in messages])
         if run is not None:
-            with suppress(NotFound):
+            try:
                 others = await self._known(run, deltas)
+            except NotFound:
+                pass
+            except UNEXPECTED as error:
+                _leave_alone(run, deltas, error)
+            else:
                 attempts = [attempt for one in messages for attempt in one.attempts]
                 self._take_in(run, deltas, attempts, others)
                 return others
@@ -171,6 +179,16 @@ def _count(messages: list[_Message], others: dict[int, AppendAck]) -> None:
     _OUTCOMES[AppendStatus.STORED].inc(sum(len(one.attempts) for one in messages) - len(others))
     for ack in others.values():
         _OUTCOMES[ack.status].inc()
+
+
+def _leave_alone(run: RunState, deltas: AppendColumns, error: Exception) -> None:
+    """Pause a run for which the store gave an unexpected reply. Its attempts go elsewhere later; streams go on with the
+    tokens of other runs.
+    """
+    pause_s = round(run.pause(time.monotonic()), 1)
+    log.error("run paused", run_id=run.run_id, seconds=pause_s, reason=str(error))
+    for rollout_id, attempt_id in zip(deltas.rollouts, deltas.attempts, strict=True):
+        _disown(run, rollout_id, attempt_id)
 
 
 def _disown(run: RunState, rollout_id: str, attempt_id: str) -> None:

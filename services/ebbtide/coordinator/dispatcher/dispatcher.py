@@ -121,7 +121,7 @@ class Dispatcher:
 
     async def decide(self) -> None:
         """One round: refresh stale mirrors, allot workers, send versions, fill free slots, move rollouts."""
-        for run in list(self._state.runs.values()):
+        for run in self._state.at_work(time.monotonic()):
             async with self._attempts.while_it_lives(run):
                 await self._recovery.refresh(run)
         now = time.monotonic()
@@ -136,7 +136,7 @@ class Dispatcher:
             self._borrowed.judge(now)
             self._allocator.hand_over(now)
             await asyncio.sleep(0)  # in a large fleet each of these takes a while: others have their turn
-        for run in list(self._state.runs.values()):
+        for run in self._state.at_work(now):
             async with self._attempts.while_it_lives(run):
                 await self._fill(run)
                 if balance and not run.stale:  # what is still queued fits nowhere, or waits until others have started
@@ -151,7 +151,7 @@ class Dispatcher:
         await asyncio.sleep(0)
         measure = now - self._measured >= _MEASURE_EVERY_S
         self._measured = now if measure else self._measured
-        for run in list(self._state.runs.values()):
+        for run in self._state.at_work(now):
             self._installs.send(run, now)
             async with self._attempts.while_it_lives(run):
                 await self._fail_misfit(run)

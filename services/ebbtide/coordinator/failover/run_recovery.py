@@ -4,6 +4,7 @@ A store that came back is first told which attempts are live (`StoreIncarnations
 at no attached worker, wait `grace_s` for their worker and are then re-queued like any orphan.
 """
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Set
@@ -15,6 +16,7 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
 from ebbtide.errors import LeaseSuperseded
+from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndReason, OpenRollout, RolloutState
 from ebbtide.store.store import Store
 from ebbtide.types.end_cause import EndCause
@@ -38,6 +40,7 @@ class RunRecovery:
         self._state, self._store, self._incarnations, self._over = state, store, incarnations, over
         self._grace_s = grace_s
         self._until = math.inf
+        self._readings: dict[str, asyncio.Task[None]] = {}  # by run
 
     def serving(self) -> None:
         """Begin the grace: from now on workers can attach."""
@@ -54,7 +57,10 @@ class RunRecovery:
             log.info("store migrated", schema=self._store.schema.newest, steps=steps)
         await self._incarnations.begin()
         for run_id in live:
-            await self.add(await self._store.runs.read(run_id))
+            try:
+                await self.add(await self._store.runs.read(run_id))
+            except UNEXPECTED as error:  # the others are served; what can be mirrored is read again later
+                log.error("run not read", run_id=run_id, reason=str(error))  # noqa: TRY400 - the reason says all
         self._state.sweep(set(await self._store.runs.ids()) - set(live))
         log.info(
             "took over", runs=len(live), rollouts=sum(len(r.queue) + len(r.running) for r in self._state.runs.values())
@@ -78,10 +84,33 @@ class RunRecovery:
         return await self.add(record)
 
     async def refresh(self, run: RunState) -> None:
-        """Read a stale mirror again, after reconciling a store that came back."""
+        """Read a stale mirror again, after reconciling a store that came back. A caller that is cancelled does not stop
+        it: others would begin anew.
+        """
         self._incarnations.expire_unconfirmed(run)
+        if (reading := self._readings.get(run.run_id)) is not None:
+            await asyncio.shield(reading)
         if not run.stale or run.ended:
             return
+        reading = self._readings.get(run.run_id)
+        if reading is None:
+            reading = self._readings[run.run_id] = asyncio.create_task(self._reread(run), name=f"read {run.run_id}")
+            reading.add_done_callback(lambda done: self._was_read(run.run_id, done))
+        await asyncio.shield(reading)
+
+    def _was_read(self, run_id: str, done: asyncio.Task[None]) -> None:
+        del self._readings[run_id]
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.debug("run not read", run_id=run_id, reason=str(error))  # who waits for it has the error
+
+    async def close(self) -> None:
+        """Stop reading."""
+        readings = list(self._readings.values())
+        for reading in readings:
+            reading.cancel()
+        await asyncio.gather(*readings, return_exceptions=True)
+
+    async def _reread(self, run: RunState) -> None:
         async with run.lock:
             live = run.ended or await self._refresh(run)
         if not live:

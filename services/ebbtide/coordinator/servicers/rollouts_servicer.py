@@ -8,6 +8,7 @@ import grpc
 
 from ebbtide.coordinator.api.request_checks import check_cursor
 from ebbtide.coordinator.api.rollout_service import RolloutService
+from ebbtide.coordinator.servicers.record_lists import records_from_proto
 from ebbtide.types.rollout import Episode, RolloutRequest, SubmitOrder, TrajectoryOutcome
 from ebbtide.types.run import LeaseRef
 from ebbtide.v1 import rollouts_pb2, rollouts_pb2_grpc, runs_pb2
@@ -23,7 +24,7 @@ class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
         self._rollouts = rollouts
 
     async def Submit(self, request: rollouts_pb2.SubmitRequest, context: Context) -> rollouts_pb2.SubmitResponse:
-        asked = [from_proto(one, RolloutRequest, field=f"rollouts[{i}]") for i, one in enumerate(request.rollouts)]
+        asked = await records_from_proto(request.rollouts, RolloutRequest, field="rollouts")
         outcomes = await self._rollouts.submit(_lease(request.lease), asked, from_proto(request, SubmitOrder))
         return rollouts_pb2.SubmitResponse(outcomes=[outcome.value for outcome in outcomes])  # type: ignore[misc]
 
@@ -48,7 +49,7 @@ class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
         return runs_pb2.Empty()
 
     async def CompleteEpisodes(self, request: rollouts_pb2.CompleteEpisodesRequest, context: Context) -> runs_pb2.Empty:
-        episodes = [from_proto(one, Episode, field=f"episodes[{i}]") for i, one in enumerate(request.episodes)]
+        episodes = await records_from_proto(request.episodes, Episode, field="episodes")
         await self._rollouts.complete(_lease(request.lease), episodes)
         return runs_pb2.Empty()
 
@@ -61,9 +62,7 @@ class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
     async def CommitTrajectories(
         self, request: rollouts_pb2.CommitTrajectoriesRequest, context: Context
     ) -> runs_pb2.Empty:
-        outcomes = [
-            from_proto(one, TrajectoryOutcome, field=f"outcomes[{i}]") for i, one in enumerate(request.outcomes)
-        ]
+        outcomes = await records_from_proto(request.outcomes, TrajectoryOutcome, field="outcomes")
         await self._rollouts.commit(_lease(request.lease), outcomes)
         return runs_pb2.Empty()
 

@@ -12,6 +12,7 @@ from ebbtide.auth.admission import caller_name
 from ebbtide.coordinator.api.request_checks import check_cursor
 from ebbtide.coordinator.api.run_service import RunService
 from ebbtide.coordinator.servicers.list_page import ListPage
+from ebbtide.coordinator.servicers.record_lists import records_from_proto
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import LeaseRef, Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
@@ -94,7 +95,7 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         for index, event in enumerate(request.events):
             if event.ByteSize() > MAX_EVENT_BYTES:
                 raise InvalidRequest(f"more than {MAX_EVENT_BYTES} bytes", field=f"events[{index}]")
-        events = [from_proto(event, RunEvent, field=f"events[{i}]") for i, event in enumerate(request.events)]
+        events = await records_from_proto(request.events, RunEvent, field="events")
         await self._runs.report(from_proto(request.lease, LeaseRef, field="lease"), events)
         return runs_pb2.Empty()
 

@@ -4,7 +4,6 @@ Invariant: the store changes first, and the mirror follows under the run's lock.
 in the store what had been done, and the next one reads it.
 """
 
-import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
+from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.ended_histories import EndedHistories
 from ebbtide.coordinator.state.notifier import Notifier
@@ -28,6 +28,7 @@ from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndedAttempt, EndReason, OpenRollout, PlacedRollout, RequeuedRollout
 from ebbtide.store.store import Store
 from ebbtide.types.fleet import AttemptRef
@@ -75,15 +76,15 @@ class AttemptTransitions:
         state: CoordinatorState,
         store: Store,
         notifier: Notifier,
+        writes: ClientWrites,
         *,
         no_progress_limit: int,
         keep_ended_s: float,
         keep_ended_bytes: int,
     ) -> None:
-        self._state, self._store, self._notifier = state, store, notifier
+        self._state, self._store, self._notifier, self._writes = state, store, notifier, writes
         self._no_progress_limit, self._keep_ended_s = no_progress_limit, keep_ended_s
         self._histories = EndedHistories(store, most_bytes=keep_ended_bytes, keep_s=keep_ended_s)
-        self._ending: set[asyncio.Future[None]] = set()  # calls that end runs
 
     async def start(
         self, run: RunState, placements: Sequence[Placement], by_worker: Mapping[str, WorkerSession]
@@ -121,7 +122,7 @@ class AttemptTransitions:
     async def requeue_due(self, now: float) -> float | None:
         """Put orphans that are due back into the queue. Returns when the next one is due, if any."""
         next_due: float | None = None
-        for run in list(self._state.runs.values()):
+        for run in self._state.at_work(now):
             due: dict[OrphanedAttempt, list[RunningAttempt]] = defaultdict(list)
             for attempt in run.orphans.values():
                 if (orphaned := attempt.orphaned) is None:
@@ -232,15 +233,8 @@ class AttemptTransitions:
         """End a run and all its attempts, even if the caller is cancelled meanwhile: the store may have ended it by
         then, and everything that the run uses must be freed. Raises `NotReady`: see `Runs.end`.
         """
-        ending = asyncio.ensure_future(self._end_run(run_id, status, message, drop, lease))
-        self._ending.add(ending)
-        ending.add_done_callback(self._ended)
-        await asyncio.shield(ending)
-
-    def _ended(self, ending: asyncio.Future[None]) -> None:
-        self._ending.discard(ending)
-        if not ending.cancelled() and (error := ending.exception()) is not None:
-            log.debug("run not ended", reason=str(error))
+        turn = self._writes.turn("end", run_id)
+        await self._writes.carry_out(turn, lambda: self._end_run(run_id, status, message, drop, lease))
 
     async def _end_run(self, run_id: str, status: RunStatus, message: str, drop: str, lease: LeaseRef | None) -> None:
         try:
@@ -254,12 +248,19 @@ class AttemptTransitions:
 
     @asynccontextmanager
     async def while_it_lives(self, run: RunState) -> AsyncIterator[None]:
-        """Drop the run from the mirror if the store has ended or lost it, so that other runs are handled as usual."""
+        """Keep a run's end or fault from the other runs. A run that the store has ended or lost leaves the mirror; one
+        for which the store gives an unexpected reply pauses.
+        """
         try:
             yield
         except (LeaseSuperseded, NotFound) as error:
             log.info("run is over", run_id=run.run_id, reason=str(error))
             await self.run_over(run.run_id)
+        except UNEXPECTED as error:
+            pause_s = round(run.pause(time.monotonic()), 1)
+            log.error(  # noqa: TRY400 - the reason says all
+                "run paused", run_id=run.run_id, seconds=pause_s, reason=str(error)
+            )
 
     async def run_over(self, run_id: str, status: RunStatus | None = None) -> None:
         """Drop a run that the store ended (or, without a `status`, may have lost). A repeat does nothing."""
@@ -291,9 +292,12 @@ class AttemptTransitions:
         if not self._state.ended:
             return
         for run_id in list(self._state.ended):
-            while await self._store.runs.sweep(run_id):
-                pass
-            await self._histories.add(run_id)
+            try:
+                while await self._store.runs.sweep(run_id):
+                    pass
+                await self._histories.add(run_id)
+            except UNEXPECTED as error:  # the next coordinator tries again
+                log.error("ended run not deleted", run_id=run_id, reason=str(error))  # noqa: TRY400 - the reason says all
             self._state.swept(run_id)
         await self._histories.bound()
 

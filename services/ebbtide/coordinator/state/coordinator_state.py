@@ -65,6 +65,10 @@ class CoordinatorState:
             run = self._runs[run_id] = RunState(run_id, spec, self.wakeups)
         return run
 
+    def at_work(self, now: float) -> list[RunState]:
+        """The live runs, but for those that are paused."""
+        return [run for run in self._runs.values() if not run.paused(now)]
+
     def drop_run(self, run: RunState) -> None:
         """Forget a run that is over, here and at its workers. Its data in the store is deleted later."""
         run.close()

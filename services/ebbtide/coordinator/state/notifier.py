@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import contextmanager, suppress
 from typing import Final, Protocol, TypeVar
 
+from ebbtide.rpc.caller_turns import stream_turn
+
 Topic = tuple[str, ...]
 #: A watcher's longest sleep after an empty page.
 _LOOK_AGAIN_S: Final = 2.0
@@ -74,7 +76,8 @@ async def follow(
         while True:
             notified.clear()
             over = ended()
-            page = await read(cursor)
+            async with stream_turn():
+                page = await read(cursor)
             for record in page:
                 yield record
                 cursor = record.cursor

@@ -26,6 +26,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import RunShare, RunSpec
@@ -39,6 +40,9 @@ _HOMES: Final = 1 << 16
 _GROUPS: Final = 1 << 16
 #: So many failed installs make an old version unavailable.
 _INSTALL_FAILURES: Final = 3
+#: A run for which the store gave an unexpected reply is left alone for so long: the first time, and at most. A new
+#: fault within `_SOON_S` of the last pause doubles it.
+_PAUSE_S, _LONGEST_PAUSE_S, _SOON_S = 1.0, 60.0, 10.0
 
 
 class RunState:
@@ -79,6 +83,7 @@ class RunState:
         self._made = 0  # tokens stored since the last share accounting
         self._resumes: list[float] = []
         self._ended_lately: set[str] | None = None  # rollouts that end while the mirror is being read again
+        self._pause_s, self._paused_until = 0.0, -math.inf
 
     # What is asked of the store.
 
@@ -91,13 +96,29 @@ class RunState:
             try:
                 yield
             except (StoreUnavailable, asyncio.CancelledError):
-                self.stale = True  # read again in the next round, which a cancelled call does not bring forward
+                self.stale = True  # read again in the next round
+                raise
+            except UNEXPECTED:
+                self.pause(time.monotonic())
                 raise
 
     def mark_stale(self) -> None:
         """Have the mirror read again: the store said what it does not."""
         self.stale = True
         self.wakeups.decide()
+
+    def paused(self, now: float) -> bool:
+        """Whether the dispatcher leaves the run alone for now."""
+        return now < self._paused_until
+
+    def pause(self, now: float) -> float:
+        """Leave the run alone for a while, then read it again: the store gave an unexpected reply. Returns seconds."""
+        if not self.paused(now):
+            again = now < self._paused_until + _SOON_S
+            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s) if again else _PAUSE_S
+            self._paused_until = now + self._pause_s
+        self.stale = True
+        return self._paused_until - now
 
     def new_queue(self) -> RolloutQueue:
         """An empty queue, to be filled for `reread`."""
