@@ -37,6 +37,11 @@ _REJOINED_S: Final = 6.0
 _GATHERED_S: Final = 0.005
 
 
+def _has_twin(proc: Proc) -> bool:
+    """Whether another process of its name lives: they take the worker's session from each other, again and again."""
+    return proc.former is not None and proc.former.alive
+
+
 class Promises:
     """`proc`: the latest process of each name, as the world has them; `leader`: the coordinator that leads."""
 
@@ -75,7 +80,7 @@ class Promises:
             self._look_at_workers()
             self._look_at_leader()
             parts = (proc for name, proc in self._proc.items() if name == "relay" or name[0] == "w")
-            if not all(map(self._well, parts)):
+            if not all(self._well(proc) and not _has_twin(proc) for proc in parts):
                 self._weak = self._loop.now
             self.turns.look()
 

@@ -159,7 +159,9 @@ class World:
         """A new process of that name, unless one is alive; with `beside` even then, as a failover does."""
         if not beside and (old := self.proc.get(name)) and old.alive:
             return
+        former = self.proc.get(name)
         proc = self.proc[name] = Proc(name, self.loop)
+        proc.former = former if former and former.alive else None
         self.note("start", name)
         if name == "redis":
             self.store.start(proc)
