@@ -88,7 +88,7 @@ class Fleet:
     async def _run(self, worker: Worker) -> None:
         try:
             await worker.run()
-        except Exception as error:  # noqa: BLE001 - what ended it is a finding, unless it was to be lost
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - what ended it is a finding, unless it was to be lost
             if worker.name not in self._losses:
                 self.failed(f"{worker.name}: {error!r}")
                 print(f"{worker.name}: {error!r}", file=sys.stderr, flush=True)

@@ -139,6 +139,10 @@ class Worker:
             control.cancel()
             append.cancel()
 
+    def _pace(self) -> float:
+        """Tokens/s of each of its rollouts."""
+        return self._fleet.pace
+
     def _attached(self, attached: fleet_pb2.Attached) -> None:
         self._window = OWN_WINDOW.stretched(attached.flush_interval_s)
 
@@ -165,11 +169,11 @@ class Worker:
         await asyncio.sleep(random.uniform(0, interval_s))
         while True:
             if not self.silent:
-                beat = fleet_pb2.Heartbeat(
-                    state=types_pb2.WORKER_STATE_READY, tokens_per_s=self._fleet.pace * len(self.rollouts)
-                )
-                self._say.put_nowait(fleet_pb2.WorkerMessage(heartbeat=beat))
+                self._say.put_nowait(fleet_pb2.WorkerMessage(heartbeat=self._heartbeat()))
             await asyncio.sleep(interval_s)
+
+    def _heartbeat(self) -> fleet_pb2.Heartbeat:
+        return fleet_pb2.Heartbeat(state=types_pb2.WORKER_STATE_READY, tokens_per_s=self._pace() * len(self.rollouts))
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -226,7 +230,7 @@ class Worker:
         self._timer = asyncio.get_running_loop().call_at(self._when, self._tick)
 
     def _tick(self) -> None:
-        now, pace = time.monotonic(), self._fleet.pace
+        now, pace = time.monotonic(), self._pace()
         if self.silent:
             return None
         if len(self._flights) >= _IN_FLIGHT:

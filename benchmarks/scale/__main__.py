@@ -7,6 +7,7 @@ tokens    the cost of a million tokens, and how soon they are acknowledged, at 2
 crowd     a thousand workers arrive, idle, are filled, work, lose half of their number and then their coordinator
 growth    what finished rollouts leave behind in coordinator and Redis
 virtual   the crowd's decisions and memory in virtual time, without what the load itself costs the machine
+http      generated HTTP messages through the guard's proxy, which both ends have to read alike
 
 `figures` are those that are promised; `more` has all others. With `--against` the parts run in turns on the code of
 another checkout (after `make env` there), whose figures are `baseline`; the virtual part has none.
@@ -29,26 +30,31 @@ from benchmarks.control_plane.house import ROOT
 from benchmarks.scale.crowd import Crowd
 from benchmarks.scale.figures import chosen, missing, table
 from benchmarks.scale.growth import grow
+from benchmarks.scale.http_messages import fuzz_http
 from benchmarks.scale.plan import QUICK, ScalePlan
 from benchmarks.scale.token_path import measure_tokens
 from benchmarks.scale.town import Town
 from benchmarks.scale.virtual import in_virtual_time
 
 OUT: Final = ROOT / "benchmarks" / "results" / "scale.json"
-PARTS: Final = ("tokens", "crowd", "growth", "virtual")
+PARTS: Final = ("tokens", "crowd", "growth", "virtual", "http")
+#: They measure no coordinator of another checkout.
+_OWN: Final = {"virtual", "http"}
 
 
 def _say(line: str) -> None:
     print(line, flush=True)
 
 
-async def measure(part: str, plan: ScalePlan, checkout: Path | None) -> dict[str, Any]:
-    """The figures of one part, with the code of a checkout; None: of this one."""
+async def measure(part: str, plan: ScalePlan, checkout: Path | None = None, logs: Path | None = None) -> dict[str, Any]:
+    """The figures of one part, with the code of a checkout; None: of this one. `logs`: see `Town`."""
     if part == "tokens":
         return await measure_tokens(plan, checkout, _say)
     if part == "virtual":
         return {"virtual": await in_virtual_time(plan)}
-    async with Town(fleets=plan.fleets, users=plan.users, checkout=checkout) as town:
+    if part == "http":
+        return await fuzz_http(plan)
+    async with Town(fleets=plan.fleets, users=plan.users, checkout=checkout, logs=logs) as town:
         if part == "growth":
             return await grow(town, plan, _say)
         crowd = Crowd(town, plan, _say)
@@ -56,15 +62,17 @@ async def measure(part: str, plan: ScalePlan, checkout: Path | None) -> dict[str
         return crowd.figures | {"phases": crowd.phases}
 
 
-def run(plan: ScalePlan, parts: Sequence[str], against: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def run(
+    plan: ScalePlan, parts: Sequence[str], against: Path | None, logs: Path | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """All figures of this checkout and of the other, part by part in turns."""
     found: dict[Path | None, dict[str, Any]] = {against: {}, None: {}}
     for part in parts:
         for checkout, figures in found.items():
-            if checkout and part == "virtual":
-                continue  # it imports the load and the coordinator into one process
+            if checkout and part in _OWN:
+                continue
             began = time.monotonic()
-            figures.update(uvloop.run(measure(part, plan, checkout)))
+            figures.update(uvloop.run(measure(part, plan, checkout, logs and logs / part)))
             took = figures[f"{part}_took_s"] = round(time.monotonic() - began, 1)
             _say(f"{part}{f' of {checkout}' if checkout else ''}: {took} s")
     return found[None], found[against] if against else {}
@@ -76,12 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rate", type=arguments.factor, default=ScalePlan().rate, help="tokens/s of the whole fleet")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--logs", type=Path, help="a folder for the coordinators' logs")
     parser.add_argument("--out", type=arguments.output, default=OUT, help="file of figures")
     options = parser.parse_args(argv)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     plan = replace(QUICK if options.quick else ScalePlan(), rate=options.rate)
     began, under = time.monotonic(), conditions()
-    found, baseline = run(plan, options.parts, options.against and options.against.absolute())
+    found, baseline = run(plan, options.parts, options.against and options.against.absolute(), options.logs)
     under |= {"fsync": "always", "quick": options.quick, "seconds": round(time.monotonic() - began, 1)}
     told: dict[str, Any] = {"figures": chosen(found), "missing": missing(found), "more": found, "conditions": under}
     if baseline:

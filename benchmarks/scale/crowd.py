@@ -20,6 +20,8 @@ _FULL: Final = 0.98
 _PATIENCE_S: Final = 240.0
 #: Kinds of the coordinator's warnings.
 _TOLD: Final = 12
+#: Between two steps of a growing load.
+_STEP_S: Final = 0.5
 #: Between two words on how far it is.
 _TELL_S: Final = 10.0
 
@@ -34,6 +36,7 @@ class Crowd:
         self.phases: dict[str, Any] = {}
         self._missing = self._refused = 0  # tokens: acknowledged and not stored; acknowledged, and then said to lack
         self._told = 0.0
+        self._own, self._own_since = time.process_time(), time.monotonic()
         self._cpu: tuple[float, tuple[float, float]] | None = None
 
     async def run(self) -> None:
@@ -62,16 +65,17 @@ class Crowd:
             self._drivers.append(driver := self._town.driver(number, lengths=plan.lengths, kind=Driver))
             await driver.start()
         began = time.monotonic()
-        await self._everywhere_workers("arrive", slots=plan.slots, within_s=plan.arrive_s)
+        found = await self._everywhere_workers("arrive", slots=plan.slots, within_s=plan.arrive_s)
         self.figures["all_attached_s"] = round(time.monotonic() - began, 2)
+        self.figures["never_attached"] = sum(one["missing"] for one in found)
 
-    async def _everywhere_workers(self, do: str, **more: Any) -> None:
+    async def _everywhere_workers(self, do: str, **more: Any) -> list[dict[str, Any]]:
         """Give each process its part of the workers."""
         processes = len(self._town.fleets)
         parts = {self._plan.workers // processes}
         if len(parts) != 1 or self._plan.workers % processes:
             raise ValueError("workers must be a multiple of fleets")
-        await self._town.everywhere(do, workers=parts.pop(), **more)
+        return await self._town.everywhere(do, workers=parts.pop(), **more)
 
     async def _idle(self) -> None:
         before, began = self._town.cpu(), time.monotonic()
@@ -84,14 +88,27 @@ class Crowd:
         plan = self._plan
         await self._town.everywhere("pace", rate=plan.rate / len(self._town.fleets))
         began = time.monotonic()
-        for number, driver in enumerate(self._drivers):
-            driver.want(_part(plan.live + plan.queued, plan.runs, number))
+        await self._submit(plan.live, plan.starts_per_s)
+        await self._submit(plan.live + plan.queued, plan.submits_per_s)
         for name, done in (("all_submitted_s", self._submitted), ("slots_filled_s", self._full)):
             self.figures[name] = None
             with suppress(TimeoutError):
                 await wait_until(done, timeout=plan.fill_s - (time.monotonic() - began), interval=0.5)
                 self.figures[name] = round(time.monotonic() - began, 1)
         self.figures["running"] = await self._running()
+
+    async def _submit(self, rollouts: int, per_s: float) -> None:
+        """Have so many rollouts open in all: more and more, so many a second."""
+        before, began = sum(driver.open for driver in self._drivers), time.monotonic()
+        while (want := min(rollouts, before + round(per_s * (time.monotonic() - began)))) < rollouts:
+            self._want(want)
+            await self._running()
+            await asyncio.sleep(_STEP_S)
+        self._want(rollouts)
+
+    def _want(self, rollouts: int) -> None:
+        for number, driver in enumerate(self._drivers):
+            driver.want(_part(rollouts, self._plan.runs, number))
 
     async def _full(self) -> bool:
         return await self._running() >= _FULL * self._plan.live
@@ -107,13 +124,15 @@ class Crowd:
             ended = sum(driver.finished for driver in self._drivers)
             lost = len(set[str]().union(*(driver.lost for driver in self._drivers)))
             shares = [f"{sum(one['cpu_s'] / one['seconds'] for one in seen):.2f}"]
+            shares.append(f"{(time.process_time() - self._own) / (now - self._own_since):.2f}")
+            self._own, self._own_since = time.process_time(), now
             if self._cpu:
                 span = now - self._cpu[0]
                 shares += [f"{(a - b) / span:.2f}" for a, b in zip(self._town.cpu(), self._cpu[1], strict=True)]
             self._cpu = (now, self._town.cpu())
             self._tell(
-                f"{running:,} rollouts run, {ended:,} have finished, {lost} workers were lost; cores of load, "
-                f"coordinator and Redis: {', '.join(shares)}"
+                f"{running:,} rollouts run, {ended:,} have finished, {lost} workers were lost; cores of workers, "
+                f"drivers, coordinator and Redis: {', '.join(shares)}"
             )
         return int(running)
 
@@ -188,8 +207,7 @@ class Crowd:
         town = self._town
         acknowledged = await self._acknowledged()
         struck = await town.kill_leader()
-        for number, driver in enumerate(self._drivers):
-            driver.want(_part(self._plan.live + self._plan.queued, self._plan.runs, number) + 1)
+        self._want(self._plan.live + self._plan.queued + self._plan.runs)
         recovered = asyncio.create_task(town.everywhere("recover", after=struck))
         await wait_until(partial(self._resubmitted, struck), timeout=_PATIENCE_S, interval=0.02, what="a submission")
         submitted = min(d.submitted[1] for d in self._drivers if d.submitted[0] > struck) - struck
@@ -200,6 +218,7 @@ class Crowd:
             "takeover_submit_s": round(submitted, 2),
             "takeover_append_s": round(append, 2),
             "takeover_all_attached_s": round(max(one["last"] for one in back) - struck, 2),
+            "takeover_never_attached": sum(one["missing"] for one in back),
         }
         self._missing += await tokens_missing(town.redis, acknowledged)
         await asyncio.sleep(self._plan.watched_s)

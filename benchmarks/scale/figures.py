@@ -18,7 +18,6 @@ PROMISED: Final[dict[str, float | None]] = {
     "tokens_lost": 0.0,
 }
 _LOST: Final = ("tokens_lost", "growth_tokens_lost", "token_path_tokens_lost")
-_HTTP_CASES: Final = 100_000
 
 
 def chosen(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,22 +25,12 @@ def chosen(found: Mapping[str, Any]) -> dict[str, Any]:
     figures = {name: found[name] for name in PROMISED if name in found}
     if lost := [found[name] for name in _LOST if name in found]:
         figures["tokens_lost"] = sum(lost)
-    if (disagreements := http_disagreements(_HTTP_CASES)) is not None:
-        figures["http_disagreements"] = disagreements
     return figures
-
-
-def http_disagreements(cases: int) -> int | None:  # noqa: ARG001 - for the fuzzer that is to be called here
-    """How often the guard and an independent parser disagree in so many generated messages; None: not measured."""
-    return None
 
 
 def missing(found: Mapping[str, Any]) -> dict[str, str]:
     """Why a promised figure is not there."""
-    why = dict.fromkeys(PROMISED.keys() - chosen(found).keys(), "its part did not run")
-    if "http_disagreements" in why:
-        why["http_disagreements"] = "no fuzzer is called yet"
-    return why
+    return dict.fromkeys(PROMISED.keys() - chosen(found).keys(), "its part did not run")
 
 
 def table(told: Mapping[str, Any]) -> str:

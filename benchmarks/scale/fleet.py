@@ -11,6 +11,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import uvloop
@@ -22,6 +23,8 @@ from ebbtide.testing import wait_until
 
 #: An arrival or a return that takes longer has failed.
 _PATIENCE_S = 120.0
+#: So long are workers awaited that have to come back.
+_RETURN_S = 40.0
 
 
 class ScaleFleet(Fleet):
@@ -30,22 +33,26 @@ class ScaleFleet(Fleet):
     def __init__(self, address: str, prefix: str) -> None:
         self._prefix = prefix
         self._refills: list[float] = []
-        self._since_attach: dict[str, float] = {}  # worker -> when it attached last
+        self._attached_at: dict[str, float] = {}  # worker -> when it attached first, or first since `recover`
         self._gone: dict[str, tuple[str, int]] = {}  # rollouts of workers that vanished -> run, tokens acknowledged
         self._lost_tokens = 0
         self._awaited, self._first_answer = False, 0.0
         super().__init__(address)
 
+    @property
+    def worker_rate(self) -> float:
+        return self._rate / max(1, len(self._workers))
+
     # -- what workers tell ---------------------------------------------------------------------------------------
 
     def attached(self, name: str) -> None:
-        self._since_attach[name] = time.monotonic()
+        self._attached_at.setdefault(name, time.monotonic())
         self._awaited = True
 
     def answered(self, tokens: int, seconds: float) -> None:
         super().answered(tokens, seconds)
-        if self._awaited:
-            self._awaited, self._first_answer = False, time.monotonic()
+        if self._awaited and not self._first_answer:
+            self._first_answer = time.monotonic()
 
     def refilled(self, seconds: float) -> None:
         self._refills.append(seconds)
@@ -77,16 +84,20 @@ class ScaleFleet(Fleet):
         return await self._attached(new, before)
 
     async def recover(self, after: float) -> dict[str, Any]:
-        found = await self._attached(list(self._workers), after)
+        self._attached_at.clear()
+        self._awaited, self._first_answer = False, 0.0
+        found = await self._attached([name for name, one in self._workers.items() if not one.silent], after, _RETURN_S)
         await wait_until(lambda: self._first_answer > after, _PATIENCE_S, interval=0.02, what="tokens acknowledged")
         return found | {"answered": self._first_answer}
 
-    async def _attached(self, names: list[str], after: float) -> dict[str, Any]:
+    async def _attached(self, names: list[str], after: float, patience_s: float = _PATIENCE_S) -> dict[str, Any]:
         def missing() -> int:
-            return sum(self._since_attach.get(name, 0.0) <= after for name in names)
+            return sum(self._attached_at.get(name, 0.0) <= after for name in names)
 
-        await wait_until(lambda: not missing(), _PATIENCE_S, interval=0.02, what="all workers attached")
-        return {"last": max((self._since_attach[name] for name in names), default=after)}
+        with suppress(TimeoutError):
+            await wait_until(lambda: not missing(), patience_s, interval=0.02)
+        last = max((self._attached_at.get(name, after) for name in names), default=after)
+        return {"last": last, "missing": missing()}
 
     def vanish(self, share: float) -> dict[str, Any]:
         lost = list(self._workers.values())[: round(share * len(self._workers))]

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from typing import Protocol
+from typing import Final, Protocol
 
 from benchmarks.control_plane.worker import Rollout, Watcher, Worker
 from ebbtide.auth.security import ClientSecurity
@@ -12,16 +12,46 @@ from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.leader_channel import LeaderChannel
 from ebbtide.v1 import fleet_pb2
 
+#: Tokens/s of each rollout that heartbeats tell of.
+_ENGINE_RATE: Final = 30.0
+
+
+def _cancelled() -> bool:
+    """Whether this task is to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
 
 class ScaleWatcher(Watcher, Protocol):
-    """The fleet, as these workers see it."""
+    """The fleet, as these workers see it. `worker_rate`: tokens/s of each worker."""
 
+    @property
+    def worker_rate(self) -> float: ...
     def attached(self, name: str) -> None: ...
     def refilled(self, seconds: float) -> None: ...
     def lost_tokens(self, count: int) -> None: ...
 
 
-class LastingWorker(Worker):
+class MeteredWorker(Worker):
+    """Its heartbeats tell of an engine that is as fast for each rollout, however many it has: its speed can be learnt,
+    and all slots are worth filling. The tokens that it sends are fewer: so many as two cores bear.
+    """
+
+    _up_s = _busy_s = _tokens = _metered = 0.0
+
+    def _heartbeat(self) -> fleet_pb2.Heartbeat:
+        beat, now = super()._heartbeat(), time.monotonic()
+        if self._metered:
+            self._up_s += (past_s := now - self._metered)
+            self._busy_s += past_s if self.rollouts else 0.0
+            self._tokens += past_s * _ENGINE_RATE * len(self.rollouts)
+        self._metered = now
+        beat.uptime_s, beat.busy_s, beat.tokens_generated = self._up_s, self._busy_s, int(self._tokens)
+        beat.quiet_s = 1 / _ENGINE_RATE if self.rollouts else 0.0
+        return beat
+
+
+class LastingWorker(MeteredWorker):
     """`address`: of coordinators several, with commas between them. It ends when it is told to `vanish`."""
 
     def __init__(self, fleet: ScaleWatcher, name: str, address: str, token: str, slots: int) -> None:
@@ -42,8 +72,8 @@ class LastingWorker(Worker):
                     with self._heads.translated():
                         await self._session()
                 except asyncio.CancelledError:
-                    if not self.silent:
-                        raise
+                    if not self.silent and _cancelled():
+                        raise  # else only its call was, because another coordinator leads
                 except (EbbtideError, ConnectionError, StopAsyncIteration):
                     if time.monotonic() - began > 10.0:
                         waits = pauses(0.1, 2.0)
@@ -75,6 +105,10 @@ class LastingWorker(Worker):
             message.attach.installed.append(self._version.version)
             message.attach.run_id = self._version.run_id
         return message
+
+    def _pace(self) -> float:
+        """All workers are as fast, however few rollouts they have: else those with a few would seem to stall."""
+        return self._watcher.worker_rate / max(1, len(self.rollouts))
 
     def _attached(self, attached: fleet_pb2.Attached) -> None:
         super()._attached(attached)

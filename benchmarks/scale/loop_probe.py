@@ -37,11 +37,12 @@ class LoopProbe:
 
     def reset(self) -> None:
         self._callbacks, self._decisions, self._stretches = array("f"), array("f"), array("f")
-        self._longest: list[tuple[float, str]] = []
+        self._longest: list[tuple[float, float, str]] = []
         self._stretch_end = self._stretch = 0.0
         self._spent = dict.fromkeys(self._spent, 0.0)
         self._began, self._cpu = time.monotonic(), time.process_time()
         self._collections = array("f")
+        self._collected = 0.0  # by the garbage collector, in the callback that runs
         self._muted = False
 
     def mute(self) -> None:
@@ -49,6 +50,7 @@ class LoopProbe:
         self._muted = True
 
     def ran(self, seconds: float, callback: Callable[..., object], task: "asyncio.Task[Any] | None") -> None:
+        collected, self._collected = self._collected, 0.0
         if self._muted:
             self._muted = False
             return
@@ -61,7 +63,7 @@ class LoopProbe:
         if task is not None and task.get_name() in DECIDING:
             self._decisions.append(seconds)
         if len(self._longest) < _NAMED or seconds > self._longest[-1][0]:
-            self._longest.append((seconds, _name(callback, task)))
+            self._longest.append((seconds, collected, _name(callback, task)))
             self._longest.sort(reverse=True)
             del self._longest[_NAMED:]
 
@@ -86,7 +88,9 @@ class LoopProbe:
             if phase == "start":
                 began[0] = time.thread_time()
             else:
-                self._collections.append(time.thread_time() - began[0])
+                took = time.thread_time() - began[0]
+                self._collections.append(took)
+                self._collected += took
 
         gc.callbacks.append(told)
 
@@ -102,7 +106,10 @@ class LoopProbe:
             "seconds": time.monotonic() - self._began,
             "cpu_s": time.process_time() - self._cpu,
             **{name: summary(values) for name, values in kinds.items()},
-            "longest": [{"ms": round(seconds * 1e3, 2), "name": name} for seconds, name in self._longest],
+            "longest": [
+                {"ms": round(seconds * 1e3, 2), "collector_ms": round(collected * 1e3, 2), "name": name}
+                for seconds, collected, name in self._longest
+            ],
             "spent_s": dict(self._spent),
         }
 

@@ -4,9 +4,10 @@ from msgspec import Struct
 
 
 class ScalePlan(Struct, frozen=True, kw_only=True):
-    """`rate`: tokens/s of the whole fleet. `fill_s`: seconds within which all slots should be taken. `steady_s`,
-    `idle_s`, `watched_s`: seconds that are measured under load, with nothing to do, and after a takeover. `finished`:
-    rollouts of the memory's part. `token_*`: of the part at a high rate of tokens, as in the migration benchmark.
+    """`rate`: tokens/s of the whole fleet. `fill_s`: seconds within which all slots should be taken, at `starts_per_s`;
+    the other rollouts are queued at `submits_per_s`. `steady_s`, `idle_s`, `watched_s`: seconds that are measured under
+    load, with nothing to do, and after a takeover. `finished`: rollouts of the memory's part. `http_cases`: generated
+    HTTP messages. `token_*`: of the part at a high rate of tokens, as in the migration benchmark.
     """
 
     workers: int = 1000
@@ -20,9 +21,12 @@ class ScalePlan(Struct, frozen=True, kw_only=True):
     arrive_s: float = 5.0
     idle_s: float = 20.0
     fill_s: float = 240.0
+    starts_per_s: float = 500.0
+    submits_per_s: float = 2_000.0
     steady_s: float = 60.0
     watched_s: float = 20.0
     finished: int = 2_000_000
+    http_cases: int = 100_000
     token_workers: int = 100
     token_rate: float = 200_000.0
     token_windows: int = 10
@@ -36,5 +40,14 @@ class ScalePlan(Struct, frozen=True, kw_only=True):
 
 
 QUICK = ScalePlan(
-    idle_s=8.0, fill_s=75.0, steady_s=20.0, watched_s=10.0, finished=100_000, token_window_s=2.0, virtual_s=5.0
+    idle_s=5.0,
+    fill_s=120.0,
+    starts_per_s=800.0,
+    submits_per_s=5_000.0,
+    steady_s=12.0,
+    watched_s=10.0,
+    finished=100_000,
+    http_cases=8_000,
+    token_window_s=2.0,
+    virtual_s=2.0,
 )

@@ -17,7 +17,7 @@ from ebbtide.coordinator.__main__ import main
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 
 #: Methods that balance the fleet: together they may take a tenth of a core.
-_BALANCING: Final = ("due", "decide")
+_BALANCING: Final = ("due", "_observe_all", "_begin_round", "decide")
 _PROBE: Final = LoopProbe()
 _TASKS: Final[list[asyncio.Task[None]]] = []
 

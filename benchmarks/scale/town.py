@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections import Counter
@@ -25,6 +26,8 @@ from ebbtide.auth.roles import Role
 D = TypeVar("D", bound=Driver)
 _TOKEN_S: Final = 86400.0
 _COORDINATORS: Final = ("coordinator", "standby")
+#: A third of the default: the load itself takes most of two cores.
+_FLUSHES_PER_S: Final = 350.0
 #: What a coordinator warns of when the fleet's lease was over before it was renewed.
 _LAPSED: Final = "the lease could not be renewed in time"
 
@@ -39,13 +42,13 @@ def code_of(checkout: Path | None) -> dict[str, str]:
 
 
 class Town(House):
-    """`checkout`: of the coordinators' code; None: this one. `fleets`: workers' processes. A coordinator that ends is
-    started again, as a standby.
+    """`checkout`: of the coordinators' code; None: this one. `fleets`: workers' processes. `logs`: a folder that the
+    coordinators' logs are copied to at the end. A coordinator that ends is started again, as a standby.
     """
 
-    def __init__(self, *, fleets: int, users: int, checkout: Path | None = None) -> None:
+    def __init__(self, *, fleets: int, users: int, checkout: Path | None = None, logs: Path | None = None) -> None:
         super().__init__()
-        self._count, self._users, self._checkout = fleets, users, checkout
+        self._count, self._users, self._checkout, self._logs = fleets, users, checkout, logs
         self._key = Ed25519PrivateKey.generate()
         self._pids: dict[str, int] = {}
         self._addresses = dict.fromkeys(_COORDINATORS, "127.0.0.1:0")
@@ -54,6 +57,8 @@ class Town(House):
 
     async def _start(self) -> None:
         self._stack.enter_context(self.redis)
+        self._stack.callback(self._keep_logs)
+        self._cpu = (0.0, 0.0)
         keys = self.redis.directory / "tokens.pub"
         keys.write_bytes(self._key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
         for name in _COORDINATORS:
@@ -66,12 +71,19 @@ class Town(House):
         self._addresses[name], self._pids[name] = await self._coordinator(
             name,
             *("--server-token-keys", str(self.redis.directory / "tokens.pub"), *(["--standby"] if standby else [])),
+            *("--flushes-per-s", str(_FLUSHES_PER_S)),
             module="benchmarks.scale.probed_coordinator",
             listen=self._addresses[name],
             EBBTIDE_PROBE=str(self._socket(name)),
             **code_of(self._checkout),
         )
         self.coordinator = self._pids[self.leader]
+
+    def _keep_logs(self) -> None:
+        if self._logs is not None:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            for name in _COORDINATORS:
+                shutil.copy(self.redis.directory / f"{name}.log", self._logs)
 
     def _socket(self, name: str) -> Path:
         return self.redis.directory / f"{name}.probe"
@@ -114,8 +126,10 @@ class Town(House):
             writer.close()
 
     def cpu(self) -> tuple[float, float]:
-        """CPU seconds of the leading coordinator and of Redis."""
-        return cpu_s(self.coordinator), cpu_s(self.redis.pid)
+        """CPU seconds of the leading coordinator and of Redis; what was seen last if that coordinator has ended."""
+        with suppress(FileNotFoundError, ProcessLookupError):
+            self._cpu = cpu_s(self.coordinator), cpu_s(self.redis.pid)
+        return self._cpu
 
     async def kill_leader(self) -> float:
         """End it as a lost machine does; from now on the standby counts as the leader. Returns when that was."""

@@ -25,7 +25,9 @@ import structlog
 from msgspec import Struct
 
 from benchmarks.control_plane.fleet import Fleet
+from benchmarks.control_plane.worker import Worker
 from benchmarks.scale.growth import FinishingDriver, slope
+from benchmarks.scale.lasting_worker import MeteredWorker
 from benchmarks.scale.loop_probe import LoopProbe
 from ebbtide.auth.security import ServerSettings
 from ebbtide.coordinator.service import Coordinator
@@ -116,6 +118,11 @@ class RealStore(store.Server):
         self._link.close()
 
 
+class MeteredFleet(Fleet):
+    def _made(self, name: str, slots: int) -> Worker:
+        return MeteredWorker(self, name, self._address, self._token, slots)
+
+
 class Crowd:
     def __init__(self, plan: CrowdPlan, redis: EmbeddedRedis) -> None:
         self._plan, self._redis, self.probe = plan, redis, LoopProbe()
@@ -131,7 +138,7 @@ class Crowd:
         self.store.start(Proc("redis", self.loop))
         head = self.loop.measured = Proc("coordinator", self.loop)
         await head.spawn(self._serve(head), "serve")
-        self._fleet = Fleet(_ADDRESS)
+        self._fleet = MeteredFleet(_ADDRESS)
         load = Proc("load", self.loop)
         phases = (self._arrive, self._fill, self._work, self._lose_half)
         for phase in (*phases, self._finish) if self._plan.finished else phases:

@@ -8,24 +8,17 @@ Invariant: a user is known here only while a call of theirs works or waits.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Final
 
-#: A user whose calls have waited for so long without a break floods the service.
-_FLOOD_S: Final = 0.1
-#: Calls of such a user that are worked on at once: while another user's are, and while none is.
-_BESIDE_OTHERS, _ALONE = 1, 2
-
 
 class _User:
     def __init__(self, name: str) -> None:
         self.name, self.working = name, 0
         self.waiting: deque[asyncio.Future[None]] = deque()
-        self.crowded_since = 0.0  # while some wait
 
     def has_waiting(self) -> bool:
         while self.waiting and self.waiting[0].done():  # cancelled
@@ -39,7 +32,6 @@ class CallerTurns:
     def __init__(self, at_once: int = 0) -> None:
         self._at_once = at_once
         self._users: dict[str, _User] = {}
-        self._working = 0  # of all users
 
     def of(self, name: str) -> AbstractAsyncContextManager[None]:
         """A turn of a user."""
@@ -55,18 +47,16 @@ class CallerTurns:
     @asynccontextmanager
     async def _turn(self, name: str) -> AsyncIterator[None]:
         user = self._users.setdefault(name, _User(name))
-        if user.has_waiting() or user.working >= self._most(user):
+        if user.has_waiting() or user.working >= self._at_once:
             await self._wait(user)
         else:
-            self._begin(user)
+            user.working += 1
         try:
             yield
         finally:
             self._end(user)
 
     async def _wait(self, user: _User) -> None:
-        if not user.has_waiting():
-            user.crowded_since = time.monotonic()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         user.waiting.append(turn)
         try:
@@ -78,24 +68,13 @@ class CallerTurns:
                 self._users.pop(user.name, None)
             raise
 
-    def _begin(self, user: _User) -> None:
-        user.working += 1
-        self._working += 1
-
     def _end(self, user: _User) -> None:
         user.working -= 1
-        self._working -= 1
-        while user.has_waiting() and user.working < self._most(user):
-            self._begin(user)
+        while user.has_waiting() and user.working < self._at_once:
+            user.working += 1
             user.waiting.popleft().set_result(None)
         if not user.working and not user.has_waiting():
             self._users.pop(user.name, None)
-
-    def _most(self, user: _User) -> int:
-        """How many calls of the user may be worked on now; at least one."""
-        if not user.has_waiting() or time.monotonic() - user.crowded_since < _FLOOD_S:
-            return self._at_once
-        return min(self._at_once, _BESIDE_OTHERS if self._working > user.working else _ALONE)
 
     def begin_stream(self, name: str) -> None:
         """Have `stream_turn` give this user's turns in the present task and in those it starts."""

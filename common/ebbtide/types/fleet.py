@@ -72,7 +72,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     architecture: Annotated[str, Meta(max_length=128)] = ""
 
 
-class BorrowedState(Struct, frozen=True, kw_only=True):
+class BorrowedState(Struct, frozen=True, kw_only=True, gc=False):
     """A borrowed worker's knowledge of its host."""
 
     granted: bool = False

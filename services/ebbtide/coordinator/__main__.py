@@ -29,11 +29,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
+    from ebbtide.coordinator.object_aging import age_objects
     from ebbtide.coordinator.service import Coordinator
     from ebbtide.errors import StandingBy
     from ebbtide.rpc.server import Server
     from ebbtide.telemetry import rpc_observer
 
+    shutdown.spawn(age_objects(), "garbage")
     coordinator = Coordinator(settings)
     try:
         server = Server(

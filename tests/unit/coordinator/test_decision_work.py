@@ -1,12 +1,14 @@
 """The work of a decision follows what has changed, not the size of the fleet."""
 
 import asyncio
+import gc
 import time
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from ebbtide.coordinator.dispatcher.dispatcher import catch_up, gather_s
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.install_sender import InstallSender
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
@@ -14,7 +16,7 @@ from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.worker_health import SuspectWorker
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
+from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions, _bounds
 from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt
@@ -164,3 +166,38 @@ async def test_others_have_their_turn_while_half_of_the_fleet_is_found_silent(mo
     lost = [before - after for before, after in pairwise(attached)]
     assert max(lost) <= 1
     assert len(scene.state.sessions) == WORKERS // 2
+
+
+def test_heartbeats_are_learnt_from_in_steps_between_which_others_have_their_turn() -> None:
+    scene = Scene()
+    moves = Rebalancer(scene.state, on=True)
+    assert moves.due(1.0)
+    steps = moves.learn(1.0)
+    next(steps)
+    assert 0 < len(moves._beats) < WORKERS
+    assert moves.lesson == 0, "a round is not over before all workers were seen"
+    assert not list(steps)[WORKERS // 50 :]
+    assert len(moves._beats) == WORKERS
+    assert moves.lesson == 1
+
+
+def test_a_round_gathers_longer_in_a_larger_fleet() -> None:
+    waits = [gather_s(workers) for workers in (0, 1, 100, 200, 1000, 10_000)]
+    assert waits == [0.005, 0.005, 0.005, 0.01, 0.05, 0.05]
+
+
+def test_the_collector_does_not_look_at_queued_rollouts() -> None:
+    queued = rollout("x")
+    assert not gc.is_tracked(queued)
+    assert _bounds(1, 2) is _bounds(1, 2), "one object for all rollouts with these bounds"
+
+
+async def test_rollouts_start_at_once_unless_the_coordinator_is_behind() -> None:
+    async def waited_s(work_s: float) -> float:
+        asyncio.get_running_loop().call_soon(time.sleep, work_s)
+        began = time.monotonic()
+        await catch_up()
+        return time.monotonic() - began - work_s
+
+    assert await waited_s(0.0) < 0.05
+    assert await waited_s(0.1) >= 0.3

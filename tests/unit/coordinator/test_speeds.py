@@ -70,6 +70,7 @@ class Scene:
             if not self.session.storing:
                 self.session.tokens_came(self.now)
             assert self.moves.due(self.now)
+            list(self.moves.learn(self.now))
 
     def rate(self) -> float:
         return self.moves._speeds["w1"].rate(RUNNING, 100.0) if "w1" in self.moves._speeds else 0.0

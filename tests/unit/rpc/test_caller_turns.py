@@ -42,38 +42,6 @@ async def test_as_many_calls_of_a_user_work_as_may_and_the_rest_go_in_order() ->
     assert work.begun == ["a", "b", "x", "c", "d", "e"]
 
 
-async def test_a_user_whose_calls_keep_waiting_has_one_at_a_time_while_others_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr("ebbtide.rpc.caller_turns.time.monotonic", lambda: now)
-    turns = CallerTurns(4)
-    flood, other = Work(turns), Work(turns)
-    calls = begin(flood, "greedy", "abcdefghijkl")
-    await settled()
-    assert flood.begun == list("abcd")
-    other_calls = begin(other, "other", "x")
-    await settled()
-    now = 1.0  # calls of the flood have waited for longer than a burst lasts
-    most = 0
-
-    async def watch() -> None:
-        nonlocal most
-        flood.go_on.set()
-        while not all(call.done() for call in calls):
-            most = max(most, turns.working("greedy") if len(flood.begun) > 5 else 0)
-            await asyncio.sleep(0)
-
-    await watch()
-    assert most == 1
-    assert turns.working("other") == 1
-    other.go_on.set()
-    await asyncio.gather(*calls, *other_calls)
-    assert turns.working("greedy") == turns.working("other") == 0
-    calls = begin(flood, "greedy", "mnop")
-    await asyncio.gather(*calls)  # the flood is over
-
-
 async def test_a_call_that_leaves_while_it_waits_takes_no_turn() -> None:
     work = Work(CallerTurns(1))
     calls = begin(work, "greedy", "abc")

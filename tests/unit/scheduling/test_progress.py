@@ -293,3 +293,12 @@ def test_a_worker_that_makes_tokens_in_each_of_its_short_grants_is_trusted() -> 
         watch.arrived("a", now + 0.2)
         assert not until(watch, doing(8), now + 0.25, now + 1.5)
         assert not until(watch, doing(8, reclaimed=True), now + 1.5, now + 10.0)
+
+
+@pytest.mark.parametrize("flush_s", [0.0, 2.5, 4.0])
+def test_a_worker_that_was_told_to_flush_seldom_gets_so_much_longer(flush_s: float) -> None:
+    watch = TokenProgress()
+    busy(watch, 1, flush_s=0.25, jitter_s=0.1, until=20.0)
+    found = until_stalled(watch, doing(flush_s=flush_s), 20.0)
+    assert flush_s < found - 1.0
+    assert found <= 3.0 + flush_s

@@ -8,7 +8,7 @@ from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
-class HostView(Struct, frozen=True, kw_only=True):
+class HostView(Struct, frozen=True, kw_only=True, gc=False):
     """A worker that serves the run."""
 
     worker_id: str  # the key that a placement names

@@ -37,7 +37,7 @@ _SAMPLE: Final = 64
 _INCREDIBLE: Final = 0.01
 
 
-class RunningRollout(Struct, frozen=True, kw_only=True):
+class RunningRollout(Struct, frozen=True, kw_only=True, gc=False):
     attempt_id: str
     rollout: QueuedRollout
     length: int  # tokens of prompt and response so far

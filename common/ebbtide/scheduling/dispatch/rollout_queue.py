@@ -23,7 +23,7 @@ _Key: TypeAlias = tuple[int, int, int, str]
 EVALUATION_PART: Final = {"before": 0.75, "beside": 0.5, "behind": 0.125}
 
 
-class QueuedRollout(Struct, frozen=True, kw_only=True):
+class QueuedRollout(Struct, frozen=True, kw_only=True, gc=False):  # in no cycle: the collector need not look at it
     rollout_id: str
     episode_id: str
     bounds: VersionBounds

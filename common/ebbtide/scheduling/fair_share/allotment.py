@@ -33,7 +33,7 @@ _WORTH: Final = 2.0
 _AT_ONCE: Final = 128
 
 
-class WorkerPost(Struct, frozen=True, kw_only=True):
+class WorkerPost(Struct, frozen=True, kw_only=True, gc=False):
     worker_id: str
     run_id: str  # the run it serves; "": none
     since: float

@@ -28,7 +28,7 @@ _HALF_LIFE_S: Final = 60.0
 _READ_TOKENS_PER_S: Final = 1_000.0
 
 
-class WorkerActivity(Struct, frozen=True, kw_only=True):
+class WorkerActivity(Struct, frozen=True, kw_only=True, gc=False):
     session: str
     started: int  # attempts that have made a token
     pending: int  # attempts that have not
@@ -37,6 +37,7 @@ class WorkerActivity(Struct, frozen=True, kw_only=True):
     made: float = -inf  # when its engine made a token last, as it reports; -inf: not reported
     held: bool = False  # makes no tokens now, on purpose and for a limited time
     excused: bool = False  # its tokens may be delayed by the store
+    flush_s: float = 0.0  # the least time between two of its flushes, as it was told
     reclaimed: bool = False  # the host of a borrowed worker serves users now
 
 
@@ -49,6 +50,7 @@ class _Watched(Struct):
     made: float = -inf
     started: int = 0
     read_s: float = 0.0  # how long the prefill may take
+    flush_s: float = 0.0
     held: bool = False
     busy: bool = False
     gap_s: float = 0.0  # longest lately
@@ -94,7 +96,7 @@ class TokenProgress:
         usual = one.gap_s if one.started else max(one.gap_s, one.first_s)
         if not one.started and not one.first_s:
             return self._ceiling_s  # no first token was seen yet
-        return min(self._ceiling_s, max(self._floor_s, _FACTOR * usual) + one.read_s)
+        return min(self._ceiling_s, max(self._floor_s, _FACTOR * usual) + one.read_s + one.flush_s)
 
     def stalled(self, doings: Iterable[WorkerActivity], now: float) -> list[str]:
         """The sessions without a token for too long. Call at least four times a second, with all sessions: a gap of
@@ -117,7 +119,7 @@ class TokenProgress:
             elif one.started and not doing.started:
                 one.since = now  # the started ones have ended; the wait for the next first token begins
             one.busy, one.started, one.held = busy, doing.started, doing.held
-            one.read_s = doing.unread / _READ_TOKENS_PER_S
+            one.read_s, one.flush_s = doing.unread / _READ_TOKENS_PER_S, doing.flush_s
             if busy and self._too_long(doing.session, one, now):
                 found.append(doing.session)
         return found

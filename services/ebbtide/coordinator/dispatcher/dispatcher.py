@@ -33,13 +33,21 @@ from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import RunEvent, RunStatus
 
 log = telemetry.get_logger(__name__)
-#: Pause after the first change, so that a burst is decided in one round.
+#: Pause after the first change, so that a burst is decided in one round. A round looks at all workers: with more than
+#: `_GATHER_FLEET` of them it is longer in proportion, up to `_GATHER_MOST_S`.
 _GATHER_S: Final = 0.01
+_GATHER_FLEET: Final = 200
+_GATHER_MOST_S: Final = 0.05
 #: Longest pause between rounds, because some decisions depend on time alone.
 _TICK_S: Final = 0.25
 #: Least time between two looks at workers' runs and versions: filling slots is more urgent.
 _ARRANGE_S: Final = 0.05
 _STORE_PAUSE_S: Final = 0.2
+#: If a turn of the event loop takes longer, the coordinator is behind with what workers send. Rollouts that start make
+#: more of that, so none starts for some such turns, and at most for `_BEHIND_MOST_S`.
+_BEHIND_S: Final = 0.05
+_BEHIND_TURNS: Final = 3.0
+_BEHIND_MOST_S: Final = 1.0
 #: Rollouts placed by one store call: their prompts and partials come back in its reply.
 _PLACE_AT_ONCE: Final = 128
 #: How long a worker with a longer context has to attach for rollouts that need one; how often the queue is searched.
@@ -49,6 +57,19 @@ _MEASURE_EVERY_S: Final = 1.0
 _OBSERVE_EVERY_S: Final = 1.0
 #: A run without workers warns after so long: replacing a worker takes less.
 _LACKING_S: Final = 1.0
+
+
+def gather_s(workers: int) -> float:
+    """How long changes are gathered before a round."""
+    return min(_GATHER_MOST_S, _GATHER_S * max(1.0, workers / _GATHER_FLEET))
+
+
+async def catch_up() -> None:
+    """Give way to what has come already, and wait longer if that takes long."""
+    began = time.monotonic()
+    await asyncio.sleep(0)
+    if (turn_s := time.monotonic() - began) > _BEHIND_S:
+        await asyncio.sleep(min(_BEHIND_MOST_S, _BEHIND_TURNS * turn_s))
 
 
 class Dispatcher:
@@ -80,7 +101,7 @@ class Dispatcher:
 
     async def decide_for_ever(self) -> None:
         while True:
-            await self._state.wakeups.wait_to_decide(self._pause(), _GATHER_S)
+            await self._state.wakeups.wait_to_decide(self._pause(), gather_s(len(self._state.sessions)))
             try:
                 await self.decide()
             except StoreUnavailable as error:
@@ -133,6 +154,8 @@ class Dispatcher:
         balance = self._moves.due(now)
         if balance:
             await asyncio.sleep(0)
+            for _ in self._moves.learn(now):
+                await asyncio.sleep(0)
             self._borrowed.judge(now)
             self._allocator.hand_over(now)
             await asyncio.sleep(0)  # in a large fleet each of these takes a while: others have their turn
@@ -159,6 +182,7 @@ class Dispatcher:
                 if measure:
                     await self._dead_letter_outsized(run)
             self._say_if_lacking(run, now)
+            await asyncio.sleep(0)
         self._lacking = {run_id: since for run_id, since in self._lacking.items() if run_id in self._state.runs}
 
     def _say_if_lacking(self, run: RunState, now: float) -> None:
@@ -213,6 +237,7 @@ class Dispatcher:
 
     async def _fill(self, run: RunState) -> None:
         while run.queue and not run.stale and self._state.has_room(run.run_id):
+            await catch_up()
             async with run.changing():  # look at workers only inside: they may leave while the lock is awaited
                 hosts = [host for _, host in self._hosts.of(run)]
                 if all(host.running >= host.slots for host in hosts):

@@ -41,6 +41,8 @@ _BLIND_S: Final = 0.5
 _STORING_S: Final = 0.25
 #: or if so large a share at its end passed without a token.
 _QUIET: Final = 0.5
+#: Workers whose heartbeats are looked at in one step.
+_PART: Final = 100
 #: Workers, evenly picked, that stand for a larger fleet where a typical speed is asked for.
 _SAMPLE: Final = 64
 #: The speed of a worker that left is kept for so long: it may come back under its name.
@@ -79,6 +81,7 @@ class Rebalancer:
         self._asked: dict[tuple[str, str], _Asked] = {}  # by run and rollout
         self._searches: dict[str, MoveSearch] = {}  # by run
         self._next = float("-inf")
+        self._blind = False  # the last round was long ago: what a worker's tokens show is not known
         self.lesson = 0  # grows when a typical speed may have changed
 
     def rate(self, session: WorkerSession) -> float:
@@ -116,14 +119,28 @@ class Rebalancer:
         return found
 
     def due(self, now: float) -> bool:
-        """Whether it is time for the next round; if so, learn from the heartbeats."""
+        """Whether it is time for the next round; if so, `learn` comes first."""
         if now < self._next:
             return False
-        blind = now - self._next > _BLIND_S
+        self._blind = now - self._next > _BLIND_S
         self._next = now + _EVERY_S
+        return True
+
+    def learn(self, now: float) -> Iterator[None]:
+        """Learn from the heartbeats, some workers in each step, so that others have their turn in between."""
+        sessions = list(self._state.sessions.values())
+        for at in range(0, len(sessions), _PART):
+            self._observe_all(sessions[at : at + _PART], now)
+            yield
+        self._begin_round(now)
+
+    def _observe_all(self, sessions: Sequence[WorkerSession], now: float) -> None:
+        for session in sessions:
+            self._observe(session, disturbed=self._blind or self._disturbed(session, now))
+
+    def _begin_round(self, now: float) -> None:
+        """Drop what is over: workers that left, typical speeds, requests that were not followed."""
         sessions = self._state.sessions
-        for session in sessions.values():
-            self._observe(session, disturbed=blind or self._disturbed(session, now))
         for gone in self._beats.keys() - sessions.keys():
             del self._beats[gone]
             self._contexts.pop(gone, None)
@@ -133,7 +150,6 @@ class Rebalancer:
         self._searches = {run_id: one for run_id, one in self._searches.items() if run_id in self._state.runs}
         for key, asked in list(self._asked.items()):
             self._expire(key, asked, now)
-        return True
 
     def _forget(self, now: float) -> None:
         """Drop the speeds of workers that left long ago: new machines have new names."""
@@ -234,6 +250,8 @@ class Rebalancer:
     def _ask(
         self, run: RunState, moves: Sequence[RolloutMove], sessions: Mapping[str, WorkerSession], now: float
     ) -> None:
+        if not moves:
+            return
         batches: dict[str, list[AttemptRef]] = {}
         room = borrowable(run) - self._lending(run)
         for move in moves:
@@ -261,13 +279,17 @@ class Rebalancer:
 
     def _lending(self, run: RunState) -> int:
         """Rollouts of the run on their way from other workers to borrowed ones."""
-        borrowed = {name: session.borrowed for name, session in self._state.sessions.items()}
+        sessions = self._state.sessions
+
+        def borrowed(session_id: str) -> bool:
+            return session_id in sessions and sessions[session_id].borrowed
+
         return sum(
             key[0] == run.run_id
             and bool(asked.attempt.target)
             and asked.here
-            and borrowed.get(asked.target, False)
-            and not borrowed.get(asked.source, False)
+            and borrowed(asked.target)
+            and not borrowed(asked.source)
             for key, asked in self._asked.items()
         )
 

@@ -84,6 +84,7 @@ class WorkerHealth:
             heard=heard,
             made=self._made(session, heard),
             held=session.beat.held and not session.reclaimed,
+            flush_s=session.flush_interval_s,
             excused=session.storing > 0,
             reclaimed=session.reclaimed,
         )

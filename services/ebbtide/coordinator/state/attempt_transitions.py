@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import lru_cache
 from itertools import chain
 from typing import Final, TypeVar
 
@@ -50,7 +51,7 @@ def new_entry(request: RolloutRequest, *, place: int, group: int, length: int) -
     return QueuedRollout(
         rollout_id=request.rollout_id,
         episode_id=request.episode_id,
-        bounds=VersionBounds(request.min_version, request.max_version),
+        bounds=_bounds(request.min_version, request.max_version),
         length=length,
         place=place,
         priority=request.priority,
@@ -59,6 +60,12 @@ def new_entry(request: RolloutRequest, *, place: int, group: int, length: int) -
         group=group,
         evaluation=request.kind is RolloutKind.EVAL,
     )
+
+
+@lru_cache(1024)
+def _bounds(minimum: int, maximum: int) -> VersionBounds:
+    """One object for all rollouts with these bounds."""
+    return VersionBounds(minimum, maximum)
 
 
 def stored_entry(row: OpenRollout, *, group: int) -> QueuedRollout:

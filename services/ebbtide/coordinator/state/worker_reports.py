@@ -42,7 +42,7 @@ class AttachReport(Struct, frozen=True, kw_only=True):
     flush_interval_s: _Seconds = 0.0
 
 
-class HeartbeatReport(Struct, frozen=True, kw_only=True):
+class HeartbeatReport(Struct, frozen=True, kw_only=True, gc=False):
     state: WorkerState = WorkerState.READY
     tokens_per_s: _Rate = 0.0
     tokens_generated: _Tokens = 0

@@ -53,6 +53,7 @@ class WorkerSession:
         self.session_id, self._wakeups, self._index = session_id, wakeups, index
         self.revision = 0
         self.hello = hello
+        self.worker_id: Final = hello.worker_id
         self.state = WorkerState.READY
         self.beat = HeartbeatReport()  # the last one
         self._attempts: dict[str, RunningAttempt] = {}
@@ -92,14 +93,15 @@ class WorkerSession:
         self.drained.set()
 
     @property
-    def worker_id(self) -> str:
-        return self.hello.worker_id
-
-    @property
     def flush_tokens(self) -> int:
         """So many of each rollout's newest tokens may be lost with the worker; 0: not known."""
         window = FlushWindow(self.hello.flush_tokens, self.hello.flush_interval_s)
         return window.stretched(self._flush_interval_s).tokens
+
+    @property
+    def flush_interval_s(self) -> float:
+        """The least time between two of its flushes, as it was told; 0.0: its own."""
+        return self._flush_interval_s
 
     # Its attempts: called by `RunningAttempt`.
 
