@@ -107,12 +107,14 @@ BUGS: Final[dict[str, Bug]] = {
         ("if (have[place + 1] == attempts[place] or fenced_by_02(place)) and", "if have[place + 1] and")
     ),
     "an append that overlaps what is stored": lua(
-        ("if stored == ends[place] then appended", "if stored >= ends[place] then appended")
+        ("if stored + new ~= ends[place] or", "if stored + new < ends[place] or"),
+        ("if stored == ends[place] then return stored, true", "if stored >= ends[place] then return stored, true"),
     ),
     "a repeat taken for new by one token": lua(
+        ("if stored + new ~= ends[place] or", "if stored + new ~= ends[place] and stored + new ~= ends[place] + 1 or"),
         (
-            "if stored == ends[place] then appended",
-            "if stored == ends[place] + 1 or stored == ends[place] then appended",
+            "if stored == ends[place] then return stored, true",
+            "if stored == ends[place] or stored == ends[place] + 1 then return stored, true",
         ),
     ),
     "a term that is not checked": lua(

@@ -23,7 +23,7 @@ _GRPC_EXPERIMENTS: Final = "-event_engine_listener"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Keep runs and rollouts, and assign rollouts to workers, until told to end."""
-    os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)  # before gRPC is imported
+    os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)  # gRPC reads it when it is first used
     settings = load(CoordinatorSettings, prog="ebbtide coordinator", argv=argv, description=main.__doc__ or "")
     run(lambda shutdown: serve(settings, shutdown), "coordinator", settings)
 

@@ -45,6 +45,22 @@ async def test_a_repeat_is_harmless_and_a_gap_or_overlap_is_told_where_to_go_on(
     assert await run.count("tokens_stored") == 10
 
 
+async def test_a_repeat_writes_nothing_to_the_store(cluster: Any) -> None:
+    async def appended() -> str:
+        stats = await cluster.coordinator.link.call("INFO", "commandstats")
+        return next(line for line in stats.decode().splitlines() if line.startswith("cmdstat_append:"))
+
+    run = await cluster.run()
+    worker = await cluster.worker("w1")
+    await run.submit("a", "b")
+    await worker.has("a", "b")
+    await worker.send(worker.delta("a", 0, 8), worker.delta("b", 0, 8))
+    before = await appended()
+    acks = await worker.send(worker.delta("a", 0, 8), worker.delta("b", 4, 4), worker.delta("a", 9, 1))
+    assert [(ack.status, ack.stored) for ack in acks] == [(STORED, 8), (STORED, 8), (GAP, 8)]
+    assert await appended() == before
+
+
 async def test_several_deltas_of_one_rollout_in_one_message_follow_on(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.dispatcher.dispatcher import catch_up, gather_s
+from ebbtide.coordinator.dispatcher.dispatcher import gather_s
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.install_sender import InstallSender
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
@@ -176,7 +176,7 @@ def test_heartbeats_are_learnt_from_in_steps_between_which_others_have_their_tur
     next(steps)
     assert 0 < len(moves._beats) < WORKERS
     assert moves.lesson == 0, "a round is not over before all workers were seen"
-    assert not list(steps)[WORKERS // 50 :]
+    assert 0 < len(list(steps)) <= WORKERS // 50
     assert len(moves._beats) == WORKERS
     assert moves.lesson == 1
 
@@ -190,14 +190,3 @@ def test_the_collector_does_not_look_at_queued_rollouts() -> None:
     queued = rollout("x")
     assert not gc.is_tracked(queued)
     assert _bounds(1, 2) is _bounds(1, 2), "one object for all rollouts with these bounds"
-
-
-async def test_rollouts_start_at_once_unless_the_coordinator_is_behind() -> None:
-    async def waited_s(work_s: float) -> float:
-        asyncio.get_running_loop().call_soon(time.sleep, work_s)
-        began = time.monotonic()
-        await catch_up()
-        return time.monotonic() - began - work_s
-
-    assert await waited_s(0.0) < 0.05
-    assert await waited_s(0.1) >= 0.3

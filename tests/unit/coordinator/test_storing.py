@@ -31,7 +31,7 @@ class Store:
         self.appends = self
         self.link = SimpleNamespace(durability=SimpleNamespace(before=lambda: math.inf))
 
-    async def append(self, deltas: AppendColumns) -> dict[int, AppendAck]:
+    async def append(self, deltas: AppendColumns, *, new: bool = False) -> dict[int, AppendAck]:
         self.calls.append(deltas)
         await self.go.wait()
         if self.errors:

@@ -1,6 +1,6 @@
 -- ARGV: term, columns as JSON, and the tokens of all deltas, one after another. The columns: rollouts, attempts, the rollout's tokens with
--- the delta, the delta's tokens, and place (from 1) and reason of each finish, in turn. Appends without decoding tokens: to a rollout whose
--- fence names the attempt, and whose length then is what the delta says.
+-- the delta, the delta's tokens, place (from 1) and reason of each finish in turn, and whether all deltas are expected to be new.
+-- Appends without decoding tokens: to a rollout whose fence names the attempt, and whose length then is what the delta says.
 -- Returns place, {1 stored | 2 gap | 3 superseded}, stored and finished of each delta that was not stored as sent, in turn.
 local columns = cjson.decode(ARGV[2])
 local ids, attempts, ends, counts, finishes = columns[1], columns[2], columns[3], columns[4], columns[5]
@@ -10,6 +10,7 @@ for i = 1, #finishes, 2 do reasons[finishes[i]] = finishes[i + 1] end
 local have = redis.call('HMGET', FENCE, unpack(fields))
 if have[1] ~= ARGV[1] then return barred(ARGV[1]) end
 local call, sub, tokens = redis.call, string.sub, ARGV[3]
+local sure = columns[6]  -- else it asks for each rollout's length first: a repeat writes nothing
 local over, others = {}, {}  -- over: rollouts that this call finishes
 
 -- 0.2 kept "ATTEMPT:tokens" in the fence. It takes a fence without tokens for one of another attempt, so it never appends at the wrong
@@ -29,28 +30,33 @@ local function ended(place)
   return 3, 0, 0
 end
 
--- Removes the tokens behind the first `stored`, and returns status and stored of the delta that they came with.
-local function take_back(place, stored)
-  local key = TOKENS .. ids[place]
-  if stored == 0 then call('DEL', key)
-  elseif counts[place] > 0 then call('SET', key, call('GETRANGE', key, 0, stored * 12 - 1)) end
-  if ends[place] <= stored then return 1, stored end
-  return 2, stored
+-- Tokens of the rollout if the delta follows its stored ones, or else of what is stored; and whether it was appended.
+local function append(place, first, last)
+  local key, new = TOKENS .. ids[place], counts[place]
+  if not sure or new == 0 then
+    local stored = call('STRLEN', key) / 12
+    if stored + new ~= ends[place] or new == 0 then return stored, stored + new == ends[place] end
+  end
+  local stored = call('APPEND', key, sub(tokens, first, last)) / 12
+  if stored == ends[place] then return stored, true end
+  sure, stored = false, stored - new  -- it was no new one: take it back
+  if stored == 0 then call('DEL', key) else call('SET', key, call('GETRANGE', key, 0, stored * 12 - 1)) end
+  return stored, false
 end
 
 local appended, at = 0, 1
 for place = 1, #ids do
-  local id, new, behind = ids[place], counts[place], at + counts[place] * 12
+  local id, behind = ids[place], at + counts[place] * 12
   local status, stored, finished
   if (have[place + 1] == attempts[place] or fenced_by_02(place)) and not over[id] then
-    finished = 0
-    if new > 0 then stored = call('APPEND', TOKENS .. id, sub(tokens, at, behind - 1)) / 12
-    else stored = call('STRLEN', TOKENS .. id) / 12 end
-    if stored == ends[place] then appended = appended + new
-    else status, stored = take_back(place, stored - new) end
+    local new
+    stored, new = append(place, at, behind - 1)
+    if new then appended = appended + counts[place]
+    else status, finished = ends[place] <= stored and 1 or 2, 0 end
     if reasons[place] and stored == ends[place] then
       finish(id, 'running', reasons[place], '')
-      over[id], finished = true, 1
+      over[id] = true
+      if status then finished = 1 end
     end
   else
     status, stored, finished = ended(place)

@@ -121,23 +121,25 @@ class AppendBatcher:
 
     async def _stored(self, run: RunState | None, messages: list[_Message]) -> dict[int, AppendAck]:
         deltas = joined([one.deltas for one in messages])
+        attempts = [attempt for one in messages for attempt in one.attempts]
         if run is not None:
             try:
-                others = await self._known(run, deltas)
+                others = await self._known(run, deltas, new=_follow_on(attempts, deltas))
             except NotFound:
                 pass
             except UNEXPECTED as error:
                 _leave_alone(run, deltas, error)
             else:
-                attempts = [attempt for one in messages for attempt in one.attempts]
                 self._take_in(run, deltas, attempts, others)
                 return others
         return deltas.superseded()
 
-    async def _known(self, run: RunState, deltas: AppendColumns) -> dict[int, AppendAck]:
-        """Store all deltas except those of unconfirmed attempts, which are answered as stored with 0 tokens."""
+    async def _known(self, run: RunState, deltas: AppendColumns, *, new: bool) -> dict[int, AppendAck]:
+        """Store all deltas except those of unconfirmed attempts, which are answered as stored with 0 tokens. `new`: see
+        `AppendTopic.append`.
+        """
         if not run.unconfirmed:
-            return await self._store.appends.append(deltas)
+            return await self._store.appends.append(deltas, new=new)
         ids = enumerate(zip(deltas.rollouts, deltas.attempts, strict=True))
         held = {i: attempt for i, (rollout, attempt) in ids if run.is_unconfirmed(rollout, attempt)}
         rest = [i for i in range(len(deltas.attempts)) if i not in held]
@@ -172,6 +174,12 @@ class AppendBatcher:
             for attempt in finished:
                 metrics.rollout_attempts.observe(attempt.number)
             self._notifier.notify("finished", run.run_id)
+
+
+def _follow_on(attempts: Sequence[RunningAttempt | None], deltas: AppendColumns) -> bool:
+    """Whether all deltas begin where the mirror says that the stored tokens end."""
+    rows = zip(attempts, deltas.ends, deltas.counts, strict=True)
+    return all(attempt is not None and attempt.stored == end - count for attempt, end, count in rows)
 
 
 def _count(messages: list[_Message], others: dict[int, AppendAck]) -> None:

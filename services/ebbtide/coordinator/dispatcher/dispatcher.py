@@ -28,6 +28,7 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import StoreUnavailable
 from ebbtide.scheduling.dispatch.placement import outsized, place
+from ebbtide.scheduling.dispatch.start_pacing import StartPacing
 from ebbtide.scheduling.dispatch.target_versions import fits_nowhere, unservable
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import RunEvent, RunStatus
@@ -43,11 +44,6 @@ _TICK_S: Final = 0.25
 #: Least time between two looks at workers' runs and versions: filling slots is more urgent.
 _ARRANGE_S: Final = 0.05
 _STORE_PAUSE_S: Final = 0.2
-#: If a turn of the event loop takes longer, the coordinator is behind with what workers send. Rollouts that start make
-#: more of that, so none starts for some such turns, and at most for `_BEHIND_MOST_S`.
-_BEHIND_S: Final = 0.05
-_BEHIND_TURNS: Final = 3.0
-_BEHIND_MOST_S: Final = 1.0
 #: Rollouts placed by one store call: their prompts and partials come back in its reply.
 _PLACE_AT_ONCE: Final = 128
 #: How long a worker with a longer context has to attach for rollouts that need one; how often the queue is searched.
@@ -62,14 +58,6 @@ _LACKING_S: Final = 1.0
 def gather_s(workers: int) -> float:
     """How long changes are gathered before a round."""
     return min(_GATHER_MOST_S, _GATHER_S * max(1.0, workers / _GATHER_FLEET))
-
-
-async def catch_up() -> None:
-    """Give way to what has come already, and wait longer if that takes long."""
-    began = time.monotonic()
-    await asyncio.sleep(0)
-    if (turn_s := time.monotonic() - began) > _BEHIND_S:
-        await asyncio.sleep(min(_BEHIND_MOST_S, _BEHIND_TURNS * turn_s))
 
 
 class Dispatcher:
@@ -97,6 +85,8 @@ class Dispatcher:
         self._installs = InstallSender(state, self._changes, publishers)
         self._arranged = self._measured = float("-inf")
         self._unarranged = False
+        self._starts = StartPacing()
+        self._last_started = ""  # the run that got the last rollouts before starts were held
         self._lacking: dict[str, float] = {}  # run -> since when it has work and no worker; inf after its warning
 
     async def decide_for_ever(self) -> None:
@@ -138,7 +128,9 @@ class Dispatcher:
 
     def _pause(self) -> float:
         """Seconds until the next round if nothing changes."""
-        return _ARRANGE_S if self._unarranged else _TICK_S
+        pause = _ARRANGE_S if self._unarranged else _TICK_S
+        held_s = self._starts.held_s(time.monotonic())
+        return min(pause, held_s) if held_s else pause
 
     async def decide(self) -> None:
         """One round: refresh stale mirrors, allot workers, send versions, fill free slots, move rollouts."""
@@ -159,14 +151,21 @@ class Dispatcher:
             self._borrowed.judge(now)
             self._allocator.hand_over(now)
             await asyncio.sleep(0)  # in a large fleet each of these takes a while: others have their turn
-        for run in self._state.at_work(now):
+        for run in self._in_turn(now):
             async with self._attempts.while_it_lives(run):
                 await self._fill(run)
-                if balance and not run.stale:  # what is still queued fits nowhere, or waits until others have started
+                held = self._starts.held_s(time.monotonic())  # then free slots are for what is queued
+                if balance and not run.stale and not held:  # what is still queued fits nowhere, or waits for others
                     hosts = self._hosts.of(run)
                     self._borrowed.release(run, hosts, now)
                     self._moves.decide(run, hosts, now)
                     await asyncio.sleep(0)
+
+    def _in_turn(self, now: float) -> list[RunState]:
+        """The runs, from the one after that which got the last rollouts before starts were held."""
+        runs = self._state.at_work(now)
+        first = next((i + 1 for i, run in enumerate(runs) if run.run_id == self._last_started), 0)
+        return runs[first:] + runs[:first]
 
     async def _arrange(self, now: float) -> None:
         """Allot workers and send versions; end rollouts and runs that no worker can serve."""
@@ -237,7 +236,8 @@ class Dispatcher:
 
     async def _fill(self, run: RunState) -> None:
         while run.queue and not run.stale and self._state.has_room(run.run_id):
-            await catch_up()
+            if self._starts.held_s(time.monotonic()):
+                return
             async with run.changing():  # look at workers only inside: they may leave while the lock is awaited
                 hosts = [host for _, host in self._hosts.of(run)]
                 if all(host.running >= host.slots for host in hosts):
@@ -255,6 +255,10 @@ class Dispatcher:
                 if not placements:
                     return
                 await self._attempts.start(run, placements, self._state.sessions)
+            began = time.monotonic()
+            await asyncio.sleep(0)
+            if self._starts.note_turn((now := time.monotonic()) - began, now):
+                self._last_started = run.run_id
 
     def _barred(self, run: RunState) -> str:
         """Why a run that may borrow nothing has no worker."""

@@ -37,7 +37,7 @@ _FINISHES: Final = 1 << 16
 #: Episodes per run whose last worker is remembered: no prefix cache lasts longer.
 _HOMES: Final = 1 << 16
 #: Groups per run whose place is remembered; groups idle for longer get a new place.
-_GROUPS: Final = 1 << 14
+_GROUPS: Final = 1 << 16
 #: So many failed installs make an old version unavailable.
 _INSTALL_FAILURES: Final = 3
 #: A run for which the store gave an unexpected reply is left alone for so long: the first time, and at most. A new
