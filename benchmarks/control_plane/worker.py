@@ -17,7 +17,7 @@ from msgspec import Struct
 from benchmarks.control_plane.responses import response
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.rollout_worker.generation.outbox import JITTER
-from ebbtide.rpc.channel import open_channel, write
+from ebbtide.rpc.channel import open_channel, write, write_first
 from ebbtide.runtime import race
 from ebbtide.types.fleet import PROTOCOL_VERSION, FlushWindow
 from ebbtide.types.tokens import token_count
@@ -121,10 +121,10 @@ class Worker:
         stub: Any = FleetStub(self._channel)
         self._calls = control, append = stub.Control(), stub.Append()
         try:
-            await write(control, self._attach())
+            await write_first(control, self._attach())
             attached = (await anext(aiter(control))).attached
             self._attached(attached)
-            await write(append, fleet_pb2.AppendRequest(session=attached.session))
+            await write_first(append, fleet_pb2.AppendRequest(session=attached.session))
             self._arm()
             await race(
                 self._read_control(control),

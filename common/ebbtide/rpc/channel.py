@@ -64,9 +64,32 @@ async def write(call: Any, message: Any) -> None:
     try:
         await call.write(message)
     except asyncio.InvalidStateError:
-        raise grpc.aio.AioRpcError(
-            await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-        ) from None
+        raise await _status(call) from None
+
+
+async def write_first(call: Any, message: Any) -> None:
+    """`write`, for a stream's first message. gRPC waits for ever with that one if the call ends before its metadata was
+    sent. Raises `CancelledError` if the call was cancelled.
+    """
+    over = asyncio.get_running_loop().create_future()
+    call.add_done_callback(lambda _: over.done() or over.set_result(None))
+    writing = asyncio.ensure_future(write(call, message))
+    try:
+        await asyncio.wait((writing, over), return_when=asyncio.FIRST_COMPLETED)
+        if writing.done():
+            return writing.result()
+    finally:
+        writing.cancel()
+    if call.cancelled():
+        raise asyncio.CancelledError
+    raise await _status(call)
+
+
+async def _status(call: Any) -> grpc.aio.AioRpcError:
+    """The status of a call that has ended, as an error."""
+    return grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )
 
 
 class _Call:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from functools import partial
 from typing import Any
 
@@ -9,9 +10,9 @@ import grpc
 import pytest
 
 from ebbtide import errors
-from ebbtide.auth.security import ServerSettings
+from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unavailable
-from ebbtide.rpc.channel import write
+from ebbtide.rpc.channel import open_channel, write, write_first
 from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 
@@ -146,3 +147,17 @@ async def test_a_status_that_a_write_under_way_covered_is_still_worth_a_retry() 
     )
     with pytest.raises(Unavailable, match="coordinator ended the call"), translated("coordinator"):
         raise lost
+
+
+async def test_a_first_message_ends_with_its_call_even_before_a_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        channel = open_channel(f"127.0.0.1:{silent.getsockname()[1]}", ClientSecurity(token="token"))
+        call = channel.stream_stream("/a/b")()
+        writing = asyncio.create_task(write_first(call, b""))
+        for _ in range(20):
+            await asyncio.sleep(0)  # gRPC's own write has begun, and waits for a connection
+        call.cancel()
+        done, _ = await asyncio.wait((writing,), timeout=10)
+        assert done, "gRPC's own write waits for ever"
+        assert writing.cancelled()
+        await channel.close()

@@ -8,6 +8,7 @@ import grpc
 
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest
+from ebbtide.rpc.channel import write, write_first
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion
 from ebbtide.v1 import types_pb2
 from ebbtide.v1 import weights_pb2 as pb
@@ -93,11 +94,13 @@ async def _each(items: Iterable[M]) -> AsyncGenerator[M, None]:
 
 async def _send(call: "grpc.aio.StreamUnaryCall[M, R]", messages: AsyncIterable[M]) -> R:
     """Write all messages and return the answer. gRPC itself would turn an error of `messages` into a cancellation."""
+    first = True
     try:
         async for message in messages:
-            await call.write(message)
+            await (write_first if first else write)(call, message)
+            first = False
         await call.done_writing()
-    except asyncio.InvalidStateError:
+    except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
         pass  # the service answered early: the call below returns or raises its answer
     except BaseException:
         call.cancel()

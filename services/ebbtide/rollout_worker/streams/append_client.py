@@ -19,7 +19,7 @@ from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox, OutboxMessage
 from ebbtide.rpc.backoff import pauses
-from ebbtide.rpc.channel import write
+from ebbtide.rpc.channel import write, write_first
 from ebbtide.runtime import race
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.v1 import fleet_pb2
@@ -53,7 +53,7 @@ class AppendStream:
         self.lag = 0.0  # mean seconds to an acknowledgement
 
     async def open(self, session: str) -> None:
-        await write(self.call, fleet_pb2.AppendRequest(session=session))
+        await write_first(self.call, fleet_pb2.AppendRequest(session=session))
 
     async def room(self) -> None:
         """Wait until one more message may be sent."""

@@ -28,7 +28,7 @@ from ebbtide.rollout_worker.installs.weight_store import Installation
 from ebbtide.rollout_worker.streams.append_client import AppendClient
 from ebbtide.rollout_worker.streams.control_handler import ControlHandler
 from ebbtide.rpc.backoff import pauses
-from ebbtide.rpc.channel import write
+from ebbtide.rpc.channel import write, write_first
 from ebbtide.rpc.leader_channel import LeaderChannel
 from ebbtide.runtime import race
 from ebbtide.types.end_cause import EndCause
@@ -88,8 +88,7 @@ class ControlSession:
         with self._heads.translated():
             call = self._stub.Control()
             try:
-                await write(call, self._worker.attach())
-                attached = await self._answer(call)
+                attached = await self._hello(call)
                 self._adopt(attached)
                 await race(
                     self._receive(call),
@@ -101,9 +100,10 @@ class ControlSession:
                 self.connected = False
                 call.cancel()
 
-    async def _answer(self, call: Any) -> fleet_pb2.Attached:
+    async def _hello(self, call: Any) -> fleet_pb2.Attached:
         try:
             async with asyncio.timeout(_ATTACH_S):
+                await write_first(call, self._worker.attach())
                 first = await anext(aiter(call), None)
         except TimeoutError:
             raise Unavailable(f"the coordinator did not answer the attach within {_ATTACH_S:g} s") from None
