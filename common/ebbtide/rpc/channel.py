@@ -71,15 +71,17 @@ async def write_first(call: Any, message: Any) -> None:
     """`write`, for a stream's first message. gRPC waits for ever with that one if the call ends before its metadata was
     sent. Raises `CancelledError` if the call was cancelled.
     """
-    over = asyncio.get_running_loop().create_future()
-    call.add_done_callback(lambda _: over.done() or over.set_result(None))
-    writing = asyncio.ensure_future(write(call, message))
+    over = asyncio.Event()
+    call.add_done_callback(lambda _: over.set())
+    writing, ending = asyncio.create_task(write(call, message)), asyncio.create_task(over.wait())
     try:
-        await asyncio.wait((writing, over), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((writing, ending), return_when=asyncio.FIRST_COMPLETED)
         if writing.done():
             return writing.result()
     finally:
-        writing.cancel()
+        ending.cancel()
+        if not writing.cancel() and not writing.cancelled():
+            writing.exception()  # a caller that is cancelled does not ask for it
     if call.cancelled():
         raise asyncio.CancelledError
     raise await _status(call)
