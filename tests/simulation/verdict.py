@@ -77,8 +77,9 @@ def _check_cancelled(journal: Journal, monitor: Monitor) -> None:
     if monitor.forgetful:
         settled.clear()  # the store may have forgotten it, and had no time to hear it again
     for fate, said in {"trained": run.counters.get("trained", 0), **run.dropped}.items():
-        also = "committed" if fate == "trained" else fate
-        least, most = (sum(of[one] for one in {fate, also}) for of in (settled, fates))
+        least, most = settled[fate], fates[fate]
+        if fate == "trained":
+            most += fates["committed"]  # settled before they are committed
         if said < least or (said > most and fate != "cancelled"):
             monitor.fail(f"{run.run_id}: {said} are {fate}; its trainer settled {least}, and {most} can be")
 
