@@ -205,6 +205,7 @@ class Lease(HeldLease):
 
     async def finish(self, status: RunStatus = RunStatus.FINISHED, message: str = "") -> Run:
         """End the run. Raises `NotReady` while training rollouts are still neither trained nor dropped."""
+        await self._durable()  # an ended run takes no call that the store has forgotten
         request = runs_pb2.FinishRunRequest(
             lease=self._fence, status=types_pb2.RunStatus.ValueType(status.value), message=message
         )
