@@ -15,6 +15,7 @@ from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
 from ebbtide.wire.append_columns import AppendReceiver, answer
 from ebbtide.wire.record_conversion import to_proto
+from tests.fakes.append_deltas import deltas
 from tests.fakes.scripted_relay import POLICY, RUN
 
 PROMPT = (40, 41, 42)
@@ -76,13 +77,13 @@ class ScriptedFleet(fleet_pb2_grpc.FleetServicer):
             if name != f"session{len(self.attaches)}":
                 raise NotFound("this session is over")
             await self.store_up.wait()
-            deltas = receiver.deltas(request)
-            acks = [self._append(delta) for delta in deltas]
+            found = deltas(receiver, request)
+            acks = [self._append(delta) for delta in found]
             self.messages += bool(acks)
             if self.lossy and acks:
                 self.lossy = False
                 raise StoreUnavailable("the store went away with the acknowledgement")
-            yield answer(request.sequence, deltas, acks, durable=self.durable)
+            yield answer(request.sequence, found, acks, durable=self.durable)
 
     def DrainWorker(self, request: fleet_pb2.DrainWorkerRequest, context: Any) -> Any:
         raise NotImplementedError

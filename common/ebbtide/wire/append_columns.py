@@ -108,18 +108,6 @@ class AppendReceiver:
             self._runs[one.number], self._rollouts[one.number] = ref.run_id, ref.rollout_id
             self._attempts[one.number] = ref.attempt_id
 
-    def deltas(self, request: fleet_pb2.AppendRequest) -> list[AppendDelta]:
-        """The message's deltas, in their order. Raises `InvalidRequest`."""
-        found: dict[int, AppendDelta] = {}
-        for places, columns in self.columns(request):
-            at = 0
-            for i, place in enumerate(places):
-                ref = AttemptRef(columns.run_id, columns.rollouts[i], columns.attempts[i])
-                tokens = columns.tokens[at : at + columns.counts[i] * TOKEN_BYTES]
-                found[place] = AppendDelta(ref, columns.ends[i] - columns.counts[i], tokens, columns.finishes.get(i))
-                at += len(tokens)
-        return [found[place] for place in sorted(found)]
-
 
 def finishes(request: fleet_pb2.AppendRequest) -> dict[int, FinishReason]:
     """Finish reasons by the index of their delta. Raises `InvalidRequest` for a reason that workers may not give."""

@@ -11,6 +11,7 @@ from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
 from ebbtide.wire.append_columns import MAX_DELTAS, AppendReceiver, AppendSender, acks, answer
+from tests.fakes.append_deltas import deltas
 
 STORED, GAP, SUPERSEDED = AppendStatus.STORED, AppendStatus.GAP, AppendStatus.SUPERSEDED
 
@@ -33,7 +34,7 @@ def test_deltas_arrive_as_they_were_sent_however_many_attempts_a_stream_sees(see
             delta(name, draw.randrange(99), draw.randrange(4), draw.choice([None, FinishReason.LENGTH]))
             for name in names
         ]
-        assert receiver.deltas(over_the_wire(sender.request(sequence, sent))) == sent
+        assert deltas(receiver, over_the_wire(sender.request(sequence, sent))) == sent
 
 
 def test_an_attempt_is_named_once_on_a_stream() -> None:
@@ -81,4 +82,4 @@ def test_a_message_that_does_not_add_up_is_refused_by_its_column(spoilt: dict[st
         message.ClearField(name)  # type: ignore[arg-type]
     message.MergeFrom(fleet_pb2.AppendRequest(**spoilt))  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=f"^{field}"):
-        AppendReceiver().deltas(message)
+        deltas(AppendReceiver(), message)
