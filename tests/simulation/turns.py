@@ -9,8 +9,8 @@ from tests.simulation.monitor import Monitor
 from tests.simulation.run_view import RunView
 
 #: A run with work gets a token at least so often: turns last some seconds, and before one a worker pulls and installs
-#: the run's weights. The longest wait in some hundred seeds was 4 s.
-_STARVED_S: Final = 10.0
+#: the run's weights. A borrowed worker's host may take itself back meanwhile, for 20 s.
+_STARVED_S: Final = 30.0
 #: A worker that could hear of a run's end goes on with it for no longer.
 _LETS_GO_S: Final = 3.0
 
