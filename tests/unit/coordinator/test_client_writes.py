@@ -1,6 +1,8 @@
 """Clients' writes go on to their end, take turns, and end with the coordinator."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -115,3 +117,30 @@ async def test_a_caller_that_left_does_not_cut_off_what_its_turn_watches_for() -
     assert not cut_off
     await writes.close()  # as a process that ends does with what is not done in time
     assert (cut_off, store.done, writes.under_way) == (["cut off"], [], 0)
+
+
+async def test_what_a_failed_write_held_is_freed_without_a_collection() -> None:
+    writes, go_on = ClientWrites(), asyncio.Event()
+
+    async def fail() -> None:
+        await go_on.wait()
+        raise StoreUnavailable("full")
+
+    def begin_one() -> "tuple[asyncio.Task[None], weakref.ref[object]]":
+        async def write() -> None:
+            await fail()
+
+        return asyncio.create_task(writes.carry_out(writes.turn("k", "t"), write)), weakref.ref(write)
+
+    call, held = begin_one()
+    await settled()
+    gc.disable()
+    try:
+        go_on.set()
+        with pytest.raises(StoreUnavailable):
+            await call
+        del call
+        await settled()
+        assert held() is None
+    finally:
+        gc.enable()

@@ -169,10 +169,15 @@ class StoreConnection:
         except redis.exceptions.NoScriptError:
             raise
         except redis.exceptions.RedisError as error:
-            found = fault(error, where=self.where)
-            if isinstance(found, TermSuperseded):
-                self.superseded.set()
-            raise found from None
+            raise self._fault(error) from None
+        finally:
+            del reply  # it holds the error, which refers to this frame: together they would be a cycle
+
+    def _fault(self, error: redis.exceptions.RedisError) -> Exception:
+        found = fault(error, where=self.where)
+        if isinstance(found, TermSuperseded):
+            self.superseded.set()
+        return found
 
     def _put(self, packed: bytes, reply: asyncio.Future[Any]) -> None:
         if not self._sent:

@@ -49,6 +49,8 @@ class ClientWrites:
             if not begun:
                 task.cancel()
             raise
+        finally:
+            del task  # it holds the error, which refers to this frame: together they would be a cycle
 
     def turn(self, kind: str, name: str) -> asyncio.Lock:
         """The turn of writes that need no lock of the model: one at a time of each kind and name."""
