@@ -15,7 +15,7 @@ from grpc import StatusCode
 
 from ebbtide.auth.admission import Admission, Anyone, caller_name
 from ebbtide.errors import Draining, EbbtideError, Unavailable
-from ebbtide.rpc.caller_turns import CallerTurns
+from ebbtide.rpc.caller_turns import WITHOUT_TURN, CallerTurns
 from ebbtide.rpc.status_table import to_status
 
 #: Gets each ended call: full method name, status name, seconds. Must not raise.
@@ -95,12 +95,14 @@ class Gate(grpc.aio.ServerInterceptor):
         return made
 
     def _coroutine(self, method: str, behaviour: Callable[..., Awaitable[Any]], limit: float | None) -> Any:
+        takes_turn = limit is not None and method not in WITHOUT_TURN  # without a limit it has a stream, which may last
+
         async def call(request: Any, context: Context) -> Any:
             with self._recorded(method, context):
                 try:
                     async with asyncio.timeout(limit) as clock:
                         checked = self._admission.checked(method, request, context)
-                        if limit is None:  # it has a stream, which may last
+                        if not takes_turn:
                             return await behaviour(checked, context)
                         async with self._turns.of(caller_name()):
                             return await behaviour(checked, context)

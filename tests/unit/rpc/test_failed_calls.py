@@ -68,7 +68,8 @@ async def test_a_failed_call_is_freed_with_its_request(kind: str, token: str) ->
 
     async def call() -> list["weakref.ref[Any]"]:
         request, context = Request(), Context()
-        seen, answer = [weakref.ref(request), weakref.ref(context)], behaviour(request, context)
+        seen: list[weakref.ref[Any]] = [weakref.ref(request), weakref.ref(context)]
+        answer = behaviour(request, context)
         del request, context  # the error refers to this frame, too
         with pytest.raises(grpc.aio.AbortError):
             await (read(answer) if hasattr(answer, "__aiter__") else answer)
