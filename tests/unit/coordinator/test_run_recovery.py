@@ -1,6 +1,8 @@
 """A stale mirror is read by one task at a time, and each caller gets what was stored before its call."""
 
 import asyncio
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,3 +88,23 @@ async def test_a_run_that_was_added_again_does_not_wait_for_its_former_mirror() 
     assert recovery.read == [former, run]
     recovery.go_on.set()
     await asyncio.gather(*calls)
+
+
+async def test_a_failed_reading_is_freed_without_a_collection() -> None:
+    recovery, run = Recovery(), stale_run()
+    seen = list["weakref.ref[asyncio.Task[Any] | None]"]()
+
+    def fail() -> None:
+        seen.append(weakref.ref(asyncio.current_task()))
+        raise StoreUnavailable("away")
+
+    recovery.last = fail
+    recovery.go_on.set()
+    gc.disable()
+    try:
+        with pytest.raises(StoreUnavailable, match="away"):
+            await recovery.refresh(run)
+        await asyncio.sleep(0)
+        assert [ref() for ref in seen] == [None]
+    finally:
+        gc.enable()
