@@ -15,7 +15,7 @@ from grpc import StatusCode
 
 from ebbtide.auth.admission import Admission, Anyone, caller_name
 from ebbtide.errors import Draining, EbbtideError, Unavailable
-from ebbtide.rpc.caller_turns import CallerTurns
+from ebbtide.rpc.caller_turns import WITHOUT_TURN, CallerTurns
 from ebbtide.rpc.status_table import to_status
 
 #: Gets each ended call: full method name, status name, seconds. Must not raise.
@@ -90,17 +90,19 @@ class Gate(grpc.aio.ServerInterceptor):
         if inspect.isasyncgenfunction(behaviour):
             wrapped: Any = self._generator(method, behaviour)
         else:
-            wrapped = self._coroutine(method, behaviour, None if any(kind) else self._max_unary_s)
+            wrapped = _apart(self._coroutine(method, behaviour, None if any(kind) else self._max_unary_s))
         made: Handler = make(wrapped, handler.request_deserializer, handler.response_serializer)
         return made
 
     def _coroutine(self, method: str, behaviour: Callable[..., Awaitable[Any]], limit: float | None) -> Any:
+        takes_turn = limit is not None and method not in WITHOUT_TURN  # without a limit it has a stream, which may last
+
         async def call(request: Any, context: Context) -> Any:
             with self._recorded(method, context):
                 try:
                     async with asyncio.timeout(limit) as clock:
                         checked = self._admission.checked(method, request, context)
-                        if limit is None:  # it has a stream, which may last
+                        if not takes_turn:
                             return await behaviour(checked, context)
                         async with self._turns.of(caller_name()):
                             return await behaviour(checked, context)
@@ -114,30 +116,35 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def _generator(self, method: str, behaviour: Callable[..., AsyncGenerator[Any, None]]) -> Any:
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            task = cast("asyncio.Task[Any]", asyncio.current_task())
-            self._waiting.add(task)
-            with self._recorded(method, context):
-                try:
-                    requests = self._admission.checked(method, request, context)
-                    self._turns.begin_stream(caller_name())
-                    async with aclosing(behaviour(requests, context)) as responses:
-                        async for response in responses:
-                            self._waiting.discard(task)
-                            yield response
-                            if self._leaving:
-                                break
-                            self._waiting.add(task)
-                except asyncio.CancelledError:
-                    if not self._leaving:
+            try:
+                task = cast("asyncio.Task[Any]", asyncio.current_task())
+                self._waiting.add(task)
+                with self._recorded(method, context):
+                    try:
+                        requests = self._admission.checked(method, request, context)
+                        self._turns.begin_stream(caller_name())
+                        async with aclosing(behaviour(requests, context)) as responses:
+                            async for response in responses:
+                                self._waiting.discard(task)
+                                yield response
+                                if self._leaving:
+                                    break
+                                self._waiting.add(task)
+                    except asyncio.CancelledError:
+                        if not self._leaving:
+                            raise
+                    except grpc.aio.AbortError:
                         raise
-                except grpc.aio.AbortError:
-                    raise
-                except Exception as error:  # noqa: BLE001 - nothing above handles it; `to_status` logs it
-                    await _abort(context, error)
-                finally:
-                    self._waiting.discard(task)
-                if self._leaving:
-                    await _abort(context, Draining("the service leaves; connect again"))
+                    except Exception as error:  # noqa: BLE001 - nothing above handles it; `to_status` logs it
+                        await _abort(context, error)
+                    finally:
+                        self._waiting.discard(task)
+                    if self._leaving:
+                        await _abort(context, Draining("the service leaves; connect again"))
+            except grpc.aio.AbortError as error:  # as in `_apart`, which would cost each message a step
+                raise _bare(error) from None
+            finally:
+                del request, context
 
         return stream
 
@@ -162,6 +169,27 @@ async def _abort(context: Context, error: Exception) -> None:
     await context.abort(status.code, status.details, status.metadata)
 
 
+def _apart(behaviour: Callable[[Any, Context], Awaitable[Any]]) -> Any:
+    """A coroutine that does the same, and keeps the call apart from its error. gRPC keeps the error with the call, so
+    an error that refers to frames with the call is part of a cycle, and so is the request.
+    """
+
+    async def call(request: Any, context: Context) -> Any:
+        try:
+            return await behaviour(request, context)
+        except grpc.aio.AbortError as error:
+            raise _bare(error) from None
+        finally:
+            del request, context
+
+    return call
+
+
+def _bare(error: grpc.aio.AbortError) -> grpc.aio.AbortError:
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
 def _answering(handler: Handler, error: EbbtideError) -> Handler:
     """A handler of the same kind that raises `error` and parses no request."""
 
@@ -169,7 +197,7 @@ def _answering(handler: Handler, error: EbbtideError) -> Handler:
         await _abort(context, error)
 
     make = _KINDS[handler.request_streaming, handler.response_streaming][1]
-    made: Handler = make(answer)
+    made: Handler = make(_apart(answer))
     return made
 
 

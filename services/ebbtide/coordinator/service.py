@@ -27,6 +27,7 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
 from ebbtide.errors import StoreUnavailable
+from ebbtide.rpc.caller_turns import end_turn
 from ebbtide.rpc.server import Service
 from ebbtide.runtime import race
 from ebbtide.store.link.dialer import with_password
@@ -61,6 +62,7 @@ class Coordinator:
         self.link = link or StoreConnection(
             dialled_url(settings), patience_s=settings.store_patience_s, replicas=settings.store_replicas
         )
+        self.link.before_wait = end_turn
         self.store = Store(self.link, new_fence())
         self.state = CoordinatorState()
         self.writes = ClientWrites()

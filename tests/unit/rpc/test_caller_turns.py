@@ -4,20 +4,28 @@ import asyncio
 
 import pytest
 
-from ebbtide.rpc.caller_turns import CallerTurns, stream_turn
+from ebbtide.auth.roles import TABLE
+from ebbtide.rpc.caller_turns import WITHOUT_TURN, CallerTurns, end_turn, stream_turn
+from ebbtide.testing import wait_until
 
 
 class Work:
     """Calls that last until the test says so."""
 
     def __init__(self, turns: CallerTurns) -> None:
-        self._turns, self.go_on, self.begun = turns, asyncio.Event(), list[str]()
+        self.turns, self.go_on, self.begun = turns, asyncio.Event(), list[str]()
+        self.at_once = self.most = 0
 
     async def call(self, user: str, name: str) -> None:
-        async with self._turns.of(user):
+        async with self.turns.of(user):
             self.begun.append(name)
-            await self.go_on.wait()
-            await asyncio.sleep(0)
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+            try:
+                await self.go_on.wait()
+                await asyncio.sleep(0)
+            finally:
+                self.at_once -= 1
 
 
 async def settled() -> None:
@@ -40,6 +48,7 @@ async def test_as_many_calls_of_a_user_work_as_may_and_the_rest_go_in_order() ->
     work.go_on.set()
     await asyncio.gather(*calls, *others)
     assert work.begun == ["a", "b", "x", "c", "d", "e"]
+    assert not work.turns.users
 
 
 async def test_a_call_that_leaves_while_it_waits_takes_no_turn() -> None:
@@ -52,6 +61,67 @@ async def test_a_call_that_leaves_while_it_waits_takes_no_turn() -> None:
     work.go_on.set()
     await asyncio.gather(calls[0], calls[2])
     assert work.begun == ["a", "c"]
+    assert not work.turns.users
+
+
+async def test_a_call_that_leaves_as_another_begins_opens_no_second_count() -> None:
+    work = Work(CallerTurns(1))
+    first, waits = begin(work, "greedy", "ab")
+    await settled()
+    work.go_on.set()
+    await asyncio.sleep(0)  # the first is about to end
+    work.go_on.clear()
+    begun = begin(work, "greedy", "c")  # it comes after that end, and before the cancelled one runs
+    waits.cancel()
+    calls = [first, waits, *begun]
+    await settled()
+    calls += begin(work, "greedy", "de")
+    await settled()
+    assert work.most == 1
+    work.go_on.set()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert work.begun == ["a", "c", "d", "e"]
+    assert (work.most, len(work.turns.users)) == (1, 0)
+
+
+async def test_a_call_that_gets_its_turn_and_leaves_passes_it_on() -> None:
+    work = Work(CallerTurns(1))
+    calls = begin(work, "greedy", "abc")
+    await settled()
+    work.go_on.set()
+    await wait_until(calls[0].done)
+    calls[1].cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert work.begun[-1] == "c"
+    assert (work.most, len(work.turns.users)) == (1, 0)
+
+
+async def test_a_call_that_ended_its_turn_leaves_room_for_one_other() -> None:
+    turns, go_on, begun = CallerTurns(1), asyncio.Event(), list[str]()
+
+    async def call(name: str) -> None:
+        async with turns.of("greedy"):
+            begun.append(name)
+            await asyncio.create_task(shielded(name))  # as a write that goes on without its client
+
+    async def shielded(name: str) -> None:
+        if name == "a":
+            end_turn()
+            end_turn()
+        await go_on.wait()
+
+    calls = [asyncio.create_task(call(name)) for name in "abc"]
+    await settled()
+    assert begun == ["a", "b"]
+    go_on.set()
+    await asyncio.gather(*calls)
+    assert begun == ["a", "b", "c"]
+    assert not turns.users
+    end_turn()  # without a call there is none
+
+
+def test_methods_without_a_turn_exist() -> None:
+    assert TABLE.keys() >= WITHOUT_TURN
 
 
 @pytest.mark.parametrize(("at_once", "user"), [(1, ""), (0, "greedy")])

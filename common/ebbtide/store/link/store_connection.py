@@ -61,6 +61,7 @@ class StoreConnection:
         self.incarnation = ""  # the store's latest incarnation; empty before the first link
         self.durability = DurabilityWatch(self)
         self._watchers: list[Callable[[], None]] = []
+        self.before_wait: Callable[[], None] = _nothing  # called by `durable` before it waits
         self.superseded = asyncio.Event()  # set once another coordinator has the store
         self._up = asyncio.Event()
         self._why = f"the store at {self.where} was not reached yet"
@@ -123,13 +124,15 @@ class StoreConnection:
         except redis.exceptions.NoScriptError:
             return await self.call("EVAL", script.text, 1, prefix, *args, patience_s=patience_s)
 
-    async def durable(self) -> None:
+    async def durable(self, incarnation: str = "") -> None:
         """Wait until all answered writes would survive a crash of the store. Raises `StoreUnavailable` if the store has
-        a new incarnation meanwhile, which may have forgotten them, or goes away.
+        a new incarnation meanwhile, which may have forgotten them, or goes away. `incarnation`: the one that answered
+        the writes; by default the present one.
         """
-        horizon, asked, incarnation = self.durability.horizon, time.monotonic(), self.incarnation
-        if horizon.at_once:
+        horizon, asked, incarnation = self.durability.horizon, time.monotonic(), incarnation or self.incarnation
+        if horizon.at_once and incarnation == self.incarnation:
             return
+        self.before_wait()
         self.durability.look_soon()
         replicas = horizon.replicas
         has = replicas and await self.call("WAIT", replicas, _RARE_MS, incarnation=incarnation) >= replicas
@@ -169,10 +172,15 @@ class StoreConnection:
         except redis.exceptions.NoScriptError:
             raise
         except redis.exceptions.RedisError as error:
-            found = fault(error, where=self.where)
-            if isinstance(found, TermSuperseded):
-                self.superseded.set()
-            raise found from None
+            raise self._fault(error) from None
+        finally:
+            del reply  # it holds the error, which refers to this frame: together they would be a cycle
+
+    def _fault(self, error: redis.exceptions.RedisError) -> Exception:
+        found = fault(error, where=self.where)
+        if isinstance(found, TermSuperseded):
+            self.superseded.set()
+        return found
 
     def _put(self, packed: bytes, reply: asyncio.Future[Any]) -> None:
         if not self._sent:
@@ -303,6 +311,9 @@ async def _write(link: AbstractConnection, packed: bytes) -> None:
         await link.send_packed_command(packed, check_health=False)
     except RuntimeError as error:  # uvloop raises it for a transport that just closed
         raise ConnectionError(str(error)) from error
+
+
+def _nothing() -> None: ...
 
 
 def _settle(waiting: asyncio.Future[Any], reply: Any) -> None:

@@ -63,7 +63,10 @@ class RunTopic(Topic):
         return [(int(float(place)), run_id) for run_id, place in found]
 
     async def submit(self, run_id: str, spec: RunSpec, submitter: str = "") -> bool:
-        """Create the run; False if it exists. Raises `AlreadyExists` if it exists with another spec."""
+        """Create the run; False if it exists. Raises `AlreadyExists` if it exists with another spec.
+
+        It is not durable yet: callers hold locks here, so they wait for that later.
+        """
         try:
             args = (run_id, json_record(spec), submitter, spec.quota_bytes)
             made = bool(await self._write("submit_run", run_id, *args))
@@ -71,7 +74,6 @@ class RunTopic(Topic):
             made = False
             if (await self.read(run_id)).spec != spec:  # an older release wrote it without the newer fields
                 raise AlreadyExists(f"run {run_id} exists with another spec; choose another run_id") from None
-        await self._link.durable()
         return made
 
     async def check_specs(self) -> None:

@@ -138,9 +138,12 @@ class RolloutService:
         calls = [self._complete(run, lease, index, episode) for index, episode in enumerate(episodes)]
         found = await asyncio.gather(*calls, return_exceptions=True)
         self._notifier.notify("trajectories", run.run_id)
-        for error in found:
-            if error is not None:
-                raise error
+        refused = next((error for error in found if error is not None), None)
+        try:
+            if refused is not None:
+                raise refused
+        finally:
+            del found, refused  # the error refers to this frame: together they would be a cycle
 
     async def _complete(self, run: RunState, lease: LeaseRef, index: int, episode: Episode) -> None:
         try:

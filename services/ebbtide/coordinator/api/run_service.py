@@ -60,14 +60,19 @@ class RunService:
         """
         check_id(run_id, field="run_id")
         check_spec(spec)
-        turn = self._writes.turn("submit", submitter)
-        run, made = await self._writes.carry_out(turn, lambda: self._submit(run_id, spec, submitter))
+        # Callers without a name may be many users: only repeats of one of their runs wait for each other.
+        kind, name = ("submit of user", submitter) if submitter else ("submit of run", run_id)
+        lock = self._writes.lock(kind, name)
+        run, made, incarnation = await self._writes.carry_out(lock, lambda: self._submit(run_id, spec, submitter))
+        await self._store.link.durable(incarnation)
         if made:
             log.info("run submitted", run_id=run_id, model=spec.model)
             await self._hint(run)
         return run
 
-    async def _submit(self, run_id: str, spec: RunSpec, submitter: str) -> tuple[Run, bool]:
+    async def _submit(self, run_id: str, spec: RunSpec, submitter: str) -> tuple[Run, bool, str]:
+        """The run, whether it is new, and the incarnation of the store that has it."""
+        incarnation = self._store.link.incarnation
         await self._publishers.keep()
         with self._quota.submitting(run_id, submitter):
             await self._quota.check(run_id, submitter)
@@ -80,7 +85,7 @@ class RunService:
             run = await self._store.runs.read(run_id)
             if not run.status.ended:
                 await self._recovery.add(run)
-            return run, made
+            return run, made, incarnation
 
     async def _check_floor(self, run_id: str, spec: RunSpec) -> None:
         runs = [run async for _, run in self.list()]

@@ -40,7 +40,7 @@ class RunRecovery:
         self._state, self._store, self._incarnations, self._over = state, store, incarnations, over
         self._grace_s = grace_s
         self._until = math.inf
-        self._readings: dict[str, asyncio.Task[None]] = {}  # by run
+        self._readings: dict[RunState, asyncio.Task[None]] = {}
 
     def serving(self) -> None:
         """Begin the grace: from now on workers can attach."""
@@ -88,20 +88,32 @@ class RunRecovery:
         it: others would begin anew.
         """
         self._incarnations.expire_unconfirmed(run)
-        if (reading := self._readings.get(run.run_id)) is not None:
+        reading = self._reading(run)
+        try:
+            if reading is not None:
+                await asyncio.shield(reading)
+            if not run.stale or run.ended:
+                return
+            reading = self._reading(run) or self._begin_reading(run)
             await asyncio.shield(reading)
-        if not run.stale or run.ended:
-            return
-        reading = self._readings.get(run.run_id)
-        if reading is None:
-            reading = self._readings[run.run_id] = asyncio.create_task(self._reread(run), name=f"read {run.run_id}")
-            reading.add_done_callback(lambda done: self._was_read(run.run_id, done))
-        await asyncio.shield(reading)
+        finally:
+            del reading  # it holds the error, which refers to this frame: together they would be a cycle
 
-    def _was_read(self, run_id: str, done: asyncio.Task[None]) -> None:
-        del self._readings[run_id]
+    def _reading(self, run: RunState) -> asyncio.Task[None] | None:
+        """The task that reads the run; None if it has ended: what made the mirror stale since then was not read."""
+        found = self._readings.get(run)
+        return None if found is None or found.done() else found
+
+    def _begin_reading(self, run: RunState) -> asyncio.Task[None]:
+        reading = self._readings[run] = asyncio.create_task(self._reread(run), name=f"read {run.run_id}")
+        reading.add_done_callback(lambda done: self._reading_ended(run, done))
+        return reading
+
+    def _reading_ended(self, run: RunState, done: asyncio.Task[None]) -> None:
+        if self._readings.get(run) is done:
+            del self._readings[run]
         if not done.cancelled() and (error := done.exception()) is not None:
-            log.debug("run not read", run_id=run_id, reason=str(error))  # who waits for it has the error
+            log.debug("run not read", run_id=run.run_id, reason=str(error))  # who waits for it has the error
 
     async def close(self) -> None:
         """Stop reading."""

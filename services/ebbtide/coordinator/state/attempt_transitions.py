@@ -240,8 +240,8 @@ class AttemptTransitions:
         """End a run and all its attempts, even if the caller is cancelled meanwhile: the store may have ended it by
         then, and everything that the run uses must be freed. Raises `NotReady`: see `Runs.end`.
         """
-        turn = self._writes.turn("end", run_id)
-        await self._writes.carry_out(turn, lambda: self._end_run(run_id, status, message, drop, lease))
+        lock = self._writes.lock("end", run_id)
+        await self._writes.carry_out(lock, lambda: self._end_run(run_id, status, message, drop, lease))
 
     async def _end_run(self, run_id: str, status: RunStatus, message: str, drop: str, lease: LeaseRef | None) -> None:
         try:

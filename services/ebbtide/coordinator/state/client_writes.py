@@ -3,9 +3,9 @@
 A call that is cancelled may have reached the store. If its write were cut off there, the mirror would miss it, and the
 whole run would have to be read again. So a write that has begun goes on to its end, and the mirror follows.
 
-Invariant: a write begins when it has its turn, and each turn has one write at a time. A client that leaves while it
-waits for its turn leaves nothing behind. So there are no more writes without a client than there are turns. Writes that
-are under way when the process dies may or may not be done.
+Invariant: a write begins when it has its lock, which one write has at a time. A client that leaves while it waits for
+the lock leaves nothing behind. So there are no more writes without a client than there are locks. Writes that are under
+way when the process dies may or may not be done.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ T = TypeVar("T")
 class ClientWrites:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._turns = WeakValueDictionary[tuple[str, str], asyncio.Lock]()  # each as long as somebody uses it
+        self._locks = WeakValueDictionary[tuple[str, str], asyncio.Lock]()  # each as long as somebody uses it
 
     @property
     def under_way(self) -> int:
-        """Writes that have not ended; most of them wait for their turn."""
+        """Writes that have not ended; most of them wait for their lock."""
         return len(self._tasks)
 
-    async def carry_out(self, turn: AbstractAsyncContextManager[None], write: Callable[[], Awaitable[T]]) -> T:
-        """Enter `turn`, then do `write`. From then on it goes on to its end, even if the caller is cancelled."""
+    async def carry_out(self, lock: AbstractAsyncContextManager[None], write: Callable[[], Awaitable[T]]) -> T:
+        """Enter `lock`, then do `write`. From then on it goes on to its end, even if the caller is cancelled."""
         begun = False
 
         async def whole() -> T:
             nonlocal begun
-            async with turn:
+            async with lock:
                 begun = True
                 return await write()
 
@@ -49,10 +49,12 @@ class ClientWrites:
             if not begun:
                 task.cancel()
             raise
+        finally:
+            del task  # it holds the error, which refers to this frame: together they would be a cycle
 
-    def turn(self, kind: str, name: str) -> asyncio.Lock:
-        """The turn of writes that need no lock of the model: one at a time of each kind and name."""
-        return self._turns.setdefault((kind, name), asyncio.Lock())
+    def lock(self, kind: str, name: str) -> asyncio.Lock:
+        """The lock of writes that need none of the model: one at a time of each kind and name."""
+        return self._locks.setdefault((kind, name), asyncio.Lock())
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
