@@ -1,16 +1,18 @@
 """A run for which the store gives unexpected replies pauses; others go on, and it goes on once its data is mended."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from ebbtide.coordinator.metrics import measure
-from ebbtide.errors import EbbtideError, Internal
+from ebbtide.errors import EbbtideError, Internal, InvalidRequest, Unavailable
 from ebbtide.store.store_keys import run_key, run_prefix
-from ebbtide.testing import wait_until
+from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import ShareSpec
-from ebbtide.v1 import runs_pb2, types_pb2
+from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
 
 
 async def spoil(cluster: Any, run_id: str, name: str) -> None:
@@ -61,6 +63,35 @@ async def pauses_again(cluster: Any, run_id: str) -> None:
     await wait_until(lambda: pause._until > before, what="the skipped run is tried again")
 
 
+async def placed_apart(cluster: Any) -> tuple[Any, Any]:
+    """Two workers, the first with rollout a, the second with b."""
+    workers = [await cluster.worker(name, slots=1) for name in ("w1", "w2")]
+
+    async def placed() -> bool:
+        for worker in workers:
+            if asked := [name for name in worker.asked if name in worker.assigned]:
+                worker.asked.clear()
+                await worker.hand_back(*asked)
+        return sorted(name for worker in workers for name in worker.assigned) == ["a", "b"]
+
+    await wait_until(placed, what="both rollouts are placed")
+    workers.sort(key=lambda worker: list(worker.assigned))
+    return workers[0], workers[1]
+
+
+async def open_again(worker: Any) -> None:
+    """What a worker does whose append stream ended."""
+
+    async def opened() -> bool:
+        try:
+            await worker.open_append()
+        except (Unavailable, AssertionError):
+            return False
+        return True
+
+    await wait_until(opened, what="the worker's new stream")
+
+
 def running(cluster: Any, run_id: str) -> Any:
     return cluster.coordinator.state.runs[run_id].running
 
@@ -89,12 +120,9 @@ async def test_a_run_with_broken_data_pauses_and_others_go_on(cluster: Any, name
 
 async def test_tokens_of_other_runs_are_stored_beside_those_of_a_broken_one(cluster: Any) -> None:
     broken, other = await cluster.run("broken"), await cluster.run("other")
-    first, second = await cluster.worker("w1", slots=1), await cluster.worker("w2", slots=1)
     await broken.submit("a")
-    await wait_until(lambda: "a" in first.assigned or "a" in second.assigned, what="the rollout is placed")
-    at, free = (first, second) if "a" in first.assigned else (second, first)
     await other.submit("b")
-    await wait_until(lambda: "b" in free.assigned, what="the other rollout is placed")
+    at, free = await placed_apart(cluster)
     await spoil(cluster, "broken", "FENCE")
     (refused,) = await at.send(at.delta("a", 0, 2))
     assert refused.status.name == "SUPERSEDED"
@@ -111,6 +139,46 @@ async def test_tokens_of_other_runs_are_stored_beside_those_of_a_broken_one(clus
     await wait_until(placed_again, what="the rollout is placed again")
 
 
+@pytest.mark.parametrize("name", ["OPEN", "FENCE", "RUN"])
+async def test_tokens_of_other_runs_go_on_when_the_store_came_back(
+    tmp_path: Path, cluster_with: Any, name: str
+) -> None:
+    with EmbeddedRedis(tmp_path / "redis") as redis:
+        async with cluster_with(redis.url) as cluster:
+            broken, other = await cluster.run("broken"), await cluster.run("other")
+            await broken.submit("a")
+            await other.submit("b")
+            at, free = await placed_apart(cluster)
+            lost = at.delta("a", 0, 2)
+            await spoil(cluster, "broken", name)
+            life = cluster.coordinator.state.incarnation
+            redis.kill()
+            redis.start()
+            await wait_until(life.over.is_set, what="the coordinator noticing")
+            await open_again(free)
+            refused, stored = await free.send(lost, free.delta("b", 0, 2))  # one stream, as of a worker between runs
+            assert (refused.status.name, stored.status.name, stored.stored) == ("SUPERSEDED", "STORED", 2)
+            assert loops_run(cluster)
+            await mend(cluster, "broken", name)
+            mirror = cluster.coordinator.state.runs["broken"]
+            await wait_until(mirror.reconciled.is_set, what="the mended run is reconciled")
+
+
+async def test_attempts_of_a_broken_run_hold_back_no_tokens_of_others_after_a_restart(cluster: Any) -> None:
+    broken, other = await cluster.run("broken"), await cluster.run("other")
+    await broken.submit("a")
+    await other.submit("b")
+    at, free = await placed_apart(cluster)
+    held, lost = free.assigned["b"], at.delta("a", 0, 2)
+    await spoil(cluster, "broken", "OPEN")
+    await cluster.restart()
+    back = await cluster.worker("w2", held=[fleet_pb2.HeldAttempt(attempt=held.attempt)])
+    back.assigned["b"] = held
+    refused, stored = await back.send(lost, back.delta("b", 0, 2))
+    assert (refused.status.name, stored.status.name, stored.stored) == ("SUPERSEDED", "STORED", 2)
+    assert loops_run(cluster)
+
+
 @pytest.mark.parametrize("name", ["OPEN", "FENCE", "RUN", "CLAIM"])
 async def test_a_coordinator_starts_with_a_broken_run(cluster: Any, name: str) -> None:
     broken, other = await cluster.run("broken"), await cluster.run("other")
@@ -122,8 +190,9 @@ async def test_a_coordinator_starts_with_a_broken_run(cluster: Any, name: str) -
     assert await other.submit("b") == [1]
     await wait_until(lambda: "b" in worker.assigned, what="the other run's rollout is placed")
     await worker.send(worker.delta("b", 0, 2, finish=types_pb2.FINISH_REASON_STOP))
-    with pytest.raises(Internal):
+    if name == "OPEN":
         await broken.claim_when_free("host")
+    with pytest.raises(Internal):
         await broken.submit("c")
     assert loops_run(cluster)
     await mend(cluster, "broken", name)
@@ -222,3 +291,43 @@ async def test_an_ended_run_that_cannot_be_deleted_stops_nobody(cluster: Any) ->
     worker = await cluster.worker("w1")
     await wait_until(lambda: "b" in worker.assigned, what="the other run's rollout is placed")
     assert loops_run(cluster)
+
+
+async def test_the_limit_of_a_users_runs_is_checked_beside_a_broken_run(cluster: Any) -> None:
+    await cluster.run("broken")
+    await cluster.restart()  # who submitted it must be read again
+    await spoil(cluster, "broken", "RUN")
+    await cluster.run("other")
+    assert "other" in cluster.coordinator.state.runs
+
+
+async def test_waiting_trajectories_are_counted_beside_a_broken_run(cluster: Any) -> None:
+    await cluster.run("broken")
+    other, worker = await cluster.run("other"), await cluster.worker("w1")
+    await other.submit("b")
+    await worker.has("b")
+    await worker.add("b", 0, 2, types_pb2.FINISH_REASON_STOP)
+    await other.complete("e.b", "b")
+    await spoil(cluster, "broken", "COUNT")
+    await measure(cluster.coordinator.state, cluster.coordinator.store)
+    assert REGISTRY.get_sample_value("ebbtide_coordinator_trajectories_waiting") == 1
+
+
+async def test_watchers_are_told_of_the_events_before_a_refused_page(cluster: Any, monkeypatch: Any) -> None:
+    run, told = await cluster.run(), list[tuple[str, str]]()
+    store, notifier = cluster.coordinator.store.events, cluster.coordinator._notifier
+    report, pages = store.report, list[int]()
+
+    async def refuse_later(lease: Any, events: Any, **more: Any) -> None:
+        pages.append(len(events))
+        if len(pages) > 1:
+            raise InvalidRequest("no more", field="events")
+        await report(lease, events, **more)
+
+    monkeypatch.setattr(store, "report", refuse_later)
+    monkeypatch.setattr(notifier, "notify", lambda *topic: told.append(topic))
+    events = [runs_pb2.RunEvent(kind="note", message=str(i)) for i in range(200)]
+    with pytest.raises(InvalidRequest):
+        await cluster.call(cluster.runs.Report, runs_pb2.ReportRequest(lease=run.lease, events=events))
+    assert len(pages) == 2
+    assert ("events", "r") in told

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
@@ -213,3 +214,13 @@ def test_a_run_that_fails_again_soon_pauses_for_twice_as_long_and_later_for_the_
         assert not run.paused(now)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     assert run.pause(fault, now + 3600) == 1
+
+
+async def test_each_pause_is_logged_once_also_if_a_clients_call_causes_it() -> None:
+    run = ModelFleet().run
+    with capture_logs() as logs:
+        for _ in range(2):
+            with pytest.raises(Internal):
+                async with run.changing():
+                    raise Internal("broken")
+    assert [(one["event"], one["run_id"], one["seconds"]) for one in logs] == [("run paused", run.run_id, 1)]
