@@ -49,14 +49,15 @@ class Store:
         self.link = link
         self.term = term
         self.schema = Schema(link, term)
+        untaken = set[str]()
         self.leadership = LeadershipTopic(link, term)
-        self.runs = RunTopic(link, term)
-        self.leases = LeaseTopic(link, term)
-        self.rollouts = RolloutTopic(link, term)
-        self.appends = AppendTopic(link, term)
-        self.trajectories = TrajectoryTopic(link, term)
-        self.events = EventTopic(link, term)
-        self.spans = SpanTopic(link, term)
+        self.runs = RunTopic(link, term, untaken)
+        self.leases = LeaseTopic(link, term, untaken)
+        self.rollouts = RolloutTopic(link, term, untaken)
+        self.appends = AppendTopic(link, term, untaken)
+        self.trajectories = TrajectoryTopic(link, term, untaken)
+        self.events = EventTopic(link, term, untaken)
+        self.spans = SpanTopic(link, term, untaken)
 
     async def check(self) -> None:
         """Check, without a change, that this program can read all stored data. Raises `StoreUnavailable`."""

@@ -109,16 +109,18 @@ async def measure_for_ever(state: CoordinatorState, store: Store) -> None:
     """Ask the store regularly how full it is, and what waits in it."""
     store_away_seconds.set_function(lambda: store.link.away_s)
     while True:
-        with suppress(StoreUnavailable, *UNEXPECTED):  # the last figures stay; `store_away_seconds` shows their age
+        with suppress(StoreUnavailable):  # the last figures stay; `store_away_seconds` shows their age
             await measure(state, store)
         await asyncio.sleep(_MEASURE_EVERY_S)
 
 
 async def measure(state: CoordinatorState, store: Store) -> None:
-    """Set the gauges. Raises `StoreUnavailable`."""
+    """Set the gauges, without runs whose data is broken. Raises `StoreUnavailable`."""
     room = await store.room()
-    live = list(state.runs.values())
-    held = {run: await store.runs.waiting(run.run_id) for run in live if not run.paused(time.monotonic())}
+    held = dict[RunState, tuple[int, int]]()
+    for run in state.at_work(time.monotonic()):
+        with suppress(*UNEXPECTED):
+            held[run] = await store.runs.waiting(run.run_id)
     store_bytes.set(room.used)
     store_limit_bytes.set(room.limit)
     shares = (used / run.spec.quota_bytes for run, (used, _) in held.items())

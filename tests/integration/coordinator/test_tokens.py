@@ -47,7 +47,7 @@ async def test_a_repeat_is_harmless_and_a_gap_or_overlap_is_told_where_to_go_on(
 
 async def test_a_repeat_writes_nothing_to_the_store(cluster: Any) -> None:
     async def appended() -> str:
-        stats = await cluster.coordinator.link.call("INFO", "commandstats")
+        stats: bytes = await cluster.coordinator.link.call("INFO", "commandstats")
         return next(line for line in stats.decode().splitlines() if line.startswith("cmdstat_append:"))
 
     run = await cluster.run()

@@ -74,7 +74,7 @@ async def test_a_lease_that_is_not_renewed_ends_by_the_stores_clock(old: Store, 
     await old.leadership.renew("old:1", 0.2, patience_s=3.0)
     await wait_until(lambda: _free(new))
     assert await new.leadership.take("new:1", 30.0) == ""
-    assert await new.runs.take_over() == ["r"]
+    assert (await new.runs.take_over()).live == ["r"]
 
 
 async def _free(store: Store) -> bool:
@@ -127,12 +127,12 @@ async def test_it_cannot_take_a_run_back_from_who_is_only_about_to_claim_it(old:
     await new.leadership.seize("new:1", 30.0)
     with pytest.raises(TermSuperseded):
         await old.runs.take_over()
-    assert await new.runs.take_over() == ["r"]
+    assert (await new.runs.take_over()).live == ["r"]
 
 
 async def test_it_cannot_make_a_run_that_the_other_would_not_know_of(old: Store, new: Store, redis_url: str) -> None:
     await new.leadership.seize("new:1", 30.0)
-    assert await new.runs.take_over() == ["r"]
+    assert (await new.runs.take_over()).live == ["r"]
     before = await all_of_it(redis_url)
     with pytest.raises(TermSuperseded):
         await old.runs.submit("late", SPEC)

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
+from ebbtide.errors import Internal
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.end_cause import EndCause
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -202,12 +204,23 @@ def test_an_orphan_and_an_ended_run_wake_the_reaper_and_a_heartbeat_wakes_nobody
 
 def test_a_run_that_fails_again_soon_pauses_for_twice_as_long_and_later_for_the_first_time_again() -> None:
     run, now, pauses = ModelFleet().run, 100.0, list[float]()
+    fault = Internal("broken")
     for _ in range(8):
-        pauses.append(run.pause(now))
-        assert run.pause(now + pauses[-1] / 2) == pauses[-1] / 2  # it pauses already
+        pauses.append(run.pause(fault, now))
+        assert run.pause(fault, now + pauses[-1] / 2) == pauses[-1] / 2  # it pauses already
         assert run.stale
         assert run.paused(now)
         now += pauses[-1]
         assert not run.paused(now)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert run.pause(now + 3600) == 1
+    assert run.pause(fault, now + 3600) == 1
+
+
+async def test_each_pause_is_logged_once_also_if_a_clients_call_causes_it() -> None:
+    run = ModelFleet().run
+    with capture_logs() as logs:
+        for _ in range(2):
+            with pytest.raises(Internal):
+                async with run.changing():
+                    raise Internal("broken")
+    assert [(one["event"], one["run_id"], one["seconds"]) for one in logs] == [("run paused", run.run_id, 1)]

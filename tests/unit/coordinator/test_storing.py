@@ -156,6 +156,27 @@ async def test_a_run_that_is_not_reconciled_holds_back_its_own_messages_alone(ho
     assert await held == {}
 
 
+async def test_a_run_that_pauses_before_it_is_reconciled_holds_nobody_back(house: House) -> None:
+    run = house.state.runs["run"]
+    run.doubt()
+    held = house.keep("a")
+    assert await house.keep("x", run="other") == {}
+    run.pause(Internal("broken"))
+    assert (await held)[0].status is AppendStatus.SUPERSEDED
+    run.doubt()  # the store came back once more
+    assert (await house.keep("a"))[0].status is AppendStatus.SUPERSEDED
+    with pytest.raises(Internal), run.rereading():
+        raise Internal("broken")
+    assert (await house.keep("a"))[0].status is AppendStatus.SUPERSEDED
+    assert house.store.rollouts == [["x"]]
+    with run.rereading():
+        held = house.keep("a")
+        await house.keep("x", run="other")
+        assert not held.done()  # it may be reconciled now
+    run.note_reconciled()
+    assert await held == {}
+
+
 async def test_a_run_that_is_gone_has_no_attempts_any_more(house: House) -> None:
     house.state.drop_run(house.state.runs["run"])
     assert (await house.keep("a"))[0].status is AppendStatus.SUPERSEDED

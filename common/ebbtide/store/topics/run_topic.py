@@ -4,8 +4,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, StoreUnavailable
-from ebbtide.store.link.store_faults import StoreRefused
+from ebbtide import telemetry
+from ebbtide.errors import AlreadyExists, Internal, InvalidRequest, NotReady, StoreUnavailable
+from ebbtide.store.link.store_faults import UNEXPECTED, StoreRefused
 from ebbtide.store.lua_scripts import script
 from ebbtide.store.record_codec import json_record, pack, pairs, text_pairs, unpack
 from ebbtide.store.store_keys import FLEET, INDEX, LIFE, PUBLISHERS, run_key
@@ -13,6 +14,7 @@ from ebbtide.store.topics.topic import Topic, no_run
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
 
+log = telemetry.get_logger(__name__)
 _SWEEP_PAGE: Final = 500
 _DROPPED: Final = "dropped:"
 
@@ -23,11 +25,36 @@ class EndedHistory(NamedTuple):
     size: int  # bytes of its events and timeline
 
 
+class TakenRuns(NamedTuple):
+    live: list[str]  # oldest first
+    ended: list[str]
+    broken: dict[str, Exception]  # live for all that is known
+
+
 class RunTopic(Topic):
-    async def take_over(self) -> list[str]:
-        """Take over every run as the leader, which bars the former one. Returns the live runs, oldest first."""
-        live = [run_id for run_id in await self.ids() if await self._write("claim_term", run_id)]
+    async def take_over(self) -> TakenRuns:
+        """Take over every run as the leader, which bars the former one. A run with unexpected data is left alone until
+        `take` succeeds.
+        """
+        taken = TakenRuns([], [], {})
+        for run_id in await self.ids():
+            try:
+                (taken.live if await self.take(run_id) else taken.ended).append(run_id)
+            except UNEXPECTED as error:
+                taken.broken[run_id] = error
+                self.leave_alone(run_id)
         await self._link.durable()
+        return taken
+
+    def leave_alone(self, run_id: str) -> None:
+        """Write nothing to a live run with unexpected data, and delete nothing of it, until it is taken over again."""
+        self._untaken.add(run_id)
+
+    async def take(self, run_id: str) -> bool:
+        """Take over one run. Returns whether it is live."""
+        live = bool(await self._run("claim_term", run_id, self._term))
+        if live:
+            self._untaken.discard(run_id)
         return live
 
     async def reconciled_incarnation(self) -> str:
@@ -77,14 +104,18 @@ class RunTopic(Topic):
         return made
 
     async def check_specs(self) -> None:
-        """Check that this program can read the spec of every live run. Raises `StoreUnavailable`."""
+        """Check that this program can read the spec of every live run, unless its data is broken. Raises
+        `StoreUnavailable`.
+        """
         for run_id in await self.ids():
-            spec = await self._link.call("HGET", run_key(run_id, "RUN"), "spec")
-            if spec and await self.lives(run_id):
-                try:
+            try:
+                spec = await self._link.call("HGET", run_key(run_id, "RUN"), "spec")
+                if spec and await self.lives(run_id):
                     _spec(run_id, spec)
-                except NotReady as error:
-                    raise StoreUnavailable(str(error)) from None
+            except NotReady as error:
+                raise StoreUnavailable(str(error)) from None
+            except UNEXPECTED as error:
+                log.warning("run not checked", run_id=run_id, reason=str(error))
 
     async def lives(self, run_id: str) -> bool:
         """Whether the run exists and has not ended."""
@@ -95,21 +126,10 @@ class RunTopic(Topic):
         found = await self._run("read_run", run_id, *ROLES)
         if not found:
             raise no_run(run_id)
-        record, counts, age_ms, holders = found
-        have = {key.decode(): value for key, value in pairs(record)}
-        counters = {key.decode(): int(value) for key, value in pairs(counts)}
-        return Run(
-            run_id=run_id,
-            spec=_spec(run_id, have["spec"]),
-            status=RunStatus[have["status"].decode()],
-            message=have["message"].decode(),
-            submitter=have.get("submitter", b"").decode(),
-            age_s=age_ms / 1000,
-            newest=unpack(have["newest_record"], PolicyVersion) if "newest_record" in have else None,
-            counters={name: value for name, value in counters.items() if not name.startswith(_DROPPED)},
-            dropped={name.removeprefix(_DROPPED): n for name, n in counters.items() if name.startswith(_DROPPED)},
-            holders={role: holder.decode() for role, holder in zip(ROLES, holders, strict=True) if holder},
-        )
+        try:
+            return _run(run_id, *found)
+        except (KeyError, ValueError) as error:
+            raise Internal(f"the record of run {run_id} makes no sense: {error!r}") from None
 
     async def waiting(self, run_id: str) -> tuple[int, int]:
         """The run's bytes that count towards its quota, and its number of uncommitted trajectories."""
@@ -181,6 +201,23 @@ class RunTopic(Topic):
         """All announced versions of a live run."""
         flat = await self._link.call("HGETALL", run_key(run_id, "VERSIONS"))
         return {int(key): unpack(value, PolicyVersion) for key, value in pairs(flat)}
+
+
+def _run(run_id: str, record: list[bytes], counts: list[bytes], age_ms: int, holders: list[bytes]) -> Run:
+    have = {key.decode(): value for key, value in pairs(record)}
+    counters = {key.decode(): int(value) for key, value in pairs(counts)}
+    return Run(
+        run_id=run_id,
+        spec=_spec(run_id, have["spec"]),
+        status=RunStatus[have["status"].decode()],
+        message=have["message"].decode(),
+        submitter=have.get("submitter", b"").decode(),
+        age_s=age_ms / 1000,
+        newest=unpack(have["newest_record"], PolicyVersion) if "newest_record" in have else None,
+        counters={name: value for name, value in counters.items() if not name.startswith(_DROPPED)},
+        dropped={name.removeprefix(_DROPPED): n for name, n in counters.items() if name.startswith(_DROPPED)},
+        holders={role: holder.decode() for role, holder in zip(ROLES, holders, strict=True) if holder},
+    )
 
 
 def _spec(run_id: str, data: bytes) -> RunSpec:

@@ -1,8 +1,8 @@
 """Runs scripts under the coordinator's term, and turns common refusals into errors, for all topics."""
 
-from typing import Any
+from typing import Any, Final
 
-from ebbtide.errors import EbbtideError, LeaseSuperseded, NotFound
+from ebbtide.errors import EbbtideError, Internal, LeaseSuperseded, NotFound
 from ebbtide.store.link.store_connection import Argument, StoreConnection
 from ebbtide.store.link.store_faults import StoreRefused
 from ebbtide.store.lua_scripts import script
@@ -11,19 +11,31 @@ from ebbtide.types.run import LeaseRef
 
 
 class Topic:
-    """Base of the topics. Calls raise `StoreUnavailable`, `TermSuperseded`, `NotFound` (the run), `LeaseSuperseded`."""
+    """Base of the topics. Calls raise `StoreUnavailable`, `TermSuperseded`, `NotFound` (the run), `LeaseSuperseded`.
 
-    def __init__(self, link: StoreConnection, term: str) -> None:
+    `untaken`: live runs that this term could not take over or read, shared by the topics of one store. Nothing is
+    written to them, nor deleted. Their fences may have a former term: then a write would seem to come from a superseded
+    coordinator.
+    """
+
+    def __init__(self, link: StoreConnection, term: str, untaken: set[str] | None = None) -> None:
         self._link = link
         self._term = term
+        self._untaken: Final = set[str]() if untaken is None else untaken
 
     async def _write(self, name: str, run_id: str, *args: Argument) -> Any:
         """Run a script that checks the term."""
+        self._check_taken(run_id)
         return await self._run(name, run_id, self._term, *args)
 
     async def _leased(self, name: str, lease: LeaseRef, *args: Argument) -> Any:
         """Run a script that checks the term and the lease."""
+        self._check_taken(lease.run_id)
         return await self._run(name, lease.run_id, self._term, lease.role, lease.fence, *args)
+
+    def _check_taken(self, run_id: str) -> None:
+        if run_id in self._untaken:
+            raise Internal(f"run {run_id} has unexpected data in the store and is left alone; mend its keys")
 
     async def _run(self, name: str, run_id: str, *args: Argument) -> Any:
         try:

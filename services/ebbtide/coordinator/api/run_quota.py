@@ -11,6 +11,7 @@ from typing import Final
 
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.errors import NoCapacity, NotFound, NotReady
+from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.store import Store
 
 #: Runs end seldom.
@@ -20,7 +21,7 @@ _RETRY_AFTER_S: Final = 30.0
 class RunQuota:
     def __init__(self, state: CoordinatorState, store: Store, *, limit: int) -> None:
         self._state, self._store, self._limit = state, store, limit
-        self._submitters: dict[str, str | None] = {}  # of live runs; None: the store does not know the run
+        self._submitters: dict[str, str | None] = {}  # of live runs; None: not known, asked again
         self._submitting = Counter[tuple[str, str]]()  # (run, submitter) of calls that have not ended
 
     @contextmanager
@@ -50,11 +51,12 @@ class RunQuota:
 
     async def _learn(self) -> None:
         """Read who submitted the live runs that are not known here: those of a former coordinator."""
-        self._submitters = {name: who for name, who in self._submitters.items() if name in self._state.runs}
+        known = {name: who for name, who in self._submitters.items() if who is not None}
+        self._submitters = {name: who for name, who in known.items() if name in self._state.runs}
         while unknown := self._state.runs.keys() - self._submitters.keys():  # others may come meanwhile
             for name in unknown:
                 self._submitters[name] = None
-                with suppress(NotFound, NotReady):  # gone, or of a later release
+                with suppress(NotFound, NotReady, *UNEXPECTED):  # gone, of a later release, or broken
                     self._submitters[name] = (await self._store.runs.read(name)).submitter
 
     async def _exists(self, run_id: str) -> bool:
@@ -62,6 +64,6 @@ class RunQuota:
             await self._store.runs.read(run_id)
         except NotFound:
             return False
-        except NotReady:
+        except (NotReady, *UNEXPECTED):
             return True
         return True

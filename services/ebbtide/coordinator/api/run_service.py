@@ -21,6 +21,7 @@ from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
 from ebbtide.scheduling.fair_share.shares import check_floor
 from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
+from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import ROLES, AttemptSpan, LeaseRef, Run, RunEvent, RunShare, RunSpec, RunStatus, check_spec
@@ -122,7 +123,8 @@ class RunService:
 
     async def list(self, cursor: str = "", *, newest_first: bool = False) -> AsyncGenerator[tuple[str, Run], None]:
         """Runs with a record beyond `cursor`, each with its own cursor, oldest first by default. Those with an expired
-        record leave the list. Ended runs that another release wrote, and this one cannot read, are skipped.
+        record leave the list. Runs with broken data, and ended ones that another release wrote and this one cannot
+        read, are left out.
         """
         place = check_number(cursor, math.inf if newest_first else -math.inf)
         while found := await self._store.runs.listed(place, _LIST_AT_ONCE, newest_first=newest_first):
@@ -136,8 +138,9 @@ class RunService:
             run = await self._store.runs.read(run_id)
             return msgspec.structs.replace(run, share=self._share(run))
         except NotFound:
-            await self._store.runs.forget(run_id)
-        except NotReady as error:
+            if run_id not in self._state.skipped:
+                await self._store.runs.forget(run_id)
+        except (NotReady, *UNEXPECTED) as error:
             log.warning("run not listed", run_id=run_id, reason=str(error))
         return None
 
@@ -176,7 +179,7 @@ class RunService:
         check_held(tuple(held))
         with self._state.endings.listening() as endings:
             # The live runs are read first: the listener reports those that end meanwhile.
-            live, life = tuple(self._state.runs), self._state.incarnation.name
+            live, life = (*self._state.runs, *self._state.skipped), self._state.incarnation.name
             ended = [run for run_id in held if (run := await self._ended(run_id)) is not None]
             yield RunsEnded(ended=tuple(ended), live=live, store_life=life)
             while True:
@@ -188,7 +191,7 @@ class RunService:
             return None
         try:
             status = (await self._store.runs.read(run_id)).status
-        except NotFound:
+        except (NotFound, *UNEXPECTED):
             return None
         return EndedRun(run_id, status) if status.ended else None
 
@@ -222,17 +225,29 @@ class RunService:
         return lease, await self.get(run_id)
 
     async def _claim_any(self, role: str, holder: str, waited_s: float) -> LeaseRef:
+        broken = set[RunState]()
         while True:
-            anybodys = [name for name, run in self._state.runs.items() if not run.spec.external]
-            claimable = await asyncio.gather(*(self._claimable(name, role) for name in anybodys))
+            anybodys = [run for run in self._state.runs.values() if not run.spec.external and run not in broken]
+            found = await asyncio.gather(*(self._claimable(run, role) for run in anybodys))
+            claimable = [one for one in found if one is not None]
             run_id = choose(claimable, role=role, holder=holder, waited_s=waited_s)
+            chosen = next(run for run in anybodys if run.run_id == run_id)
             try:
                 return await self._store.leases.claim(run_id, role, holder, self._settings.lease_ttl_s)
             except (LeaseSuperseded, NotFound):  # over in the store, but not in the mirror yet
                 await self._attempts.run_over(run_id)
+            except UNEXPECTED as error:
+                chosen.pause(error)
+                broken.add(chosen)
 
-    async def _claimable(self, run_id: str, role: str) -> ClaimableRun:
-        held = await self._store.leases.held(run_id)
+    async def _claimable(self, run: RunState, role: str) -> ClaimableRun | None:
+        """The run as one role sees it; None if its data is broken."""
+        run_id = run.run_id
+        try:
+            held = await self._store.leases.held(run_id)
+        except UNEXPECTED as error:
+            run.pause(error)
+            return None
         mine = held.pop(role, None)
         if mine is None:
             return ClaimableRun(run_id=run_id, paired=bool(held))
@@ -280,6 +295,8 @@ class RunService:
             check_id(event.kind, field=f"events[{index}].kind")
         run = await self._recovery.live(lease.run_id)
         await self._recovery.refresh(run)  # as `announce`
-        async for page in paced(events):
-            await self._store.events.report(lease, page, quota_bytes=run.spec.quota_bytes)
-        self._notifier.notify("events", lease.run_id)
+        try:
+            async for page in paced(events):
+                await self._store.events.report(lease, page, quota_bytes=run.spec.quota_bytes)
+        finally:  # former pages are stored
+            self._notifier.notify("events", lease.run_id)

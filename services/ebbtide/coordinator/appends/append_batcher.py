@@ -1,7 +1,8 @@
 """Stores appends: messages of one run that arrive close together go to the store in one call.
 
 Invariant: a run has one call at a time, with the messages since the last one in order of arrival, so each stream's
-messages stay in order. While the store is away, or the run is not reconciled, its messages wait. Messages that are
+messages stay in order. While the store is away, or the run is not reconciled, its messages wait; but if the run's data
+is broken, its attempts are over, because other runs' tokens wait behind them in the same streams. Messages that are
 unanswered when this process dies may or may not be stored: workers send them again.
 """
 
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Final
 
-from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
@@ -29,7 +29,6 @@ from ebbtide.types.fleet import AppendStatus
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.wire.append_columns import MAX_DELTAS
 
-log = telemetry.get_logger(__name__)
 #: Least time between two calls of a run: each costs the store a turn and an fsync, whatever its size.
 _GATHER_S: Final = 0.005
 #: Bytes per call, unless a single message has more.
@@ -82,7 +81,7 @@ class AppendBatcher:
                 again = time.monotonic() + _GATHER_S
                 run = self._state.runs.get(run_id)
                 if run is not None:
-                    await run.reconciled.wait()
+                    await run.answerable.wait()
                 if await self._call(run, messages := _next_batch(queue)):
                     waits = pauses(0.05, 1.0)
                 else:
@@ -122,13 +121,16 @@ class AppendBatcher:
     async def _stored(self, run: RunState | None, messages: list[_Message]) -> dict[int, AppendAck]:
         deltas = joined([one.deltas for one in messages])
         attempts = [attempt for one in messages for attempt in one.attempts]
-        if run is not None:
+        if run is not None and not run.reconciled.is_set():  # its data is broken: it pauses
+            _supersede(run, deltas)
+        elif run is not None:
             try:
                 others = await self._known(run, deltas, new=_follow_on(attempts, deltas))
             except NotFound:
                 pass
             except UNEXPECTED as error:
-                _leave_alone(run, deltas, error)
+                run.pause(error)
+                _supersede(run, deltas)
             else:
                 self._take_in(run, deltas, attempts, others)
                 return others
@@ -189,13 +191,11 @@ def _count(messages: list[_Message], others: dict[int, AppendAck]) -> None:
         _OUTCOMES[ack.status].inc()
 
 
-def _leave_alone(run: RunState, deltas: AppendColumns, error: Exception) -> None:
-    """Pause a run for which the store gave an unexpected reply. Its attempts go elsewhere later; streams go on with the
-    tokens of other runs.
-    """
-    pause_s = round(run.pause(time.monotonic()), 1)
-    log.error("run paused", run_id=run.run_id, seconds=pause_s, reason=str(error))
+def _supersede(run: RunState, deltas: AppendColumns) -> None:
+    """End the attempts of a paused run. They go elsewhere later; streams go on with the tokens of other runs."""
     for rollout_id, attempt_id in zip(deltas.rollouts, deltas.attempts, strict=True):
+        if run.is_unconfirmed(rollout_id, attempt_id):
+            run.drop_unconfirmed(run.unconfirmed[rollout_id].attempt)
         _disown(run, rollout_id, attempt_id)
 
 

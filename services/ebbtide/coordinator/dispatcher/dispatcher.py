@@ -134,6 +134,7 @@ class Dispatcher:
 
     async def decide(self) -> None:
         """One round: refresh stale mirrors, allot workers, send versions, fill free slots, move rollouts."""
+        await self._recovery.try_skipped()
         for run in self._state.at_work(time.monotonic()):
             async with self._attempts.while_it_lives(run):
                 await self._recovery.refresh(run)

@@ -8,6 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Set
+from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
@@ -15,7 +16,7 @@ from ebbtide.coordinator.state.attempt_transitions import stored_entry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
-from ebbtide.errors import LeaseSuperseded
+from ebbtide.errors import Internal, LeaseSuperseded, NotFound, NotReady
 from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndReason, OpenRollout, RolloutState
 from ebbtide.store.store import Store
@@ -23,6 +24,8 @@ from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import Run
 
 log = telemetry.get_logger(__name__)
+#: What reading one live run raises if its data is broken, or lost but for the fence.
+_BROKEN: Final = (LeaseSuperseded, NotFound, NotReady, *UNEXPECTED)
 
 
 class RunRecovery:
@@ -52,19 +55,42 @@ class RunRecovery:
 
     async def take_over(self) -> None:
         """Take the store over, migrate its data, load every live run, and note ended ones for deletion."""
-        live = await self._store.runs.take_over()
+        taken = await self._store.runs.take_over()
         if steps := await self._store.schema.migrate():
             log.info("store migrated", schema=self._store.schema.newest, steps=steps)
         await self._incarnations.begin()
-        for run_id in live:
-            try:
-                await self.add(await self._store.runs.read(run_id))
-            except UNEXPECTED as error:  # the others are served; what can be mirrored is read again later
-                log.error("run not read", run_id=run_id, reason=str(error))  # noqa: TRY400 - the reason says all
-        self._state.sweep(set(await self._store.runs.ids()) - set(live))
+        for run_id, error in taken.broken.items():
+            self._skip(run_id, error)
+        for run_id in taken.live:
+            await self._try(run_id)
+        self._state.sweep(taken.ended)
+        runs = self._state.runs.values()
         log.info(
-            "took over", runs=len(live), rollouts=sum(len(r.queue) + len(r.running) for r in self._state.runs.values())
+            "took over",
+            runs=len(runs),
+            skipped=len(self._state.skipped),
+            rollouts=sum(len(run.queue) + len(run.running) for run in runs),
         )
+
+    async def _try(self, run_id: str) -> None:
+        """Mirror a live run, or skip it for a while: the others are served."""
+        try:
+            await self.live(run_id)
+        except _BROKEN as error:
+            if (run := self._state.runs.get(run_id)) is not None:
+                run.pause(error)
+            else:
+                self._skip(run_id, error)
+
+    def _skip(self, run_id: str, error: Exception) -> None:
+        self._store.runs.leave_alone(run_id)
+        self._state.skip_run(run_id, error)
+
+    async def try_skipped(self) -> None:
+        """Mirror skipped runs whose pause is over and whose data was mended."""
+        now = time.monotonic()
+        for run_id in [name for name, pause in self._state.skipped.items() if not pause.lasts(now)]:
+            await self._try(run_id)
 
     async def add(self, run: Run) -> RunState:
         """Mirror a live run."""
@@ -81,6 +107,8 @@ class RunRecovery:
         record = await self._store.runs.read(run_id)
         if record.status.ended:
             raise LeaseSuperseded(f"run {run_id} has ended ({record.status.name.lower()}); step down")
+        if run_id in self._state.skipped and not await self._store.runs.take(run_id):
+            raise Internal(f"run {run_id} lost its fence in the store while it was broken; mend its keys")
         return await self.add(record)
 
     async def refresh(self, run: RunState) -> None:

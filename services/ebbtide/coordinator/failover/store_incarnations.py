@@ -71,9 +71,11 @@ class StoreIncarnations:
         return True
 
     async def note_reconciled(self) -> None:
-        """Note in the store when all runs are reconciled, so that the next coordinator need not repeat it."""
-        name = self._state.incarnation.name
-        if self._reconciled != name and all(run.reconciled.is_set() for run in self._state.runs.values()):
+        """Note in the store when all runs are reconciled, so that the next coordinator need not repeat it. While a
+        run's data is broken, they are not.
+        """
+        name, runs = self._state.incarnation.name, self._state.runs.values()
+        if self._reconciled != name and not self._state.skipped and all(run.reconciled.is_set() for run in runs):
             await self._store.runs.keep_incarnation(name)
             self._reconciled = name
 

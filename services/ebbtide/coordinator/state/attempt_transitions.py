@@ -264,17 +264,14 @@ class AttemptTransitions:
             log.info("run is over", run_id=run.run_id, reason=str(error))
             await self.run_over(run.run_id)
         except UNEXPECTED as error:
-            pause_s = round(run.pause(time.monotonic()), 1)
-            log.error(  # noqa: TRY400 - the reason says all
-                "run paused", run_id=run.run_id, seconds=pause_s, reason=str(error)
-            )
+            run.pause(error)
 
     async def run_over(self, run_id: str, status: RunStatus | None = None) -> None:
         """Drop a run that the store ended (or, without a `status`, may have lost). A repeat does nothing."""
         if (run := self._state.runs.get(run_id)) is not None:
             async with run.lock:
                 self._drop_run(run)
-            with suppress(NotFound, StoreUnavailable):
+            with suppress(NotFound, StoreUnavailable, *UNEXPECTED):
                 status = status or (await self._store.runs.read(run_id)).status
             if status is not None and status.ended:  # of a lost run, others keep their data
                 self._state.endings.tell(EndedRun(run_id, status))

@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from typing import Final
 
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
+from ebbtide.coordinator.state.fault_pause import FaultPause
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.session_index import SessionIndex
 from ebbtide.coordinator.state.worker_reports import AttachReport
@@ -48,6 +49,10 @@ class CoordinatorState:
         self.runs: Final[Mapping[str, RunState]] = self._runs
         self.sessions: Final[Mapping[str, WorkerSession]] = self._sessions
         self.ended: Final[AbstractSet[str]] = self._ended  # ended runs whose data is still to be deleted
+        self._skipped: dict[str, FaultPause] = {}
+        #: Live runs that could not be read at take-over because the store gave an unexpected reply. They are tried
+        #: again after each pause, and never deleted.
+        self.skipped: Final[Mapping[str, FaultPause]] = self._skipped
         self.changes: Final = ChangeoverTimes()
         self.incarnation = StoreIncarnation()  # of the store, at present
         self.wakeups: Final = DispatchWakeups()
@@ -63,7 +68,12 @@ class CoordinatorState:
         """The mirror of a live run, which is new and stale unless there is one."""
         if (run := self._runs.get(run_id)) is None:
             run = self._runs[run_id] = RunState(run_id, spec, self.wakeups)
+        self._skipped.pop(run_id, None)
         return run
+
+    def skip_run(self, run_id: str, error: Exception) -> None:
+        """Leave a live run without a mirror for a while: the store gave an unexpected reply."""
+        self._skipped.setdefault(run_id, FaultPause(run_id)).begin(error)
 
     def at_work(self, now: float) -> list[RunState]:
         """The live runs, but for those that are paused."""
@@ -79,8 +89,8 @@ class CoordinatorState:
         self.wakeups.decide()
 
     def sweep(self, run_ids: Iterable[str]) -> None:
-        """Have the data of ended runs deleted."""
-        self._ended.update(run_ids)
+        """Have the data of ended runs deleted. Skipped runs have not ended."""
+        self._ended.update(run_id for run_id in run_ids if run_id not in self._skipped)
         self.wakeups.reap()
 
     def swept(self, run_id: str) -> None:

@@ -8,6 +8,8 @@ import time
 from typing import Final
 
 from ebbtide import telemetry
+from ebbtide.errors import StoreUnavailable
+from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.store import Store
 from ebbtide.store.topics.run_topic import EndedHistory
 
@@ -34,7 +36,14 @@ class EndedHistories:
         for one in sorted(self._kept.values(), key=lambda one: one.ended):
             if total <= self._most:
                 return
-            await self._store.runs.drop_history(one.run_id)
             del self._kept[one.run_id]
             total -= one.size
-            log.info("history of an ended run deleted", run_id=one.run_id, bytes=one.size)
+            try:
+                await self._store.runs.drop_history(one.run_id)
+            except UNEXPECTED as error:  # the next coordinator tries again
+                log.error("history of an ended run not deleted", run_id=one.run_id, reason=str(error))  # noqa: TRY400 - the reason says all
+            except StoreUnavailable:
+                self._kept[one.run_id] = one
+                raise
+            else:
+                log.info("history of an ended run deleted", run_id=one.run_id, bytes=one.size)

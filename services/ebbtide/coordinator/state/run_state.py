@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
+from ebbtide.coordinator.state.fault_pause import FaultPause
 from ebbtide.coordinator.state.running_attempt import (
     FinishedAttempt,
     OrphanedAttempt,
@@ -40,9 +41,6 @@ _HOMES: Final = 1 << 16
 _GROUPS: Final = 1 << 16
 #: So many failed installs make an old version unavailable.
 _INSTALL_FAILURES: Final = 3
-#: A run for which the store gave an unexpected reply is left alone for so long: the first time, and at most. A new
-#: fault within `_SOON_S` of the last pause doubles it.
-_PAUSE_S, _LONGEST_PAUSE_S, _SOON_S = 1.0, 60.0, 10.0
 
 
 class RunState:
@@ -61,6 +59,8 @@ class RunState:
         #: The store's present incarnation knows all live attempts except the unconfirmed ones. Until then appends
         #: wait, so that no worker is told SUPERSEDED because the store forgot.
         self.reconciled: Final = asyncio.Event()
+        #: Appends need not wait: the run is reconciled, or its data is broken and its attempts are over.
+        self.answerable: Final = asyncio.Event()
         self._unconfirmed: dict[str, UnconfirmedAttempt] = {}
         #: By rollout. Their appends are answered as stored, with 0 tokens, and not sent to the store; the worker sends
         #: them again once the rollout is known (`WorkerSession.send_again`).
@@ -83,7 +83,7 @@ class RunState:
         self._made = 0  # tokens stored since the last share accounting
         self._resumes: list[float] = []
         self._ended_lately: set[str] | None = None  # rollouts that end while the mirror is being read again
-        self._pause_s, self._paused_until = 0.0, -math.inf
+        self._pause = FaultPause(run_id)
 
     # What is asked of the store.
 
@@ -98,8 +98,8 @@ class RunState:
             except (StoreUnavailable, asyncio.CancelledError):
                 self.stale = True  # read again in the next round
                 raise
-            except UNEXPECTED:
-                self.pause(time.monotonic())
+            except UNEXPECTED as error:
+                self.pause(error)
                 raise
 
     def mark_stale(self) -> None:
@@ -109,16 +109,13 @@ class RunState:
 
     def paused(self, now: float) -> bool:
         """Whether the dispatcher leaves the run alone for now."""
-        return now < self._paused_until
+        return self._pause.lasts(now)
 
-    def pause(self, now: float) -> float:
+    def pause(self, error: Exception, now: float | None = None) -> float:
         """Leave the run alone for a while, then read it again: the store gave an unexpected reply. Returns seconds."""
-        if not self.paused(now):
-            again = now < self._paused_until + _SOON_S
-            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s) if again else _PAUSE_S
-            self._paused_until = now + self._pause_s
         self.stale = True
-        return self._paused_until - now
+        self.answerable.set()
+        return self._pause.begin(error, now)
 
     def new_queue(self) -> RolloutQueue:
         """An empty queue, to be filled for `reread`."""
@@ -129,10 +126,14 @@ class RunState:
         """Entered while the mirror is read again. Yields the rollouts that end meanwhile. A failure leaves it stale."""
         ended: set[str] = set()
         self.stale, self._ended_lately = False, ended
+        if not self.reconciled.is_set():
+            self.answerable.clear()
         try:
             yield ended
         except BaseException:
             self.stale = True
+            if self.paused(time.monotonic()):
+                self.answerable.set()
             raise
         finally:
             self._ended_lately = None
@@ -294,9 +295,12 @@ class RunState:
     def doubt(self) -> None:
         """Note that the store may know less than the mirror: appends wait until the run is reconciled."""
         self.reconciled.clear()
+        if not self.paused(time.monotonic()):
+            self.answerable.clear()
 
     def note_reconciled(self) -> None:
         self.reconciled.set()
+        self.answerable.set()
 
     def unconfirm(self, attempt: RunningAttempt, due: float, *, newer: bool) -> None:
         """Let an attempt go on until `due`, though the store does not know its rollout. `newer`: see the record."""
@@ -357,4 +361,4 @@ class RunState:
     def close(self) -> None:
         """Note that the run is over: appends that wait learn it."""
         self.ended = True
-        self.reconciled.set()
+        self.note_reconciled()
