@@ -4,7 +4,6 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ebbtide import telemetry
 from ebbtide.errors import AlreadyExists, Internal, InvalidRequest, NotReady, StoreUnavailable
 from ebbtide.store.link.store_faults import UNEXPECTED, StoreRefused
 from ebbtide.store.lua_scripts import script
@@ -14,7 +13,6 @@ from ebbtide.store.topics.topic import Topic, no_run
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
 
-log = telemetry.get_logger(__name__)
 _SWEEP_PAGE: Final = 500
 _DROPPED: Final = "dropped:"
 
@@ -112,8 +110,8 @@ class RunTopic(Topic):
                     _spec(run_id, spec)
             except NotReady as error:
                 raise StoreUnavailable(str(error)) from None
-            except UNEXPECTED as error:
-                log.warning("run not checked", run_id=run_id, reason=str(error))
+            except UNEXPECTED:  # `take_over` tells it
+                continue
 
     async def lives(self, run_id: str) -> bool:
         """Whether the run exists and has not ended."""
