@@ -32,12 +32,12 @@ class TakenRuns(NamedTuple):
 class RunTopic(Topic):
     async def take_over(self) -> TakenRuns:
         """Take over every run as the leader, which bars the former one. A run with unexpected data is left alone until
-        `take` succeeds.
+        `take_over_run` succeeds.
         """
         taken = TakenRuns([], [], {})
         for run_id in await self.ids():
             try:
-                (taken.live if await self.take(run_id) else taken.ended).append(run_id)
+                (taken.live if await self.take_over_run(run_id) else taken.ended).append(run_id)
             except UNEXPECTED as error:
                 taken.broken[run_id] = error
                 self.leave_alone(run_id)
@@ -48,7 +48,7 @@ class RunTopic(Topic):
         """Write nothing to a live run with unexpected data, and delete nothing of it, until it is taken over again."""
         self._untaken.add(run_id)
 
-    async def take(self, run_id: str) -> bool:
+    async def take_over_run(self, run_id: str) -> bool:
         """Take over one run. Returns whether it is live."""
         live = bool(await self._run("claim_term", run_id, self._term))
         if live:
