@@ -4,7 +4,6 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ebbtide import telemetry
 from ebbtide.errors import AlreadyExists, Internal, InvalidRequest, NotReady, StoreUnavailable
 from ebbtide.store.link.store_faults import UNEXPECTED, StoreRefused
 from ebbtide.store.lua_scripts import script
@@ -14,7 +13,6 @@ from ebbtide.store.topics.topic import Topic, no_run
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
 
-log = telemetry.get_logger(__name__)
 _SWEEP_PAGE: Final = 500
 _DROPPED: Final = "dropped:"
 
@@ -34,12 +32,12 @@ class TakenRuns(NamedTuple):
 class RunTopic(Topic):
     async def take_over(self) -> TakenRuns:
         """Take over every run as the leader, which bars the former one. A run with unexpected data is left alone until
-        `take` succeeds.
+        `take_over_run` succeeds.
         """
         taken = TakenRuns([], [], {})
         for run_id in await self.ids():
             try:
-                (taken.live if await self.take(run_id) else taken.ended).append(run_id)
+                (taken.live if await self.take_over_run(run_id) else taken.ended).append(run_id)
             except UNEXPECTED as error:
                 taken.broken[run_id] = error
                 self.leave_alone(run_id)
@@ -50,7 +48,7 @@ class RunTopic(Topic):
         """Write nothing to a live run with unexpected data, and delete nothing of it, until it is taken over again."""
         self._untaken.add(run_id)
 
-    async def take(self, run_id: str) -> bool:
+    async def take_over_run(self, run_id: str) -> bool:
         """Take over one run. Returns whether it is live."""
         live = bool(await self._run("claim_term", run_id, self._term))
         if live:
@@ -114,8 +112,8 @@ class RunTopic(Topic):
                     _spec(run_id, spec)
             except NotReady as error:
                 raise StoreUnavailable(str(error)) from None
-            except UNEXPECTED as error:
-                log.warning("run not checked", run_id=run_id, reason=str(error))
+            except UNEXPECTED:  # `take_over` tells it
+                continue
 
     async def lives(self, run_id: str) -> bool:
         """Whether the run exists and has not ended."""

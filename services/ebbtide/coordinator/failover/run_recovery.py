@@ -107,7 +107,7 @@ class RunRecovery:
         record = await self._store.runs.read(run_id)
         if record.status.ended:
             raise LeaseSuperseded(f"run {run_id} has ended ({record.status.name.lower()}); step down")
-        if run_id in self._state.skipped and not await self._store.runs.take(run_id):
+        if run_id in self._state.skipped and not await self._store.runs.take_over_run(run_id):
             raise Internal(f"run {run_id} lost its fence in the store while it was broken; mend its keys")
         return await self.add(record)
 
