@@ -72,6 +72,8 @@ class AppendBatcher:
                 hold.enter_context(session.appending())
                 message.answer.add_done_callback(lambda _: hold.close())
             raise
+        finally:
+            del message  # its answer may be an error, which refers to this frame
 
     async def _empty(self, run_id: str) -> None:
         queue = self._queues[run_id]

@@ -137,6 +137,7 @@ class Cut:
             raise _again() from None
         finally:
             self._reading = None
+            del reading  # its error refers to this frame
 
     def __enter__(self) -> Self:
         return self
