@@ -1,7 +1,7 @@
 """The append stream keeps tokens flowing while answers are late, and pairs each answer with its message."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ class Call:
             yield answer
 
     def cancel(self) -> None: ...
+
+    def add_done_callback(self, _: Callable[[Any], None]) -> None: ...
 
     def answer(self, message: int, *, durable: bool = True, **other: Any) -> None:
         sequence = self.sent[message].sequence
