@@ -224,3 +224,14 @@ async def test_each_pause_is_logged_once_also_if_a_clients_call_causes_it() -> N
                 async with run.changing():
                     raise Internal("broken")
     assert [(one["event"], one["run_id"], one["seconds"]) for one in logs] == [("run paused", run.run_id, 1)]
+
+
+def test_runs_that_were_swept_are_swept_again_once_a_store_that_may_have_forgotten_it_is_back() -> None:
+    state = CoordinatorState()
+    state.sweep(["a", "b"])
+    state.swept("a")
+    state.replace_incarnation("next", 1.0, 30.0)
+    assert state.ended == {"a", "b"}
+    state.swept("a")
+    state.swept("b")
+    assert not state.ended

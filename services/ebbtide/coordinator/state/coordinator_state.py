@@ -9,6 +9,7 @@ runs back, and workers attach again with their attempts.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Final
@@ -22,6 +23,9 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.rpc.run_endings import RunEndings
 from ebbtide.scheduling.fair_share.share_accounts import ChangeoverTimes
 from ebbtide.types.run import RunSpec
+
+#: Ended runs that are remembered after their data was deleted. A store forgets what happened in some seconds.
+_SWEPT: Final = 1024
 
 
 class StoreIncarnation:
@@ -49,6 +53,7 @@ class CoordinatorState:
         self.runs: Final[Mapping[str, RunState]] = self._runs
         self.sessions: Final[Mapping[str, WorkerSession]] = self._sessions
         self.ended: Final[AbstractSet[str]] = self._ended  # ended runs whose data is still to be deleted
+        self._swept: deque[str] = deque(maxlen=_SWEPT)  # those whose data was deleted last
         self._skipped: dict[str, FaultPause] = {}
         #: Live runs that could not be read at take-over because the store gave an unexpected reply. They are tried
         #: again after each pause, and never deleted.
@@ -96,6 +101,7 @@ class CoordinatorState:
     def swept(self, run_id: str) -> None:
         """Note that the data of an ended run is deleted."""
         self._ended.discard(run_id)
+        self._swept.append(run_id)
 
     def new_session(self, session_id: str, hello: AttachReport, now: float) -> WorkerSession:
         """A session that is not attached yet."""
@@ -132,6 +138,8 @@ class CoordinatorState:
         self.doubt(doubt_s)
         for run in self._runs.values():
             run.doubt()
+        self.sweep(self._swept)  # the store may have forgotten that
+        self._swept.clear()
         self.send_again()  # answers begun before are not durable, and would not be confirmed
 
     def learn_durability(self, durable_after_s: float) -> bool:
