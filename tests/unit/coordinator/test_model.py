@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.errors import Internal
