@@ -17,10 +17,10 @@ FIXED: Final = len(CELLS) // IN_TURN
 #: Some of the planted bugs, and a seed that finds each.
 _QUICK_BUGS: Final = {
     "a finish that leaves its fence": 0,
-    "a requeue that loses tokens": 0,
-    "a resume one token too far": 0,
+    "a requeue that loses tokens": 1,
+    "a resume one token too far": 1,
     "a standby that serves": 0,
-    "an append that goes to the run before it": 1,
+    "an append that goes to the run before it": 7,
 }
 
 
