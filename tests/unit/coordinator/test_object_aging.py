@@ -2,13 +2,14 @@
 
 import asyncio
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from ebbtide.coordinator import object_aging
-from ebbtide.coordinator.object_aging import FrozenGrowth, age_objects, set_aside, walk_all
+from ebbtide.coordinator.object_aging import HeapGrowth, age_objects, set_aside, walk_all
 from ebbtide.testing import wait_until
 
 
@@ -56,39 +57,38 @@ async def test_survivors_are_set_aside_while_the_coordinator_runs() -> None:
         aging.cancel()
 
 
-async def test_cycles_that_were_set_aside_are_freed_when_objects_have_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cycles_that_were_set_aside_are_freed_when_memory_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_aging, "_EVERY_S", 0.01)
-    aging = asyncio.create_task(age_objects(FrozenGrowth(few=1000)))
+    blocks = 1000
+    monkeypatch.setattr(sys, "getallocatedblocks", lambda: blocks)
+    aging = asyncio.create_task(age_objects(HeapGrowth(few=1500)))
     try:
         await asyncio.sleep(0)
         before = gc.get_freeze_count()
-        cycles = [Node() for _ in range(before // 4)]
-        await wait_until(lambda: gc.get_freeze_count() > before + len(cycles), timeout=30)
+        cycles = [Node() for _ in range(20_000)]
+        await wait_until(lambda: gc.get_freeze_count() > before + len(cycles) // 2, timeout=30)
         seen = weakref.ref(cycles[0])
         cycles.clear()
         gc.collect()
         assert seen() is not None
-        kept = [Node() for _ in range(before)]
+        blocks = 2000
         await wait_until(lambda: seen() is None, timeout=30)
-        assert gc.get_freeze_count() < before + 2 * len(kept) + before // 2
     finally:
         aging.cancel()
 
 
-def test_objects_are_counted_only_when_they_may_have_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = [1000, 1900, 2000]
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.pop(0))
-    growth = FrozenGrowth(few=400)
-    assert not growth.doubled(999)
-    assert len(counts) == 2
-    assert not growth.doubled(1)  # most of what was added has gone again
-    assert not growth.doubled(99)
-    assert len(counts) == 1
-    assert growth.doubled(1)
-
-
-def test_few_objects_are_not_walked_when_they_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 100)
-    growth = FrozenGrowth(few=1000)
-    assert not growth.doubled(100)
-    assert not growth.doubled(800)
+def test_a_small_heap_is_no_reason_for_a_walk_and_a_large_one_only_when_it_doubles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks = 100
+    monkeypatch.setattr(sys, "getallocatedblocks", lambda: blocks)
+    growth = HeapGrowth(few=1000)
+    blocks = 999
+    assert not growth.doubled()
+    blocks = 1000
+    assert growth.doubled()
+    growth.walked()
+    blocks = 1999
+    assert not growth.doubled()
+    blocks = 2000
+    assert growth.doubled()
