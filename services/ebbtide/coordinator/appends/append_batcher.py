@@ -129,7 +129,7 @@ class AppendBatcher:
             try:
                 others = await self._known(run, deltas, new=_follow_on(attempts, deltas))
             except NotFound:
-                pass
+                pass  # the run's record has expired, and its attempts with it
             except UNEXPECTED as error:
                 run.pause(error)
                 _supersede(run, deltas)
