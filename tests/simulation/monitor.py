@@ -263,6 +263,9 @@ class Monitor:
     def _old_attempts(self, run: RunView, columns: bytes) -> dict[int, str]:
         """Deltas of an append, by their place, whose rollout another attempt has, or none."""
         ids, attempts, *_ = json.loads(columns)
+        if strange := [name for name in ids if name not in run.rollouts]:
+            self.fail(f"an append to {run.run_id} is of {strange}, which are no rollouts of it")
+            return {}
         return {
             place: key_of(run.run_id, name)
             for place, (name, attempt) in enumerate(zip(ids, attempts, strict=True))
