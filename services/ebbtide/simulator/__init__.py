@@ -1,0 +1,1 @@
+"""Simulates a fleet in virtual time under the decisions that run live."""
