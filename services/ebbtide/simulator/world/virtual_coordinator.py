@@ -1,0 +1,283 @@
+"""Runs the coordinator in virtual time: its real state, registry and decisions, over a store that is a dictionary.
+
+The store's scripts are all that is modelled here: a rollout's stored tokens, its attempts, and what a lost attempt
+leaves behind (`requeue.lua`).
+
+Invariant: a rollout of `_rollouts` is queued or running in its `RunState`, never both, until it ends or is cancelled.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from typing import Final, Protocol
+
+from msgspec import Struct
+
+from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
+from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.coordinator.state.attempt_records import queued_again, started_attempt
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_reports import AttachReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
+from ebbtide.scheduling.dispatch.placement import Placement
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.simulator.world.books import SimulationBooks
+from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
+from ebbtide.simulator.world.simulated_run import SimulatedRun
+from ebbtide.simulator.world.simulated_worker import SimulatedWorker
+from ebbtide.simulator.world.version_pulls import VersionPulls
+from ebbtide.simulator.world.virtual_time import VirtualTime
+from ebbtide.simulator.world.virtual_wakeups import VirtualWakeups
+from ebbtide.store.rollout_rows import EndReason
+from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling, ShareSpec
+from ebbtide.types.weights import PolicyVersion
+
+#: The model has one policy per run.
+_POLICY: Final = "policy"
+
+
+class Decider(Protocol):
+    """Decides where rollouts run: Ebbtide's own round, or a rival's."""
+
+    #: Whether what a lost worker had stored goes on elsewhere; else its rollouts begin again.
+    keeps: bool
+
+    def round(self, now: float) -> float:
+        """Decide, and have it done by the coordinator. Returns the longest pause until the next round, seconds."""
+        ...
+
+    def gather_s(self) -> float:
+        """For how long changes are gathered before a round."""
+        ...
+
+
+class RunAccount(Struct, frozen=True, kw_only=True):
+    """What the coordinator must know of a run."""
+
+    name: str
+    model: str
+    max_tokens: int  # of a response
+    share: ShareSpec = ShareSpec()
+
+
+class VirtualCoordinator:
+    def __init__(
+        self,
+        time: VirtualTime,
+        books: SimulationBooks,
+        pulls: VersionPulls,
+        decider: "Callable[[VirtualCoordinator], Decider]",
+        settings: CoordinatorSettings | None = None,
+    ) -> None:
+        self.settings = settings or CoordinatorSettings()
+        self._time, self._books, self._pulls = time, books, pulls
+        self._wakeups = VirtualWakeups(time)
+        self.state = CoordinatorState(time.clock, self._wakeups)
+        self.registry = WorkerRegistry(self.settings, self.state, _NoStore(), SilentEvents())
+        self._flushes = FlushIntervals(self.state, per_s=self.settings.flushes_per_s)
+        self._runs: dict[str, SimulatedRun] = {}
+        self._max_tokens: dict[str, int] = {}
+        self._rollouts: dict[str, SimulatedRollout] = {}
+        self._workers: dict[str, SimulatedWorker] = {}  # by session
+        self._attempts = count(1)
+        self._groups: dict[tuple[str, int], int] = {}
+        self.decider = decider(self)
+
+    def begin(self) -> None:
+        """Begin the loops."""
+        self._wakeups.begin(self._decide, self._reap, self.decider.gather_s)
+        self._judge()
+        self._pace()
+
+    # Its loops.
+
+    def _decide(self) -> float:
+        pause = self.decider.round(self._time.now)
+        for worker in self._workers.values():
+            worker.obey()
+        return pause
+
+    def _judge(self) -> None:
+        self.registry.judge_now(self._time.now)
+        self._time.after(self.registry.judge_every_s, self._judge)
+
+    def _pace(self) -> None:
+        self._flushes.pace()
+        self._time.after(1.0, self._pace)
+
+    def _reap(self) -> float:
+        """Queue again what lost its worker. Returns when the next orphan is due; inf for none."""
+        now, next_due = self._time.now, float("inf")
+        for run in self.state.at_work(now):
+            due = list[tuple[RunningAttempt, EndReason]]()
+            for attempt in run.orphans.values():
+                if (orphaned := attempt.orphaned) is not None and orphaned.due <= now:
+                    due.append((attempt, orphaned.why))
+                elif orphaned is not None:
+                    next_due = min(next_due, orphaned.due)
+            for attempt, why in due:
+                attempt.leave()
+                self._requeue(run, attempt, why)
+        return next_due
+
+    def _requeue(self, run: RunState, attempt: RunningAttempt, why: EndReason) -> None:
+        rollout = self._rollouts[attempt.rollout.rollout_id]
+        if rollout.stored > attempt.start:
+            rollout.no_progress = 0
+        elif why.blame:
+            rollout.no_progress += 1
+        if why.avoid:
+            rollout.avoid_worker(rollout.home)
+        if not self.decider.keeps:
+            self._books.tokens.twice += rollout.stored
+            rollout.stored = 0
+        limit = self.settings.barren_attempts
+        if dead_letter_message(rollout.no_progress, "no token", limit=limit):
+            rollout.no_progress = 0  # the driver plays the sample again
+        queued = queued_again(
+            attempt, stored=rollout.stored, avoid=frozenset(rollout.avoid), no_progress=rollout.no_progress, now=self._time.now
+        )
+        run.put_back(attempt, queued)
+
+    # What decisions come to.
+
+    def start(self, run: RunState, placements: Sequence[Placement]) -> None:
+        """Give queued rollouts to workers."""
+        batches: dict[str, list[RunningAttempt]] = defaultdict(list)
+        for rollout_id, session_id in placements:
+            session = self.state.sessions[session_id]
+            queued = run.take_queued(rollout_id)
+            if queued is None:
+                continue
+            rollout = self._rollouts[rollout_id]
+            rollout.attempts += 1
+            rollout.home = session.worker_id
+            self._books.resumes += rollout.attempts > 1
+            attempt = started_attempt(
+                run,
+                queued,
+                attempt_id=f"a{next(self._attempts)}",
+                stored=rollout.stored,
+                max_tokens=self._max_tokens[run.run_id],
+                number=rollout.attempts,
+                now=self._time.now,
+            )
+            if run.start(attempt, session):
+                batches[session_id].append(attempt)
+        for session_id, attempts in batches.items():
+            self._workers[session_id].assign(attempts)
+
+    # Workers.
+
+    def attach(self, worker: SimulatedWorker, hello: AttachReport) -> WorkerSession:
+        session, _, superseded = self.registry.attach(hello)
+        self._workers[session.session_id] = worker
+        self._flushes.attached(session)
+        session.cancel(superseded)
+        return session
+
+    def hear(self, session: WorkerSession, report: Struct) -> None:
+        self.registry.hear(session, report)
+
+    def stored(self, session: WorkerSession, attempts: Sequence[RunningAttempt], ends: Sequence[int]) -> None:
+        """Store the tokens of attempts, until `ends` of each response."""
+        now = self._time.now
+        session.tokens_came(now)
+        by_run: dict[RunState, tuple[list[RunningAttempt], list[int]]] = {}
+        for attempt, end in zip(attempts, ends, strict=True):
+            if not attempt.started and end > attempt.start:
+                attempt.begin(now)
+            self._rollouts[attempt.rollout.rollout_id].stored = end
+            found = by_run.setdefault(attempt.run, ([], []))
+            found[0].append(attempt)
+            found[1].append(end)
+        for run, (some, some_ends) in by_run.items():
+            run.accept_tokens(some, some_ends)
+
+    def finished(self, attempt: RunningAttempt) -> None:
+        """A worker's attempt has made the whole response."""
+        run, rollout_id = attempt.run, attempt.rollout.rollout_id
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None or run.running.get(rollout_id) is not attempt or attempt.session is None:
+            return
+        self.stored(attempt.session, [attempt], [rollout.length])
+        run.finish(rollout_id, attempt.attempt_id)
+        del self._rollouts[rollout_id]
+        self._books.tokens.kept += rollout.length
+        self._runs[run.run_id].ended(rollout)
+
+    def stream_broke(self, session: WorkerSession, reason: str) -> None:
+        self.registry.detach(session, reason)
+        self._workers.pop(session.session_id, None)
+
+    def length_of(self, attempt: RunningAttempt) -> tuple[int, int, str]:
+        """Tokens of the prompt and of the whole response, and the key of its prefix."""
+        rollout = self._rollouts[attempt.rollout.rollout_id]
+        return rollout.prompt, rollout.length, rollout.prefix
+
+    def pull_s(self, worker: SimulatedWorker, run_id: str, version: int) -> float:
+        holders = sum(one.versions.get(run_id) == version for one in self._workers.values())
+        have = worker.versions.get(run_id, 0)
+        return self._pulls.begin(run_id, version, have, worker.terms.link_bytes_per_s, holders)
+
+    # Runs.
+
+    def add_run(self, account: RunAccount, run: SimulatedRun) -> None:
+        spec = RunSpec(
+            name=account.name,
+            model=account.model,
+            policy=_POLICY,
+            environment=EnvironmentSpec(name="simulated"),
+            sampling=Sampling(max_tokens=account.max_tokens),
+            share=account.share,
+        )
+        mirror = self.state.add_run(account.name, spec)
+        with mirror.rereading():
+            mirror.reread({}, mirror.new_queue(), [])
+        mirror.note_reconciled()
+        self._runs[account.name] = run
+        self._max_tokens[account.name] = account.max_tokens
+
+    def submit(self, rollouts: Sequence[SimulatedRollout]) -> None:
+        for one in rollouts:
+            run = self.state.runs[one.run]
+            self._rollouts[one.rollout_id] = one
+            run.admit(
+                QueuedRollout(
+                    rollout_id=one.rollout_id,
+                    episode_id=one.episode_id,
+                    bounds=one.bounds,
+                    length=one.prompt,
+                    place=one.place,
+                    since=self._time.now,
+                    budget=self._max_tokens[one.run],
+                    group=run.group_place(f"{one.step}.{one.group}", one.place),
+                )
+            )
+
+    def cancel(self, rollouts: Sequence[SimulatedRollout]) -> None:
+        """Abandon rollouts: what they made is dropped."""
+        for one in rollouts:
+            run = self.state.runs[one.run]
+            self._rollouts.pop(one.rollout_id, None)
+            self._books.tokens.dropped += one.stored
+            attempt = run.running.get(one.rollout_id)
+            session = attempt.session if attempt else None
+            run.end(one.rollout_id)
+            if attempt is not None and session is not None:
+                session.cancel([attempt.ref])
+
+    def announce(self, run_id: str, version: int, step: int) -> None:
+        self._pulls.publish(run_id, version)
+        run = self.state.runs[run_id]
+        run.announce(PolicyVersion(policy=_POLICY, version=version, parent=version - 1, step=step))
+        for one in [one for one in run.versions if one < version - 1]:
+            run.retire(one)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._rollouts)
