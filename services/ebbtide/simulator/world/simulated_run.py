@@ -5,24 +5,17 @@ published it. `open_steps` and `training_bounds` decide what may be submitted, a
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
 from ebbtide.scheduling.steps.step_pacing import VersionBounds, open_steps, training_bounds
+from ebbtide.simulator.scenario.draws.workload import Turn
 from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.world.books import SimulationBooks
 from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
 from ebbtide.simulator.world.step_rounds import Rounds, Sample, StepRound
 from ebbtide.simulator.world.virtual_time import VirtualTime
-
-
-class Turn(NamedTuple):
-    """One turn of an episode."""
-
-    prompt: int  # tokens that the environment adds before it
-    response: int  # tokens
-    wait_s: float  # of the environment, after it
 
 
 class Learning(Protocol):

@@ -7,8 +7,9 @@ Invariant: a rollout of `_rollouts` is queued or running in its `RunState`, neve
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
+from math import inf
 from typing import Final, Protocol
 
 from msgspec import Struct
@@ -16,8 +17,10 @@ from msgspec import Struct
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.coordinator.state.attempt_records import queued_again, started_attempt
+from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.state.attempt_records import due_orphans, queued_again, started
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
@@ -77,14 +80,16 @@ class VirtualCoordinator:
         self._time, self._books, self._pulls = time, books, pulls
         self._wakeups = VirtualWakeups(time)
         self.state = CoordinatorState(time.clock, self._wakeups)
-        self.registry = WorkerRegistry(self.settings, self.state, _NoStore(), SilentEvents())
+        self.trust, sessions = WorkerTrust(self.state), count(1)
+        self.registry = WorkerRegistry(
+            self.settings, self.state, self.trust, SilentRunEvents(), new_id=lambda: f"s{next(sessions):06}"
+        )
         self._flushes = FlushIntervals(self.state, per_s=self.settings.flushes_per_s)
         self._runs: dict[str, SimulatedRun] = {}
         self._max_tokens: dict[str, int] = {}
         self._rollouts: dict[str, SimulatedRollout] = {}
         self._workers: dict[str, SimulatedWorker] = {}  # by session
         self._attempts = count(1)
-        self._groups: dict[tuple[str, int], int] = {}
         self.decider = decider(self)
 
     def begin(self) -> None:
@@ -102,7 +107,8 @@ class VirtualCoordinator:
         return pause
 
     def _judge(self) -> None:
-        self.registry.judge_now(self._time.now)
+        for _ in self.registry.judge(self._time.now):
+            pass
         self._time.after(self.registry.judge_every_s, self._judge)
 
     def _pace(self) -> None:
@@ -111,17 +117,13 @@ class VirtualCoordinator:
 
     def _reap(self) -> float:
         """Queue again what lost its worker. Returns when the next orphan is due; inf for none."""
-        now, next_due = self._time.now, float("inf")
+        now, next_due = self._time.now, inf
         for run in self.state.at_work(now):
-            due = list[tuple[RunningAttempt, EndReason]]()
-            for attempt in run.orphans.values():
-                if (orphaned := attempt.orphaned) is not None and orphaned.due <= now:
-                    due.append((attempt, orphaned.why))
-                elif orphaned is not None:
-                    next_due = min(next_due, orphaned.due)
-            for attempt, why in due:
-                attempt.leave()
-                self._requeue(run, attempt, why)
+            orphans, later = due_orphans(run, now)
+            next_due = min(next_due, later)
+            for orphaned, attempts in orphans.items():
+                for attempt in attempts:
+                    self._requeue(run, attempt, orphaned.why)
         return next_due
 
     def _requeue(self, run: RunState, attempt: RunningAttempt, why: EndReason) -> None:
@@ -138,10 +140,9 @@ class VirtualCoordinator:
         limit = self.settings.barren_attempts
         if dead_letter_message(rollout.no_progress, "no token", limit=limit):
             rollout.no_progress = 0  # the driver plays the sample again
-        queued = queued_again(
-            attempt, stored=rollout.stored, avoid=frozenset(rollout.avoid), no_progress=rollout.no_progress, now=self._time.now
-        )
-        run.put_back(attempt, queued)
+        stored, avoid, no_progress = rollout.stored, frozenset(rollout.avoid), rollout.no_progress
+        now = self._time.now
+        run.put_back(attempt, queued_again(attempt, stored=stored, avoid=avoid, no_progress=no_progress, now=now))
 
     # What decisions come to.
 
@@ -157,10 +158,10 @@ class VirtualCoordinator:
             rollout.attempts += 1
             rollout.home = session.worker_id
             self._books.resumes += rollout.attempts > 1
-            attempt = started_attempt(
+            attempt = started(
                 run,
                 queued,
-                attempt_id=f"a{next(self._attempts)}",
+                f"a{next(self._attempts)}",
                 stored=rollout.stored,
                 max_tokens=self._max_tokens[run.run_id],
                 number=rollout.attempts,
@@ -275,8 +276,6 @@ class VirtualCoordinator:
         self._pulls.publish(run_id, version)
         run = self.state.runs[run_id]
         run.announce(PolicyVersion(policy=_POLICY, version=version, parent=version - 1, step=step))
-        for one in [one for one in run.versions if one < version - 1]:
-            run.retire(one)
 
     @property
     def unfinished(self) -> int:

@@ -51,6 +51,11 @@ class Alarm:
         self._time, self._deed = time, deed
         self._due = self._planned = inf
 
+    @property
+    def due(self) -> float:
+        """When it rings; inf for never."""
+        return self._due
+
     def set(self, when: float) -> None:
         """Ring at this moment, and at no other; inf: not at all."""
         self._due = when

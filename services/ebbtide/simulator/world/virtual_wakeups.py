@@ -7,14 +7,16 @@ a pause if nothing changes. What changes during a round is gathered for the next
 from collections.abc import Callable
 from math import inf
 
+from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.simulator.world.virtual_time import Alarm, VirtualTime
 
 
-class VirtualWakeups:
-    """Stands in for `DispatchWakeups`. `decide_round` returns the longest pause until the next round; `reap_round` when
+class VirtualWakeups(DispatchWakeups):
+    """`decide_round` returns the longest pause until the next round; `reap_round` when
     the next orphan is due; `gather_s` for how long changes are gathered."""
 
     def __init__(self, time: VirtualTime) -> None:
+        super().__init__()
         self._time = time
         self._changed = self._gathering = self._deciding = False
         self._decide_due = Alarm(time, self._decide)
@@ -53,4 +55,5 @@ class VirtualWakeups:
             self._decide_due.set(self._time.now + pause)
 
     def _reap(self) -> None:
-        self._reap_due.set(self._reap_round())
+        due = self._reap_round()
+        self._reap_due.set(min(due, self._reap_due.due))

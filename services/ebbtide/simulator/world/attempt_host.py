@@ -1,0 +1,226 @@
+"""Generates a worker's attempts with its engine, and has what they make stored.
+
+Invariant: the engine holds a sequence for each attempt of `_attempts` that has not ended, under its rollout's id. A token
+counts as stored once it was flushed. What was not flushed when the machine is lost is generated again.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import ceil, inf
+from typing import Final, NamedTuple, Protocol
+
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.simulator.engines.simulated_engine import EngineEventKind, SimulatedEngine
+from ebbtide.simulator.outcome import TokenCounts
+from ebbtide.simulator.world.virtual_time import Alarm, VirtualTime
+from ebbtide.types.fleet import AttemptRef
+
+#: As in `outbox.py`: a finish, and an attempt's first token, wait so long for others to share the message.
+_URGENT_S: Final = 0.02
+
+
+class Response(NamedTuple):
+    """What a rollout's model says, however often it is interrupted. Lengths in tokens."""
+
+    prompt: int
+    length: int
+    prefix: str  # names what the prompt begins with, for the engine's cache
+
+
+class AttemptStore(Protocol):
+    """Where attempts' tokens go."""
+
+    def response(self, rollout_id: str) -> Response: ...
+
+    def stored(self, session: WorkerSession, attempts: Sequence[RunningAttempt], ends: Sequence[int]) -> None:
+        """Store the tokens of attempts of a session, until `ends` of each response."""
+        ...
+
+    def finished(self, attempt: RunningAttempt) -> None: ...
+
+
+class FlushTerms(NamedTuple):
+    """A worker's flush window: so long, or so many tokens of a rollout."""
+
+    interval_s: float
+    tokens: int
+
+
+class AttemptHost:
+    def __init__(
+        self,
+        engine: SimulatedEngine,
+        time: VirtualTime,
+        store: AttemptStore,
+        tokens: TokenCounts,
+        flush: FlushTerms,
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` is called when the engine may have begun or ceased to work."""
+        self.engine, self._time, self._store, self._tokens = engine, time, store, tokens
+        self._flush_terms, self._changed = flush, changed
+        self._interval_s = flush.interval_s
+        self.session: WorkerSession | None = None  # None: nothing can be reported
+        self._attempts: dict[str, RunningAttempt] = {}  # by rollout
+        self._first: dict[str, None] = {}  # rollouts whose first token is to be reported
+        self._ended: dict[str, None] = {}
+        self._holds: set[str] = set()
+        self.made_at = time.now  # when the engine made its last token, as far as was looked
+        self._engine_due = Alarm(time, self._engine_event)
+        self._flush_due = Alarm(time, self._flush)
+        self._urgent_due = Alarm(time, self._report)
+
+    @property
+    def works(self) -> bool:
+        """Whether the engine has work and may step."""
+        return bool(self.engine.running or self.engine.waiting) and not self._holds
+
+    @property
+    def holds(self) -> frozenset[str]:
+        return frozenset(self._holds)
+
+    @property
+    def held(self) -> list[AttemptRef]:
+        return [one.ref for one in self._attempts.values()]
+
+    def pace(self, least_s: float) -> None:
+        """Flush no more often than this."""
+        self._interval_s = max(self._flush_terms.interval_s, least_s)
+
+    def take(self, attempts: Iterable[RunningAttempt]) -> None:
+        """Begin attempts that the session's coordinator assigned."""
+        now = self._time.now
+        for one in attempts:
+            if one.session is not self.session or one.session is None:
+                continue  # taken back while the message was on its way
+            rollout_id = one.rollout.rollout_id
+            prompt, length, prefix = self._store.response(rollout_id)
+            self._attempts[rollout_id] = one
+            self.engine.admit(rollout_id, prompt=prompt, made=one.start, length=length, now=now, prefix=prefix)
+            self._tokens.moved += one.start
+        self.look()
+
+    def hand_back(self, refs: Iterable[AttemptRef]) -> tuple[AttemptRef, ...]:
+        """Stop attempts, and store all that they made. Returns those that had not ended."""
+        self.look()
+        back = []
+        for ref in refs:
+            attempt = self._stop(ref)
+            if attempt is not None and attempt.session is not None:
+                made = self.engine.remove(ref.rollout_id, self._time.now)
+                self._store.stored(attempt.session, [attempt], [made])
+                back.append(ref)
+        self.look()
+        return tuple(back)
+
+    def drop(self, refs: Iterable[AttemptRef]) -> None:
+        """Stop attempts that are over, or another worker's."""
+        self.look()
+        for ref in refs:
+            attempt = self._stop(ref)
+            if attempt is not None:
+                self._lose(attempt, self.engine.remove(ref.rollout_id, self._time.now))
+        self.look()
+
+    def _stop(self, ref: AttemptRef) -> RunningAttempt | None:
+        """Forget an attempt that has not ended. The engine still has it."""
+        attempt = self._attempts.get(ref.rollout_id)
+        if attempt is None or attempt.attempt_id != ref.attempt_id or ref.rollout_id in self._ended:
+            return None
+        self._first.pop(ref.rollout_id, None)
+        return self._attempts.pop(ref.rollout_id)
+
+    def end(self) -> None:
+        """Lose the machine, with all that was not flushed."""
+        self.look()
+        for rollout_id, made in self.engine.clear(self._time.now):
+            attempt = self._attempts.get(rollout_id)
+            if attempt is not None:
+                self._flush_by_count(attempt, made)
+                self._lose(attempt, made)
+        for rollout_id in self._ended:
+            self._lose(self._attempts[rollout_id], self._store.response(rollout_id).length)
+        self._attempts.clear()
+        for alarm in (self._engine_due, self._flush_due, self._urgent_due):
+            alarm.set(inf)
+
+    def _flush_by_count(self, attempt: RunningAttempt, made: int) -> None:
+        """A fast engine's tokens are flushed whenever half a window of them has gathered."""
+        enough = ceil(self._flush_terms.tokens / 2)
+        flushed = made - (made - attempt.stored) % enough
+        if attempt.session is not None and attempt.session is self.session and flushed > attempt.stored:
+            self._store.stored(attempt.session, [attempt], [flushed])
+
+    def _lose(self, attempt: RunningAttempt, made: int) -> None:
+        lost = max(0, made - attempt.stored)
+        self._tokens.lost += lost
+        self._tokens.twice += lost
+
+    # Its engine.
+
+    def hold(self, reason: str) -> None:
+        """Keep the engine from stepping until `go_on` is called with each reason."""
+        if not self._holds:
+            self.look()
+            self.engine.hold(self._time.now)
+        self._holds.add(reason)
+        self.look()
+
+    def go_on(self, reason: str) -> None:
+        if reason not in self._holds:
+            return
+        self._holds.discard(reason)
+        if not self._holds:
+            self.engine.go_on(self._time.now)
+            self.made_at = self._time.now
+        self.look()
+
+    def look(self) -> None:
+        """Bring the engine to the present, take in what happened in it, and plan when to look again."""
+        now, engine, before = self._time.now, self.engine, self.engine.generated
+        for event in engine.advance(now):
+            if event.kind is EngineEventKind.STARTED:
+                self._first[event.key] = None
+            elif event.kind is EngineEventKind.FINISHED:
+                self._ended[event.key] = None
+        if (self._first or self._ended) and self._urgent_due.due == inf:
+            self._urgent_due.set(now + _URGENT_S)
+        if engine.generated > before:
+            self.made_at = now
+        self._engine_due.set(engine.next_event())
+        if self.works and self._flush_due.due == inf:
+            self._flush_due.set(now + self._interval_s)
+        self._changed()
+
+    def _engine_event(self) -> None:
+        self.look()
+
+    # What is stored.
+
+    def _flush(self) -> None:
+        """Store all tokens that were made."""
+        self.look()
+        session = self.session
+        if session is None or session.gone or "frozen" in self._holds:
+            return
+        self._report()
+        running = [one for one in self._attempts.values() if one.started and one.session is session]
+        if running:
+            made = self.engine.made
+            self._store.stored(session, running, [made(one.rollout.rollout_id) for one in running])
+
+    def _report(self) -> None:
+        """Report first tokens and finishes."""
+        session = self.session
+        if session is None or session.gone or "frozen" in self._holds:
+            return
+        first, self._first = self._first, {}
+        ended, self._ended = self._ended, {}
+        begun = [one for key in first if key not in ended and (one := self._attempts.get(key))]
+        begun = [one for one in begun if one.session is session]
+        if begun:
+            self._store.stored(session, begun, [self.engine.made(one.rollout.rollout_id) for one in begun])
+        for rollout_id in ended:
+            attempt = self._attempts.pop(rollout_id)
+            if attempt.session is session:
+                self._store.finished(attempt)

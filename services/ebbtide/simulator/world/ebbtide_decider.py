@@ -1,0 +1,42 @@
+"""Has the coordinator's own rounds decide."""
+
+from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
+from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, RunFailure, SlotFill
+from ebbtide.scheduling.dispatch.round_pacing import gather_s
+from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
+
+
+class EbbtideDecider(Decider):
+    """`balance`: rollouts move between workers; `keeps`: what a lost worker had stored goes on elsewhere. Both are
+    Ebbtide's; comparisons leave them out.
+    """
+
+    def __init__(self, coordinator: VirtualCoordinator, *, balance: bool = True, keeps: bool = True) -> None:
+        self._coordinator, self.keeps = coordinator, keeps
+        settings = coordinator.settings
+        self._rounds = DispatchRound(
+            coordinator.state,
+            coordinator.trust,
+            lambda _: b"",
+            coordinator.run_events,
+            slice_s=settings.slice_s,
+            balance=balance and settings.rebalance,
+        )
+
+    def round(self, now: float) -> float:
+        for deed in self._rounds.turns(now):
+            match deed:
+                case SlotFill():
+                    while deed.due(now) and (placements := deed.place(now)):
+                        self._coordinator.start(deed.run, placements)
+                        deed.note_turn(0.0, now)
+                case DeadLetters(run, letters):
+                    self._coordinator.fail(run, letters)
+                case RunFailure(run, message):
+                    raise RuntimeError(f"run {run.run_id} failed: {message}")
+                case None:
+                    pass
+        return self._rounds.pause_s(now)
+
+    def gather_s(self) -> float:
+        return gather_s(len(self._coordinator.state.sessions))

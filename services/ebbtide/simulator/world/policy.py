@@ -1,0 +1,37 @@
+"""Defines what decides in a simulation, for Ebbtide and its rivals alike.
+
+All policies see the same state: the coordinator's. What a rival is not told, its own docstring says.
+"""
+
+from typing import Protocol
+
+from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
+
+
+class Policy(Protocol):
+    """A policy for a whole scenario."""
+
+    #: Whether a trainer learns from what has ended before the last rollout ends.
+    streams: bool
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        """What decides where rollouts run."""
+        ...
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        """Which rollouts a step of the run begins with, and when it has enough."""
+        ...
+
+
+class EbbtidePolicy(Policy):
+    """Ebbtide as it is: the coordinator's own rounds; steps are trained whole."""
+
+    streams = False
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        return EbbtideDecider(coordinator)
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        return WholeGroups(run.prompts, run.group)
