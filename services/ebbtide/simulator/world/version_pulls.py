@@ -4,6 +4,8 @@ A pull's rate is set when it begins: the worker's link, or its part of the relay
 have the version serve others, so the relay's part grows with them.
 """
 
+from math import inf
+
 from msgspec import Struct
 
 from ebbtide.scheduling.distribution.version_paths import PatchStep, find_ways, wants_anchor
@@ -59,10 +61,10 @@ class VersionPulls:
 
     def begin(self, run: str, version: int, have: int, link_bytes_per_s: float, holders: int) -> float:
         """Begin a pull by a worker that has the version `have` (0: none), while `holders` others have the wanted one.
-        Returns the seconds that it takes.
+        Returns the seconds that it takes: none over a link without a limit, which is the trainer's own memory.
         """
         library = self._runs[run]
-        if have == version:
+        if have == version or link_bytes_per_s == inf:
             return 0.0
         ways = find_ways(library.anchors, library.steps, version, (have,) if have else ())
         size = ways[0].size if ways else library.terms.dense_bytes

@@ -25,12 +25,14 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.simulator.world.attempt_host import Response
 from ebbtide.simulator.world.books import SimulationBooks
 from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.simulated_run import SimulatedRun
+from ebbtide.simulator.world.simulated_driver import SimulatedDriver
 from ebbtide.simulator.world.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.version_pulls import VersionPulls
 from ebbtide.simulator.world.virtual_time import VirtualTime
@@ -80,12 +82,12 @@ class VirtualCoordinator:
         self._time, self._books, self._pulls = time, books, pulls
         self._wakeups = VirtualWakeups(time)
         self.state = CoordinatorState(time.clock, self._wakeups)
-        self.trust, sessions = WorkerTrust(self.state), count(1)
+        self.trust, self.run_events, sessions = WorkerTrust(self.state), SilentRunEvents(), count(1)
         self.registry = WorkerRegistry(
-            self.settings, self.state, self.trust, SilentRunEvents(), new_id=lambda: f"s{next(sessions):06}"
+            self.settings, self.state, self.trust, self.run_events, new_id=lambda: f"s{next(sessions):06}"
         )
         self._flushes = FlushIntervals(self.state, per_s=self.settings.flushes_per_s)
-        self._runs: dict[str, SimulatedRun] = {}
+        self._drivers: dict[str, SimulatedDriver] = {}
         self._max_tokens: dict[str, int] = {}
         self._rollouts: dict[str, SimulatedRollout] = {}
         self._workers: dict[str, SimulatedWorker] = {}  # by session
@@ -172,6 +174,12 @@ class VirtualCoordinator:
         for session_id, attempts in batches.items():
             self._workers[session_id].assign(attempts)
 
+    def fail(self, run: RunState, letters: Sequence[tuple[str, str]]) -> None:
+        """End queued rollouts that no worker can serve. A scenario that has any is wrong: raises `InvalidRequest`."""
+        queued = [letter for letter in letters if letter[0] in run.queue]
+        if queued:
+            raise InvalidRequest(f"{queued[0][1]}; {len(queued)} rollouts cannot run", field=f"run {run.run_id}")
+
     # Workers.
 
     def attach(self, worker: SimulatedWorker, hello: AttachReport) -> WorkerSession:
@@ -209,25 +217,25 @@ class VirtualCoordinator:
         run.finish(rollout_id, attempt.attempt_id)
         del self._rollouts[rollout_id]
         self._books.tokens.kept += rollout.length
-        self._runs[run.run_id].ended(rollout)
+        self._drivers[run.run_id].ended(rollout)
 
     def stream_broke(self, session: WorkerSession, reason: str) -> None:
         self.registry.detach(session, reason)
         self._workers.pop(session.session_id, None)
 
-    def length_of(self, attempt: RunningAttempt) -> tuple[int, int, str]:
-        """Tokens of the prompt and of the whole response, and the key of its prefix."""
-        rollout = self._rollouts[attempt.rollout.rollout_id]
-        return rollout.prompt, rollout.length, rollout.prefix
+    def response(self, rollout_id: str) -> Response:
+        rollout = self._rollouts[rollout_id]
+        return Response(rollout.prompt, rollout.length, rollout.prefix)
 
     def pull_s(self, worker: SimulatedWorker, run_id: str, version: int) -> float:
+        """Begin to pull a version. Returns the seconds that it takes."""
         holders = sum(one.versions.get(run_id) == version for one in self._workers.values())
         have = worker.versions.get(run_id, 0)
         return self._pulls.begin(run_id, version, have, worker.terms.link_bytes_per_s, holders)
 
     # Runs.
 
-    def add_run(self, account: RunAccount, run: SimulatedRun) -> None:
+    def add_run(self, account: RunAccount, driver: SimulatedDriver) -> None:
         spec = RunSpec(
             name=account.name,
             model=account.model,
@@ -240,7 +248,7 @@ class VirtualCoordinator:
         with mirror.rereading():
             mirror.reread({}, mirror.new_queue(), [])
         mirror.note_reconciled()
-        self._runs[account.name] = run
+        self._drivers[account.name] = driver
         self._max_tokens[account.name] = account.max_tokens
 
     def submit(self, rollouts: Sequence[SimulatedRollout]) -> None:

@@ -1,0 +1,77 @@
+"""Plays a pool's machines: they come, boot, get notices, stall and are gone, as the scenario's seed says."""
+
+from collections.abc import Callable, Mapping
+
+from ebbtide.simulator.scenario.draws.machine_events import MachineChange, MachineEvent, machine_events, machine_speed
+from ebbtide.simulator.scenario.inputs.price_table import PriceTable, fixed_price
+from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.world.books import SimulationBooks
+from ebbtide.simulator.world.simulated_worker import SimulatedWorker
+from ebbtide.simulator.world.virtual_time import VirtualTime
+
+#: Makes a worker by its name and the speed of its machine.
+NewWorker = Callable[[str, float], SimulatedWorker]
+
+
+class MachinesOfPool:
+    """Invariant: `present` has the machines that are there, from the begin of their boot."""
+
+    def __init__(
+        self, pool: MachinePool, scenario: Scenario, seed: int, time: VirtualTime, books: SimulationBooks, new: NewWorker
+    ) -> None:
+        self.pool, self._time, self._books, self._new, self._seed = pool, time, books, new, seed
+        self._prices = _prices(pool, scenario.tables.prices)
+        self._events = machine_events(scenario, pool, seed)
+        self._since: dict[str, float] = {}
+        self._extra = 0
+        self.present: dict[str, SimulatedWorker] = {}
+        #: Called with a worker whose machine is there, in place of booting it.
+        self.came: Callable[[SimulatedWorker], None] = lambda worker: worker.boot(pool.boot_s)
+
+    def begin(self) -> None:
+        for event in self._events:
+            self._time.at(event.at_s, lambda event=event: self._play(event))
+
+    def _play(self, event: MachineEvent) -> None:
+        worker = self.present.get(event.machine)
+        match event.change:
+            case MachineChange.COMES:
+                self.add(event.machine)
+            case MachineChange.NOTICE if worker is not None:
+                worker.notice(event.for_s)
+            case MachineChange.STALLS if worker is not None:
+                worker.freeze(event.for_s)
+            case MachineChange.GONE if worker is not None:
+                self.lose(event.machine)
+            case _:
+                pass  # a planned fault took it before
+
+    def add(self, machine: str) -> None:
+        """A machine comes."""
+        self._since[machine] = self._time.now
+        self.present[machine] = worker = self._new(machine, machine_speed(self.pool, machine, self._seed))
+        self.came(worker)
+
+    def replace(self) -> None:
+        """A machine comes in place of one that a planned fault took."""
+        self._extra += 1
+        self.add(f"{self.pool.name}-again-{self._extra}")
+
+    def lose(self, machine: str) -> None:
+        """A machine is gone."""
+        worker = self.present.pop(machine)
+        worker.vanish(silently=True)
+        self._pay(machine)
+
+    def settle(self) -> None:
+        """Pay for what is there until now."""
+        for machine in list(self._since):
+            self._pay(machine)
+
+    def _pay(self, machine: str) -> None:
+        self._books.pay(self.pool.name, self._prices.cost(self._since.pop(machine), self._time.now))
+
+
+def _prices(pool: MachinePool, tables: Mapping[str, PriceTable]) -> PriceTable:
+    return tables[pool.prices] if pool.prices is not None else fixed_price(pool.price_per_hour)

@@ -1,0 +1,61 @@
+"""Plays a scenario's planned faults: at named times, or at times within a step."""
+
+from collections.abc import Mapping, Sequence
+
+from ebbtide.simulator.scenario.fault_plan import PlannedFault, struck
+from ebbtide.simulator.world.machine_pools import MachinesOfPool
+from ebbtide.simulator.world.simulated_run import SimulatedRun
+from ebbtide.simulator.world.virtual_time import VirtualTime
+
+
+class PlannedFaults:
+    def __init__(
+        self,
+        faults: Sequence[PlannedFault],
+        seed: int,
+        time: VirtualTime,
+        pools: Mapping[str, MachinesOfPool],
+        runs: Mapping[str, SimulatedRun],
+    ) -> None:
+        self._seed, self._time, self._pools, self._runs = seed, time, pools, runs
+        self._in_steps: dict[tuple[str, int], list[tuple[int, PlannedFault]]] = {}
+        for index, fault in enumerate(faults):
+            if fault.step is None:
+                time.at(fault.at_s, lambda index=index, fault=fault: self._strike(index, fault))
+            else:
+                self._in_steps.setdefault((self._run_of(fault), fault.step), []).append((index, fault))
+
+    def step_opened(self, run: str, step: int) -> None:
+        """Plan the faults that count from a step's begin."""
+        for index, fault in self._in_steps.pop((run, step), ()):
+            self._time.after(fault.at_s, lambda index=index, fault=fault: self._strike(index, fault))
+
+    def _run_of(self, fault: PlannedFault) -> str:
+        return fault.run if fault.run is not None else next(iter(self._runs))
+
+    def _strike(self, index: int, fault: PlannedFault) -> None:
+        if fault.kind == "trainer":
+            self._runs[self._run_of(fault)].lose_trainer(fault.for_s)
+            return
+        pools = [self._pools[fault.pool]] if fault.pool is not None else list(self._pools.values())
+        owners = {machine: pool for pool in pools for machine in pool.present}
+        for machine in struck(fault, index, list(owners), self._seed):
+            self._strike_one(fault, owners[machine], machine)
+
+    def _strike_one(self, fault: PlannedFault, pool: MachinesOfPool, machine: str) -> None:
+        worker = pool.present[machine]
+        match fault.kind:
+            case "freeze" | "partition":
+                worker.freeze(fault.for_s)
+                return
+            case "slow":
+                worker.slow_down(fault.speed, fault.for_s)
+                return
+            case "drain":
+                worker.notice(fault.for_s)
+                self._time.after(fault.for_s, lambda: pool.lose(machine) if machine in pool.present else None)
+            case _:
+                pool.lose(machine)
+        if fault.back_s is not None:
+            gone_s = fault.for_s if fault.kind == "drain" else 0.0
+            self._time.after(gone_s + fault.back_s, pool.replace)

@@ -1,0 +1,148 @@
+"""Models a run's driver: it submits steps as the live one does, and plays their episodes turn by turn.
+
+Invariant: an episode of `_episodes` has a rollout that the coordinator knows, or its environment is at work. `open_steps`
+and `training_bounds` decide what may be submitted, as they do live.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from ebbtide.scheduling.steps.step_pacing import VersionBounds, open_steps, training_bounds
+from ebbtide.simulator.scenario.draws.workload import Turn
+from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
+from ebbtide.simulator.world.step_rounds import Rounds, Sample, StepRound
+from ebbtide.simulator.world.virtual_time import VirtualTime
+
+
+class StepProgress(Struct, eq=False):
+    """One step, as far as its rollouts have come."""
+
+    number: int
+    opened_s: float
+    ends: list[float] = []  # when its episodes got their rewards
+    tokens: int = 0  # of the responses of those
+    complete: bool = False  # it has all that it trains on
+
+
+class _Episode(Struct, eq=False):
+    """One sample of a step, on its way."""
+
+    progress: StepProgress
+    round: StepRound
+    sample: Sample
+    turns: Sequence[Turn]
+    at: int = 0  # the turn that runs, or that its environment prepares
+    tokens: int = 0
+    rollout: SimulatedRollout | None = None  # None: the environment is at work
+
+
+class DriversCoordinator(Protocol):
+    """What a driver asks of the coordinator."""
+
+    def submit(self, rollouts: Sequence[SimulatedRollout]) -> None: ...
+
+    def cancel(self, rollouts: Sequence[SimulatedRollout]) -> None: ...
+
+
+class SimulatedDriver:
+    def __init__(
+        self,
+        run: str,
+        *,
+        steps: int,
+        max_staleness: int,
+        time: VirtualTime,
+        coordinator: DriversCoordinator,
+        rounds: Rounds,
+        turns: Callable[[Sample], Sequence[Turn]],
+        opened: Callable[[StepProgress], None],
+        scored: Callable[[StepProgress], None],
+    ) -> None:
+        """`turns`: an episode's turns; `opened` hears of each step, `scored` of each reward in it."""
+        self._run, self._last, self._max_staleness = run, steps, max_staleness
+        self._time, self._coordinator, self._rounds = time, coordinator, rounds
+        self._turns, self._opened, self._scored = turns, opened, scored
+        self._versions: dict[int, int] = {}  # step -> version
+        self._next = self._place = 0
+        self._live: dict[str, _Episode] = {}  # by rollout
+        self._episodes: dict[Sample, _Episode] = {}
+
+    @property
+    def open_rollouts(self) -> int:
+        return len(self._live)
+
+    def announced(self, version: int, step: int) -> None:
+        """Submit the steps that a new version opens."""
+        self._versions[step] = version
+        for number in open_steps(self._versions, steps=self._last, max_staleness=self._max_staleness):
+            if number >= self._next:
+                self._next = number + 1
+                self._open(number)
+
+    def _open(self, number: int) -> None:
+        bounds = training_bounds(self._versions, step=number, max_staleness=self._max_staleness)
+        progress, around = StepProgress(number, self._time.now), self._rounds.open(number)
+        episodes = [_Episode(progress, around, sample, self._turns(sample)) for sample in around.begin()]
+        self._episodes.update((one.sample, one) for one in episodes)
+        self._opened(progress)
+        self._coordinator.submit([self._rollout(one, bounds) for one in episodes])
+
+    def _rollout(self, episode: _Episode, bounds: VersionBounds) -> SimulatedRollout:
+        run, sample, turn = self._run, episode.sample, episode.turns[episode.at]
+        name = f"{run}.{episode.progress.number}.{sample.prompt}.{sample.sample}"
+        rollout = SimulatedRollout(
+            rollout_id=f"{name}.{episode.at}",
+            episode_id=name,
+            run=run,
+            step=episode.progress.number,
+            group=sample.prompt,
+            bounds=bounds,
+            prompt=turn.prompt,
+            length=turn.response,
+            prefix=f"{name}.{episode.at - 1}" if episode.at else f"{run}.{sample.prompt}",
+            place=self._place,
+        )
+        self._place += 1
+        self._live[rollout.rollout_id] = episode
+        episode.rollout = rollout
+        return rollout
+
+    def ended(self, rollout: SimulatedRollout) -> None:
+        """A rollout has ended: its environment takes its step, or gives the reward."""
+        episode = self._live.pop(rollout.rollout_id)
+        wait_s = episode.turns[episode.at].wait_s
+        episode.tokens += rollout.length
+        episode.at, episode.rollout = episode.at + 1, None
+        follow = self._go_on if episode.at < len(episode.turns) else self._rewarded
+        if wait_s > 0.0:
+            self._time.after(wait_s, lambda: follow(episode, rollout.bounds))
+        else:
+            follow(episode, rollout.bounds)
+
+    def _go_on(self, episode: _Episode, bounds: VersionBounds) -> None:
+        if self._episodes.get(episode.sample) is episode:  # else it was abandoned meanwhile
+            self._coordinator.submit([self._rollout(episode, bounds)])
+
+    def _rewarded(self, episode: _Episode, _: VersionBounds) -> None:
+        if self._episodes.get(episode.sample) is not episode:
+            return
+        del self._episodes[episode.sample]
+        progress = episode.progress
+        progress.ends.append(self._time.now)
+        progress.tokens += episode.tokens
+        change = episode.round.ended(episode.sample)
+        self._abandon(change.abandon)
+        progress.complete = change.complete
+        self._scored(progress)
+
+    def _abandon(self, samples: Sequence[Sample]) -> None:
+        gone = []
+        for sample in samples:
+            episode = self._episodes.pop(sample, None)
+            if episode is not None and episode.rollout is not None:
+                del self._live[episode.rollout.rollout_id]
+                gone.append(episode.rollout)
+        if gone:
+            self._coordinator.cancel(gone)

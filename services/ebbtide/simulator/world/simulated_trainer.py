@@ -1,0 +1,169 @@
+"""Models a run's trainer: it learns from whole steps, or from what has ended, publishes, and writes checkpoints.
+
+Invariant: steps are trained in order, each once. A trainer that died is followed by another, which learns again what
+the last checkpoint lacks; what the former one had begun is void.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ebbtide.simulator.outcome import StepOutcome
+from ebbtide.simulator.world.books import SimulationBooks
+from ebbtide.simulator.world.simulated_driver import StepProgress
+from ebbtide.simulator.world.trainer_loan import TrainerLoan
+from ebbtide.simulator.world.virtual_time import VirtualTime
+
+
+class TrainingTimes(Protocol):
+    """What a trainer takes for its work, in seconds."""
+
+    def begin_s(self) -> float:
+        """From its start until it can publish its first version, or go on."""
+        ...
+
+    def learn_s(self, tokens: int, samples: int) -> float:
+        """To compute gradients of so many samples with so many tokens of responses."""
+        ...
+
+    def update_s(self) -> float:
+        """The optimiser's step, once per training step."""
+        ...
+
+    def publish_s(self) -> float:
+        """From the optimiser's step to the announcement of the version."""
+        ...
+
+    def checkpoint_s(self, step: int) -> float:
+        """To write the checkpoint that is due behind a step; 0: none is."""
+        ...
+
+
+class SimulatedTrainer:
+    def __init__(
+        self,
+        run: str,
+        *,
+        steps: int,
+        streams: bool,
+        time: VirtualTime,
+        times: TrainingTimes,
+        books: SimulationBooks,
+        loan: TrainerLoan,
+        announce: Callable[[int, int], None],
+    ) -> None:
+        """`streams`: it learns from what has ended before the step is complete. `announce` takes version and step."""
+        self._run, self._last, self._streams = run, steps, streams
+        self._time, self._times, self._books, self._loan = time, times, books, loan
+        self._announce = announce
+        self._steps: dict[int, StepProgress] = {}
+        self._next = 0  # step to train
+        self._learnt = 0  # of that step: tokens learnt from, or being learnt from
+        self._newest = -1  # step whose weights were announced last
+        self._busy = True
+        self._life = 0
+        self._unsaved: list[tuple[int, int]] = []  # tokens and samples of the steps since the last checkpoint
+        loan.free = self._train
+        self.done = False
+
+    def begin(self) -> None:
+        self._show("idle")
+        self._after(self._times.begin_s(), self._ready)
+
+    def opened(self, progress: StepProgress) -> None:
+        self._steps[progress.number] = progress
+
+    def scored(self, progress: StepProgress) -> None:  # noqa: ARG002 - whichever step it is, the next one is looked at
+        """A step has got further."""
+        self._train()
+
+    def _ready(self) -> None:
+        """Publish what was not announced yet, and go on."""
+        if self._newest < self._next:
+            self._newest = self._next
+            self._announce(self._next + 1, self._next)
+        self._free()
+
+    def _free(self) -> None:
+        self._busy = False
+        self._show("idle")
+        self._loan.open()
+        self._train()
+
+    def _train(self) -> None:
+        """Learn from what there is, unless the trainer is busy or its devices are lent."""
+        step = self._steps.get(self._next)
+        if step is None or self._busy:
+            return
+        tokens = step.tokens - self._learnt
+        if not step.complete and not (self._streams and tokens):
+            return
+        if not self._loan.claim(complete=step.complete):
+            return
+        self._busy, self._learnt = True, step.tokens
+        self._show("training")
+        seconds = self._times.learn_s(tokens, len(step.ends))
+        if step.complete:
+            self._after(seconds + self._times.update_s(), lambda: self._trained(step))
+        else:
+            self._after(seconds, self._learnt_some)
+
+    def _learnt_some(self) -> None:
+        self._busy = False
+        self._show("idle")
+        self._train()
+
+    def _trained(self, step: StepProgress) -> None:
+        self._record(step)
+        del self._steps[step.number]
+        self._next, self._learnt = step.number + 1, 0
+        self._unsaved.append((step.tokens, len(step.ends)))
+        self._after(self._times.publish_s(), self._published)
+
+    def _published(self) -> None:
+        self.done = self._next >= self._last
+        if self.done:
+            self._show("idle")
+            return
+        self._newest = self._next
+        self._announce(self._next + 1, self._next)
+        checkpoint_s = self._times.checkpoint_s(self._next)
+        if checkpoint_s:
+            self._unsaved.clear()
+        self._after(checkpoint_s, self._free)
+
+    def lose(self, seconds: float) -> None:
+        """The trainer dies; the next one starts after so long."""
+        if self.done:
+            return
+        self._life += 1
+        self._busy, self._learnt = True, 0
+        self._show("idle")
+        again = sum(self._times.learn_s(tokens, samples) + self._times.update_s() for tokens, samples in self._unsaved)
+        self._after(seconds + self._times.begin_s(), lambda: self._catch_up(again))
+
+    def _catch_up(self, seconds: float) -> None:
+        self._show("training")
+        self._after(seconds, self._ready)
+
+    def _after(self, seconds: float, deed: Callable[[], None]) -> None:
+        """Do it after so long, unless the trainer dies meanwhile."""
+        life = self._life
+        self._time.after(seconds, lambda: deed() if life == self._life else None)
+
+    def _record(self, step: StepProgress) -> None:
+        ends = sorted(step.ends)
+        self._books.steps.append(
+            StepOutcome(
+                run=self._run,
+                step=step.number,
+                opened_s=step.opened_s,
+                generated_s=ends[-1],
+                trained_s=self._time.now,
+                rollouts=len(ends),
+                tokens=step.tokens,
+                tail_s=ends[-1] - ends[max(0, int(0.9 * len(ends)) - 1)],
+            )
+        )
+
+    def _show(self, state: str) -> None:
+        self._books.enter(f"{self._run} trainer", f"{self._run} trainer", state, self._time.now, self._run)

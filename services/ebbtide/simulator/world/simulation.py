@@ -1,0 +1,183 @@
+"""Simulates a scenario: builds its world, lets time pass, and tells what it came to."""
+
+from collections.abc import Callable
+from functools import partial
+from math import inf
+
+from ebbtide.simulator.engines.profile_files import engine_profile, trainer_profile
+from ebbtide.simulator.outcome import Outcome, SimulationProgress
+from ebbtide.simulator.scenario.draws.workload import Workload
+from ebbtide.simulator.scenario.inputs.price_table import fixed_price
+from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.attempt_host import FlushTerms
+from ebbtide.simulator.world.books import SimulationBooks
+from ebbtide.simulator.world.machine_pools import MachinesOfPool
+from ebbtide.simulator.world.planned_faults import PlannedFaults
+from ebbtide.simulator.world.policy import EbbtidePolicy, Policy
+from ebbtide.simulator.world.profile_times import ProfileTimes
+from ebbtide.simulator.world.simulated_driver import SimulatedDriver, StepProgress
+from ebbtide.simulator.world.simulated_trainer import SimulatedTrainer
+from ebbtide.simulator.world.simulated_worker import SimulatedWorker, WorkerTerms
+from ebbtide.simulator.world.step_rounds import Sample
+from ebbtide.simulator.world.trainer_loan import TrainerLoan
+from ebbtide.simulator.world.version_pulls import VersionPulls, WeightTerms
+from ebbtide.simulator.world.virtual_coordinator import RunAccount, VirtualCoordinator
+from ebbtide.simulator.world.virtual_time import VirtualTime
+from ebbtide.types.fleet import WorkerKind
+
+Say = Callable[[SimulationProgress], None]
+#: How often people hear of progress, in simulated seconds.
+_SAY_EVERY_S = 10.0
+#: Steps of a run that only time ends.
+_ENDLESS = 1_000_000
+_BYTES_PER_GBIT = 125e6
+
+
+def simulate(scenario: Scenario, *, seed: int, say: Say = lambda _: None, policy: Policy | None = None) -> Outcome:
+    """Simulate a scenario with a seed. `policy`: who decides, if not the scenario's choice."""
+    return Simulation(scenario, seed, policy or EbbtidePolicy()).run(say)
+
+
+class Simulation:
+    def __init__(self, scenario: Scenario, seed: int, policy: Policy) -> None:
+        self._scenario, self._seed, self._policy = scenario, seed, policy
+        self._time, self._books = VirtualTime(), SimulationBooks()
+        self._pulls = VersionPulls(self._time, scenario.relay_gbps * _BYTES_PER_GBIT)
+        self._coordinator = VirtualCoordinator(self._time, self._books, self._pulls, policy.decider)
+        self._workload = Workload(scenario, seed)
+        self._loans = {run.name: TrainerLoan(self._time, self._window_of(run)) for run in scenario.run}
+        self._trainers: dict[str, SimulatedTrainer] = {}
+        self._drivers: dict[str, SimulatedDriver] = {}
+        self._workers: list[SimulatedWorker] = []
+        self._pools = {pool.name: self._machines(pool) for pool in scenario.fleet}
+        for run in scenario.run:
+            self._add_run(run)
+        self._faults = PlannedFaults(scenario.fault, seed, self._time, self._pools, self._trainers)
+
+    def run(self, say: Say) -> Outcome:
+        """Let time pass until the scenario's end, or until all steps are trained."""
+        for pool in self._pools.values():
+            pool.begin()
+        self._coordinator.begin()
+        for run in self._scenario.run:
+            self._time.at(run.start_s, self._trainers[run.name].begin)
+        self._pass_time(say)
+        return self._outcome()
+
+    def _pass_time(self, say: Say) -> None:
+        time, until_s, trainers = self._time, self._scenario.until_s, self._trainers.values()
+        of_steps, said = self._of_steps(), -inf
+        until = until_s if self._scenario.hours is not None else 0.0
+        while time.next <= until_s and not all(one.done for one in trainers):
+            time.step()
+            if time.now - said >= _SAY_EVERY_S:
+                said = time.now
+                say(SimulationProgress(at_s=said, until_s=until, steps=len(self._books.steps), of_steps=of_steps))
+        if not all(one.done for one in trainers):
+            time.now = until_s
+
+    def _of_steps(self) -> int:
+        steps = [self._scenario.steps_of(run) for run in self._scenario.run]
+        return sum(one for one in steps if one is not None) if all(steps) else 0
+
+    def _window_of(self, run: TrainingRun) -> float | None:
+        windows = [pool.window_s for pool in self._scenario.fleet if pool.kind == "trainer" and pool.run == run.name]
+        return windows[0] if windows else None
+
+    # Its parts.
+
+    def _machines(self, pool: MachinePool) -> MachinesOfPool:
+        scenario = self._scenario
+        profile = engine_profile(pool.engine, scenario.folder)
+        lent = pool.kind == "trainer"
+        terms = WorkerTerms(
+            pool=pool.name,
+            kind=WorkerKind[pool.kind.upper()] if not lent else WorkerKind.RESERVED,
+            profile=profile,
+            max_model_len=max(run.context for run in scenario.run),
+            slots=pool.slots,
+            flush=FlushTerms(pool.flush_s, pool.flush_tokens),
+            heartbeat_s=self._coordinator.settings.heartbeat_s,
+            link_bytes_per_s=inf if lent else pool.link_gbps * _BYTES_PER_GBIT,
+        )
+        machines = MachinesOfPool(pool, scenario, self._seed, self._time, self._books, partial(self._worker, terms))
+        if lent and pool.run is not None:
+            machines.came = self._loans[pool.run].add
+        return machines
+
+    def _worker(self, terms: WorkerTerms, name: str, speed: float) -> SimulatedWorker:
+        worker = SimulatedWorker(name, terms, self._time, self._coordinator, self._books, speed=speed)
+        self._workers.append(worker)
+        return worker
+
+    def _add_run(self, run: TrainingRun) -> None:
+        name, steps = run.name, self._scenario.steps_of(run) or _ENDLESS
+        profile = trainer_profile(run.trainer, self._scenario.folder)
+        times = ProfileTimes(profile, run)
+        self._pulls.add_run(name, WeightTerms(dense_bytes=times.dense_bytes, patch_bytes=times.patch_bytes))
+
+        def announce(version: int, step: int) -> None:
+            self._coordinator.announce(name, version, step)
+            driver.announced(version, step)
+
+        def opened(progress: StepProgress) -> None:
+            trainer.opened(progress)
+            self._faults.step_opened(name, progress.number)
+
+        trainer = self._trainers[name] = SimulatedTrainer(
+            name,
+            steps=steps,
+            streams=self._policy.streams,
+            time=self._time,
+            times=times,
+            books=self._books,
+            loan=self._loans[name],
+            announce=announce,
+        )
+        driver = self._drivers[name] = SimulatedDriver(
+            name,
+            steps=steps,
+            max_staleness=run.max_staleness,
+            time=self._time,
+            coordinator=self._coordinator,
+            rounds=self._policy.rounds(run),
+            turns=partial(self._turns, run),
+            opened=opened,
+            scored=trainer.scored,
+        )
+        model = next((pool.engine for pool in self._scenario.fleet), "")
+        account = RunAccount(name=name, model=model, max_tokens=run.cap, share=run.share)
+        self._coordinator.add_run(account, driver)
+
+    def _turns(self, run: TrainingRun, sample: Sample) -> tuple:
+        step, prompt = divmod(sample.prompt, run.prompts)
+        return self._workload.turns(run.name, step, prompt, sample.sample)
+
+    def _outcome(self) -> Outcome:
+        books, now = self._books, self._time.now
+        for pool in self._pools.values():
+            pool.settle()
+        for run in self._scenario.run:
+            books.pay(f"{run.name} trainer", fixed_price(run.trainer_price_per_hour).cost(run.start_s, now))
+        engines = [worker.host.engine for worker in self._workers]
+        books.tokens.generated = sum(engine.generated for engine in engines)
+        books.tokens.read = sum(engine.read for engine in engines)
+        books.tokens.reread = sum(engine.reread for engine in engines)
+        return Outcome(
+            scenario=self._scenario.name,
+            seed=self._seed,
+            simulated_s=now,
+            steps=books.steps,
+            pools=books.pools(now),
+            tokens=books.tokens,
+            moves=books.moves,
+            resumes=books.resumes,
+            preemptions=sum(engine.preemptions for engine in engines),
+            installs=books.installs,
+            weight_bytes=self._pulls.bytes,
+            unfinished=sum(driver.open_rollouts for driver in self._drivers.values()),
+            spans=books.spans,
+            fleet=books.fleet,
+        )
