@@ -7,6 +7,7 @@ class EngineSequence:
     """A prompt and its response, from admission on. Tokens, unless stated."""
 
     __slots__ = (
+        "after",
         "again",
         "base",
         "cached",
@@ -25,8 +26,9 @@ class EngineSequence:
         "started",
     )
 
-    def __init__(self, key: str, prompt: int, made: int, length: int, prefix: str, cached: int) -> None:
-        self.key, self.prompt, self.length, self.prefix, self.cached = key, prompt, length, prefix, cached
+    def __init__(self, key: str, prompt: int, made: int, length: int, prefix: str, after: str, cached: int) -> None:
+        self.key, self.prompt, self.length = key, prompt, length
+        self.prefix, self.after, self.cached = prefix, after, cached  # see `SimulatedEngine.admit`
         self.made = made  # of the response when it last began to be read
         self.fed = 0  # read so far, those found in the cache included
         self.again = made > 0  # what it reads was read or made before, here or elsewhere

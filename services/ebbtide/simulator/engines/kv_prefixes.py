@@ -17,11 +17,12 @@ from ebbtide.simulator.engines.engine_profile import KvCapacity
 class KvPrefix:
     """Whole blocks of known tokens: `blocks` of them behind the first `start` blocks of `parent`'s chain."""
 
-    __slots__ = ("blocks", "holders", "name", "parent", "salt", "shared", "start")
+    __slots__ = ("aliases", "blocks", "holders", "name", "parent", "salt", "shared", "start")
 
     def __init__(self, name: str, parent: "KvPrefix | None", start: int, salt: int, *, shared: bool) -> None:
         self.name, self.parent, self.start, self.salt, self.shared = name, parent, start, salt, shared
         self.blocks = self.holders = 0
+        self.aliases: list[str] = []  # names of further parts behind it, which are gone
 
     @property
     def end(self) -> int:
@@ -141,8 +142,14 @@ class KvPrefixes:
                 self._unname(prefix)
 
     def _unname(self, prefix: KvPrefix) -> None:
-        if self._named.get(prefix.name) is prefix:
-            del self._named[prefix.name]
-            parent = prefix.parent
-            if parent is not None and parent.name == prefix.name:
-                self._named[prefix.name] = parent
+        """Its names lead to the part before it, unless that has a name that all who share it know."""
+        parent = prefix.parent
+        for name in (prefix.name, *prefix.aliases):
+            if self._named.get(name) is not prefix:
+                continue
+            if parent is None or parent.shared:
+                del self._named[name]
+            else:
+                self._named[name] = parent
+                if name != parent.name:
+                    parent.aliases.append(name)

@@ -50,7 +50,7 @@ class PromptReader:
         most = sequence.known if self._whole else min(sequence.known, fed + self.room)
         if prefixes.blocks_of(most) - start + prefixes.unused_in(parent) > prefixes.free:
             return False
-        if parent is None and sequence.prefix and prefixes.caching:
+        if parent is None and sequence.prefix and not sequence.after and prefixes.caching:
             parent = prefixes.begin(sequence.prefix)
         if parent is not None:
             prefixes.hold(parent)
@@ -62,10 +62,11 @@ class PromptReader:
     def _known(self, sequence: EngineSequence) -> KvPrefix | None:
         """What the cache has of it. At least its last token is read, as its logits are needed."""
         block = self._prefixes.block
-        own = self._prefixes.find(sequence.key, (sequence.known - 1) // block)
-        if own is None and sequence.prefix:
-            return self._prefixes.find(sequence.prefix, (sequence.prompt - 1) // block)
-        return own
+        found = self._prefixes.find(sequence.key, (sequence.known - 1) // block)
+        for name in (sequence.after, sequence.prefix):
+            if found is None and name:
+                found = self._prefixes.find(name, (sequence.prompt - 1) // block)
+        return found
 
     def _read(self, sequence: EngineSequence) -> None:
         tokens = min(sequence.known - sequence.fed, self.room)
@@ -84,7 +85,7 @@ class PromptReader:
     def _share(self, sequence: EngineSequence) -> None:
         """Lets others use the whole blocks of its prompt, as soon as they are read, under the prompt's name."""
         parent = sequence.parent
-        if parent is None or not parent.shared or parent.name != sequence.prefix:
+        if parent is None or not parent.shared or sequence.after:
             return
         end = min(sequence.fed, sequence.prompt - 1) // self._prefixes.block
         if end > parent.end:

@@ -103,14 +103,23 @@ class SimulatedEngine:
         return self._prefixes.used * self._prefixes.block
 
     def admit(
-        self, key: str, *, prompt: int, made: int, length: int, now: float, prefix: str = "", cached: int = 0
+        self,
+        key: str,
+        *,
+        prompt: int,
+        made: int,
+        length: int,
+        now: float,
+        prefix: str = "",
+        after: str = "",
+        cached: int = 0,
     ) -> None:
         """Takes a sequence, which waits for a slot and for memory.
 
         `length`: tokens that the whole response will have; `made`: of these exist already, so they are read with the
-        prompt. `prefix`: a name of the prompt's beginning, shared by all that name it (a group), or the key of a
-        sequence that was here and with whose tokens the prompt begins (a turn). `cached`: tokens whose keys and values
-        it brings along. Raises `InvalidRequest` if it could not run even alone.
+        prompt. `prefix`: a name of the prompt that its group shares; `after`: the key of the turn before, with whose
+        tokens the prompt begins, behind those of the group's. `cached`: tokens whose keys and values it brings along.
+        Raises `InvalidRequest` if it could not run even alone.
         """
         blocks = self._prefixes.blocks_of(prompt + length - 1)
         if blocks > self._prefixes.total:
@@ -119,7 +128,7 @@ class SimulatedEngine:
         if not 0 <= made < length or prompt < 1 or key in self._running or key in self._waiting:
             raise ValueError(f"{key}: {made} of {length} tokens behind a prompt of {prompt}, or it is here already")
         self._settle(now)
-        self._waiting[key] = EngineSequence(key, prompt, made, length, prefix, cached)
+        self._waiting[key] = EngineSequence(key, prompt, made, length, prefix, after, cached)
         if len(self._waiting) == 1:  # else the first one lacks a slot or memory, and this one comes behind it
             self._finish_step()
             self._wake()
