@@ -50,8 +50,8 @@ class ServingSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     output_scale: Factor = 1.0  # on responses' lengths
     longest_prompt: Tokens = 131_072  # tokens, after scaling
     longest_output: Tokens = 32_768
-    offset_s: Seconds | None = None  # between machines' places in the traffic; none: each starts at a drawn place
-    requests_per_s: Annotated[float, Meta(gt=0, le=1e4)] = 1.0  # without a file: on average
+    alike: bool = False  # all machines get the same requests at the same time; else each begins at a drawn place
+    requests_per_s: Annotated[float, Meta(gt=0, le=1e4)] = 1.0  # without a file: on average, before `load`
     burst: Annotated[float, Meta(ge=1, le=1e4)] = 6.0  # requests of a burst on average (geometric)
     burst_gap_s: Annotated[float, Meta(gt=0, le=3600)] = 0.2  # within a burst on average (exponential)
     prompt_tokens: Tokens = 1024  # median (log-normal)
@@ -66,7 +66,7 @@ class MachinePool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: Name
     kind: Literal["reserved", "spot", "borrowed", "trainer"] = "reserved"
     engine: Reference
-    workers: Machines | None = None  # that many, or those of `trace`
+    workers: Annotated[int, Meta(ge=1, le=20_000)] | None = None  # so many, or those of `trace`
     trace: SpotTraceSpec | None = None
     from_s: Seconds = 0.0  # the pool's first moment in the scenario
     until_s: Seconds | None = None  # its last one; none: the scenario's end

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
 
-#: Of one scenario at once. Further ones are counted.
+#: Of one scenario at once. Reading ends there.
 MOST_PROBLEMS: Final = 20
 
 
@@ -29,9 +29,12 @@ class ScenarioRefused(InvalidRequest):
     """A scenario, or a file that it names, is wrong. The text has a line for each problem."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        shown = sorted(set(problems))
-        self.problems = tuple(shown[:MOST_PROBLEMS])
+        self.problems = tuple(sorted(set(problems)))
         lines = [str(problem) for problem in self.problems]
-        if rest := len(shown) - len(self.problems):
-            lines.append(f"{shown[0].file}: {rest} more problems are not listed")
+        if len(lines) >= MOST_PROBLEMS:
+            lines.append(f"{self.problems[-1].file}: further problems are not listed")
         super().__init__("\n".join(lines))
+
+
+class UnreadableFile(ScenarioRefused):
+    """A file is not there, is none, or has no text. What names it is wrong, more than what is in it."""

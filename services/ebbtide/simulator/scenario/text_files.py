@@ -4,23 +4,26 @@ import os
 import stat
 from pathlib import Path
 
-from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused
+from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused, UnreadableFile
 
 
 def read_text(path: Path, name: str, *, most_bytes: int) -> str:
-    """Read a regular file in UTF-8. Raises `ScenarioRefused` naming the file as `name`."""
+    """Read a regular file in UTF-8. Raises `ScenarioRefused` naming the file as `name`.
+
+    If there is no such file, or it is too large, that is an `UnreadableFile`.
+    """
     try:
         # Pipes and devices could block, or never end: the file is opened without waiting and looked at first.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:  # noqa: PTH123
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise _refused(name, "is no regular file; name a file with a table or a scenario")
+                raise _unreadable(name, "is no regular file; name a file with a table or a scenario")
             data = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _refused(name, f"cannot be read ({told}); check its path and permissions") from None
+        raise _unreadable(name, f"cannot be read ({told}); check its path and permissions") from None
     if len(data) > most_bytes:
-        raise _refused(name, f"is larger than {most_bytes} bytes; leave out what the simulation does not need")
+        raise _unreadable(name, f"is larger than {most_bytes} bytes; leave out what the simulation does not need")
     return _decoded(data, name)
 
 
@@ -42,3 +45,7 @@ def _decoded(data: bytes, name: str) -> str:
 
 def _refused(name: str, text: str, line: int = 1, column: int = 0) -> ScenarioRefused:
     return ScenarioRefused([Problem(name, line, column, "", text)])
+
+
+def _unreadable(name: str, text: str) -> UnreadableFile:
+    return UnreadableFile([Problem(name, 1, 0, "", text)])

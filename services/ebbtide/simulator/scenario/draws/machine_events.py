@@ -19,9 +19,9 @@ class MachineChange(IntEnum):
     """What happens. At one instant it happens in this order, so losses come before arrivals."""
 
     GONE = 1  # without a further word
-    NOTICE = 2  # it will be gone
-    STALLS = 3  # it makes nothing for a while, and then goes on
-    COMES = 4  # it begins to boot
+    COMES = 2  # it begins to boot
+    NOTICE = 3  # it will be gone
+    STALLS = 4  # it makes nothing for a while, and then goes on
 
 
 class MachineEvent(Struct, frozen=True, order=True):

@@ -24,33 +24,35 @@ _LONGEST_S: Final = 1e8
 
 
 class CsvRows:
-    """The rows of a table. Problems of cells gather until there are too many; those of the table are raised at once."""
+    """The rows of a table, without empty ones and those that begin with #.
+
+    Problems of cells gather until there are too many; those of the table are raised at once.
+    """
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
         self.lines: list[int] = []
         self.problems: list[Problem] = []
-        self._rows: list[list[str]] = []
-        reader = csv.reader(StringIO(text, newline=""), strict=True)
         self.columns: list[str] = []
+        self._rows: list[list[str]] = []
+        lines = ("\n" if line.startswith("#") else line for line in StringIO(text, newline=""))
+        reader = csv.reader(lines, strict=True)
         try:
-            self.columns = [cell.strip() for cell in next(reader, [])]
             for cells in reader:
                 if any(cell.strip() for cell in cells):
                     self._rows.append(cells)
                     self.lines.append(reader.line_num)
         except csv.Error as error:
             self.refuse(reader.line_num, "", f"{error}; it must be a table of comma-separated values")
+        if len(self._rows) < 2:
+            self.refuse(1, "", "has no rows; it must be a table with a head and at least one row")
+        self.columns, self._head = [cell.strip() for cell in self._rows.pop(0)], self.lines.pop(0)
         self._check_table()
 
     def _check_table(self) -> None:
-        if not any(self.columns):
-            self.refuse(1, "", "is empty; it must be a table with a head and at least one row")
         for index, column in enumerate(self.columns):
             if column in self.columns[:index]:
-                self.refuse(1, column, "the table has this column twice; take one out")
-        if not self._rows:
-            self.refuse(1, "", "has no rows; it must be a table with a head and at least one row")
+                self.refuse(self._head, column, "the table has this column twice; take one out")
         if len(self._rows) > _MOST_ROWS:
             self.refuse(self.lines[_MOST_ROWS], "", f"has more than {_MOST_ROWS} rows; cut a window out of it")
 
@@ -62,14 +64,14 @@ class CsvRows:
         """Refuse a table that lacks one of them."""
         if missing := [column for column in columns if column not in self.columns]:
             have, want = ",".join(self.columns)[:200], ",".join(columns)
-            self.refuse(1, missing[0], f"is no column; the table has {have!r} and needs {want!r}")
+            self.refuse(self._head, missing[0], f"is no column; the table has {have!r} and needs {want!r}")
 
     def one_of(self, columns: Sequence[str], what: str) -> str:
         """Return the one that the table has, and refuse it if it has none or several."""
         found = [column for column in columns if column in self.columns]
         if len(found) != 1:
             have = ",".join(self.columns)[:200]
-            self.refuse(1, "", f"has columns {have!r}; {what} must be one of {', '.join(columns)}")
+            self.refuse(self._head, "", f"has columns {have!r}; {what} must be one of {', '.join(columns)}")
         return found[0]
 
     def note(self, line: int, column: str, text: str) -> None:
