@@ -39,6 +39,7 @@ class PoolOutcome(Struct, frozen=True, kw_only=True):
 class TokenCounts(Struct, kw_only=True):
     generated: int = 0  # all that engines sampled
     kept: int = 0  # of responses that ended
+    lost: int = 0  # sampled, and gone before they were stored
     twice: int = 0  # sampled again because they were lost
     moved: int = 0  # already made when a rollout went on at another worker
     read: int = 0  # prompts and partial responses that engines prefilled
@@ -76,3 +77,18 @@ class Outcome(Struct, kw_only=True):
     unfinished: int = 0  # rollouts that had not ended when the scenario's time was up
     spans: list[Span] = []
     fleet: list[tuple[float, str, int]] = []  # (second, pool, machines that are there from then on)
+
+
+class SimulationProgress(Struct, frozen=True, kw_only=True):
+    """How far a simulation has come, for people who wait for it."""
+
+    at_s: float  # simulated seconds since the scenario's begin
+    until_s: float = 0.0  # its end; 0: it ends with its last step
+    steps: int = 0  # trained so far, of all runs
+    of_steps: int = 0  # 0: it ends with its time
+
+    @property
+    def share(self) -> float:
+        """Of the way, from 0 to 1; the nearer of both ends counts."""
+        shares = [done / whole for done, whole in ((self.at_s, self.until_s), (self.steps, self.of_steps)) if whole]
+        return min(1.0, max(shares, default=0.0))
