@@ -173,6 +173,12 @@ class SimulatedEngine:
             self._held_at = None
             self._settle(now)
 
+    def pace(self, speed: float, now: float) -> None:
+        """Steps at another speed, as a multiple of the profile's, from the end of the step under way."""
+        self._settle(now)
+        self._finish_step()
+        self._speed = speed
+
     def new_weights(self, now: float) -> None:
         """Other weights were installed. Nothing cached is used again, and sequences without a token of this engine are
         read again, behind those that wait."""

@@ -1,7 +1,7 @@
 """Generates a worker's attempts with its engine, and has what they make stored.
 
-Invariant: the engine holds a sequence for each attempt of `_attempts` that has not ended, under its rollout's id. A token
-counts as stored once it was flushed. What was not flushed when the machine is lost is generated again.
+Invariant: the engine holds a sequence for each attempt of `_attempts` that has not ended, under its rollout's id. A
+token counts as stored once it was flushed. What was not flushed when the machine is lost is generated again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,8 @@ class Response(NamedTuple):
 
     prompt: int
     length: int
-    prefix: str  # names what the prompt begins with, for the engine's cache
+    prefix: str  # names the prompt, which the samples of a group share
+    after: str  # the rollout of the turn before
 
 
 class AttemptStore(Protocol):
@@ -94,9 +95,11 @@ class AttemptHost:
             if one.session is not self.session or one.session is None:
                 continue  # taken back while the message was on its way
             rollout_id = one.rollout.rollout_id
-            prompt, length, prefix = self._store.response(rollout_id)
             self._attempts[rollout_id] = one
-            self.engine.admit(rollout_id, prompt=prompt, made=one.start, length=length, now=now, prefix=prefix)
+            prompt, length, prefix, after = self._store.response(rollout_id)
+            self.engine.admit(
+                rollout_id, prompt=prompt, made=one.start, length=length, now=now, prefix=prefix, after=after
+            )
             self._tokens.moved += one.start
         self.look()
 

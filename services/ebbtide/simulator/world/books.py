@@ -1,7 +1,7 @@
 """Keeps what a simulation came to: tokens, machine time by state, steps, and spans for the timeline.
 
-Invariant: a machine that is there is in exactly one state; its time counts for its pool, and spans of one state in a row
-are one span.
+Invariant: a machine that is there is in exactly one state. Its time counts for its pool, and spans of one state in a
+row are one span.
 """
 
 from typing import Final
@@ -93,7 +93,8 @@ class SimulationBooks:
         seconds = self._pools[machine.pool].seconds
         seconds[machine.state] = seconds.get(machine.state, 0.0) + lasted
         if machine.drawn and len(self.spans) < _DRAWN_SPANS:
-            self.spans.append(Span(machine=name, pool=machine.pool, state=machine.state, begin_s=machine.since, end_s=now, run=machine.run))
+            begin_s, state, run = machine.since, machine.state, machine.run
+            self.spans.append(Span(machine=name, pool=machine.pool, state=state, begin_s=begin_s, end_s=now, run=run))
 
 
 def _outcome(name: str, books: _Pool) -> PoolOutcome:

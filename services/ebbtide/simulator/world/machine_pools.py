@@ -1,9 +1,9 @@
 """Plays a pool's machines: they come, boot, get notices, stall and are gone, as the scenario's seed says."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 
 from ebbtide.simulator.scenario.draws.machine_events import MachineChange, MachineEvent, machine_events, machine_speed
-from ebbtide.simulator.scenario.inputs.price_table import PriceTable, fixed_price
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.world.books import SimulationBooks
@@ -18,10 +18,16 @@ class MachinesOfPool:
     """Invariant: `present` has the machines that are there, from the begin of their boot."""
 
     def __init__(
-        self, pool: MachinePool, scenario: Scenario, seed: int, time: VirtualTime, books: SimulationBooks, new: NewWorker
+        self,
+        pool: MachinePool,
+        scenario: Scenario,
+        seed: int,
+        time: VirtualTime,
+        books: SimulationBooks,
+        new: NewWorker,
     ) -> None:
         self.pool, self._time, self._books, self._new, self._seed = pool, time, books, new, seed
-        self._prices = _prices(pool, scenario.tables.prices)
+        self._prices = scenario.price(pool)
         self._events = machine_events(scenario, pool, seed)
         self._since: dict[str, float] = {}
         self._extra = 0
@@ -31,7 +37,7 @@ class MachinesOfPool:
 
     def begin(self) -> None:
         for event in self._events:
-            self._time.at(event.at_s, lambda event=event: self._play(event))
+            self._time.at(event.at_s, partial(self._play, event))
 
     def _play(self, event: MachineEvent) -> None:
         worker = self.present.get(event.machine)
@@ -71,7 +77,3 @@ class MachinesOfPool:
 
     def _pay(self, machine: str) -> None:
         self._books.pay(self.pool.name, self._prices.cost(self._since.pop(machine), self._time.now))
-
-
-def _prices(pool: MachinePool, tables: Mapping[str, PriceTable]) -> PriceTable:
-    return tables[pool.prices] if pool.prices is not None else fixed_price(pool.price_per_hour)

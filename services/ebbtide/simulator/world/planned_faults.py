@@ -1,10 +1,11 @@
 """Plays a scenario's planned faults: at named times, or at times within a step."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ebbtide.simulator.scenario.fault_plan import PlannedFault, struck
 from ebbtide.simulator.world.machine_pools import MachinesOfPool
-from ebbtide.simulator.world.simulated_run import SimulatedRun
+from ebbtide.simulator.world.simulated_trainer import SimulatedTrainer
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 
@@ -15,27 +16,27 @@ class PlannedFaults:
         seed: int,
         time: VirtualTime,
         pools: Mapping[str, MachinesOfPool],
-        runs: Mapping[str, SimulatedRun],
+        trainers: Mapping[str, SimulatedTrainer],
     ) -> None:
-        self._seed, self._time, self._pools, self._runs = seed, time, pools, runs
+        self._seed, self._time, self._pools, self._trainers = seed, time, pools, trainers
         self._in_steps: dict[tuple[str, int], list[tuple[int, PlannedFault]]] = {}
         for index, fault in enumerate(faults):
             if fault.step is None:
-                time.at(fault.at_s, lambda index=index, fault=fault: self._strike(index, fault))
+                time.at(fault.at_s, partial(self._strike, index, fault))
             else:
                 self._in_steps.setdefault((self._run_of(fault), fault.step), []).append((index, fault))
 
     def step_opened(self, run: str, step: int) -> None:
         """Plan the faults that count from a step's begin."""
         for index, fault in self._in_steps.pop((run, step), ()):
-            self._time.after(fault.at_s, lambda index=index, fault=fault: self._strike(index, fault))
+            self._time.after(fault.at_s, partial(self._strike, index, fault))
 
     def _run_of(self, fault: PlannedFault) -> str:
-        return fault.run if fault.run is not None else next(iter(self._runs))
+        return fault.run if fault.run is not None else next(iter(self._trainers))
 
     def _strike(self, index: int, fault: PlannedFault) -> None:
         if fault.kind == "trainer":
-            self._runs[self._run_of(fault)].lose_trainer(fault.for_s)
+            self._trainers[self._run_of(fault)].lose(fault.for_s)
             return
         pools = [self._pools[fault.pool]] if fault.pool is not None else list(self._pools.values())
         owners = {machine: pool for pool in pools for machine in pool.present}

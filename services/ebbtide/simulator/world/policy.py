@@ -6,7 +6,7 @@ All policies see the same state: the coordinator's. What a rival is not told, it
 from typing import Protocol
 
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.step_rounds import Rounds
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 
@@ -23,15 +23,3 @@ class Policy(Protocol):
     def rounds(self, run: TrainingRun) -> Rounds:
         """Which rollouts a step of the run begins with, and when it has enough."""
         ...
-
-
-class EbbtidePolicy(Policy):
-    """Ebbtide as it is: the coordinator's own rounds; steps are trained whole."""
-
-    streams = False
-
-    def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        return EbbtideDecider(coordinator)
-
-    def rounds(self, run: TrainingRun) -> Rounds:
-        return WholeGroups(run.prompts, run.group)

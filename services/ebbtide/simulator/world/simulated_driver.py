@@ -1,7 +1,7 @@
 """Models a run's driver: it submits steps as the live one does, and plays their episodes turn by turn.
 
-Invariant: an episode of `_episodes` has a rollout that the coordinator knows, or its environment is at work. `open_steps`
-and `training_bounds` decide what may be submitted, as they do live.
+Invariant: an episode of `_episodes` has a rollout that the coordinator knows, or its environment is at work.
+`open_steps` and `training_bounds` decide what may be submitted, as they do live.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,7 +101,8 @@ class SimulatedDriver:
             bounds=bounds,
             prompt=turn.prompt,
             length=turn.response,
-            prefix=f"{name}.{episode.at - 1}" if episode.at else f"{run}.{sample.prompt}",
+            prefix=f"{run}.{sample.prompt}",
+            after=f"{name}.{episode.at - 1}" if episode.at else "",
             place=self._place,
         )
         self._place += 1

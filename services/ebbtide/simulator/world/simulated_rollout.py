@@ -21,7 +21,8 @@ class SimulatedRollout(Struct, kw_only=True, eq=False, gc=False):
     bounds: VersionBounds
     prompt: int
     length: int  # of the whole response: what its model would say, however often it is interrupted
-    prefix: str  # names what its prompt begins with, for engines' prefix caches
+    prefix: str  # names the first turn's prompt, which the samples of a group share
+    after: str = ""  # the rollout of the turn before
     place: int = 0
     stored: int = 0
     attempts: int = 0

@@ -3,6 +3,8 @@
 Invariant: from its attach to its end a worker has one session. What the coordinator sends arrives `message_s` later.
 """
 
+from collections.abc import Iterable
+from functools import partial
 from math import inf
 from typing import Final, Protocol
 
@@ -73,7 +75,7 @@ class SimulatedWorker:
         speed: float = 1.0,
     ) -> None:
         """`speed`: of its engine, relative to the profile's."""
-        self.name, self.terms = name, terms
+        self.name, self.terms, self._speed = name, terms, speed
         self._time, self._coordinator, self._books = time, coordinator, books
         engine = SimulatedEngine(terms.profile, slots=terms.slots, now=time.now, speed=speed)
         self.host = AttemptHost(engine, time, coordinator, books.tokens, terms.flush, self._show)
@@ -165,6 +167,16 @@ class SimulatedWorker:
             self.host.hold("frozen")
             self._time.after(seconds, self._thaw)
 
+    def slow_down(self, speed: float, seconds: float) -> None:
+        """Work at so many times the machine's speed for a while."""
+        self._pace(self._speed * speed)
+        self._time.after(seconds, lambda: self._pace(self._speed))
+
+    def _pace(self, speed: float) -> None:
+        if not self.gone:
+            self.host.engine.pace(speed, self._time.now)
+            self.host.look()
+
     def _thaw(self) -> None:
         if self.gone:
             return
@@ -196,7 +208,7 @@ class SimulatedWorker:
         while session is not None and not session.outbox.empty():
             message = session.outbox.get_nowait()
             if message is not None:
-                self._time.after(self.terms.message_s, lambda message=message: self._obey(message))
+                self._time.after(self.terms.message_s, partial(self._obey, message))
 
     def _obey(self, message: fleet_pb2.CoordinatorMessage) -> None:
         if self.gone or self.frozen or self.host.session is None:
@@ -242,6 +254,7 @@ class SimulatedWorker:
         self.host.go_on("installing")
         if self._wanted == (run_id, version):
             self._installed = (run_id, version)
+            self.host.engine.new_weights(self._time.now)
             self._books.installs += 1
             self._say(InstalledReport(version=version, run_id=run_id, pull_s=pull_s, pause_s=pause_s))
 
@@ -291,5 +304,5 @@ class SimulatedWorker:
         self._books.enter(self.name, self.terms.pool, state, self._time.now, run)
 
 
-def _refs(messages: "list[fleet_pb2.AttemptRef]") -> list[AttemptRef]:
+def _refs(messages: Iterable[fleet_pb2.AttemptRef]) -> list[AttemptRef]:
     return [from_proto(one, AttemptRef) for one in messages]

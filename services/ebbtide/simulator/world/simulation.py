@@ -1,12 +1,11 @@
 """Simulates a scenario: builds its world, lets time pass, and tells what it came to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
-from ebbtide.simulator.engines.profile_files import engine_profile, trainer_profile
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
-from ebbtide.simulator.scenario.draws.workload import Workload
+from ebbtide.simulator.scenario.draws.workload import Turn, Workload
 from ebbtide.simulator.scenario.inputs.price_table import fixed_price
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
@@ -15,14 +14,14 @@ from ebbtide.simulator.world.attempt_host import FlushTerms
 from ebbtide.simulator.world.books import SimulationBooks
 from ebbtide.simulator.world.machine_pools import MachinesOfPool
 from ebbtide.simulator.world.planned_faults import PlannedFaults
-from ebbtide.simulator.world.policy import EbbtidePolicy, Policy
-from ebbtide.simulator.world.profile_times import ProfileTimes
+from ebbtide.simulator.world.policy import Policy
+from ebbtide.simulator.world.profiles import Profiles
 from ebbtide.simulator.world.simulated_driver import SimulatedDriver, StepProgress
 from ebbtide.simulator.world.simulated_trainer import SimulatedTrainer
 from ebbtide.simulator.world.simulated_worker import SimulatedWorker, WorkerTerms
 from ebbtide.simulator.world.step_rounds import Sample
 from ebbtide.simulator.world.trainer_loan import TrainerLoan
-from ebbtide.simulator.world.version_pulls import VersionPulls, WeightTerms
+from ebbtide.simulator.world.version_pulls import VersionPulls
 from ebbtide.simulator.world.virtual_coordinator import RunAccount, VirtualCoordinator
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.types.fleet import WorkerKind
@@ -35,14 +34,9 @@ _ENDLESS = 1_000_000
 _BYTES_PER_GBIT = 125e6
 
 
-def simulate(scenario: Scenario, *, seed: int, say: Say = lambda _: None, policy: Policy | None = None) -> Outcome:
-    """Simulate a scenario with a seed. `policy`: who decides, if not the scenario's choice."""
-    return Simulation(scenario, seed, policy or EbbtidePolicy()).run(say)
-
-
 class Simulation:
-    def __init__(self, scenario: Scenario, seed: int, policy: Policy) -> None:
-        self._scenario, self._seed, self._policy = scenario, seed, policy
+    def __init__(self, scenario: Scenario, seed: int, policy: Policy, profiles: Profiles) -> None:
+        self._scenario, self._seed, self._policy, self._profiles = scenario, seed, policy, profiles
         self._time, self._books = VirtualTime(), SimulationBooks()
         self._pulls = VersionPulls(self._time, scenario.relay_gbps * _BYTES_PER_GBIT)
         self._coordinator = VirtualCoordinator(self._time, self._books, self._pulls, policy.decider)
@@ -90,7 +84,7 @@ class Simulation:
 
     def _machines(self, pool: MachinePool) -> MachinesOfPool:
         scenario = self._scenario
-        profile = engine_profile(pool.engine, scenario.folder)
+        profile = self._profiles.engine(pool.engine)
         lent = pool.kind == "trainer"
         terms = WorkerTerms(
             pool=pool.name,
@@ -114,9 +108,7 @@ class Simulation:
 
     def _add_run(self, run: TrainingRun) -> None:
         name, steps = run.name, self._scenario.steps_of(run) or _ENDLESS
-        profile = trainer_profile(run.trainer, self._scenario.folder)
-        times = ProfileTimes(profile, run)
-        self._pulls.add_run(name, WeightTerms(dense_bytes=times.dense_bytes, patch_bytes=times.patch_bytes))
+        self._pulls.add_run(name, self._profiles.weights(run))
 
         def announce(version: int, step: int) -> None:
             self._coordinator.announce(name, version, step)
@@ -131,7 +123,7 @@ class Simulation:
             steps=steps,
             streams=self._policy.streams,
             time=self._time,
-            times=times,
+            times=self._profiles.training(run),
             books=self._books,
             loan=self._loans[name],
             announce=announce,
@@ -151,7 +143,7 @@ class Simulation:
         account = RunAccount(name=name, model=model, max_tokens=run.cap, share=run.share)
         self._coordinator.add_run(account, driver)
 
-    def _turns(self, run: TrainingRun, sample: Sample) -> tuple:
+    def _turns(self, run: TrainingRun, sample: Sample) -> Sequence[Turn]:
         step, prompt = divmod(sample.prompt, run.prompts)
         return self._workload.turns(run.name, step, prompt, sample.sample)
 

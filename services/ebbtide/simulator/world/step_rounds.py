@@ -47,7 +47,9 @@ class WholeGroups:
 
     def open(self, step: int) -> StepRound:
         first = step * self._prompts
-        return _WholeRound([Sample(first + prompt, sample) for prompt in range(self._prompts) for sample in range(self._group)])
+        return _WholeRound(
+            [Sample(first + prompt, sample) for prompt in range(self._prompts) for sample in range(self._group)]
+        )
 
 
 class _WholeRound:

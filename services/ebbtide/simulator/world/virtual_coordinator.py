@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import due_orphans, queued_again, started
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import SilentRunEvents
@@ -31,8 +31,8 @@ from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.simulator.world.attempt_host import Response
 from ebbtide.simulator.world.books import SimulationBooks
-from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
 from ebbtide.simulator.world.simulated_driver import SimulatedDriver
+from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
 from ebbtide.simulator.world.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.version_pulls import VersionPulls
 from ebbtide.simulator.world.virtual_time import VirtualTime
@@ -225,7 +225,7 @@ class VirtualCoordinator:
 
     def response(self, rollout_id: str) -> Response:
         rollout = self._rollouts[rollout_id]
-        return Response(rollout.prompt, rollout.length, rollout.prefix)
+        return Response(rollout.prompt, rollout.length, rollout.prefix, rollout.after)
 
     def pull_s(self, worker: SimulatedWorker, run_id: str, version: int) -> float:
         """Begin to pull a version. Returns the seconds that it takes."""

@@ -1,7 +1,7 @@
 """Plans the coordinator's rounds in virtual time, as its loops wait for them live.
 
-Invariant: as in `Dispatcher.decide_for_ever`: a round comes once the changes after the first one were gathered, or after
-a pause if nothing changes. What changes during a round is gathered for the next one.
+Invariant: as in `Dispatcher.decide_for_ever`, a round comes once the changes after the first one were gathered, or
+after a pause if nothing changes. What changes during a round is gathered for the next one.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ class VirtualWakeups(DispatchWakeups):
         super().__init__()
         self._time = time
         self._changed = self._gathering = self._deciding = False
-        self._decide_due = Alarm(time, self._decide)
-        self._reap_due = Alarm(time, self._reap)
+        self._decide_due = Alarm(time, self._decide_now)
+        self._reap_due = Alarm(time, self._reap_now)
         self._decide_round: Callable[[], float] = lambda: inf
         self._reap_round: Callable[[], float] = lambda: inf
         self._gather_s: Callable[[], float] = lambda: 0.0
@@ -44,7 +44,7 @@ class VirtualWakeups(DispatchWakeups):
         self._gathering = True
         self._decide_due.set(self._time.now + self._gather_s())
 
-    def _decide(self) -> None:
+    def _decide_now(self) -> None:
         self._changed = self._gathering = False
         self._deciding = True
         pause = self._decide_round()
@@ -54,6 +54,6 @@ class VirtualWakeups(DispatchWakeups):
         else:
             self._decide_due.set(self._time.now + pause)
 
-    def _reap(self) -> None:
+    def _reap_now(self) -> None:
         due = self._reap_round()
         self._reap_due.set(min(due, self._reap_due.due))

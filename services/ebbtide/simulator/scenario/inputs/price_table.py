@@ -26,7 +26,7 @@ class PriceTable(Struct, frozen=True):
         first, last = (max(0, bisect_right(self.times_s, at) - 1) for at in (begin_s, end_s))
         cuts = [begin_s, *self.times_s[first + 1 : last + 1], end_s]
         prices = self.dollars_per_hour[first : last + 1]
-        spans = zip(cuts, cuts[1:], prices, strict=True)
+        spans = zip(cuts[:-1], cuts[1:], prices, strict=True)
         return sum((end - begin) * price for begin, end, price in spans) / _HOUR_S
 
 

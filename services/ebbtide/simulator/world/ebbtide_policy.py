@@ -1,8 +1,11 @@
-"""Has the coordinator's own rounds decide."""
+"""Has the coordinator's own rounds decide: the policy that Ebbtide is."""
 
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, RunFailure, SlotFill
 from ebbtide.scheduling.dispatch.round_pacing import gather_s
+from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.policy import Policy
+from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 
@@ -40,3 +43,15 @@ class EbbtideDecider(Decider):
 
     def gather_s(self) -> float:
         return gather_s(len(self._coordinator.state.sessions))
+
+
+class EbbtidePolicy(Policy):
+    """Ebbtide as it is: the coordinator's own rounds; steps are trained whole."""
+
+    streams = False
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        return EbbtideDecider(coordinator)
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        return WholeGroups(run.prompts, run.group)
