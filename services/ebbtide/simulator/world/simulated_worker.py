@@ -3,7 +3,7 @@
 Invariant: from its attach to its end a worker has one session. What the coordinator sends arrives `message_s` later.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
 from typing import Final, Protocol
@@ -58,8 +58,8 @@ class WorkersCoordinator(AttemptStore, Protocol):
 
     def stream_broke(self, session: WorkerSession, reason: str) -> None: ...
 
-    def pull_s(self, worker: "SimulatedWorker", run_id: str, version: int) -> float:
-        """Begin to pull a version. Returns the seconds that it takes."""
+    def pull(self, worker: "SimulatedWorker", run_id: str, version: int, done: Callable[[], None]) -> None:
+        """Begin to pull a version; `done` is called at the end."""
         ...
 
 
@@ -237,12 +237,13 @@ class SimulatedWorker:
 
     def _install(self, run_id: str, version: PolicyVersion) -> None:
         self._wanted = (run_id, version)
-        pull_s = self._coordinator.pull_s(self, run_id, version.version)
-        self._time.after(pull_s, lambda: self._pulled(run_id, version, pull_s))
+        began = self._time.now
+        self._coordinator.pull(self, run_id, version.version, lambda: self._pulled(run_id, version, began))
 
-    def _pulled(self, run_id: str, version: PolicyVersion, pull_s: float) -> None:
+    def _pulled(self, run_id: str, version: PolicyVersion, began: float) -> None:
         if self.gone or self._wanted != (run_id, version):
             return
+        pull_s = self._time.now - began
         self.versions[run_id] = version.version
         pause_s = self.terms.profile.install_pause_s() if self._installed != (run_id, version) else 0.0
         self.host.hold("installing")

@@ -1,21 +1,23 @@
-"""Models how long workers pull versions: by the relay's cheapest ways, over links that pulls share.
+"""Models what workers pull of a version, and from whom: by the relay's cheapest ways, over links that pulls share.
 
-A pull's rate is set when it begins: the worker's link, or its part of the relay's link, whichever is less. Workers that
-have the version serve others, so the relay's part grows with them.
+Workers that have the newest version serve others. Each run has a relay's link of its own: runs' pulls do not meet.
 """
 
+from collections.abc import Callable
 from math import inf
+from typing import Final
 
 from msgspec import Struct
 
 from ebbtide.scheduling.distribution.version_paths import PatchStep, find_ways, wants_anchor
+from ebbtide.simulator.world.shared_links import SharedLinks
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 #: As the weight-relay's defaults: an anchor is built after so many patches, or so large a share of the dense bytes.
-ANCHOR_EVERY = 16
-ANCHOR_SHARE = 0.5
+ANCHOR_EVERY: Final = 16
+ANCHOR_SHARE: Final = 0.5
 #: Versions whose patches are kept; a worker with an older one pulls an anchor.
-_KEPT = 64
+_KEPT: Final = 64
 
 
 class WeightTerms(Struct, frozen=True, kw_only=True):
@@ -29,7 +31,9 @@ class _Library(Struct):
     terms: WeightTerms
     anchors: dict[int, int]
     steps: list[PatchStep]
+    links: SharedLinks
     newest: int = 0
+    helping: float = 0.0  # bytes/s of the links of workers that have the newest version
 
 
 class VersionPulls:
@@ -38,17 +42,17 @@ class VersionPulls:
     def __init__(self, time: VirtualTime, relay_bytes_per_s: float) -> None:
         self._time, self._relay = time, relay_bytes_per_s
         self._runs: dict[str, _Library] = {}
-        self._pulling = 0
         self.bytes = 0
 
     def add_run(self, run: str, terms: WeightTerms) -> None:
-        self._runs[run] = _Library(terms, {}, [])
+        self._runs[run] = _Library(terms, {}, [], SharedLinks(self._time, self._relay))
 
     def publish(self, run: str, version: int) -> None:
         """The relay has a version, as a patch upon the one before if it knows that."""
         library = self._runs[run]
         terms, before = library.terms, library.newest
-        library.newest = version
+        library.newest, library.helping = version, 0.0
+        library.links.help(0.0)
         if not before or not terms.patch_bytes:
             library.anchors = {version: terms.dense_bytes}
             library.steps = []
@@ -59,21 +63,22 @@ class VersionPulls:
         if not ways or wants_anchor(ways[0], terms.dense_bytes, room, every=ANCHOR_EVERY, share=ANCHOR_SHARE):
             library.anchors = {version: terms.dense_bytes}
 
-    def begin(self, run: str, version: int, have: int, link_bytes_per_s: float, holders: int) -> float:
-        """Begin a pull by a worker that has the version `have` (0: none), while `holders` others have the wanted one.
-        Returns the seconds that it takes: none over a link without a limit, which is the trainer's own memory.
+    def begin(self, run: str, version: int, have: int, link_bytes_per_s: float, done: Callable[[], None]) -> None:
+        """Begin a pull by a worker that has the version `have` (0: none). `done` is called at its end: at once over a
+        link without a limit, which is the trainer's own memory.
         """
         library = self._runs[run]
         if have == version or link_bytes_per_s == inf:
-            return 0.0
+            done()
+            return
         ways = find_ways(library.anchors, library.steps, version, (have,) if have else ())
         size = ways[0].size if ways else library.terms.dense_bytes
         self.bytes += size
-        self._pulling += 1
-        shared = self._relay * (1 + holders) / self._pulling
-        seconds = size / min(link_bytes_per_s, shared)
-        self._time.after(seconds, self._ended)
-        return seconds
+        links = library.links
+        links.download(size, link_bytes_per_s, lambda: self._pulled(library, version, link_bytes_per_s, done))
 
-    def _ended(self) -> None:
-        self._pulling -= 1
+    def _pulled(self, library: _Library, version: int, link_bytes_per_s: float, done: Callable[[], None]) -> None:
+        if version == library.newest:
+            library.helping += link_bytes_per_s
+            library.links.help(library.helping)
+        done()

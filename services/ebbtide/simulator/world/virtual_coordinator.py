@@ -227,11 +227,8 @@ class VirtualCoordinator:
         rollout = self._rollouts[rollout_id]
         return Response(rollout.prompt, rollout.length, rollout.prefix, rollout.after)
 
-    def pull_s(self, worker: SimulatedWorker, run_id: str, version: int) -> float:
-        """Begin to pull a version. Returns the seconds that it takes."""
-        holders = sum(one.versions.get(run_id) == version for one in self._workers.values())
-        have = worker.versions.get(run_id, 0)
-        return self._pulls.begin(run_id, version, have, worker.terms.link_bytes_per_s, holders)
+    def pull(self, worker: SimulatedWorker, run_id: str, version: int, done: Callable[[], None]) -> None:
+        self._pulls.begin(run_id, version, worker.versions.get(run_id, 0), worker.terms.link_bytes_per_s, done)
 
     # Runs.
 
