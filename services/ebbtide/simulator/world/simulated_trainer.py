@@ -57,7 +57,8 @@ class SimulatedTrainer:
         self._announce = announce
         self._steps: dict[int, StepProgress] = {}
         self._next = 0  # step to train
-        self._learnt = 0  # of that step: tokens learnt from, or being learnt from
+        self._learnt = self._learnt_samples = 0  # of that step: learnt from, or being learnt from; tokens first
+        self._learning_s = 0.0  # of that step
         self._newest = -1  # step whose weights were announced last
         self._busy = True
         self._life = 0
@@ -99,9 +100,10 @@ class SimulatedTrainer:
             return
         if not self._loan.claim(complete=step.complete):
             return
-        self._busy, self._learnt = True, step.tokens
+        seconds = self._times.learn_s(tokens, len(step.ends) - self._learnt_samples)
+        self._busy, self._learnt, self._learnt_samples = True, step.tokens, len(step.ends)
         self._show("training")
-        seconds = self._times.learn_s(tokens, len(step.ends))
+        self._learning_s += seconds
         if step.complete:
             self._after(seconds + self._times.update_s(), lambda: self._trained(step))
         else:
@@ -115,7 +117,7 @@ class SimulatedTrainer:
     def _trained(self, step: StepProgress) -> None:
         self._record(step)
         del self._steps[step.number]
-        self._next, self._learnt = step.number + 1, 0
+        self._next, self._learnt, self._learnt_samples, self._learning_s = step.number + 1, 0, 0, 0.0
         self._unsaved.append((step.tokens, len(step.ends)))
         self._after(self._times.publish_s(), self._published)
 
@@ -136,7 +138,7 @@ class SimulatedTrainer:
         if self.done:
             return
         self._life += 1
-        self._busy, self._learnt = True, 0
+        self._busy, self._learnt, self._learnt_samples, self._learning_s = True, 0, 0, 0.0
         self._show("idle")
         again = sum(self._times.learn_s(tokens, samples) + self._times.update_s() for tokens, samples in self._unsaved)
         self._after(seconds + self._times.begin_s(), lambda: self._catch_up(again))
@@ -152,18 +154,18 @@ class SimulatedTrainer:
 
     def _record(self, step: StepProgress) -> None:
         ends = sorted(step.ends)
-        self._books.steps.append(
-            StepOutcome(
-                run=self._run,
-                step=step.number,
-                opened_s=step.opened_s,
-                generated_s=ends[-1],
-                trained_s=self._time.now,
-                rollouts=len(ends),
-                tokens=step.tokens,
-                tail_s=ends[-1] - ends[max(0, int(0.9 * len(ends)) - 1)],
-            )
+        outcome = StepOutcome(
+            run=self._run,
+            step=step.number,
+            opened_s=step.opened_s,
+            generated_s=ends[-1],
+            trained_s=self._time.now,
+            rollouts=len(ends),
+            tokens=step.tokens,
+            tail_s=ends[-1] - ends[max(0, int(0.9 * len(ends)) - 1)],
         )
+        self._books.steps.append(outcome)
+        self._loan.window.trained(outcome, self._learning_s + self._times.update_s())
 
     def _show(self, state: str) -> None:
         self._books.enter(f"{self._run} trainer", f"{self._run} trainer", state, self._time.now, self._run)
