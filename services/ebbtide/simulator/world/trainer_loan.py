@@ -19,13 +19,14 @@ class TrainerLoan:
     def __init__(self, time: VirtualTime, window_s: float | None) -> None:
         self._time, self._window_s = time, window_s
         self._workers: list[SimulatedWorker] = []
-        self._lent = self._closing = False
+        self._open = self._lent = self._closing = False
         self._step = 0
         self.free: Callable[[], None] = lambda: None  # called when the trainer has its devices back
 
     def add(self, worker: SimulatedWorker) -> None:
         self._workers.append(worker)
-        if self._lent and not self._closing:
+        if self._open and not self._closing:
+            self._lent = True
             worker.attach()
 
     @property
@@ -35,7 +36,8 @@ class TrainerLoan:
     def open(self) -> None:
         """The trainer waits for rollouts: its devices generate."""
         self._step += 1
-        if self._lent:
+        self._open = True
+        if self._lent or not self._workers:
             return
         self._lent = True
         for worker in self._workers:
@@ -49,6 +51,7 @@ class TrainerLoan:
         all ended.
         """
         if not self._lent:
+            self._open = False
             return True
         if complete:
             self._close()
@@ -65,5 +68,5 @@ class TrainerLoan:
     def _closed(self) -> None:
         for worker in self._workers:
             worker.detach()
-        self._lent = self._closing = False
+        self._open = self._lent = self._closing = False
         self.free()
